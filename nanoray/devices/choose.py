@@ -12,10 +12,9 @@ from nanoray.errors import ConfigError
 
 BF16_UNITS = frozenset({"amx_bf16", "avx512_bf16"})
 
-
-# --precision auto: narrower layers were not measured, or their casts cost more than bf16 gains (docs/step.md).
+# --precision auto: narrower layers were not measured, or their casts cost more than bf16
+# gains (docs/step.md).
 BF16_MIN_WIDTH = {"flash": 256, "plain": 128}
-
 
 # --attention auto: the largest block_size at which plain attention was measured
 PLAIN_MAX_BLOCK = 256
@@ -24,10 +23,10 @@ PLAIN_MAX_BLOCK = 256
 def choose_precision(
     config: Config, kind: str, features: frozenset[str], bf16_gpu: bool | None = None
 ) -> tuple[str, str]:
-    """Return the precision to train in, and why. `bf16_gpu`: every GPU of the run has compute
-    capability >= 8.
+    """Return the precision to train in, and why.
 
-    Raises ConfigError for one that this kind of device does not have.
+    `bf16_gpu`: whether every GPU of the run has compute capability >= 8; None: unknown. Raises
+    ConfigError for a precision that this kind of device does not have.
     """
     refuse(config, device=kind, about=["precision"])
     if config.precision == "tf32" and bf16_gpu is False:
@@ -40,66 +39,76 @@ def choose_precision(
     if kind != "cpu":
         if bf16_gpu or (bf16_gpu is None and kind == "mig"):
             return "bf16", "every GPU multiplies bf16, which needs no loss scaler"
-        why = (
-            "no GPU is known to multiply"
-            if bf16_gpu is None
-            else "a GPU older than compute capability 8 lacks"
-        )
+        why = "a GPU older than compute capability 8 lacks"
+        if bf16_gpu is None:
+            why = "no GPU is known to multiply"
         return "fp16", f"{why} bf16; fp16 runs with a loss scaler"
     if config.model != "gpt":
         return "fp32", "the gain of bf16 on a CPU was measured for GPTs only"
     units = sorted(features & BF16_UNITS)
     if not units:
         return "fp32", "this CPU has neither amx_bf16 nor avx512_bf16"
+    # Casts cost as much as they gain in narrow layers.
     attention = choose_attention(config, kind, "bf16", features)
-    told = f"with {attention} attention {units[0]} pays from width {BF16_MIN_WIDTH[attention]} on"
-    precision = "bf16" if config.n_embd >= BF16_MIN_WIDTH[attention] else "fp32"
-    return precision, f"{told}, and n_embd = {config.n_embd}"
+    width = BF16_MIN_WIDTH[attention]
+    precision = "bf16" if config.n_embd >= width else "fp32"
+    return (
+        precision,
+        f"with {attention} attention {units[0]} pays from width {width} on, and n_embd = "
+        f"{config.n_embd}",
+    )
 
 
 def require_compiler(config: Config, device: str) -> None:
     """Raise ConfigError where `compile` cannot work."""
     refuse(config, device=device.partition(":")[0], about=["compile"])
-    if why := cannot_compile(device) if config.compile else "":
+    if not config.compile:
+        return
+    why = cannot_compile(device)
+    if why:
         raise ConfigError(f"compile = true {why}, or use --compile false")
 
 
 def cannot_compile(device: str) -> str:
-    """Return why torch cannot compile for this device, and what helps, or "". Triton needs C on a
-    GPU.
-    """
+    """Return why torch cannot compile for this device, with a remedy; "" if it can."""
     if device != "cpu":
+        # Triton builds its launchers in C.
         names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-        missing = f"needs a C compiler for a GPU, and {' or '.join(names)} is not on the PATH"
+        if any(map(shutil.which, names)):
+            return ""
         return (
-            ""
-            if any(map(shutil.which, names))
-            else f"{missing}; install gcc, name another one in CC"
+            f"needs a C compiler for a GPU, and {' or '.join(names)} is not on the PATH; install "
+            "gcc, name another one in CC"
         )
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
-        return f"needs a C++ compiler for a CPU, and {compiler} is not on the PATH; install it, name another one in CXX"
+        return (
+            f"needs a C++ compiler for a CPU, and {compiler} is not on the PATH; install it, name "
+            "another one in CXX"
+        )
     if any(letter.isspace() for letter in sys.prefix):
         return (
             f"cannot work on a CPU from {sys.prefix}: torch passes this path to {compiler} "
-            "unquoted, and it has a "
-            "space; make the environment in another folder"
+            "unquoted, and it has a space; make the environment in another folder"
         )
     return ""
 
 
 def choose_attention(config: Config, kind: str, precision: str, features: frozenset[str]) -> str:
-    """Return flash, cudnn or plain: what was measured to be faster for `auto`. Raises ConfigError
-    if it cannot be.
+    """Return flash, cudnn or plain; for `auto` the fastest by measurement.
+
+    Raises ConfigError for one that does not run on this kind of device in this precision.
     """
     refuse(config, device=kind, precision=precision, about=["attention"])
     if config.attention != "auto":
         return config.attention
     if kind != "cpu":
         return auto_on_gpus(config)
-    # In bf16 torch's fused attention takes most of its time in its backward. With dropout torch has
-    # none on CPUs: what it does instead is plain attention with a slower dropout.
-    short = (
-        precision == "bf16" and bool(features & BF16_UNITS) and config.block_size <= PLAIN_MAX_BLOCK
-    )
-    return "plain" if short or config.dropout > 0 else "flash"
+    # With dropout torch has no fused attention on CPUs, and its plain one has a slower dropout.
+    if config.dropout > 0:
+        return "plain"
+    # In bf16 torch's fused attention takes most of its time in its backward.
+    is_fast_bf16 = precision == "bf16" and bool(features & BF16_UNITS)
+    if is_fast_bf16 and config.block_size <= PLAIN_MAX_BLOCK:
+        return "plain"
+    return "flash"

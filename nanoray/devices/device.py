@@ -1,4 +1,4 @@
-"""What a compute device is: a GPU, a MIG slice or a share of the CPUs."""
+"""A compute device, which is a GPU, a MIG slice or a share of the CPUs, and its load."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Device:
 
 @dataclass(frozen=True)
 class Load:
-    """What a GPU or slice does now. None: NVML does not tell, as it does not of a slice's kernels
-    and power.
+    """The current load of a GPU or slice.
+
+    None: NVML does not report it. Of a slice it reports neither kernels nor power.
     """
 
     device: Device

@@ -1,9 +1,7 @@
-"""Find this node's devices: GPUs and MIG slices with memory and peak speed, CPUs within their
-quota.
+"""Find this node's GPUs and MIG slices through NVML.
 
 Neither torch nor ray is imported here, so the driver starts fast. NVML is opened and closed in each
-call. MIG geometry and peaks are from NVIDIA's MIG User Guide and data sheets. A peak that is not in
-the table is None, never a guess.
+call.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from nanoray.devices.device import Device, Load
-from nanoray.devices.mig import _fractions, _profile_of
+from nanoray.devices.mig import fractions_of, profile_of
 
 T = TypeVar("T")
 
@@ -34,28 +32,27 @@ def discover_gpus(nvml: Any = None) -> list[Device]:
 
 
 def gpu_loads(nvml: Any = None) -> list[Load]:
-    """Return what each GPU and slice of `discover_gpus` does now, in its order."""
+    """Return the current load of each GPU and slice of `discover_gpus`, in its order."""
     devices = discover_gpus(nvml)
     return _ask(lambda nvml: [_read_load(nvml, device) for device in devices], [], nvml)
 
 
 def _read_load(nvml: Any, device: Device) -> Load:
-    def told(of: Callable[[Any], Any]) -> Any:
+    def query(read: Callable[[Any], Any]) -> Any:
         # Not supported by a slice, or not permitted in a container
         with contextlib.suppress(nvml.NVMLError):
-            return of(nvml.nvmlDeviceGetHandleByUUID(device.uuid))
+            return read(nvml.nvmlDeviceGetHandleByUUID(device.uuid))
         return None
+
+    def process_ids(handle: Any) -> tuple[int, ...]:
+        return tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
 
     return Load(
         device,
-        told(lambda handle: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
-        told(lambda handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used)),
-        told(lambda handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
-        told(
-            lambda handle: tuple(
-                int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            )
-        ),
+        busy=query(lambda handle: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
+        used_bytes=query(lambda handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used)),
+        watts=query(lambda handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
+        pids=query(process_ids),
     )
 
 
@@ -65,9 +62,7 @@ def driver_version() -> str:
 
 
 def _ask(question: Callable[[Any], T], otherwise: T, nvml: Any = None) -> T:
-    """Return what `question` learns from NVML while it is open; `otherwise` without its module or a
-    driver.
-    """
+    """Return the answer of `question` to an open NVML; `otherwise` without its module or a driver."""
     try:
         nvml = nvml or importlib.import_module("pynvml")
     except ImportError:
@@ -82,8 +77,7 @@ def _ask(question: Callable[[Any], T], otherwise: T, nvml: Any = None) -> T:
 
 
 def take_own_slice(local_rank: int) -> list[str]:
-    """Leave one MIG slice of CUDA_VISIBLE_DEVICES to this process, and return it; empty where there
-    are none.
+    """Reduce CUDA_VISIBLE_DEVICES to one MIG slice, and return it; empty where there are none.
 
     CUDA shows every process only the first of several. Call it before CUDA starts.
     """
@@ -106,34 +100,47 @@ def _read_gpus(nvml: Any) -> list[Device]:
 
 def _read_gpu(nvml: Any, index: int) -> list[Device]:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
+    uuid = nvml.nvmlDeviceGetUUID(handle)
+    name = nvml.nvmlDeviceGetName(handle)
     bf16 = nvml.nvmlDeviceGetCudaComputeCapability(handle)[0] >= 8
-    total, mig_mode = 0, False
+    total = 0
+    mig_mode = False
     with contextlib.suppress(nvml.NVMLError):  # not permitted in a container that has one slice
         total = nvml.nvmlDeviceGetMemoryInfo(handle).total
     with contextlib.suppress(nvml.NVMLError):  # not supported by this GPU
         mig_mode = bool(nvml.nvmlDeviceGetMigMode(handle)[0])
-    found = [Device("cuda", index, uuid, name, total, uuid, mig_mode=mig_mode, bf16=bf16)]
-    for i in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if mig_mode else 0):
+    devices = [Device("cuda", index, uuid, name, total, uuid, mig_mode=mig_mode, bf16=bf16)]
+    if not mig_mode:
+        return devices
+    for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
         with contextlib.suppress(nvml.NVMLError):  # an empty place
-            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
-            part_uuid, attributes = (
-                nvml.nvmlDeviceGetUUID(part),
-                nvml.nvmlDeviceGetAttributes_v2(part),
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+            attributes = nvml.nvmlDeviceGetAttributes_v2(part)
+            profile = profile_of(nvml.nvmlDeviceGetName(part), attributes, total)
+            label = f"{name} MIG {profile or 'unknown'}"
+            compute_fraction, bandwidth_fraction = fractions_of(label)
+            devices.append(
+                Device(
+                    kind="mig",
+                    index=place,
+                    uuid=nvml.nvmlDeviceGetUUID(part),
+                    name=label,
+                    memory_bytes=int(attributes.memorySizeMB) << 20,
+                    parent_uuid=uuid,
+                    profile=profile,
+                    compute_fraction=compute_fraction,
+                    bandwidth_fraction=bandwidth_fraction,
+                    bf16=bf16,
+                )
             )
-            profile = _profile_of(nvml.nvmlDeviceGetName(part), attributes, total)
-            label, memory = f"{name} MIG {profile or 'unknown'}", int(attributes.memorySizeMB) << 20
-            shares = _fractions(label)
-            found.append(
-                Device("mig", i, part_uuid, label, memory, uuid, profile, *shares, bf16=bf16)
-            )
-    return found
+    return devices
 
 
 def _visible(devices: list[Device], value: str) -> list[Device]:
     """Apply CUDA's rule: the list ends at the first entry that names no device, or more than one."""
     chosen: list[Device] = []
-    for token in (t.strip() for t in value.split(",")):
+    for entry in value.split(","):
+        token = entry.strip()
         if token.isdecimal():
             hits = [d.uuid for d in devices if d.kind == "cuda" and d.index == int(token)]
         elif token.startswith(("GPU-", "MIG-")):
@@ -143,5 +150,8 @@ def _visible(devices: list[Device], value: str) -> list[Device]:
             hits = []
         if len(hits) != 1:
             break
-        chosen += [d for d in devices if hits[0] in (d.uuid, d.parent_uuid) and d not in chosen]
+        # A GPU brings its slices with it.
+        for device in devices:
+            if hits[0] in (device.uuid, device.parent_uuid) and device not in chosen:
+                chosen.append(device)
     return chosen

@@ -23,27 +23,30 @@ def _read(path: Path) -> str:
 
 
 def _cgroups(root: str, controller: str) -> Iterator[Path]:
-    """Yield this process's cgroup folders, innermost first; files of one that the container hides
-    read as empty.
+    """Yield this process's cgroup folders, innermost first.
+
+    Files of a folder that the container hides read as empty.
     """
     for line in _read(Path(root, "proc/self/cgroup")).splitlines():
         number, names, path = line.split(":", 2)
         if number != "0" and controller not in names.split(","):
             continue
+        # Version 2 has one tree, numbered 0; version 1 has a tree for each controller.
         base = Path(root, "sys/fs/cgroup", "" if number == "0" else controller)
         inner = base / path.strip("/")
-        yield from (
-            folder for folder in (inner, *inner.parents) if folder == base or base in folder.parents
-        )
+        for folder in (inner, *inner.parents):
+            if folder == base or base in folder.parents:
+                yield folder
 
 
 def available_cpus(root: str = "/") -> float:
-    """Return the cores that this process may use: its affinity, or a smaller cgroup quota; at least
-    1.
+    """Return the cores that this process may use; at least 1.
+
+    They are its affinity, or a smaller cgroup quota.
     """
-    cores = float(
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = float(os.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):
+        cores = float(len(os.sched_getaffinity(0)))
     for folder in _cgroups(root, "cpu"):
         version_1 = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
         quota, _, period = (_read(folder / "cpu.max") or version_1).partition(" ")
@@ -53,28 +56,29 @@ def available_cpus(root: str = "/") -> float:
 
 
 def available_memory_bytes(root: str = "/") -> int:
-    """Return the bytes that this process may still allocate: free memory, or less under a cgroup
-    limit.
+    """Return the bytes that this process may still allocate.
+
+    They are the free memory, or less under a cgroup limit.
     """
     match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(Path(root, "proc/meminfo")), re.MULTILINE)
-    free = (
-        int(match[1]) * 1024 if match else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    )
+    if match:
+        free = int(match[1]) * 1024
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for folder in _cgroups(root, "memory"):
         limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
         used = _read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes")
         if limit.isdecimal() and used.isdecimal():
-            stat = dict(
-                line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines()
-            )
-            # Reclaimed on demand
+            rows = _read(folder / "memory.stat").splitlines()
+            stat = dict(row.split(maxsplit=1) for row in rows)
+            # The kernel frees these pages on demand, so they do not count as used.
             cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
             free = min(free, max(0, int(limit) - int(used) + cache))
     return free
 
 
 def cpu_name(root: str = "/") -> str:
-    """Return the processor's name, or its architecture if the system does not tell."""
+    """Return the processor's name, or its architecture where the name is unknown."""
     match = re.search(r"^model name\s*:\s*(.+)$", _read(Path(root, "proc/cpuinfo")), re.MULTILINE)
     return match[1].strip() if match else platform.processor() or platform.machine()
 
@@ -88,8 +92,7 @@ def cpu_features(root: str = "/") -> frozenset[str]:
 
 
 def return_freed_memory() -> None:
-    """Make glibc give freed memory back at once, so that resident memory is what is in use: what a
-    tensor takes.
+    """Make glibc return freed memory at once, so that resident memory is the memory of tensors.
 
     From 64 KiB on each tensor has pages of its own. Slower: every tensor of a step is faulted in
     again.
@@ -104,11 +107,11 @@ def return_freed_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next step instead of returning it and faulting it in
-    again.
+    """Make glibc keep freed memory for the next step.
 
-    On CPU activations come from malloc; with two threads a step of the CPU preset gets 6 to 10 %
-    faster. C libraries without mallopt are left as they are.
+    Otherwise it is returned and faulted in again. On CPU activations come from malloc; with two
+    threads a step of the CPU preset gets 6 to 10 % faster. C libraries without mallopt are left as
+    they are.
     """
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "mallopt"):

@@ -1,4 +1,7 @@
-"""The geometry of MIG: profiles, their sizes, and the commands that make slices."""
+"""The geometry of MIG: profiles, their sizes, and the commands that make slices.
+
+From NVIDIA's MIG User Guide.
+"""
 
 from __future__ import annotations
 
@@ -21,44 +24,49 @@ _MIG_GB = (40, 80, 94, 96, 141, 180)
 _PROFILE = re.compile(r"(?:(\d)c\.)?(\d+g\.\d+gb)")
 
 
-def _profile_of(name: str, attributes: Any, gpu_bytes: int) -> str:
-    """Return the profile in the slice's name, or (older drivers give the GPU's name only) from its
-    memory's share.
-    """
-    match, gb = _PROFILE.search(name), _mig_gb(gpu_bytes)
-    if match or not gb:
-        return match.group() if match else ""
-    shape = (
-        int(attributes.gpuInstanceSliceCount),
-        round(8 * (attributes.memorySizeMB << 20) / gpu_bytes),
-    )
-    return profile_name(gb, *shape) if shape in MIG_SHAPES else ""
+def profile_of(name: str, attributes: Any, gpu_bytes: int) -> str:
+    """Return the profile of a slice; "" if it is unknown."""
+    match = _PROFILE.search(name)
+    if match:
+        return match.group()
+    # Older drivers give the GPU's name only; the slice's share of the memory gives the profile.
+    gb = _mig_gb(gpu_bytes)
+    if not gb:
+        return ""
+    compute = int(attributes.gpuInstanceSliceCount)
+    memory = round(8 * (attributes.memorySizeMB << 20) / gpu_bytes)
+    if (compute, memory) not in MIG_SHAPES:
+        return ""
+    return profile_name(gb, compute, memory)
 
 
 def _mig_gb(gpu_bytes: int) -> int:
-    """Return the nominal memory in a GPU's profile names (141 for an H200's 140.4 GiB), 0 for a GPU
-    without MIG.
+    """Return the nominal memory in a GPU's profile names; 0 for a GPU without MIG.
+
+    It is 141 for an H200, which has 140.4 GiB.
     """
-    nearest = min(_MIG_GB, key=lambda gb: abs(gb - gpu_bytes / 2**30))
-    return nearest if abs(nearest - gpu_bytes / 2**30) <= 1.5 else 0
+    gib = gpu_bytes / 2**30
+    nearest = min(_MIG_GB, key=lambda gb: abs(gb - gib))
+    return nearest if abs(nearest - gib) <= 1.5 else 0
 
 
 def profile_name(gb: int, compute: int, memory: int) -> str:
-    """Return a profile's name on a GPU with `gb` of memory: 1g.18gb is one compute and one memory
-    slice of 141 GB.
+    """Return a profile's name on a GPU with `gb` of memory.
+
+    1g.18gb is one compute and one memory slice of 141 GB.
     """
     return f"{compute}g.{math.floor(gb * memory / 8 + 0.5)}gb"
 
 
 def mig_profile(name: str) -> tuple[int, int]:
-    """Return the compute slices (of 7) and memory slices (of 8) of a profile, or of a device name
-    that ends in one.
+    """Return the compute slices (of 7) and memory slices (of 8) of a profile.
 
-    1g.10gb is two memory slices of a 40 GB card or one of an 80 GB card; the latter unless the name
-    says 40GB. Raises PlacementError for an unknown profile.
+    `name`: of the profile, or of a device that ends in it. 1g.10gb is two memory slices of a 40 GB
+    card or one of an 80 GB card; the latter unless the name contains 40GB. Raises PlacementError
+    for an unknown profile.
     """
     match = _PROFILE.search(name)
-    # The last one wins
+    # Two sizes share a name; the one that is sorted last replaces the other.
     sizes = sorted(_MIG_GB, key=lambda gb: gb == (40 if "40GB" in name else 80))
     shapes = {profile_name(gb, *shape): shape for gb in sizes for shape in MIG_SHAPES}
     if not match or match[2] not in shapes:
@@ -70,10 +78,9 @@ def mig_profile(name: str) -> tuple[int, int]:
 
 
 def mig_commands(gpu: Device, workers: int | None = None) -> str:
-    """Return commands, to be printed, that cut `gpu` into the largest slices of which `workers`
-    (default: most) fit.
-    """
-    gb, wanted = _mig_gb(gpu.memory_bytes), min(workers or 7, 7)
+    """Return commands to print that cut `gpu` into `workers` of the largest slices (default: 7)."""
+    gb = _mig_gb(gpu.memory_bytes)
+    wanted = min(workers or 7, 7)
     if not gb:
         return f"use a GPU that has MIG ({gpu.name} is not known to)"
     shape = next(shape for shape in reversed(MIG_SHAPES) if MIG_SHAPES[shape] >= wanted)
@@ -82,7 +89,11 @@ def mig_commands(gpu: Device, workers: int | None = None) -> str:
     return f"run: {enable}sudo nvidia-smi mig -i {gpu.index} -cgi {profiles} -C"
 
 
-def _fractions(name: str) -> tuple[float, float]:
+def fractions_of(name: str) -> tuple[float, float]:
+    """Return the shares of a GPU's compute and bandwidth of the device with this name.
+
+    0 and 0 for an unknown profile.
+    """
     if " MIG " not in name:
         return 1.0, 1.0
     try:

@@ -1,11 +1,14 @@
-"""Peak rates of known devices: FLOP/s per precision, and bytes/s of memory."""
+"""Peak rates of known devices: FLOP/s per precision, and bytes/s of memory.
+
+From NVIDIA's data sheets. A peak that is not in the table is None, never a guess.
+"""
 
 from __future__ import annotations
 
 import re
 
 from nanoray.devices.device import Device
-from nanoray.devices.mig import _fractions
+from nanoray.devices.mig import fractions_of
 
 # NVML name -> dense TFLOP/s with float32 accumulation: bf16, fp16, TF32, float32; memory GB/s. 0:
 # none.
@@ -30,28 +33,37 @@ _PEAKS: tuple[tuple[str, float, float, float, float, float], ...] = (
 )
 
 
+_BANDWIDTH = 4  # its column, behind the precisions
+
+
 def _peak(device: Device | str, column: int) -> float | None:
-    name = device if isinstance(device, str) else device.name
-    fractions = (
-        _fractions(name)
-        if isinstance(device, str)
-        else (device.compute_fraction, device.bandwidth_fraction)
-    )
+    """Return the peak of a column, scaled to a slice's share; None when unknown."""
+    if isinstance(device, str):
+        name = device
+        compute_fraction, bandwidth_fraction = fractions_of(name)
+    else:
+        name = device.name
+        compute_fraction = device.compute_fraction
+        bandwidth_fraction = device.bandwidth_fraction
+
+    # The table has bare names: without the maker, and of a slice the name of its GPU.
     bare = re.sub(r"^((NVIDIA|Tesla|GeForce) )+", "", name.partition(" MIG ")[0])
-    row = next((row[1:] for row in _PEAKS if re.fullmatch(row[0], bare)), None)
-    return (
-        row[column] * fractions[column == 4] * (1e9 if column == 4 else 1e12) or None
-        if row
-        else None
-    )
+    for pattern, *peaks in _PEAKS:
+        if re.fullmatch(pattern, bare):
+            if column == _BANDWIDTH:
+                return peaks[column] * bandwidth_fraction * 1e9 or None
+            return peaks[column] * compute_fraction * 1e12 or None
+    return None
 
 
 def peak_flops(device: Device | str, dtype: str) -> float | None:
     """Return the dense peak FLOP/s for "bf16", "fp16", "tf32" or "fp32", None when unknown."""
     column = {"bf16": 0, "fp16": 1, "tf32": 2, "fp32": 3}.get(dtype.removesuffix("_pure"))
-    return None if column is None else _peak(device, column)
+    if column is None:
+        return None
+    return _peak(device, column)
 
 
 def peak_bandwidth(device: Device | str) -> float | None:
     """Return the peak memory bandwidth in bytes/s, scaled to the slice, None when unknown."""
-    return _peak(device, 4)
+    return _peak(device, _BANDWIDTH)

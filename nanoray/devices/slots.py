@@ -1,4 +1,4 @@
-"""Slots: which of a node's devices, and how many CPUs, each rank gets."""
+"""The slots of a node: one rank's device, or its share of the CPUs."""
 
 from __future__ import annotations
 
@@ -45,56 +45,64 @@ def local_slots(device: str, workers: int | None, gpus: list[Device], cpus: floa
         raise PlacementError(
             f"{nothing} MIG slices); {mig_commands((in_mig_mode or gpus)[0], workers)}"
         )
+
+    # auto: whole GPUs before slices before CPUs.
     auto = device == "auto"
     if device == "cuda" or (auto and whole):
         return _take("cuda", "whole GPU(s)", whole, workers, auto)
     if device == "mig" or (auto and slices):
         return _take("mig", "MIG slice(s)", slices, workers, auto)
-    why = f"{len(in_mig_mode)} GPU in MIG mode without slices" if in_mig_mode else "no GPU found"
-    why = f"auto: {why}" if auto else "asked for"
-    count = workers or (2 if cpus >= 2 else 1)
-    cpu_share([cpus], count)
-    return Slots(
-        "cpu",
-        (),
-        count,
-        f"{why}; {count} of at most {MAX_RANKS_PER_CPU * cpus:g} ranks on {cpus:g} CPUs",
-    )
+
+    why = "asked for"
+    if auto and in_mig_mode:
+        why = f"auto: {len(in_mig_mode)} GPU in MIG mode without slices"
+    elif auto:
+        why = "auto: no GPU found"
+    count = workers
+    if count is None:
+        count = 2 if cpus >= 2 else 1
+    cpu_share([cpus], count)  # raises if they do not fit
+    reason = f"{why}; {count} of at most {MAX_RANKS_PER_CPU * cpus:g} ranks on {cpus:g} CPUs"
+    return Slots("cpu", (), count, reason)
 
 
 def _take(
     kind: str, noun: str, found: tuple[Device, ...], workers: int | None, auto: bool
 ) -> Slots:
-    count, n = workers or len(found), len(found)
-    if count > n:
+    """Return the first `workers` of these devices; all of them by default."""
+    available = len(found)
+    count = workers or available
+    if count > available:
         raise PlacementError(
-            f"asked: {count} workers, available: {n} {noun}; lower workers to {n}, or use --device "
-            "cpu"
+            f"asked: {count} workers, available: {available} {noun}; lower workers to {available}, "
+            "or use --device cpu"
         )
-    reason = f"{'auto' if auto else 'asked for'}: {count} of {n} {noun}"
+    reason = f"{'auto' if auto else 'asked for'}: {count} of {available} {noun}"
     if len({d.profile or d.name for d in found[:count]}) > 1:
         reason += "; they differ, and the slowest sets the pace"
     return Slots(kind, found[:count], count, reason)
 
 
 def cpu_share(node_cpus: list[float], workers: int) -> float:
-    """Return the largest CPU share (a whole number, or 1/2, 1/3, 1/4) with which `workers` ranks
-    fit on the nodes.
+    """Return the largest CPU share with which `workers` ranks fit on the nodes.
 
-    Raises PlacementError when they do not fit at MAX_RANKS_PER_CPU ranks per CPU.
+    A share is a whole number, or 1/2, 1/3, 1/4. Raises PlacementError when the ranks do not fit at
+    MAX_RANKS_PER_CPU ranks per CPU.
     """
 
-    def held(share: float) -> int:  # 1e-9 is for rounding errors such as 3 * (1/3) < 1
+    def capacity(share: float) -> int:
+        # 1e-9 is for rounding errors such as 3 * (1/3) < 1.
         return sum(math.floor(cpus / share + 1e-9) for cpus in node_cpus)
 
-    whole = [float(share) for share in range(math.floor(max(node_cpus, default=0)), 0, -1)]
-    for share in whole + [1 / ranks for ranks in range(2, MAX_RANKS_PER_CPU + 1)]:
-        if held(share) >= workers:
+    largest = math.floor(max(node_cpus, default=0))
+    whole = [float(share) for share in range(largest, 0, -1)]
+    fractions = [1 / ranks for ranks in range(2, MAX_RANKS_PER_CPU + 1)]
+    for share in whole + fractions:
+        if capacity(share) >= workers:
             return share
-    most = held(1 / MAX_RANKS_PER_CPU)
+    most = capacity(1 / MAX_RANKS_PER_CPU)
+    nodes = ", ".join(f"{cpus:g}" for cpus in node_cpus) or "none"
     raise PlacementError(
-        f"asked: {workers} ranks on CPU, available per node: "
-        f"{', '.join(f'{c:g}' for c in node_cpus) or 'none'} CPUs, "
-        f"which hold {most} at {MAX_RANKS_PER_CPU} ranks per CPU; lower workers to {most}, or add "
-        "nodes"
+        f"asked: {workers} ranks on CPU, available per node: {nodes} CPUs, which hold {most} at "
+        f"{MAX_RANKS_PER_CPU} ranks per CPU; lower workers to {most}, or add nodes"
     )

@@ -39,35 +39,36 @@ def shapes(tensors: Sequence[Any]) -> str:
 
 def head(told: dict[str, Any]) -> dict[str, str]:
     """Return the first lines as labels and texts."""
-    batch, axes = told["batch"], told["layout"]
+    batch = told["batch"]
+    axes = told["layout"]
     layout = " × ".join(f"{axis} {n}" for axis, n in axes.items() if n > 1 or axis == "dp")
-    weights = (
-        "none loaded" if not told["checkpoint"] else f"{told['checkpoint']}, step {told['step']}"
-    )
-    both = (
-        sum(row["forward_flops"] for row in told["modules"]),
-        sum(row["backward_flops"] for row in told["modules"]),
-    )
-    counted = (
-        f"{flops(both[0])} forward, {flops(both[1])} backward, counted"
-        if any(both)
-        else "not counted"
-    )
-    formula = (
-        f"; {flops(told['flops_by_formula'])} by the formula of MFU"
-        if told["flops_by_formula"]
-        else ""
-    )
+    weights = "none loaded"
+    if told["checkpoint"]:
+        weights = f"{told['checkpoint']}, step {told['step']}"
+
+    # FLOPs: counted by a trial, if there was one, and by the formula.
+    forward = sum(row["forward_flops"] for row in told["modules"])
+    backward = sum(row["backward_flops"] for row in told["modules"])
+    counted = "not counted"
+    if forward or backward:
+        counted = f"{flops(forward)} forward, {flops(backward)} backward, counted"
+    formula = ""
+    if told["flops_by_formula"]:
+        formula = f"; {flops(told['flops_by_formula'])} by the formula of MFU"
+
     facts = {
         "model": f"{told['model']}, {told['parameters']:,} parameters, {told['optimizer']}",
         "weights": weights,
         "ranks": f"{told['ranks']} = {layout}, {told['dp_mode']}",
         "precision": f"{told['precision']} ({told['why_precision']})",
-        "batch": f"{batch['micro']} × {batch['accum']} accum × {batch['dp']} dp; what follows is of one micro batch, "
-        f"{batch['units']:,} {batch['unit']}",
+        "batch": f"{batch['micro']} × {batch['accum']} accum × {batch['dp']} dp; what follows is of "
+        f"one micro batch, {batch['units']:,} {batch['unit']}",
         "FLOPs": f"{counted}{formula}",
     }
-    return facts | {f"memory {n}" if n else "memory": line for n, line in enumerate(told["memory"])}
+    for number, line in enumerate(told["memory"]):
+        label = f"memory {number}" if number else "memory"
+        facts[label] = line
+    return facts
 
 
 def lines(told: dict[str, Any]) -> list[str]:
@@ -94,7 +95,8 @@ def lines(told: dict[str, Any]) -> list[str]:
     ]
     found += ["", "layers, for one rank", *_table(LAYERS, _layers(told["layers"]))]
     found += ["", "owners", *_table(OWNERS, owners(told))]
-    if record := told.get("statistics"):
+    record = told.get("statistics")
+    if record:
         found += [
             "",
             f"statistics of step {record['step']}, which took rank 0 {record['cost_ms']:.3g} ms",
@@ -137,30 +139,27 @@ def _layers(layers: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def alike(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return for each layer of a list that is like the one before it the layer that it is like.
+    """Return for each layer that repeats an earlier one of its list the name of that one.
 
-    Layers are alike when the same modules and tensors have the same shapes and costs; whom the
-    first one reads differs.
+    Two layers are equal when the same modules and tensors have the same shapes and costs. What
+    their first module reads may differ.
     """
+    # Only layers of lists, whose names end in a number.
     content: dict[str, list[Any]] = {}
     for row in rows:
         if row["layer"][-1:].isdigit():
             inner = row["name"].removeprefix(row["layer"])
-            told = [
-                inner,
-                *(
-                    row[key]
-                    for key in ("type", "weights", "outputs", "calls", "kept", "forward_flops")
-                ),
-            ]
-            content.setdefault(row["layer"], []).append(told)
-    first: dict[str, str] = {}
-    found = {}
-    for layer, told in content.items():
-        like = first.setdefault(repr(told), layer)
-        if like != layer:
-            found[layer] = like
-    return found
+            keys = ("type", "weights", "outputs", "calls", "kept", "forward_flops")
+            cells = [row[key] for key in keys]
+            content.setdefault(row["layer"], []).append([inner, *cells])
+
+    first_with: dict[str, str] = {}
+    repeated = {}
+    for layer, cells in content.items():
+        first = first_with.setdefault(repr(cells), layer)
+        if first != layer:
+            repeated[layer] = first
+    return repeated
 
 
 def _tree(told: dict[str, Any]) -> list[list[str]]:
@@ -192,9 +191,7 @@ def _tree(told: dict[str, Any]) -> list[list[str]]:
 
 
 def owners(told: dict[str, Any]) -> list[list[str]]:
-    """Return for each tensor its shape, dtype, owner, and the ranks that hold and update each piece
-    of it.
-    """
+    """Return for each tensor its shape, dtype, owner, and the ranks that hold and update it."""
     rows = []
     for row in told["tensors"]:
         owner = f"is {row['tied_to']}" if row["tied_to"] else row.get("owner", UNKNOWN)
@@ -207,9 +204,7 @@ def owners(told: dict[str, Any]) -> list[list[str]]:
 
 
 def measured(verified: dict[str, Any]) -> list[list[str]]:
-    """Return for each layer what it was predicted to keep and what it kept, of activations and
-    optimizer state.
-    """
+    """Return for each layer activations and optimizer state as predicted and as measured."""
     rows = []
     for row in verified["layers"]:
         pairs = [(row["kept"], row["kept_measured"]), (row["optimizer"], row["optimizer_measured"])]
@@ -225,13 +220,14 @@ MEASURED = ("layer", "activations", "measured", "ratio", "optimizer", "measured"
 
 
 def _verified(verified: dict[str, Any]) -> list[str]:
-    """Return the checks, and what was measured beside what was predicted."""
+    """Return the checks, and the measurements beside the predictions."""
     checks = [[c["check"], "ok" if c["ok"] else "WRONG", c["found"]] for c in verified["checks"]]
     found = [
         "verified: one batch, forward and backward, in one process on this CPU",
         *_table((), checks),
     ]
-    if zero := verified["gradients_of_zero"]:
+    zero = verified["gradients_of_zero"]
+    if zero:
         found.append(f"gradients that are zero everywhere: {', '.join(zero)}")
     return [*found, "", *_table(MEASURED, measured(verified))]
 
@@ -240,36 +236,37 @@ def apart(compared: dict[str, Any]) -> list[list[str]]:
     """Return for each tensor how far it is from the other checkpoint's."""
     rows = []
     for row in compared["tensors"]:
-        told = (
-            "equal"
-            if row["equal"]
-            else "not there, or of another shape"
-            if row["difference"] is None
-            else ""
-        )
-        numbers = [
-            f"{row[key]:.3g}" if row[key] is not None else ""
-            for key in ("rms", "difference", "relative")
-        ]
-        rows.append([row["name"], "×".join(map(str, row["shape"])), *numbers, told])
+        verdict = ""
+        if row["equal"]:
+            verdict = "equal"
+        elif row["difference"] is None:
+            verdict = "not there, or of another shape"
+        cells = [row["name"], "×".join(map(str, row["shape"]))]
+        for key in ("rms", "difference", "relative"):
+            cells.append("" if row[key] is None else f"{row[key]:.3g}")
+        rows.append([*cells, verdict])
     return rows
 
 
 def _apart(compared: dict[str, Any]) -> list[str]:
     names = ("tensor", "shape", "RMS", "RMS of difference", "relative", "")
-    only = [f"only there: {', '.join(compared['only_there'])}"] if compared["only_there"] else []
-    return [
+    lines = [
         f"against {compared['path']}, step {compared['step']}",
         *_table(names, apart(compared)),
-        *only,
     ]
+    if compared["only_there"]:
+        lines.append(f"only there: {', '.join(compared['only_there'])}")
+    return lines
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows below their names, each column as wide as its widest cell."""
-    every = [*([names] if names else []), *rows]
-    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in every
-    ]
+    table = [*rows]
+    if names:
+        table.insert(0, names)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines

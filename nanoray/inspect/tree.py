@@ -120,7 +120,7 @@ def _memory(subject: Subject) -> list[str]:
 
 
 def modules_of(subject: Subject, trial: Trial | None) -> list[dict[str, Any]]:
-    """Return the modules in the model's order, with what a trial has seen of each."""
+    """Return the modules in the model's order, with the records of a trial of each."""
     rows = []
     for name, module in subject.model.named_modules():
         own = dict(module.named_parameters(recurse=False))
@@ -179,45 +179,51 @@ def tensors_of(subject: Subject, notes: list[str]) -> list[dict[str, Any]]:
 def owners_of(
     name: str, holders: list[Holder], layout: Layout, mode: str, mirrored: bool
 ) -> dict[str, Any]:
-    """Return who holds and who updates which piece of a parameter, and a line that says by which
-    axis.
+    """Return the ranks that hold and that update each piece of a parameter, and a line that says by
+    which axis.
     """
-    held, updated = (
-        {r: h for r, h in enumerate(getattr(x, kind) for x in holders) if name in h}
-        for kind in ("held", "updated")
-    )
-    pieces = {rank: of[name] for rank, of in held.items()}
+    held = {}
+    updated = {}
+    for rank, holder in enumerate(holders):
+        if name in holder.held:
+            held[rank] = holder.held[name]
+        if name in holder.updated:
+            updated[rank] = holder.updated[name]
+
     parts = []
     if layout.pp > 1:
-        stages = sorted({holders[rank].place.pp for rank in pieces})
-        parts.append(f"pp: stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}")
-    view = next(iter(pieces.values())).view
+        stages = sorted({holders[rank].place.pp for rank in held})
+        noun = "stages" if len(stages) > 1 else "stage"
+        parts.append(f"pp: {noun} {' and '.join(map(str, stages))}")
+    shape = "×".join(map(str, next(iter(held.values())).view))
     for axis in ("tp", "ep"):
-        if (size := getattr(layout, axis)) > 1:
-            dim = _cut_along(axis, pieces, holders)
-            shape = "×".join(map(str, view))
-            parts.append(
-                f"{axis}: 1/{size} along dim {dim} of {shape}"
-                if dim is not None
-                else f"{axis}: whole on each"
-            )
+        size = getattr(layout, axis)
+        if size == 1:
+            continue
+        dim = _cut_along(axis, held, holders)
+        if dim is None:
+            parts.append(f"{axis}: whole on each")
+        else:
+            parts.append(f"{axis}: 1/{size} along dim {dim} of {shape}")
     if layout.dp > 1:
         sharing = {
             "zero1": "weights and gradients whole, optimizer sliced",
             "zero2": "weights whole, gradients and optimizer sliced",
             "fsdp": "rows of weights, gradients and optimizer",
         }
-        parts.append(f"dp {mode}: {sharing.get(mode, 'whole on each')}" + ", mirrored" * mirrored)
+        mirror = ", mirrored" if mirrored else ""
+        parts.append(f"dp {mode}: {sharing.get(mode, 'whole on each')}{mirror}")
     return {
         "owner": "; ".join(parts) or "rank 0",
-        "held": _grouped(pieces),
-        "updated": _grouped({rank: of[name] for rank, of in updated.items()}),
+        "held": _grouped(held),
+        "updated": _grouped(updated),
     }
 
 
 def _cut_along(axis: str, pieces: dict[int, Piece], holders: list[Holder]) -> int | None:
-    """Return the dimension in which the pieces of ranks differ that differ in this axis alone;
-    None: in none.
+    """Return the dimension along which an axis cuts a parameter; None if it does not.
+
+    Found by two ranks that differ in this axis alone.
     """
     for rank, piece in pieces.items():
         place = holders[rank].place
@@ -235,8 +241,9 @@ def _cut_along(axis: str, pieces: dict[int, Piece], holders: list[Holder]) -> in
 
 
 def _grouped(pieces: dict[int, Piece]) -> list[dict[str, Any]]:
-    """Return the distinct pieces, as boxes of (start, end) in each dimension of `view`, with the
-    ranks of each.
+    """Return the distinct pieces with their ranks.
+
+    A piece is a list of boxes, each of (start, end) in every dimension of `view`.
     """
     ranks: dict[tuple[Box, ...], list[int]] = {}
     for rank, piece in pieces.items():

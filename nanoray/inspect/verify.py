@@ -41,10 +41,12 @@ SHOWN = 8  # names in a line
 
 
 def verify(subject: Subject, told: dict[str, Any]) -> dict[str, Any]:
-    """Run one batch, and return the checks and what was measured. Raises NanorayError without a
-    model or data.
+    """Run one batch, and return checks and measurements.
+
+    Raises NanorayError without a model or data.
     """
-    model, (x, y) = _real_model(subject), _real_batch(subject)
+    model = _real_model(subject)
+    x, y = _real_batch(subject)
     return verify_model(subject, told, model, x, y)
 
 
@@ -95,16 +97,17 @@ def _real_batch(subject: Subject) -> tuple[Any, Any]:
 def verify_model(
     subject: Subject, told: dict[str, Any], model: nn.Module, x: Any, y: Any
 ) -> dict[str, Any]:
-    """Run one batch through `model`, change it by one update, and return the checks and what was
-    measured.
-    """
+    """Run one batch through `model` and one update; return checks and measurements."""
     config = subject.config
     model.train()
     trial = Trial(model)
     with autocast("cpu", config.precision):
         loss = trial.forward(lambda: subject.loss(model, x, y), (x, y))
     trial.backward(loss)
-    seen, before = modules_of(subject, trial), told["modules"]
+    seen = modules_of(subject, trial)
+    before = told["modules"]
+
+    # The tree may stem from this batch alone; then there is nothing to compare it with.
     if told["loss_reads"] is None:
         told |= {"modules": seen, "loss_reads": trial.loss_reads, "unused": trial.unused}
         same = "the tree shows this batch: there was no trial before it to compare with"
@@ -135,7 +138,9 @@ def verify_model(
 
 
 def _check(name: str, problems: list[str], fine: str) -> dict[str, Any]:
-    shown = problems[:SHOWN] + [f"and {len(problems) - SHOWN} more"] * (len(problems) > SHOWN)
+    shown = problems[:SHOWN]
+    if len(problems) > SHOWN:
+        shown.append(f"and {len(problems) - SHOWN} more")
     return {
         "check": name,
         "ok": not problems,
@@ -148,10 +153,12 @@ def _compared(
     told: dict[str, Any], seen: list[dict[str, Any]], trial: Trial
 ) -> list[dict[str, Any]]:
     """Compare shapes and connections with those of the tree."""
-    shapes, reads = [], []
+    shapes = []
+    reads = []
     names = {row["name"]: row for row in seen}
     for row in told["modules"]:
-        name, now = row["name"] or "the model", names.get(row["name"])
+        name = row["name"] or "the model"
+        now = names.get(row["name"])
         if now is None:
             shapes.append(f"{name} is in the tree and not in the model")
             continue
@@ -182,17 +189,13 @@ def _list(names: list[str]) -> str:
 
 
 def _called(model: nn.Module, trial: Trial) -> dict[str, Any]:
-    """Find modules that are never called and whose weights have no gradient, and results that are
-    not used.
-    """
+    """Find modules that are never called and have no gradients, and results that are not used."""
     dead: list[str] = []
     for name, module in model.named_modules():
-        if (
-            trial.seen[name].calls
-            or type(module).forward is nn.Module.forward
-            or isinstance(module, nn.Identity)
-        ):
+        has_forward = type(module).forward is not nn.Module.forward
+        if trial.seen[name].calls or not has_forward or isinstance(module, nn.Identity):
             continue
+        # A called module may use the weights of another one by itself.
         used = any(p.grad is not None for p in module.parameters())
         if not used and not any(name.startswith(f"{other}.") for other in dead):
             dead.append(name)
@@ -222,9 +225,7 @@ def _gradients(gradients: dict[str, Tensor | None]) -> dict[str, Any]:
 
 
 def _tied(subject: Subject, told: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Compare which names stand for one tensor with the tree, with a GPT's tie, and with the
-    checkpoint's values.
-    """
+    """Compare tied names with the tree, with a GPT's tie, and with the checkpoint's values."""
     named = dict(model.named_parameters(remove_duplicate=False))
     pairs = {
         row["name"]: row["tied_to"]
@@ -245,21 +246,25 @@ def _tied(subject: Subject, told: dict[str, Any], model: nn.Module) -> dict[str,
 
 
 def _counted(subject: Subject, model: nn.Module) -> list[dict[str, Any]]:
-    shape, have = subject.shape, sum(p.numel() for p in model.parameters())
+    """Compare the number of parameters with the formula; a script's own model has none."""
+    shape = subject.shape
+    have = sum(p.numel() for p in model.parameters())
     if isinstance(shape, OwnShape):
         return []
-    want = (
-        costs.count_parameters(shape)
-        if isinstance(shape, ModelShape)
-        else resnet_costs.count_parameters(shape)
-    )
-    problems = [] if have == want else [f"{have:,} parameters, by the formula {want:,}"]
+    if isinstance(shape, ModelShape):
+        want = costs.count_parameters(shape)
+    else:
+        want = resnet_costs.count_parameters(shape)
+    problems = []
+    if have != want:
+        problems.append(f"{have:,} parameters, by the formula {want:,}")
     return [_check("parameters", problems, f"{have:,}, as by the formula")]
 
 
 def _optimizer_bytes(subject: Subject, model: nn.Module) -> dict[str, int]:
     """Return the bytes that the optimizer keeps after one update, by layer."""
-    optimizer, shards = subject.optimizer, whole_shards(model)
+    optimizer = subject.optimizer
+    shards = whole_shards(model)
     if optimizer is None:
         optimizer = make_optimizer(model, subject.config)
     step_unless(optimizer, None)
@@ -274,14 +279,13 @@ def _optimizer_bytes(subject: Subject, model: nn.Module) -> dict[str, int]:
 def _measured(
     subject: Subject, before: list[dict[str, Any]], trial: Trial, optimizer: dict[str, int]
 ) -> list[dict[str, Any]]:
-    """Return for each layer what one process was predicted to keep, and what it kept."""
+    """Return for each layer the bytes that one process keeps, as predicted and as measured."""
     kept: dict[str, int] = {}
     for name, seen in trial.seen.items():
         layer = layer_of(name, subject.model, subject.shape)
         kept[layer] = kept.get(layer, 0) + seen.kept
-    seen_all = (
-        subject.config.activation_checkpointing != "selective"
-    )  # which keeps products outside of autograd's hooks
+    # Selective checkpointing keeps products outside of autograd's hooks.
+    seen_all = subject.config.activation_checkpointing != "selective"
     return [
         asdict(layer)
         | {

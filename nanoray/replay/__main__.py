@@ -80,9 +80,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    run, step = read_past(args.run), args.step
+    run = read_past(args.run)
+    step = args.step
     start = start_before(run, step)
-    steps, ranks = range(start + 1, step + 1), run.group_of(step)["ranks"]
+    steps = range(start + 1, step + 1)
+    ranks = run.group_of(step)["ranks"]
     _check(args, ranks)
     if not args.processes:
         refuse(run, steps)
@@ -90,23 +92,27 @@ def _replay(args: argparse.Namespace) -> int:
     how = f"{ranks} local ranks" if args.processes else f"one process that plays {ranks} rank(s)"
     since = f"the checkpoint of step {start}" if start in run.checkpoints else f"step {start}"
     print(f"replay   step {step} of {run.folder.name}, from {since}, in {how}", flush=True)
-    looks = args.rank is not None or args.pdb or args.dump
-    witness = Witness(step, args.rank or 0, args.pdb) if looks else None
+    witness = None
+    if args.rank is not None or args.pdb or args.dump:
+        witness = Witness(step, args.rank or 0, args.pdb)
+
+    # The checkpoints are compared while the folder of the re-enactment exists.
     with nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory() as folder:
         again = reenact(run, start, step, Path(folder), args.processes, witness)
         apart: list[str] = []
         count = 0
         if step in run.checkpoints and not unsure:
             apart, count = tensors_apart(again.checkpoints[step], run.checkpoints[step])
+
+    # A sum of two numbers does not depend on their order; one of more does.
     exact_loss = args.processes or ranks <= 2
     wrong = [d for d in differences(again, run, steps) if matters(d, bool(unsure), exact_loss)]
     _print_values(again, run, step)
     sizes = [compared(again, run, at) for at in steps]
-    told = f"{sum(n for n, _ in sizes)} values and {sum(n for _, n in sizes)} hashes of {len(steps)} step(s)"
-    print(
-        f"compared {told}"
-        + (f", {count} tensors with the checkpoint of step {step}" if count else "")
-    )
+    values = sum(n for n, _ in sizes)
+    hashes = sum(n for _, n in sizes)
+    tensors = f", {count} tensors with the checkpoint of step {step}" if count else ""
+    print(f"compared {values} values and {hashes} hashes of {len(steps)} step(s){tensors}")
     if witness:
         print(
             f"rank {witness.rank}   losses of its micro batches "
@@ -136,34 +142,33 @@ def _check(args: argparse.Namespace, ranks: int) -> None:
 
 
 def _print_values(again: Past, run: Past, step: int) -> None:
-    values, recorded = again.values(step), run.values(step)
-    for name, value in values.items():
+    """Print each value of the step as computed again and as recorded."""
+    recorded = run.values(step)
+    for name, value in again.values(step).items():
         known = recorded.get(name)
-        told = (
-            "not recorded"
-            if known is None
-            else "equal"
-            if known == value
-            else f"differs by {known - value:.3g}"
-        )
-        print(f"  {name:<20} {value!r:<24} {known!r:<24} {told}")
+        if known is None:
+            verdict = "not recorded"
+        elif known == value:
+            verdict = "equal"
+        else:
+            verdict = f"differs by {known - value:.3g}"
+        print(f"  {name:<20} {value!r:<24} {known!r:<24} {verdict}")
 
 
 def _dump(path: Path, witness: Witness, values: dict[str, Any]) -> None:
-    """Write what a rank saw: token ids and gradients as safetensors; losses and the gradients'
-    hashes as JSON.
+    """Write the records of a witness.
+
+    Token ids and gradients as safetensors; losses and the hashes of gradients as JSON.
     """
     tensors = {f"inputs.{i}": x for i, x in enumerate(witness.inputs)}
     tensors |= {f"targets.{i}": y for i, y in enumerate(witness.targets)}
     tensors |= {f"gradient.{name}": gradient for name, gradient in witness.gradients.items()}
     names, hashes = hash_tensors(witness.gradients)
-    told = {
+    record = {
         "step": witness.step,
         "rank": witness.rank,
         "losses": witness.losses,
         "of_all_ranks": values,
-    }
-    told |= {
         "gradient_hashes": dict(zip(names, map(format_hash, hashes), strict=True)),
         "divided_by": witness.divided_by,
     }
@@ -173,7 +178,7 @@ def _dump(path: Path, witness: Witness, values: dict[str, Any]) -> None:
     )
     for suffix, content in (
         (".safetensors", data),
-        (".json", (json.dumps(plain(told, "dump"), indent=1) + "\n").encode()),
+        (".json", (json.dumps(plain(record, "dump"), indent=1) + "\n").encode()),
     ):
         file = path.with_name(path.name + suffix)
         with writing(file, "give another --dump"):
@@ -182,20 +187,18 @@ def _dump(path: Path, witness: Witness, values: dict[str, Any]) -> None:
 
 
 def _verdict(wrong: list[str], unsure: list[str]) -> int:
+    """Print the result and return the exit code."""
     for line in unsure:
         print(f"note     equal bits are not promised: {line}")
     if wrong:
-        print(
-            f"differs  first in {wrong[0]}"
-            + (f", and in {len(wrong) - 1} more" if wrong[1:] else "")
-        )
+        more = f", and in {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        print(f"differs  first in {wrong[0]}{more}")
         return 1
-    limits = ", ".join(f"{name} {limit:g}" for name, limit in LIMITS.items())
-    print(
-        f"within   the limits, relative: {limits}"
-        if unsure
-        else "equal    to the bit, as far as the run has recorded it"
-    )
+    if unsure:
+        limits = ", ".join(f"{name} {limit:g}" for name, limit in LIMITS.items())
+        print(f"within   the limits, relative: {limits}")
+    else:
+        print("equal    to the bit, as far as the run has recorded it")
     return 0
 
 

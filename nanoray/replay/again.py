@@ -86,8 +86,9 @@ def refuse(run: Past, steps: range) -> None:
 
 
 def doubts(run: Past, steps: range, processes: bool) -> list[str]:
-    """Return why a re-enactment here may differ from the run in its last bits; [] if equal bits are
-    promised.
+    """Return why a re-enactment here may differ from the run in its last bits.
+
+    Empty if equal bits are promised.
     """
     found = []
     for group in _groups(run, steps):
@@ -125,7 +126,7 @@ def reenact(
     processes: bool = False,
     witness: Witness | None = None,
 ) -> Past:
-    """Do the steps after `start` up to `last` again, and return what that left in `folder`.
+    """Do the steps after `start` up to `last` again in `folder`, and return their records.
 
     `start` is 0, or the step of a checkpoint. Raises NanorayError.
     """
@@ -151,14 +152,19 @@ def reenact(
 
 
 def _groups(run: Past, steps: range) -> list[dict[str, Any]]:
-    """Return what is known of each group of ranks that did some of these steps."""
-    return list({id(group): group for step in steps for group in (run.group_of(step),)}.values())
+    """Return the record of each group of ranks that did some of these steps."""
+    groups: list[dict[str, Any]] = []
+    for step in steps:
+        group = run.group_of(step)
+        if not groups or group is not groups[-1]:
+            groups.append(group)
+    return groups
 
 
 def _device(group: dict[str, Any]) -> torch.device:
-    return torch.device(
-        "cuda:0" if group["device"] == "cuda" and torch.cuda.is_available() else "cpu"
-    )
+    if group["device"] == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda:0")
+    return torch.device("cpu")
 
 
 def _mesh(device: torch.device) -> Mesh:
@@ -211,26 +217,27 @@ def _by_processes(
     folder: Path,
     witness: Witness | None,
 ) -> Path:
-    ranks, slots = group["ranks"], group["slots"]
-    replicas = config.tp * config.pp
-    batch = batch_for(config, slots // replicas, ranks // replicas) or resolve_batch(
-        config, ranks // replicas
-    )
+    # The configuration of the run, with what was derived when it ran.
+    ranks = group["ranks"]
+    slots = group["slots"]
+    ranks_per_replica = config.tp * config.pp
+    dp = ranks // ranks_per_replica
+    batch = batch_for(config, slots // ranks_per_replica, dp) or resolve_batch(config, dp)
     shared: dict[str, Any] = {
         "micro_batch_size": batch.micro,
         "grad_accum_steps": batch.accum,
         "global_batch_size": batch.global_size,
-    }
-    shared |= {
         "workers": ranks,
         "cpus_per_worker": group["threads"],
         "scaling": "none",
         "num_epochs": 0,
+        "out_dir": str(folder),
+        "resume": str(source or "none"),
     }
-    shared |= {"out_dir": str(folder), "resume": str(source or "none")}
-    (folder / "config.json").write_text(
-        config.model_copy(update=shared).to_json(), encoding="utf-8"
-    )
+    config_json = config.model_copy(update=shared).to_json()
+    (folder / "config.json").write_text(config_json, encoding="utf-8")
+
+    # The ranks meet as under torchrun, in a store of this process.
     store = open_store("127.0.0.1", ranks, config.init_timeout_s) if ranks > 1 else None
     command = [sys.executable, "-m", "nanoray.train", "--config", str(folder / "config.json")]
     world: dict[str, str] = {
@@ -238,11 +245,14 @@ def _by_processes(
         "LOCAL_WORLD_SIZE": str(ranks),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)} if store else {}
+    if store:
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | world if store else {}
+            own = {}
+            if store:
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | world
             with (folder / f"rank{rank}.txt").open("w") as file:
                 started.append(
                     subprocess.Popen(command, env=os.environ | own, stdout=file, stderr=file)
@@ -251,7 +261,8 @@ def _by_processes(
     finally:
         for process in started:
             process.kill()
-    if failed := [rank for rank, code in enumerate(codes) if code]:
+    failed = [rank for rank, code in enumerate(codes) if code]
+    if failed:
         said = (folder / f"rank{failed[0]}.txt").read_text(encoding="utf-8").strip().splitlines()
         raise NanorayError(
             f"rank {failed[0]} of the re-enactment ended with {codes[failed[0]]}: "

@@ -80,7 +80,8 @@ def _one(run: Past, processes: bool) -> int:
         )
     if not processes:
         refuse(run, range(starts[0] + 1, run.last + 1))
-    if unsure := doubts(run, range(starts[0] + 1, run.last + 1), processes):
+    unsure = doubts(run, range(starts[0] + 1, run.last + 1), processes)
+    if unsure:
         raise ConfigError(
             f"a re-enactment here cannot tell: {'; '.join(unsure)}; give two runs to compare"
         )
@@ -152,46 +153,52 @@ def _report(a: Past, b: Past, steps: range, wrong: list[Difference], both: list[
 
 
 def _rank(a: Past, b: Past, at: list[Difference]) -> str:
-    """Write which rank the first difference is about."""
+    """Name the rank of the first difference."""
     step = at[0].step
-    if losses := [d.rank for d in at if d.what.startswith("own loss")]:
+
+    # The loss of a rank before any sum points at it most clearly.
+    losses = [d.rank for d in at if d.what.startswith("own loss")]
+    if losses:
         ranks = len(a.certificate.states[step]["losses"])
         if len(losses) < ranks:
             return f"{_list(losses)}: its own loss alone differs"
+        if ranks == 1:
+            return "0"
         return (
             "all: every rank's own loss differs, so their weights or data did so before this step"
-            * (ranks > 1)
-            or "0"
         )
+
+    # Next a rank whose state is not one of the other run's.
     digests = [{*run.certificate.states.get(step, {}).get("ranks", ())} for run in (a, b)]
     for run, others in ((a, digests[1]), (b, digests[0])):
         own = run.certificate.states.get(step, {}).get("ranks", [])
         strays = [rank for rank, digest in enumerate(own) if digest not in others]
         if 0 < len(strays) < len(own):
             return f"{_list(strays)} of {run.folder.name}: its state alone is not that of the other run"
-    if apart := [d.rank for d in at if d.tensor]:
-        if 2 * len(apart) < max(
-            len(run.certificate.states[step].get("ranks", ())) for run in (a, b)
-        ):
+
+    # Last a rank whose replica differs within its own run.
+    apart = [d.rank for d in at if d.tensor]
+    if apart:
+        ranks = max(len(run.certificate.states[step].get("ranks", ())) for run in (a, b))
+        if 2 * len(apart) < ranks:
             return f"{_list(apart)}: its state is not that of the run's other ranks"
         return f"0 or {_list(apart)}: they disagree, and no majority tells which of them is right"
     return "unknown: neither losses nor hashes of single ranks are there for this step; train with --hash_every 1"
 
 
 def _tensor(at: list[Difference], apart: list[str], tensors: int) -> str:
-    """Write which tensor the first difference is about."""
-    if found := next((d for d in at if d.tensor), None):
-        return f"{found.tensor}: rank {found.rank} has another one than other ranks of {found.ours}"
+    """Name the tensor of the first difference."""
+    for d in at:
+        if d.tensor:
+            return f"{d.tensor}: rank {d.rank} has another one than other ranks of {d.ours}"
     hashes = [d.what.removeprefix("hash of ") for d in at if d.what.startswith("hash of ")]
     if hashes and len(hashes) < tensors:
         return ", ".join(hashes[:SHOWN])
     if apart:
         return f"{apart[0].partition(':')[0]}, which is the furthest apart in the checkpoint below"
-    return (
-        "unknown: all differ, as after an update with other gradients"
-        if hashes
-        else "unknown: no hash and no checkpoint of it"
-    )
+    if hashes:
+        return "unknown: all differ, as after an update with other gradients"
+    return "unknown: no hash and no checkpoint of it"
 
 
 def _list(ranks: Sequence[int | None]) -> str:

@@ -1,4 +1,4 @@
-"""What a run has left of its steps: records, states' hashes, checkpoints. And how two runs' differ."""
+"""Read the records, state hashes and checkpoints of a run, and compare those of two runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMITS = {"loss": 1e-4, "own loss": 1e-4, "gradient norm": 1e-2}
 
 
 class Difference(NamedTuple):
-    """A value that two runs have of the same step, and not the same."""
+    """A value of one step that differs between two runs."""
 
     step: int
     what: str
@@ -42,7 +42,7 @@ class Difference(NamedTuple):
 
 @dataclass
 class Past:
-    """A run's files, as far as they tell of its steps."""
+    """The files of a run that describe its steps."""
 
     folder: Path
     spec: RunSpec
@@ -52,7 +52,7 @@ class Past:
 
     @property
     def last(self) -> int:
-        """The newest step that has left something."""
+        """The newest step with a record, a hash or a checkpoint."""
         return max(
             self.records.keys() | self.certificate.states.keys() | self.checkpoints.keys(),
             default=0,
@@ -60,10 +60,12 @@ class Past:
 
     @property
     def starts(self) -> set[int]:
-        """The steps after which its steps can be done again: of its checkpoints, and where it began
-        itself.
-        """
-        return {*self.checkpoints, *([self.begun] if not self.begun or self.origin else [])}
+        """The steps from which a re-enactment can start: its checkpoints, and where it began."""
+        starts = set(self.checkpoints)
+        # Step 0 needs no checkpoint; a later beginning needs the one that it began from.
+        if not self.begun or self.origin:
+            starts.add(self.begun)
+        return starts
 
     @property
     def begun(self) -> int:
@@ -72,32 +74,30 @@ class Past:
 
     @property
     def origin(self) -> Path | None:
-        """The checkpoint of another run that it began from; None where that is gone, or an older
-        nanoray noted none.
+        """The checkpoint of another run that it began from.
+
+        None where that is gone, or an older nanoray recorded none.
         """
         path = Path(self.certificate.groups[0].get("resume") or self.spec.resume)
         return path if (path / MANIFEST).is_file() else None
 
     def values(self, step: int) -> dict[str, Any]:
-        """Return what is known of a step, by name: the causes before the consequences."""
-        record, state = self.records.get(step, {}), self.certificate.states.get(step, {})
-        causes, consequences = (
-            {n: record[key] for key, n in of.items() if key in record} for of in (GIVEN, COMPUTED)
-        )
-        own = {
-            f"own loss of rank {rank}": loss for rank, loss in enumerate(state.get("losses", ()))
-        }
-        return causes | own | consequences
+        """Return the values of a step by name: causes before consequences."""
+        record = self.records.get(step, {})
+        state = self.certificate.states.get(step, {})
+        values = {name: record[key] for key, name in GIVEN.items() if key in record}
+        for rank, loss in enumerate(state.get("losses", ())):
+            values[f"own loss of rank {rank}"] = loss
+        values |= {name: record[key] for key, name in COMPUTED.items() if key in record}
+        return values
 
     def tensors(self, step: int) -> dict[str, str]:
-        """Return the hash of each tensor after a step, by name, in the model's order; {} if there
-        is none.
-        """
+        """Return the hash of each tensor after a step, in the model's order; {} without hashes."""
         tensors: dict[str, str] = self.certificate.states.get(step, {}).get("tensors", {})
         return tensors
 
     def group_of(self, step: int) -> dict[str, Any]:
-        """Return what is known of the ranks that did a step."""
+        """Return the record of the ranks that did a step."""
         return next(group for group in reversed(self.certificate.groups) if group["group"] < step)
 
 
@@ -112,8 +112,8 @@ def read_past(folder: Path) -> Past:
     if not certificate.groups:
         raise ConfigError(
             f"{folder} has no {NAME}, in which a run notes its groups of ranks and hashes: an "
-            "older nanoray wrote it; "
-            "go on from one of its checkpoints (--resume), and replay the steps after it"
+            "older nanoray wrote it; go on from one of its checkpoints (--resume), and replay the "
+            "steps after it"
         )
     records = {
         record["step"]: record
@@ -131,19 +131,28 @@ def read_past(folder: Path) -> Past:
 
 
 def differences(ours: Past, theirs: Past, steps: range) -> Iterator[Difference]:
-    """Yield what two runs have of the same steps and not the same, step by step, the causes first."""
+    """Yield the differences of two runs, step by step, causes first."""
     for step in steps:
-        values, others = ours.values(step), theirs.values(step)
-        for name in [name for name in values if name in others and values[name] != others[name]]:
-            rank = int(name.rpartition(" ")[2]) if name.startswith("own loss") else None
-            yield Difference(step, name, values[name], others[name], rank)
+        # Values that both runs have recorded.
+        others = theirs.values(step)
+        for name, value in ours.values(step).items():
+            if name in others and value != others[name]:
+                rank = int(name.rpartition(" ")[2]) if name.startswith("own loss") else None
+                yield Difference(step, name, value, others[name], rank)
+
+        # Ranks whose replica differs within one of the runs only.
         for run, other in ((ours, theirs), (theirs, ours)):
-            for rank, tensor in run.certificate.states.get(step, {}).get("differ", {}).items():
-                if rank not in other.certificate.states.get(step, {}).get("differ", {}):
+            strays = run.certificate.states.get(step, {}).get("differ", {})
+            known = other.certificate.states.get(step, {}).get("differ", {})
+            for rank, tensor in strays.items():
+                if rank not in known:
                     yield Difference(step, "replicas", run.folder.name, "", int(rank), tensor)
-        hashes, known = ours.tensors(step), theirs.tensors(step)
-        for name in [name for name in hashes if name in known and hashes[name] != known[name]]:
-            yield Difference(step, f"hash of {name}", hashes[name], known[name])
+
+        # Tensors after the update.
+        hashes = theirs.tensors(step)
+        for name, digest in ours.tensors(step).items():
+            if name in hashes and digest != hashes[name]:
+                yield Difference(step, f"hash of {name}", digest, hashes[name])
 
 
 def text(d: Difference) -> str:
@@ -154,54 +163,64 @@ def text(d: Difference) -> str:
 
 
 def matters(d: Difference, unsure: bool, exact_loss: bool) -> bool:
-    """Whether a difference is one where none may be. The mean loss of three ranks and more is a sum
-    of the backend.
+    """Return whether a difference is larger than it may be.
+
+    `exact_loss`: False for three ranks and more, whose mean loss depends on the backend's order.
     """
     kind = "own loss" if d.what.startswith("own loss") else d.what
     if not isinstance(d.ours, float) or not isinstance(d.theirs, float):
         return not (unsure and d.what.startswith("hash"))
-    limit = (
-        LIMITS.get(kind, 0.0) if unsure else LAST_BITS if kind == "loss" and not exact_loss else 0.0
-    )
+    limit = 0.0
+    if unsure:
+        limit = LIMITS.get(kind, 0.0)
+    elif kind == "loss" and not exact_loss:
+        limit = LAST_BITS
     return abs(d.ours - d.theirs) > limit * abs(d.theirs)
 
 
 def compared(ours: Past, theirs: Past, step: int) -> tuple[int, int]:
-    """Return how many values and how many tensors' hashes both runs have of a step."""
+    """Return the number of values and of tensor hashes that both runs have of a step."""
     values = ours.values(step).keys() & theirs.values(step).keys()
-    return len(values), len(ours.tensors(step).keys() & theirs.tensors(step).keys())
+    hashes = ours.tensors(step).keys() & theirs.tensors(step).keys()
+    return len(values), len(hashes)
 
 
 def tensors_apart(ours: Path, theirs: Path) -> tuple[list[str], int]:
-    """Compare two checkpoints bit by bit: a line for each tensor that differs, the furthest apart
-    first, and how many tensors both have. Raises CheckpointError when one of them is damaged.
+    """Compare two checkpoints bit by bit.
+
+    Returns a line for each tensor that differs, the furthest apart first, and the number of tensors
+    that both have. Raises CheckpointError when one of them is damaged.
     """
-    a, b = (load(path) for path in (ours, theirs))
-    both = [(name, of_a[name], of_b[name]) for of_a, of_b in ((a.model, b.model), (a.optimizer, b.optimizer))
-            for name in of_a if name in of_b and of_a[name].shape == of_b[name].shape]  # fmt: skip
-    apart = [
-        (_distance(x, y), _apart(name, x, y))
-        for name, x, y in both
-        if not torch.equal(bits_of(x), bits_of(y))
-    ]
-    return [line for _, line in sorted(apart, key=lambda found: -found[0])], len(both)
+    a = load(ours)
+    b = load(theirs)
+    count = 0
+    apart = []
+    for own, other in ((a.model, b.model), (a.optimizer, b.optimizer)):
+        for name, x in own.items():
+            y = other.get(name)
+            if y is None or x.shape != y.shape:
+                continue
+            count += 1
+            if not torch.equal(bits_of(x), bits_of(y)):
+                apart.append((_distance(x, y), _apart(name, x, y)))
+    apart.sort(key=lambda pair: -pair[0])
+    return [line for _, line in apart], count
 
 
 def _distance(x: Tensor, y: Tensor) -> float:
-    """Return how far two tensors are apart, relative to their size; values that are not finite come
-    first.
-    """
+    """Return the relative distance of two tensors; infinite for values that are not finite."""
     far = torch.nan_to_num((x.double() - y.double()).norm(), nan=torch.inf, posinf=torch.inf).item()
     return float(far / (min(x.double().norm().item(), y.double().norm().item()) + 1e-30))
 
 
 def _apart(name: str, x: Tensor, y: Tensor) -> str:
-    """Write in which elements two tensors of one shape differ, and in which bit if it is a single
-    one.
-    """
-    (places,) = (flips := bits_of(x) ^ bits_of(y)).nonzero(as_tuple=True)
+    """Write the elements in which two tensors of one shape differ, and the bit if it is only one."""
+    flips = bits_of(x) ^ bits_of(y)
+    (places,) = flips.nonzero(as_tuple=True)
     first = int(places[0])
     text = f"{name}: {len(places)} of {x.numel()} elements, first {first}: "
     text += f"{x.reshape(-1)[first].item()!r} and {y.reshape(-1)[first].item()!r}"
     bits = [bit for bit in range(8 * x.element_size()) if int(flips[first]) >> bit & 1]
-    return text + (f", bit {bits[0]} flipped" if len(places) == len(bits) == 1 else "")
+    if len(places) == len(bits) == 1:
+        text += f", bit {bits[0]} flipped"
+    return text

@@ -36,9 +36,7 @@ from nanoray.train.tasks import task_of
 
 
 class Witness:
-    """What one rank sees in one step: its batches, its loss of each, and its gradients before the
-    sum.
-    """
+    """Records one rank in one step: its batches, the loss of each, and its gradients before the sum."""
 
     def __init__(self, step: int, rank: int, debug: bool = False) -> None:
         """With `debug`, the debugger stops in the model's forward, once."""
@@ -57,11 +55,12 @@ class Witness:
         return self._looks
 
     def call(self, loss: Loss, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """Return loss(model, x, y), and keep what it was computed from if it is to be watched."""
+        """Return loss(model, x, y); record batch and loss if this is the step and rank to watch."""
         if not self._looks:
             return loss(model, x, y)
         if self._debug:
-            self._debug, forward = False, model.forward
+            self._debug = False
+            forward = model.forward
             model.__dict__["forward"] = lambda *args, **named: pdb.Pdb().runcall(
                 forward, *args, **named
             )
@@ -93,14 +92,17 @@ class InTurn(TorchDDP):
 
     def begin(self, watched: bool) -> None:
         """Begin to play a rank."""
-        self._micro, self.watched, self.own = 0, watched, []
+        self._micro = 0
+        self.watched = watched
+        self.own = []
 
     @contextmanager
     def backward(
         self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
     ) -> Iterator[None]:
-        """Run a backward inside; after a rank's last one, or with zero2 each, its gradients are
-        added to the sum.
+        """Run a backward inside, then add its gradients to the sum.
+
+        Only after a rank's last one, or with zero2 after each.
         """
         yield
         if self._micro >= 0 and (last or self._each):
@@ -120,20 +122,19 @@ class InTurn(TorchDDP):
             self._micro += 1
 
     def finish(self) -> None:
-        """Leave the sum over all ranks to the parameters."""
+        """Put the sum over all ranks into the parameters' gradients."""
         total, *others = self._sums
         for other in others:
             torch._foreach_add_(total, other)
         for p, grad in zip(self._params, total, strict=True):
             p.grad = grad
-        self._sums, self._micro = [], -1
+        self._sums = []
+        self._micro = -1
 
     def norm(self) -> Tensor:
-        return (
-            norm_of_owned(self.gradients, self._axis, self._params[0].device)
-            if self._by_hand_mode
-            else super().norm()
-        )
+        if self._by_hand_mode:
+            return norm_of_owned(self.gradients, self._axis, self._params[0].device)
+        return super().norm()
 
     def clip(self, limit: float, norm: Tensor) -> None:
         if self._by_hand_mode:
@@ -191,7 +192,7 @@ class OneProcess(Recipe):
     batches = RanksBatches
 
     def __init__(self, group: Group, of_run: dict[str, Any], witness: Witness | None) -> None:
-        """of_run: what the run's hashes.jsonl says of its group."""
+        """`of_run`: the record of the group in the run's hashes.jsonl."""
         self._of_run = of_run
         spec = group.spec
         super().__init__(
@@ -202,7 +203,7 @@ class OneProcess(Recipe):
         )
 
     def batch_for(self, mesh: Mesh) -> Batch:
-        """Return how the run's ranks shared the batch."""
+        """Return the batch as the run's ranks shared it."""
         return super().batch_for(
             replace(mesh, world_size=self._of_run["ranks"], slots=self._of_run["slots"])
         )

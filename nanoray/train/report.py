@@ -1,6 +1,4 @@
-"""What a run prints before it starts and after it ends. The driver uses it, so torch is imported
-late.
-"""
+"""The last lines that a run prints. The driver uses them, so nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -14,58 +12,66 @@ from nanoray.train.watch.observers import clock, short
 
 
 def closing_lines(spec: RunSpec, summary: dict[str, Any], quiet: bool = False) -> list[str]:
-    """Return the last lines of a run: loss, expected loss, a sample, the run's folder, and commands
-    to run next.
+    """Return the last lines of a run: loss, expected loss, sample, folder, and commands to run next.
 
     `quiet`: only the losses and the folder.
     """
-    expected = expected_loss(spec)
-    lines = [""]
-    val = summary["val_loss"]
-    verdict, target = "", spec.config.target_loss
-    if val is not None and target:
-        verdict = f" (target ≤ {target:g}: {'reached' if val <= target else 'NOT REACHED'})"
-    elif val is not None and expected is not None and summary["exit_reason"] == "finished":
-        verdict = f" (expected ≤ {expected}: {'ok' if val <= expected else 'NOT REACHED'})"
-    train = summary["train_loss"]
-    loss = (
-        f"val loss {val:.4f}{verdict}"
-        if val is not None
-        else "no loss"
-        if train is None
-        else f"train loss {train:.4f}"
-    )
-    speed = f" · {short(summary['tok_per_sec'])} tok/s" if summary["tok_per_sec"] else ""
-    if images_per_s := summary.get("samples_per_sec"):
-        speed = f" · {short(images_per_s)} samples/s"
-    restarts = f" · {summary['restarts']} restart(s)" if summary["restarts"] else ""
+    config = spec.config
     steps = "no" if summary["steps"] is None else summary["steps"]
-    lines.append(
+    restarts = f" · {summary['restarts']} restart(s)" if summary["restarts"] else ""
+    result = (
         f"{summary['exit_reason']:<6} {steps} steps in {clock(summary['total_s'])} · "
-        f"{loss}{speed}{restarts}"
+        f"{_format_loss(spec, summary)}{_format_speed(summary)}{restarts}"
     )
     run = shlex.quote(_from_here(str(spec.folder)))
     if quiet:
-        return [lines[-1], f"files  {run}"]
+        return [result, f"files  {run}"]
+
+    lines = ["", result]
     lines += comm_lines(summary.get("comm"), _from_here(str(spec.folder)))
     if summary.get("sample"):
-        lines += ["sample", *("  " + line for line in summary["sample"].splitlines())]
+        lines.append("sample")
+        lines += [f"  {line}" for line in summary["sample"].splitlines()]
+    lines.append(f"files  {run}")
+
+    # Commands that fit this run: every one of them can be pasted.
     python = shlex.quote(_from_here(sys.executable))
-    again = (
-        f"       {python} -m nanoray.launch --resume {run} --max_steps {2 * spec.config.max_steps}"
-    )
-    return [
-        *lines,
-        f"files  {run}",
-        f"next   {python} -m tensorboard.main --logdir "
-        f"{shlex.quote(_from_here(str(spec.folder.parent)))}",
-        *(
-            [f"       {python} -m nanoray.sample {run} --prompt 'To be'"]
-            if spec.config.model == "gpt"
-            else []
-        ),
-        *([] if spec.config.model == "own" else [again]),
-    ]
+    parent = shlex.quote(_from_here(str(spec.folder.parent)))
+    lines.append(f"next   {python} -m tensorboard.main --logdir {parent}")
+    if config.model == "gpt":
+        lines.append(f"       {python} -m nanoray.sample {run} --prompt 'To be'")
+    if config.model != "own":
+        twice = 2 * config.max_steps
+        lines.append(f"       {python} -m nanoray.launch --resume {run} --max_steps {twice}")
+    return lines
+
+
+def _format_loss(spec: RunSpec, summary: dict[str, Any]) -> str:
+    """Write the validation loss with its target or expectation, else the training loss."""
+    val = summary["val_loss"]
+    train = summary["train_loss"]
+    if val is None:
+        return "no loss" if train is None else f"train loss {train:.4f}"
+
+    target = spec.config.target_loss
+    expected = expected_loss(spec)
+    verdict = ""
+    if target:
+        reached = "reached" if val <= target else "NOT REACHED"
+        verdict = f" (target ≤ {target:g}: {reached})"
+    elif expected is not None and summary["exit_reason"] == "finished":
+        reached = "ok" if val <= expected else "NOT REACHED"
+        verdict = f" (expected ≤ {expected}: {reached})"
+    return f"val loss {val:.4f}{verdict}"
+
+
+def _format_speed(summary: dict[str, Any]) -> str:
+    images_per_s = summary.get("samples_per_sec")
+    if images_per_s:
+        return f" · {short(images_per_s)} samples/s"
+    if summary["tok_per_sec"]:
+        return f" · {short(summary['tok_per_sec'])} tok/s"
+    return ""
 
 
 def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
@@ -74,6 +80,7 @@ def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
         return []
     if not comm["traced_steps"]:
         return ["comm   no step was traced: this part of the run ended before one was due"]
+
     compared = ""
     if comm["ab_ms"] is not None:
         side = "more" if comm["ab_ms"] >= 0 else "less"
@@ -81,10 +88,9 @@ def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
             f"; {abs(comm['ab_ms']):.1f} ms {side} than under no_sync, n = {comm['compared_steps']}"
         )
     lines = [
-        f"comm   {comm['busy_share']:.0f} % of a step in collectives, {comm['exposed_share']:.0f} "
-        "% exposed "
-        f"({comm['exposed_ms']:.1f} of {comm['step_ms']:.1f} ms{compared}); {comm['traced_steps']} "
-        "steps traced"
+        f"comm   {comm['busy_share']:.0f} % of a step in collectives, "
+        f"{comm['exposed_share']:.0f} % exposed ({comm['exposed_ms']:.1f} of "
+        f"{comm['step_ms']:.1f} ms{compared}); {comm['traced_steps']} steps traced"
     ]
     if "bubble" in comm:
         lines.append(
@@ -92,23 +98,24 @@ def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
             "by the schedule"
         )
     if "slowest" in comm:
-        slowest, limit = (
-            comm["slowest"],
-            f", {comm['limit_share']:.0f} % of {comm['limit']}" if "limit" in comm else "",
-        )
+        slowest = comm["slowest"]
+        limit = ""
+        if "limit" in comm:
+            limit = f", {comm['limit_share']:.0f} % of {comm['limit']}"
         lines.append(
             f"       slowest: bucket {slowest['bucket']} of {slowest['bytes'] / 1e6:.2g} MB at "
-            f"step {slowest['step']}, "
-            f"{slowest['time_us'] / 1e3:.1f} ms; busbw {comm['busbw_gbps']:.2f} GB/s{limit}"
+            f"step {slowest['step']}, {slowest['time_us'] / 1e3:.1f} ms; busbw "
+            f"{comm['busbw_gbps']:.2f} GB/s{limit}"
         )
-    if straggler := comm["straggler"]:
+    straggler = comm["straggler"]
+    if straggler:
         until = f"to {straggler['until']}" if straggler["until"] else "to the end"
         lines.append(
             f"       straggler: rank {straggler['rank']}, {straggler['behind_ms']:.1f} ms a step "
-            "behind in "
-            f"{straggler['phase']}, from step {straggler['since']} {until}"
+            f"behind in {straggler['phase']}, from step {straggler['since']} {until}"
         )
-    return [*lines, f"       {run}/comm/timeline.svg"]
+    lines.append(f"       {run}/comm/timeline.svg")
+    return lines
 
 
 def _from_here(path: str) -> str:
