@@ -25,6 +25,7 @@ class Metric:
 METRICS: dict[str, Metric] = {
     m.name: m
     for m in (
+        # Training: what the loss, the learning rate and the loss scale do.
         Metric(
             "train/loss",
             "nat/token",
@@ -76,6 +77,7 @@ METRICS: dict[str, Metric] = {
             "it doubles, up to its cap of 2^24",
             "rises to 1000 and begins anew; always small: the scale does not recover",
         ),
+        # Low precision: what is lost to rounding.
         Metric(
             "precision/grad_lost",
             "%",
@@ -93,6 +95,7 @@ METRICS: dict[str, Metric] = {
             "below 20 with float32 weights; above 50: updates are lost to rounding, which no loss "
             "scale cures",
         ),
+        # Validation: over the same samples at every number of ranks.
         Metric(
             "val/loss",
             "nat/token",
@@ -105,6 +108,7 @@ METRICS: dict[str, Metric] = {
             "image models: share of the same validation images whose class has the highest logit",
             "rises; 1 / classes is chance",
         ),
+        # Time, and what is done in it.
         Metric(
             "time/step_ms",
             "ms",
@@ -161,6 +165,7 @@ METRICS: dict[str, Metric] = {
             "Q x T. Only with a known peak",
             "30 to 55 on large GPUs",
         ),
+        # Faults: each of these stays 0 in a run without any.
         Metric(
             "fault/restarts",
             "1",
@@ -196,6 +201,7 @@ METRICS: dict[str, Metric] = {
             "100 (on a GPU: of the logged ones)",
             "0",
         ),
+        # Mixture of experts: whether the router spreads tokens evenly.
         Metric(
             "moe/load_max",
             "1",
@@ -238,6 +244,7 @@ METRICS: dict[str, Metric] = {
             "mean square of log(sum of exp(router's logits)); mean of layers",
             "below 20",
         ),
+        # Communication and pipelines, in traced steps.
         Metric(
             "comm/step_ms",
             "ms",
@@ -310,6 +317,7 @@ METRICS: dict[str, Metric] = {
             "under 20 % of the step; above that, the log names the rank and its phase as a "
             "straggler",
         ),
+        # Memory and disk.
         Metric(
             "mem/peak_gib",
             "GiB",

@@ -213,6 +213,8 @@ def lock_run(folder: Path) -> tuple[RunLock | None, str]:
                 f"process and its host are gone, remove {path}"
             )
         time.sleep(0.1)  # it may be exiting
+
+    # For the message of a process that finds the folder in use.
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{own}\n".encode(), 0)
     _HELD[lock.key] = lock
@@ -275,6 +277,7 @@ def disk_used(folder: Path) -> dict[str, float]:
         disk = os.statvfs(folder)
     except OSError:
         return {}
+    # Of all blocks but those that only root may use.
     used = disk.f_blocks - disk.f_bfree
     return {"disk/used": 100 * used / max(1, used + disk.f_bavail)}
 

@@ -54,8 +54,9 @@ class _Group(NamedTuple):
         all ranks send first would deadlock. gloo posts them at once. Empty messages are left out on
         both sides.
         """
-        sends, receives = [s for s in sends if s[0].numel()], [r for r in receives if r[0].numel()]
-        if any(t.is_cuda for t, _ in (*sends, *receives)):
+        sends = [message for message in sends if message[0].numel()]
+        receives = [message for message in receives if message[0].numel()]
+        if any(tensor.is_cuda for tensor, _ in (*sends, *receives)):
             group = self.handle
             posts = [
                 dist.P2POp(dist.isend, tensor, group=group, group_peer=peer)
@@ -98,9 +99,7 @@ def _open(tensor: Tensor, group: ProcessGroup | None) -> tuple[Tensor, _Group]:
 
 
 def _split(data: Tensor, parts: int) -> list[Tensor]:
-    """Cut `data` into `parts` views whose lengths differ by at most one; some are empty when data
-    is short.
-    """
+    """Cut `data` into `parts` views whose lengths differ by at most one; some may be empty."""
     return list(data.tensor_split(parts))
 
 
@@ -132,53 +131,74 @@ def ring(tensor: Tensor, group: ProcessGroup | None = None) -> None:
     chunks = _split(data, n)
     pieces = _pieces(chunks[0])  # the first chunk is the longest
     parts = [_split(chunk, pieces) for chunk in chunks]
-    depth, total = min(pieces, RING_DEPTH), 2 * (n - 1) * pieces
+
+    # Message k carries one piece of one step. `depth` messages are in flight: while piece k - depth
+    # is added, the ones after it arrive.
+    depth = min(pieces, RING_DEPTH)
+    total = 2 * (n - 1) * pieces
     scratch = [torch.empty_like(parts[0][0]) for _ in range(depth)]
     coming: list[tuple[list[Work], Tensor, Tensor]] = []
     for k in range(total + depth):
+        # Finish an earlier message: add what has arrived, or keep it where it was received.
         if k >= depth:
             works, arrived, target = coming[k - depth]
             _wait(works)
             if arrived is not target:
                 target += arrived
+
+        # Start the next one. In the reduce-scatter a piece arrives in scratch memory; in the
+        # all-gather it is complete, and arrives in its place.
         if k < total:
             step, piece = divmod(k, pieces)
             target = parts[(me.rank - step - 1) % n][piece]
             arrived = scratch[k % depth][: target.numel()] if step < n - 1 else target
-            # This rank's own, or completed at k - pieces
+            # What is sent: this rank's own piece, or the one that message k - pieces has completed.
             ready = parts[(me.rank - step) % n][piece]
             works = me.start([(ready, (me.rank + 1) % n)], [(arrived, (me.rank - 1) % n)])
             coming.append((works, arrived, target))
 
 
 def tree_links(rank: int, size: int) -> tuple[int | None, list[int]]:
-    """Return the parent (None: root) and the children of a rank in the in-order binary tree over
-    `size` ranks.
+    """Return the parent (None: root) and the children of a rank in the tree over `size` ranks.
 
-    Its height is floor(log2(size)), and every even rank is a leaf: a left half always has 2^h - 1
-    ranks.
+    The tree is binary and in order. Its height is floor(log2(size)), and every even rank is a leaf:
+    a left half always has 2^h - 1 ranks.
     """
 
     def root(low: int, high: int) -> int:
+        """Return the root of the tree over ranks `low` to `high` - 1."""
         return low + (1 << (high - low).bit_length() - 1) - 1
 
-    low, high, parent = 0, size, None
-    while (here := root(low, high)) != rank:
+    # Walk down from the root of all ranks; the halves of a subtree are left and right of its root.
+    low = 0
+    high = size
+    parent = None
+    here = root(low, high)
+    while here != rank:
         parent = here
-        low, high = (low, here) if rank < here else (here + 1, high)
-    return parent, [root(*half) for half in ((low, rank), (rank + 1, high)) if half[0] < half[1]]
+        if rank < here:
+            high = here
+        else:
+            low = here + 1
+        here = root(low, high)
+
+    children = []
+    if low < rank:
+        children.append(root(low, rank))
+    if rank + 1 < high:
+        children.append(root(rank + 1, high))
+    return parent, children
 
 
 def _up_and_down(me: _Group, trees: Sequence[tuple[Tensor, int | None, list[int]]]) -> None:
-    """Sum each tensor up its tree (tensor, this rank's parent, its children) and send the sum down,
-    piece by piece.
+    """Sum each tensor up its tree and send the sum down, piece by piece.
 
-    Steps in which this rank is a leaf come first, because they need no receive. In alternating
-    order, a rank's leaf step in one tree would wait for its children in the other, whose leaf steps
-    wait for this rank: both trees would then run at the pace of one message passing through all
-    ranks. Sends are waited for only at the end, and so are receives at a leaf, so that the next
-    piece can start. Two ranks exchange messages of one tree only, first up and then down, so
-    messages match by their order.
+    A tree is given as (tensor, this rank's parent, its children). Steps in which this rank is a
+    leaf come first, because they need no receive. In alternating order, a rank's leaf step in one
+    tree would wait for its children in the other, whose leaf steps wait for this rank: both trees
+    would then run at the pace of one message passing through all ranks. Sends are waited for only
+    at the end, and so are receives at a leaf, so that the next piece can start. Two ranks exchange
+    messages of one tree only, first up and then down, so messages match by their order.
     """
     sent: list[Work] = []
     late: list[Work] = []
@@ -195,12 +215,16 @@ def _up_and_down(me: _Group, trees: Sequence[tuple[Tensor, int | None, list[int]
     # message can always proceed.
     if not me.in_order:
         steps.sort(key=lambda step: bool(step[2]))
+
+    # Up: add the children's pieces, and send the sum to the parent.
     for piece, parent, children in steps:
         arrived = [room[: piece.numel()] for room in scratch[: len(children)]]
         me.run([], list(zip(arrived, children, strict=True)))
         for each in arrived:
             piece += each
         sent += me.start([(piece, parent)] if parent is not None else [], [])
+
+    # Down: receive the whole sum from the parent, and send it to the children.
     for piece, parent, children in steps:
         coming = me.start([], [(piece, parent)] if parent is not None else [])
         if children:
@@ -245,15 +269,20 @@ def double_tree(tensor: Tensor, group: ProcessGroup | None = None) -> None:
     Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009.
     """
     data, me = _open(tensor, group)
-    n, (first, second) = me.size, _split(data, 2)
-    parent, children = tree_links((me.rank + 1) % n, n)
-    shifted = None if parent is None else (parent - 1) % n, [(child - 1) % n for child in children]
-    _up_and_down(me, [(first, *tree_links(me.rank, n)), (second, *shifted)])
+    n = me.size
+    first, second = _split(data, 2)
+    parent, children = tree_links(me.rank, n)
+
+    # The second tree is the first one, with rank r in the place of r + 1.
+    other_parent, other_children = tree_links((me.rank + 1) % n, n)
+    if other_parent is not None:
+        other_parent = (other_parent - 1) % n
+    other_children = [(child - 1) % n for child in other_children]
+    _up_and_down(me, [(first, parent, children), (second, other_parent, other_children)])
 
 
 def flat(tensor: Tensor, group: ProcessGroup | None = None) -> None:
-    """Send everything to rank 0, which adds in rank order and sends the sum back: the simplest one.
-    (all ranks)
+    """Send all data to rank 0, which adds in rank order and sends the sum back. (all ranks)
 
         1 ──┐                 ┌──► 1
         2 ──┼──► 0 adds all ──┼──► 2        a tree of height one
@@ -263,12 +292,16 @@ def flat(tensor: Tensor, group: ProcessGroup | None = None) -> None:
     is copied.
     """
     data, me = _open(tensor, group)
-    _up_and_down(me, [(data, *((0, []) if me.rank else (None, list(range(1, me.size)))))])
+    if me.rank == 0:
+        _up_and_down(me, [(data, None, list(range(1, me.size)))])
+    else:
+        _up_and_down(me, [(data, 0, [])])
 
 
 def _fold(data: Tensor, me: _Group, within: Callable[[int], None]) -> None:
-    """Run `within(p)` on the largest power of two p <= N ranks; the others send their data first
-    and copy the sum.
+    """Run `within(p)` on the largest power of two p <= N ranks.
+
+    The others send their data first, and copy the sum.
 
     N = 6   4 ──► 0     5 ──► 1     p = 4: ranks 0..3 reduce     0 ──► 4     1 ──► 5
     """
@@ -333,15 +366,23 @@ def halving_doubling(tensor: Tensor, group: ProcessGroup | None = None) -> None:
     def within(power: int) -> None:
         bounds = [data.numel() * part // power for part in range(power + 1)]
         arrived = torch.empty_like(data[: -(-data.numel() // 2)])
-        low, swaps = 0, []
+        low = 0  # the first of the parts that this rank still adds up
+        swaps = []
         for half in (power >> bit for bit in range(1, power.bit_length())):
-            ours, theirs = (low, low + half) if me.rank & half == 0 else (low + half, low)
-            low, partner = ours, me.rank ^ half
+            # Of these parts, the rank with a zero bit keeps the first half, its partner the second.
+            partner = me.rank ^ half
+            ours = low
+            theirs = low + half
+            if me.rank & half:
+                ours, theirs = theirs, ours
+            low = ours
             keep = data[bounds[ours] : bounds[ours + half]]
             give = data[bounds[theirs] : bounds[theirs + half]]
             me.run([(give, partner)], [(arrived[: keep.numel()], partner)])
             keep += arrived[: keep.numel()]
             swaps.append((keep, give, partner))
+
+        # Double back: the same swaps in reverse, now of complete parts.
         for have, want, partner in reversed(swaps):
             me.run([(have, partner)], [(want, partner)])
 
@@ -366,12 +407,15 @@ def cost(name: str, ranks: int, size_bytes: int, alpha_s: float, beta_s_per_byte
     ConfigError for an unknown name. Source: Thakur, Rabenseifner and Gropp, 2005, section 4;
     Sanders, Speck and Traeff, 2009, for the trees.
     """
-    n, alpha, wire = ranks, alpha_s, size_bytes * beta_s_per_byte
     if name not in ALGORITHMS:
         raise ConfigError(f"no cost is known for all-reduce {name}; known: {', '.join(ALGORITHMS)}")
-    if n == 1:
+    if ranks == 1:
         return 0.0
-    height, power = n.bit_length() - 1, 1 << n.bit_length() - 1
+    n = ranks
+    alpha = alpha_s
+    wire = size_bytes * beta_s_per_byte  # seconds of all data on one link
+    height = n.bit_length() - 1  # floor(log2(n))
+    power = 1 << height
     fold = 2 * (alpha + wire) if n > power else 0.0
     return {
         "ring": 2 * (n - 1) * alpha + 2 * (n - 1) / n * wire,
@@ -395,7 +439,9 @@ class AsyncAllReduce:
         """Raise ConfigError for an unknown algorithm."""
         if name not in ALGORITHMS:
             raise ConfigError(f"unknown all-reduce {name}; known: {', '.join(ALGORITHMS)}")
-        self._sum, self._group, self._device = ALGORITHMS[name], group, device
+        self._sum = ALGORITHMS[name]
+        self._group = group
+        self._device = device
         self._jobs: queue.SimpleQueue[tuple[Tensor, Future[Any]] | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         if device.type == "cuda":
@@ -407,11 +453,11 @@ class AsyncAllReduce:
             self._thread.start()
 
     def start(self, buffer: Tensor) -> Future[Tensor]:
-        """Begin to sum `buffer` in place; return a future of it, which raises what the sum raised.
-        (all ranks)
+        """Start to sum `buffer` in place; return a future of it. (all ranks)
 
-        After a failure every later sum fails with the same error, because this rank's messages no
-        longer match the others'. Do not touch the buffer before the future is done.
+        The future raises the error of a failed sum. After a failure every later sum fails with the
+        same error, because this rank's messages no longer match the others'. Do not touch the
+        buffer before the future is done.
         """
         if self._device.type == "cuda":
             return self._issue(buffer)
@@ -422,8 +468,9 @@ class AsyncAllReduce:
         return derived
 
     def _issue(self, buffer: Tensor) -> Future[Tensor]:
-        """Queue the sum on the side stream, after what the current stream has written; the future
-        carries an event.
+        """Queue the sum on the side stream, behind the work of the current stream.
+
+        The future carries an event.
         """
         future: Future[Tensor] = Future(devices=[self._device])
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -435,7 +482,11 @@ class AsyncAllReduce:
         return future
 
     def _serve(self) -> None:
-        while job := self._jobs.get():
+        """Run the sums in their order, until None comes."""
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
             buffer, future = job
             try:
                 if self._failure is None:

@@ -105,6 +105,7 @@ class Layout:
 
     def coords(self, rank: int) -> Coords:
         """Return the place of a rank."""
+        # rank = (p·dp + d)·tp + t, from the right.
         rest, t = divmod(rank, self.tp)
         p, d = divmod(rest, self.dp)
         return Coords(d, t, p, d % self.ep)

@@ -135,6 +135,8 @@ class SealedStore(dist.Store):
         Raises DistStoreError when time is up, and soon after an order to abort.
         """
         deadline = time.monotonic() + (timeout or self._inner.timeout).total_seconds()  # type: ignore[attr-defined]
+
+        # In short waits: a long one would not notice an order to abort.
         while (left := deadline - time.monotonic()) > LOOK_S:
             with suppress(dist.DistStoreError):
                 self._inner.wait(names, timedelta(seconds=LOOK_S))
@@ -170,6 +172,8 @@ class SealedStore(dist.Store):
         """
         self.aborted = True
         addresses = b" ".join(self._passed)
+
+        # Look at every descriptor of this process: torch gives no access to gloo's connections.
         for name in os.listdir("/dev/fd"):
             with suppress(OSError), _duplicate(int(name)) as connection:
                 if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

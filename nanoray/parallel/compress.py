@@ -125,6 +125,8 @@ class Compressor(StepHook):
         if sent.bucket == 0:  # DDP lays its buckets out anew after the first backward
             self.bucket_names.clear()
         self.bucket_names[sent.bucket] = [self._names[p] for p in sent.params]
+
+        # A flow is a generator: it starts an exchange and yields, and is resumed to wait for it.
         flow = self._low_rank(sent) if self.kind == "powersgd" else self._rounded(sent)
         next(flow)
         self._advance()

@@ -154,6 +154,8 @@ def apply_ddp(
     axis = axis or data_axis(mesh)
     if axis.size == 1:
         return model
+
+    # Weights and buffers are equal already, so nothing is broadcast at the start or in a forward.
     wrapped = DistributedDataParallel(
         model,
         process_group=axis.group,
@@ -163,6 +165,8 @@ def apply_ddp(
         init_sync=False,
         forward_sync_buffers=False,  # running statistics are equal on all ranks (statistics.py)
     )
+
+    # Without a hook DDP averages buckets in C++, and Python does not run between them.
     if hook:
         wrapped.register_comm_hook(None, lambda state, bucket: hook(bucket))
     return wrapped

@@ -168,11 +168,14 @@ class Plan:
         phase begins, `seed` with the number of a micro batch before its forward. Returns the mean
         loss of this rank's replica, detached, a scalar on the device.
         """
+        # A plain run has no hooks: its step is the flow, and the mode in it.
         for hook in self._hooks:
             hook.begin()
         total = self._flow.run(self._mode, micro_batches, phase, seed)
         for hook in self._hooks:
             hook.add_up()
+
+        # Every micro batch has the same size, so the mean of their means is the mean of all.
         loss = total / self._accum
         self.own_losses = [loss]
         return loss
@@ -243,6 +246,7 @@ class Plan:
         They are those of a step's backward. The gradients of the parameters stay as they are. For
         a model that is whole on this rank.
         """
+        # torch.autograd.grad leaves `.grad` and its hooks alone, so no bucket is filled.
         loss = self._loss(self.model, x, y) / (self._accum * self._mode.divisor)
         trained = self.trained
         gradients = torch.autograd.grad(

@@ -48,11 +48,14 @@ class WeightGradients:
         for layer in model.modules():
             if not isinstance(layer, nn.Linear):
                 continue
+
+            # The weights that W computes: a bias that is added after the product comes with B.
             params = [p for p in layer.parameters(recurse=False) if p.requires_grad]
             if not getattr(layer, "bias_in_product", True):
                 params = [p for p in params if p is not layer.bias]
             self.params.update(params)
 
+            # On this object only: other models of the process keep the class's method.
             name = "product" if hasattr(layer, "product") else "forward"
             setattr(layer, name, partial(self._run, getattr(layer, name), params))
 
