@@ -94,7 +94,11 @@ def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]
     import torch.distributed as dist
 
     common = {"ranks": mesh.world_size}
-    skipped = {name: why for name in order["algorithms"] if (why := _lacks(name, mesh))}
+    skipped = {}
+    for name in order["algorithms"]:
+        reason = _lacks(name, mesh)
+        if reason:
+            skipped[name] = reason
     names = [name for name in order["algorithms"] if name not in skipped]
     runs = _reductions(names, mesh)
     log = _own_log() if mesh.backend == "nccl" else None
@@ -266,9 +270,9 @@ class AlgorithmsBenchmark(Benchmark):
                 }
                 for event in pool.run(ENTRY, order | {"iters": 4 if args.quick else 25}):
                     report.rows.append(row_of(event, args.dtype))
-                    told = report.rows[-1]
-                    result = told.problem or told.skipped or f"{number(told.median)} us"
-                    say(f"{told.arm:<20}{told.metric:>8}  {result}")
+                    row = report.rows[-1]
+                    result = row.problem or row.skipped or f"{number(row.median)} us"
+                    say(f"{row.arm:<20}{row.metric:>8}  {result}")
                 _judge(report, len(pool.facts), pool.backend)
         except RankFailed as failed:
             report.failures.append(str(failed))
@@ -385,7 +389,8 @@ def row_of(event: dict[str, Any], dtype: str) -> Row:
         "p99_us": times[math.ceil(0.99 * len(times)) - 1],
         "ran": ran,
     }
-    keys |= {"algbw_gbps": algbw, "busbw_gbps": algbw * (busbw_factor("all_reduce", ranks) or 0)}
+    factor = busbw_factor("all_reduce", ranks)  # None for one rank
+    keys |= {"algbw_gbps": algbw, "busbw_gbps": algbw * factor if factor else 0.0}
     note = f"ran {', '.join(ran)}" if ran else ""
     return Row(
         name, _label(size), "us", tuple(event["time_us"]), note, error, event["wrong"], extra=keys
@@ -403,8 +408,12 @@ def _judge(report: Report, ranks: int, backend: str) -> None:
         excuse = ""
     else:
         excuse = f"stated for {stated}; here: {ranks} on {backend}"
-    by_hand = [row for name in BY_HAND if (row := _timed(report).get(name, {}).get(SIZES[0]))]
-    best = min(by_hand, key=lambda row: row.median).arm if by_hand else BY_HAND[0]
+    # The best hand-written algorithm for the smallest message
+    timed = _timed(report)
+    by_hand = [timed[name][SIZES[0]] for name in BY_HAND if SIZES[0] in timed.get(name, {})]
+    best = BY_HAND[0]
+    if by_hand:
+        best = min(by_hand, key=lambda row: row.median).arm
     wanted = ((BACKEND, best, SMALL, ">=", 3.0), ("ring", BACKEND, LARGE, "<=", 1.15))
     for upper, lower, size, relation, limit in wanted:
         row = report.compare(upper, lower, size)

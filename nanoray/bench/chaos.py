@@ -41,7 +41,7 @@ KILL_NODE = "kill node"
 WEIGHTS = {KILL: 4, FREEZE: 2, KILL_ALL: 1, STOP_DRIVER: 1, KILL_DRIVER: 1, KILL_NODE: 1}
 LEAST_GAP_S = 3.0  # between two faults: a new process needs a second or two to live at all
 MEET = 3  # faults that may wait for recovery; the next is held back until a new step is done
-NODE_BACK_S = (1.0, 6.0)  # a killed node comes back after so many seconds
+NODE_BACK_S = (1.0, 6.0)  # seconds until a killed node comes back, at random
 DRIVER_BACK_S = (0.0, 2.0)  # old ranks may still be alive when the new driver starts
 STOP_S = 60.0  # a driver that is asked to stop does so within a step and a checkpoint
 POLL_S = 0.1
@@ -249,12 +249,15 @@ class Training:
 
     def look(self) -> None:
         """Note how far the run is, and what its processes hold open."""
-        if not (run := self.run):
+        run = self.run
+        if run is None:
             return
         done = self.seen.points[-1][1] if self.seen.points else 0
         for file in run.glob("logs/rank*.progress"):
-            if found := ProgressFile.read_all(file):
-                done = max(done, self.seen.at(int(file.stem.removeprefix("rank")), *found[:3]))
+            position = ProgressFile.read_all(file)
+            if position:
+                rank = int(file.stem.removeprefix("rank"))
+                done = max(done, self.seen.at(rank, *position[:3]))
         if done:
             self.seen.points.append((round(self.seconds, 2), done))
         if self.seconds >= self._fds_at:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, measured, whiskers
-from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.plan import count_of, rotated
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
 from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
@@ -106,10 +106,7 @@ class CheckpointBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Measure every arm in turns and fill the report. Everything that is written is removed again."""
-        if args.rounds is None:
-            rounds = 3 if args.quick else 7
-        else:
-            rounds = args.rounds
+        rounds = count_of(args.rounds, args.quick, few=3, usual=7)
         if "RANK" in os.environ:
             raise ConfigError(
                 "bench checkpoint starts its own process, but RANK is set; run it without torchrun"
@@ -123,16 +120,17 @@ class CheckpointBenchmark(Benchmark):
                 f"rounds = {rounds}, threads = {args.threads}, timeout_s = {args.timeout_s:g}; all "
                 "must be above 0"
             )
-        preset = args.preset or ("shakespeare-char" if args.quick else "gpt2-124m")
+        default = "shakespeare-char" if args.quick else "gpt2-124m"
+        preset = args.preset or default
         need = _bytes_of(preset)
         disk = args.folder or Path(tempfile.gettempdir())
         if not disk.is_dir() or not os.access(disk, os.W_OK):
             raise ConfigError(f"folder = {disk}: missing or read-only; make it first")
-        if (free := shutil.disk_usage(disk).free) < 1.5 * need:
+        free = shutil.disk_usage(disk).free
+        if free < 1.5 * need:
             raise ConfigError(
                 f"folder = {disk} has {free / 1e9:.2f} GB free, and a checkpoint of preset {preset} "
-                "takes "
-                f"{need / 1e9:.2f}; give a --folder with room for 1.5 of them, or a smaller --preset"
+                f"takes {need / 1e9:.2f}; give a --folder with room for 1.5 of them, or a smaller --preset"
             )
         recipe = f"preset {preset}, {rounds} rounds after one to warm up, with training on {args.threads} thread(s)"
         report.conditions |= {
@@ -162,10 +160,9 @@ class CheckpointBenchmark(Benchmark):
                         wrong[event["arm"]] = event["wrong"]
                     else:
                         found[event["arm"]].append(event)
-                        told = (
-                            f"stall {event['stall_s']:.3f} s, on disk after {event['done_s']:.3f} s"
-                        )
-                        say(f"round {event['round']}  {event['arm']:<14} {told}")
+                        stall = f"stall {event['stall_s']:.3f} s"
+                        done = f"on disk after {event['done_s']:.3f} s"
+                        say(f"round {event['round']}  {event['arm']:<14} {stall}, {done}")
             except RankFailed as error:
                 report.failures.append(str(error))
         add_rows(report, found, wrong)
@@ -182,18 +179,14 @@ class CheckpointBenchmark(Benchmark):
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return a table for a README: medians, with the range of the seconds."""
-        seconds = (STALL, LOST, DONE)
-        cells = [
-            (
-                row.arm,
-                *(
-                    report.cell(row.arm, metric, "range" if metric in seconds else "none")
-                    for metric in COLUMNS
-                ),
-            )
-            for row in measured(report, ARMS, DONE)
-        ]
-        return markdown(("arm", *COLUMNS.values()), cells)
+        table = []
+        for row in measured(report, ARMS, DONE):
+            cells = [row.arm]
+            for metric in COLUMNS:
+                spread = "range" if metric in (STALL, LOST, DONE) else "none"
+                cells.append(report.cell(row.arm, metric, spread))
+            table.append(cells)
+        return markdown(("arm", *COLUMNS.values()), table)
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw what a save costs training, and how fast it gets on disk; lines are min to max."""
@@ -204,10 +197,9 @@ class CheckpointBenchmark(Benchmark):
             medians = [r.median for r in rows]
             axes.barh(at, medians, xerr=whiskers(rows), height=0.36, label=label, capsize=2)
 
-        told = report.conditions
-        with figure(
-            report, path, note=f"{told.get('state', '')} · {told['recipe']} · {told['disk']}"
-        ) as (left, right):
+        known = report.conditions
+        note = f"{known.get('state', '')} · {known['recipe']} · {known['disk']}"
+        with figure(report, path, note=note) as (left, right):
             savers = tuple(arm for arm in ARMS if arm != RAW)
             bars(left, savers, STALL, -0.19, "stall")
             bars(left, savers, LOST, 0.19, "all training time lost")
@@ -345,16 +337,21 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
     def seconds_per_step(window_s: float) -> float:
         start = time.perf_counter()
         steps = 0
-        while (elapsed := time.perf_counter() - start) < window_s or steps < TAIL_STEPS:
+        elapsed = 0.0
+        while elapsed < window_s or steps < TAIL_STEPS:
             step()
             steps += 1
-        return elapsed / max(1, steps)
+            elapsed = time.perf_counter() - start
+        return elapsed / steps
 
     seconds_per_step(order["window_s"])
     for turn in range(order["rounds"] + 1):
         for arm in rotated(ARMS, turn):
+            # The speed of training before the save
             gc.collect()
             before = seconds_per_step(order["window_s"])
+
+            # Save, and train until it is on disk
             start = time.perf_counter()
             steps = 0
             done = arms[arm].begin(turn)
@@ -363,41 +360,40 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
                 stall_s += step(arms[arm].copied)
                 steps += 1
             done_s = time.perf_counter() - start
+
+            # A writer may still slow down the next steps
             for _ in range(TAIL_STEPS):
                 step()
             elapsed_s = time.perf_counter() - start
+
+            # The speed may have changed meanwhile: take the mean of before and after
             step_s = (before + seconds_per_step(order["window_s"])) / 2
             read = arms[arm].read
             if turn:
+                files = [path for path in folder.rglob("*") if path.name != "rank0.progress"]
                 event = {
                     "arm": arm,
                     "round": turn,
                     "stall_s": stall_s,
                     "done_s": done_s,
                     "step_s": step_s,
+                    "lost_s": elapsed_s - (steps + TAIL_STEPS) * step_s,
+                    "bytes": sum(path.stat().st_size for path in files),
                 }
-                written = sum(
-                    path.stat().st_size
-                    for path in folder.rglob("*")
-                    if path.name != "rank0.progress"
-                )
-                emit(
-                    event | {"lost_s": elapsed_s - (steps + TAIL_STEPS) * step_s, "bytes": written}
-                )
+                emit(event)
             elif read:
+                # The first turn does not count; its files are read back and compared
                 back = read(turn)
-                emit(
-                    {
-                        "arm": arm,
-                        "wrong": sum(
-                            not same_bits(t, back.get(name)) for name, t in tree().items()
-                        ),
-                    }
-                )
+                wrong = [name for name, t in tree().items() if not same_bits(t, back.get(name))]
+                emit({"arm": arm, "wrong": len(wrong)})
                 del back
             for path in folder.iterdir():
-                if path.name != "logs":
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                if path.name == "logs":
+                    continue
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
     for each in arms.values():
         each.close()
 

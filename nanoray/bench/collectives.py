@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ENTRY = "nanoray.bench.collectives:measure_rank"
-# Which placements torch's call has: its all_reduce and broadcast know only one buffer, an
-# all_to_all needs two.
+# Whether in place (True), out of place, or both, as torch's calls support it: all_reduce and
+# broadcast take one buffer, an all_to_all needs two.
 PLACEMENTS = {
     "all_reduce": (True,),
     "reduce_scatter": (False, True),
@@ -52,9 +52,9 @@ PLACEMENTS = {
     "sendrecv": (False,),
 }
 SUMS = ("all_reduce", "reduce_scatter")
-# Of these nccl-tests counts the elements per rank
+# Operations for which nccl-tests counts the elements per rank
 PER_RANK = ("reduce_scatter", "all_gather", "all_to_all")
-# dtype -> its name in nccl-tests, bytes, and up to where it holds every whole number
+# dtype -> its name in nccl-tests, bytes, and the limit below which it holds every whole number
 DTYPES = {
     "float32": ("float", 4, 2**24),
     "bfloat16": ("bfloat16", 2, 2**8),
@@ -65,6 +65,7 @@ KB = 1 << 10
 GIB = 1 << 30
 COPY_BYTES = 64 << 20
 COPY = "memory copy"
+# Words of a backend's error that mean: this operation or dtype is not implemented
 LACKS = (
     "not supported",
     "unsupported",
@@ -79,8 +80,8 @@ GLOO_REDUCE_SCATTER = "gloo has none of its own: torch does an all_reduce and co
 def exact_period(name: str, addends: int) -> int:
     """Return m such that sums of `addends` whole numbers below m are exact in this dtype.
 
-    Returns 1 where no such m exists. m is odd, so that data which landed a power of two too far is
-    seen.
+    Returns 1 where no such m exists. m is odd: otherwise data that landed a power of two too far
+    would go unnoticed.
     """
     return min(251, DTYPES[name][2] // addends | 1)
 
@@ -117,9 +118,9 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, An
         for name in order["dtypes"]:
             for in_place in PLACEMENTS[op]:
                 for size in order["sizes"]:
-                    found = bench.case(op, name, in_place, size)
-                    emit({"op": op, "dtype": name, "in_place": in_place} | found)
-                    if "error" in found or found.get("lacking"):
+                    result = bench.case(op, name, in_place, size)
+                    emit({"op": op, "dtype": name, "in_place": in_place} | result)
+                    if "error" in result or result.get("lacking"):
                         break  # it would fail at every size
 
 
@@ -127,7 +128,7 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, An
 class _Case:
     """One collective with its buffers."""
 
-    # What each holds before; None: -1, expected nowhere
+    # Each buffer with its values before the call; None: -1, which no result contains
     buffers: list[tuple[Tensor, Callable[[], Tensor] | None]]
     call: Callable[[], list[Any]]  # starts it, returns what to wait for
     out: Tensor
@@ -135,11 +136,17 @@ class _Case:
 
     def fill(self) -> None:
         for buffer, values in self.buffers:
-            buffer.fill_(-1) if values is None else buffer.copy_(values())
+            if values is None:
+                buffer.fill_(-1)
+            else:
+                buffer.copy_(values())
 
 
 class _Bench:
-    """What all cases of one rank share. Every method that communicates is for all ranks."""
+    """The process group and the settings of all cases on one rank.
+
+    All ranks must call the methods that communicate.
+    """
 
     def __init__(self, mesh: Mesh, order: dict[str, Any]) -> None:
         import torch.distributed as dist
@@ -162,9 +169,8 @@ class _Bench:
 
         tensor = torch.tensor(values, dtype=torch.float64)
         if self.n > 1:
-            dist.all_reduce(
-                tensor, op=getattr(dist.ReduceOp, how.upper()), group=self.mesh.control_group
-            )
+            op = getattr(dist.ReduceOp, how.upper())
+            dist.all_reduce(tensor, op=op, group=self.mesh.control_group)
         return tensor.tolist()
 
     def start_together(self) -> float:
@@ -193,7 +199,9 @@ class _Bench:
         if self.mesh.device.type == "cuda":
             unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             free = torch.cuda.mem_get_info()[0] + unused
-        return int(self.agree([0.9 * free / self.order["sharing"][self.mesh.rank]], "min")[0])
+        sharing = self.order["sharing"][self.mesh.rank]
+        (least,) = self.agree([0.9 * free / sharing], "min")
+        return int(least)
 
     def copy_gbps(self) -> list[float]:
         """Return the slowest rank's copy speed per round, while all ranks copy. (all ranks)"""
@@ -208,7 +216,8 @@ class _Bench:
             for _ in range(4):
                 target.copy_(source)
             self.finish()
-            rates.append(algbw_gbps(4 * size, self.agree([time.perf_counter() - start], "max")[0]))
+            (seconds,) = self.agree([time.perf_counter() - start], "max")
+            rates.append(algbw_gbps(4 * size, seconds))
         return rates
 
     def case(self, op: str, name: str, in_place: bool, asked: int) -> dict[str, Any]:
@@ -218,54 +227,67 @@ class _Bench:
         lacks.
         """
         size, count = elements(op, asked, DTYPES[name][1], self.n)
-        found: dict[str, Any] = {"bytes": size, "count": count}
+        result: dict[str, Any] = {"bytes": size, "count": count}
+
+        # Skip what cannot run here
         if op == "sendrecv" and self.n == 1:
-            return found | {"skipped": "one rank has no other to send to", "lacking": True}
-        if exact_period(name, self.n if op in SUMS else 1) < 3:
-            return found | {
-                "skipped": f"{name} holds no exact sums over {self.n} ranks",
-                "lacking": True,
-            }
-        # In, out, expected, and a copy while the backend or the check works
+            return result | {"skipped": "one rank has no other to send to", "lacking": True}
+        addends = self.n if op in SUMS else 1
+        if exact_period(name, addends) < 3:
+            reason = f"{name} holds no exact sums over {self.n} ranks"
+            return result | {"skipped": reason, "lacking": True}
+        # Four buffers: in, out, expected, and a copy while the backend or the check works
         need = 4 * size
         free = self.free_bytes()
         if need > free:
-            return found | {
-                "skipped": f"needs {need / GIB:.2f} GiB per rank, the least free is {free / GIB:.2f} GiB"
-            }
+            reason = f"needs {need / GIB:.2f} GiB per rank, the least free is {free / GIB:.2f} GiB"
+            return result | {"skipped": reason}
+
+        # A first call shows whether the backend supports it. An error is sent to all ranks below; the
+        # death of a rank breaks that exchange, too, and ends the pool.
         case = None
-        complaint = ""
+        own_error = ""
         try:
             case = self.prepare(op, name, in_place, count)
             case.fill()
             self.finish(case.call())
-        except Exception as error:  # reported below; a peer's death breaks the vote as well
-            complaint = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        complaints = self.mesh.broadcast(self.mesh.gather(complaint)) or []
-        complaint = next(filter(None, complaints), "")  # all ranks go the same way
-        if complaint or case is None:
+        except Exception as raised:
+            own_error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:200]}"
+
+        # All ranks must continue in the same way: an error on one is an error on all
+        errors = self.mesh.broadcast(self.mesh.gather(own_error)) or []
+        error = next(filter(None, errors), "")
+        if error or case is None:
             self.renew_group()
-            lacking = any(words in complaint.lower() for words in LACKS)
-            told = {"skipped": f"backend {self.backend}: {complaint}", "lacking": True}
-            return found | (told if lacking else {"error": complaint})
-        times, pipelined = self.time(case)
+            if any(words in error.lower() for words in LACKS):
+                return result | {"skipped": f"backend {self.backend}: {error}", "lacking": True}
+            return result | {"error": error}
+
+        # Time it, and check the result of one more call
+        blocking, pipelined = self.time(case)
         case.fill()
         self.finish(case.call())
-        wrong = int(self.agree([wrong_elements(case.out, case.expected())], "sum")[0])
-        return found | {"blocking_us": times, "pipelined_us": pipelined, "wrong": wrong}
+        (wrong,) = self.agree([wrong_elements(case.out, case.expected())], "sum")
+        return result | {"blocking_us": blocking, "pipelined_us": pipelined, "wrong": int(wrong)}
 
     def time(self, case: _Case) -> tuple[list[float], list[float]]:
         """Return the microseconds of each blocking call, and per round of a pipelined call."""
+        # One call shows how many fit into the budget
         start = self.start_together()
         self.finish(case.call())
-        guess = max(1e-6, self.agree([time.perf_counter() - start], "max")[0])
+        (seconds,) = self.agree([time.perf_counter() - start], "max")
+        guess = max(1e-6, seconds)
         budget_s = self.order["budget_s"]
         rounds = self.order["rounds"]
+
+        # Blocking: a barrier before each call
         blocking = []
         for _ in range(min(200, max(5, int(budget_s / guess)))):
             start = self.start_together()
             self.finish(case.call())
             blocking.append(1e6 * (time.perf_counter() - start))
+
+        # Pipelined: start `depth` calls, then wait once
         pipelined = []
         depth = min(50, max(2, int(budget_s / rounds / guess)))
         for _ in range(rounds):
@@ -298,9 +320,10 @@ class _Bench:
         rank = self.mesh.rank
         kind = getattr(torch, name)
         period = exact_period(name, n if op in SUMS else 1)
-        whole = torch.empty(
-            count * (n if op in PER_RANK else 1), dtype=kind, device=self.mesh.device
-        )
+
+        # `whole` holds the parts of all ranks where there are any; `part` is this rank's
+        parts = n if op in PER_RANK else 1
+        whole = torch.empty(count * parts, dtype=kind, device=self.mesh.device)  # (parts * count,)
         if in_place:
             part = whole[rank * count : (rank + 1) * count]
         else:
@@ -358,6 +381,8 @@ class _Bench:
                 other,
                 lambda: torch.cat([data([sender + n * rank]) for sender in range(n)]),
             )
+
+        # sendrecv: every rank sends to the next one of a ring
         to = (rank + 1) % n
         source = (rank - 1) % n
         return _Case(
@@ -394,9 +419,8 @@ class CollectivesBenchmark(Benchmark):
         """Measure what is asked for. A rank that dies leaves the rows that were there, and a failure."""
         where = where_from(args)
         ops = chosen(args.ops, list(PLACEMENTS), "op")
-        dtypes = chosen(
-            args.dtypes or ",".join([*DTYPES][: 1 if args.quick else 3]), list(DTYPES), "dtype"
-        )
+        default = list(DTYPES)[:1] if args.quick else list(DTYPES)[:3]
+        dtypes = chosen(args.dtypes or ",".join(default), list(DTYPES), "dtype")
         if args.max_bytes is not None and args.max_bytes < KB:
             raise ConfigError(
                 f"max_bytes = {args.max_bytes} is below the smallest size, {KB}; raise it"
@@ -404,11 +428,15 @@ class CollectivesBenchmark(Benchmark):
         try:
             with RankPool(where) as pool:
                 describe(report, pool)
-                cuda = pool.facts[0]["device"] != "cpu"
-                largest = args.max_bytes or (
-                    1024 * KB if args.quick else GIB if cuda else 64 * KB * KB
-                )
-                # Ranks on one host, or on one GPU of it
+                if args.max_bytes:
+                    largest = args.max_bytes
+                elif args.quick:
+                    largest = 1024 * KB
+                elif pool.facts[0]["device"] == "cpu":
+                    largest = 64 * KB * KB
+                else:
+                    largest = GIB
+                # Ranks share the memory of a host, or of one GPU of it
                 shares = [(f["host"], f["uuid"]) for f in pool.facts]
                 order = {
                     "ops": ops,
@@ -426,41 +454,31 @@ class CollectivesBenchmark(Benchmark):
 
     def format_text(self, report: Report) -> list[str]:
         """Return one table per operation: nccl-tests' columns, and further ones to their right."""
+        text = []
         copy = report.row(COPY, "copied")
-        found = _lines_of(report)
-        text = [f"{COPY}  {number(copy.median)} GB/s  ({copy.note})"] if copy else []
-        text += [
+        if copy:
+            text.append(f"{COPY}  {number(copy.median)} GB/s  ({copy.note})")
+        text.append(
             "B, elements, us, GB/s. First out of place, then in place. time: pipelined. p50, p99: n "
             "blocking calls,"
-        ]
-        text += [
+        )
+        text.append(
             "out of place where torch has that; fewer than 100 calls have no 99th percentile: max is "
             "their slowest."
-        ]
-        half = ("time", "algbw", "busbw", "#wrong")
-        head = (
-            "size",
-            "count",
-            "type",
-            "redop",
-            "root",
-            *half,
-            *half,
-            "p50",
-            "p99",
-            "n",
-            "of copy",
-            "",
         )
-        for op in dict.fromkeys(op for op, _, _ in found):
-            mine = {key: rows for key, rows in found.items() if key[0] == op}
-            notes = [row.note for rows in mine.values() for row in rows.values()]
+
+        placement = ("time", "algbw", "busbw", "#wrong")
+        header = ["size", "count", "type", "redop", "root", *placement, *placement]
+        header += ["p50", "p99", "n", "of copy", ""]
+        by_case = _rows_by_case(report)
+        for op in dict.fromkeys(op for op, _, _ in by_case):
+            cases = [rows for key, rows in by_case.items() if key[0] == op]
+            table = [header, *(_line(op, rows) for rows in cases)]
+            title = f"# {op}"
+            notes = [row.note for rows in cases for row in rows.values()]
             if any(note.startswith(GLOO_REDUCE_SCATTER) for note in notes):
-                why = f" ({GLOO_REDUCE_SCATTER})"
-            else:
-                why = ""
-            table = [head, *(_line(op, rows) for rows in mine.values())]
-            text += ["", f"# {op}{why}", *aligned(table, right={0, 1, 4, *range(5, 17)})]
+                title += f" ({GLOO_REDUCE_SCATTER})"
+            text += ["", title, *aligned(table, right={0, 1, 4, *range(5, 17)})]
         return text
 
     def format_markdown(self, report: Report) -> list[str]:
@@ -468,23 +486,32 @@ class CollectivesBenchmark(Benchmark):
         curves = _curves(report)
         if not curves:
             return []
-        small, large = (next(iter(curves.values()))[i] for i in (0, -1))
+        first_curve = next(iter(curves.values()))
+        small = first_curve[0]
+        large = first_curve[-1]
         header = (
             small["dtype"],
             f"{small['bytes']} B: p50, us",
             "p99, us",
             f"{large['bytes']} B: algbw, GB/s",
             "busbw",
+            "of a copy's",
         )
         table = []
         for op, points in curves.items():
-            latency = (number(points[0][key]) for key in ("time_us", "p99_us"))
-            rates = points[-1]
-            busbw = "" if rates["busbw_gbps"] is None else number(rates["busbw_gbps"])
+            small = points[0]
+            large = points[-1]
             table.append(
-                (op, *latency, number(rates["algbw_gbps"]), busbw, _percent(rates["share_of_copy"]))
+                (
+                    op,
+                    number(small["time_us"]),
+                    number(small["p99_us"]),
+                    number(large["algbw_gbps"]),
+                    "" if large["busbw_gbps"] is None else number(large["busbw_gbps"]),
+                    _percent(large["share_of_copy"]),
+                )
             )
-        return markdown((*header, "of a copy's"), table)
+        return markdown(header, table)
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw busbw over the size beside the copy limit, and the latency of a blocking call.
@@ -496,23 +523,18 @@ class CollectivesBenchmark(Benchmark):
         note = f"{ranks} ranks, {report.conditions.get('backend', 'no backend')}"
         with figure(report, path, (11, 4.2), note=note) as (left, right):
             for op, points in curves.items():
-                size = [p["bytes"] for p in points]
-                left.plot(
-                    size,
-                    [p["busbw_gbps"] or p["algbw_gbps"] for p in points],
-                    marker="o",
-                    markersize=3,
-                    label=op,
-                )
-                (line,) = right.plot(size, [p["time_us"] for p in points], marker="o", markersize=3)
-                right.plot(
-                    size,
-                    [p["p99_us"] for p in points],
-                    color=line.get_color(),
-                    linestyle=":",
-                    linewidth=1,
-                )
-            if copy := report.row(COPY, "copied"):
+                size = [point["bytes"] for point in points]
+                speed = [point["busbw_gbps"] or point["algbw_gbps"] for point in points]
+                left.plot(size, speed, marker="o", markersize=3, label=op)
+
+                # The 99th percentile in the same colour, dotted
+                median_us = [point["time_us"] for point in points]
+                p99_us = [point["p99_us"] for point in points]
+                (line,) = right.plot(size, median_us, marker="o", markersize=3)
+                color = line.get_color()
+                right.plot(size, p99_us, color=color, linestyle=":", linewidth=1)
+            copy = report.row(COPY, "copied")
+            if copy:
                 left.axhline(
                     copy.median, color="0.3", linestyle="--", linewidth=1, label="memory copy"
                 )
@@ -535,23 +557,23 @@ def sizes(largest: int, quick: bool = False) -> list[int]:
 
     quick: only the smallest, the middle one and the largest.
     """
-    found = [KB << 2 * i for i in range(30) if KB << 2 * i <= largest]
-    return sorted({found[0], found[len(found) // 2], found[-1]}) if quick else found
+    steps = [KB << 2 * i for i in range(30) if KB << 2 * i <= largest]
+    if quick:
+        return sorted({steps[0], steps[len(steps) // 2], steps[-1]})
+    return steps
 
 
 def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> None:
-    """Add the row of what rank 0 emitted, and report progress."""
+    """Add the row of an event of rank 0, and print progress."""
     if "copy_gbps" in event:
         note = f"what each of {ranks} ranks copies per second while all copy: the limit of the machine's memory"
         report.rows.append(Row(COPY, "copied", "GB/s", tuple(event["copy_gbps"]), note))
         return
     op = event["op"]
     size = event["bytes"]
-    in_place = event["in_place"]
-    placement = "in place" if in_place else "out of place"
-    keys = {key: event[key] for key in ("op", "dtype", "bytes", "count", "in_place")} | {
-        "ranks": ranks
-    }
+    placement = "in place" if event["in_place"] else "out of place"
+    keys = {key: event[key] for key in ("op", "dtype", "bytes", "count", "in_place")}
+    keys["ranks"] = ranks
     arm = f"{op} {event['dtype']} {size} B {placement}"
     note = ""
     if op == "reduce_scatter" and backend == "gloo":
@@ -562,6 +584,7 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
         texts = {"error": event.get("error", ""), "skipped": event.get("skipped", "")}
         report.rows.append(Row(arm, metric, "GB/s", (), note, **texts, extra=keys))
     else:
+        # As in nccl-tests: the bandwidth from pipelined calls, the latency from blocking ones
         blocking = sorted(event["blocking_us"])
         pipelined_us = statistics.median(event["pipelined_us"])
         algbw = algbw_gbps(size, pipelined_us / 1e6)
@@ -576,58 +599,61 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
             "busbw_gbps": busbw,
             "share_of_copy": None if busbw is None else busbw / copy,
         }
-        values = tuple(algbw_gbps(size, us / 1e6) * (factor or 1.0) for us in event["pipelined_us"])
-        latencies = (
-            f"{len(blocking)} blocking calls: p50 {number(keys['time_us'])}, {_tail(keys)} us"
-        )
-        told = f"algbw {number(algbw)} GB/s; {latencies}"
-        note = "; ".join(filter(None, (note, told)))
+        scale = 1.0 if factor is None else factor
+        values = tuple(scale * algbw_gbps(size, us / 1e6) for us in event["pipelined_us"])
+        p50 = f"p50 {number(keys['time_us'])}"
+        latencies = f"{len(blocking)} blocking calls: {p50}, {_tail(keys)} us"
+        note = "; ".join(filter(None, (note, f"algbw {number(algbw)} GB/s", latencies)))
         report.rows.append(Row(arm, metric, "GB/s", values, note, wrong=event["wrong"], extra=keys))
     say(f"{arm}  {report.rows[-1].skipped or report.rows[-1].problem or 'ok'}")
 
 
-def _lines_of(report: Report) -> dict[tuple[str, str, int], dict[bool, Row]]:
+def _rows_by_case(report: Report) -> dict[tuple[str, str, int], dict[bool, Row]]:
     """Return the rows by (op, dtype, bytes), then by in place."""
-    found: dict[tuple[str, str, int], dict[bool, Row]] = {}
+    by_case: dict[tuple[str, str, int], dict[bool, Row]] = {}
     for row in report.rows:
         if row.extra:
             key = (row.extra["op"], row.extra["dtype"], row.extra["bytes"])
-            found.setdefault(key, {})[row.extra["in_place"]] = row
-    return found
+            by_case.setdefault(key, {})[row.extra["in_place"]] = row
+    return by_case
 
 
 def _line(op: str, rows: dict[bool, Row]) -> tuple[str, ...]:
+    """Return a case's line of the table: size, both placements, latencies, remarks."""
     keys = next(iter(rows.values())).extra
     line = [str(keys["bytes"]), str(keys["count"]), DTYPES[keys["dtype"]][0]]
-    line += ["sum" if op in SUMS else "none", "0" if op == "broadcast" else "-1"]
+    line.append("sum" if op in SUMS else "none")
+    line.append("0" if op == "broadcast" else "-1")
     remarks = []
     for in_place in (False, True):
         row = rows.get(in_place)
         if row and row.values:
-            e = row.extra
-            busbw = "N/A" if e["busbw_gbps"] is None else number(e["busbw_gbps"])
-            line += [number(e["pipelined_us"]), number(e["algbw_gbps"]), busbw, str(row.wrong)]
-        else:
-            line += ["N/A"] * 4
-            if row is None:
-                why = ""
-            elif row.problem:
-                why = f"FAILED: {row.problem}"
-            else:
-                why = f"skipped: {row.skipped}"
-            remarks += [f"{'in' if in_place else 'out of'} place {why}"] if why else []
+            keys = row.extra
+            busbw = "N/A" if keys["busbw_gbps"] is None else number(keys["busbw_gbps"])
+            line += [number(keys["pipelined_us"]), number(keys["algbw_gbps"]), busbw]
+            line.append(str(row.wrong))
+            continue
+        line += ["N/A"] * 4
+        placement = "in place" if in_place else "out of place"
+        if row and row.problem:
+            remarks.append(f"{placement} FAILED: {row.problem}")
+        elif row:
+            remarks.append(f"{placement} skipped: {row.skipped}")
+
+    # The latencies are those of the first placement that has any: out of place, else in place
     timed: dict[str, Any] = next((row.extra for _, row in sorted(rows.items()) if row.values), {})
-    line += (
-        [number(timed["time_us"]), _tail(timed).removeprefix("p99 "), str(timed["latencies"])]
-        if timed
-        else [""] * 3
-    )
+    if timed:
+        line += [number(timed["time_us"]), _tail(timed).removeprefix("p99 ")]
+        line.append(str(timed["latencies"]))
+    else:
+        line += ["", "", ""]
     return (*line, _percent(timed.get("share_of_copy")), "; ".join(remarks))
 
 
 def _tail(timed: dict[str, Any]) -> str:
-    """Return the 99th percentile; of fewer than a hundred calls the slowest, for they have none."""
-    return f"{'p99' if timed['latencies'] >= 100 else 'max'} {number(timed['p99_us'])}"
+    """Return the 99th percentile of the latencies, or of fewer than a hundred the slowest."""
+    name = "p99" if timed["latencies"] >= 100 else "max"
+    return f"{name} {number(timed['p99_us'])}"
 
 
 def _curves(report: Report) -> dict[str, list[dict[str, Any]]]:
@@ -636,8 +662,9 @@ def _curves(report: Report) -> dict[str, list[dict[str, Any]]]:
     They are out of place where an operation has both placements.
     """
     curves: dict[str, list[dict[str, Any]]] = {}
-    first = next((dtype for _, dtype, _ in _lines_of(report)), "")
-    for (op, dtype, _), rows in _lines_of(report).items():
+    by_case = _rows_by_case(report)
+    first = next((dtype for _, dtype, _ in by_case), "")
+    for (op, dtype, _), rows in by_case.items():
         measured = [row.extra for _, row in sorted(rows.items()) if row.values]
         if dtype == first and measured:
             curves.setdefault(op, []).append(measured[0])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import chosen, rotated
+from nanoray.bench.harness.plan import chosen, count_of, rotated
 from nanoray.bench.harness.rank_pool import (
     RankFailed,
     RankPool,
@@ -89,14 +89,8 @@ class CompressionBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train all arms in turn on the same ranks, and fill the report."""
         where = where_from(args)
-        if args.rounds is None:
-            rounds = 2 if args.quick else 10
-        else:
-            rounds = args.rounds
-        if args.steps is None:
-            steps = 4 if args.quick else 30
-        else:
-            steps = args.steps
+        rounds = count_of(args.rounds, args.quick, few=2, usual=10)
+        steps = count_of(args.steps, args.quick, few=4, usual=30)
         if where.workers < 2 or min(rounds, steps) < 1:
             raise ConfigError(
                 f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the "
@@ -203,11 +197,11 @@ def _rows(report: Report, name: str, events: list[dict[str, Any]], ranks: int) -
     step = row(STEP, "ms", (e["step_ms"] for e in events), wrong=last["wrong"])
     row(BUSY, "ms", (e["busy_ms"] for e in events))
     row(EXPOSED, "ms", (e["exposed_ms"] for e in events))
-    told = " · ".join(
+    note = " · ".join(
         f"{op} {size / 1e6:.3g} MB in {n}" for op, (n, size) in last["collectives"].items()
     )
     carried = _wire_mb(last["collectives"], ranks)
-    row(WIRE, "MB", (carried,), told)
+    row(WIRE, "MB", (carried,), note)
     row(KEPT, "MiB", (last["kept"] / 2**20,), "error feedback, in a rank's memory")
     loss = row(
         LOSS,
@@ -237,12 +231,13 @@ def _rows(report: Report, name: str, events: list[dict[str, Any]], ranks: int) -
 
 def _wire_mb(collectives: dict[str, tuple[int, int]], ranks: int) -> float:
     """Return the MB of gradients that the busiest link carries in a step."""
-    sums = {
-        op.partition(" ")[0]: size
-        for op, (_, size) in collectives.items()
-        if op.endswith(" gradients")
-    }
-    return sum(size * (busbw_factor(op, ranks) or 0.0) for op, size in sums.items()) / 1e6
+    total = 0.0
+    for name, (_, size) in collectives.items():
+        if name.endswith(" gradients"):
+            factor = busbw_factor(name.partition(" ")[0], ranks)
+            if factor:  # None for one rank, which sends nothing
+                total += size * factor
+    return total / 1e6
 
 
 def finding(report: Report) -> list[str]:
@@ -257,10 +252,10 @@ def finding(report: Report) -> list[str]:
     best = min(ratios, key=lambda name: ratios[name].median)
     speed = ratios[best]
     off = report.row(best, OFF)
-    told = f", the loss {off.median:+.4f} nat" if off else ""
+    loss = f", the loss {off.median:+.4f} nat" if off else ""
     return [
         f"the fastest compressed arm, {best}, is {speed.speed} {PLAIN} here: {speed.median:.3g} x "
-        f"its step{told}"
+        f"its step{loss}"
     ]
 
 

@@ -190,7 +190,7 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, An
 
 
 def fits(own: dict[str, Any], accum: int) -> bool:
-    """Whether an arm can take so many micro batches."""
+    """Return whether an arm supports `accum` micro batches."""
     return own.get("pp_schedule") != "interleaved" or accum % own["pp"] == 0
 
 
@@ -258,10 +258,26 @@ def must_equal(arm: str, how: dict[str, Any]) -> list[str]:
         if mode.endswith(kind):
             same.append(mode.replace(kind, "1f1b"))
     if mode.startswith("fsdp"):
-        sgd = how["settings"]["optimizer"] == "sgd"
-        same.append("zero1" if sgd else "fsdp full" if mode == "fsdp grad_op" else mode)
-    others = [*([base] if checkpointed else []), *(split + times + other for other in same)]
+        # With AdamW only the two kinds of fsdp agree
+        if how["settings"]["optimizer"] == "sgd":
+            same.append("zero1")
+        elif mode == "fsdp grad_op":
+            same.append("fsdp full")
+        else:
+            same.append(mode)
+    others = [split + times + other for other in same]
+    if checkpointed:
+        others.insert(0, base)
     return [other for other in others if other != arm]
+
+
+def _largest_cell(rows: list[Row]) -> str:
+    """Return the largest value of these rows; FAILED if one has none, "" without rows."""
+    if not rows:
+        return ""
+    if any(not row.values for row in rows):
+        return "FAILED"
+    return f"{max(max(row.values) for row in rows):.1e}"
 
 
 def _table(report: Report) -> list[tuple[str, ...]]:
@@ -271,14 +287,10 @@ def _table(report: Report) -> list[tuple[str, ...]]:
     table = [("mode", *map(" ".join, kinds), *(f"bits of, {case}" for case in cases), "wrong")]
     for arm in dict.fromkeys(row.arm for row in report.rows):
         own = [row for row in report.rows if row.arm == arm]
-        groups = [
-            [r.values for r in own if r.metric.endswith(m) and r.metric.startswith(k)]
-            for m, k in kinds
-        ]
-        far = [
-            "FAILED" if () in group else f"{max(map(max, group)):.1e}" if group else ""
-            for group in groups
-        ]
+        far = []
+        for metric, kind in kinds:
+            rows = [r for r in own if r.metric.endswith(metric) and r.metric.startswith(kind)]
+            far.append(_largest_cell(rows))
         found = {
             row.metric.partition(":")[0]: row.extra["same"]
             for row in own
@@ -286,11 +298,9 @@ def _table(report: Report) -> list[tuple[str, ...]]:
         }
         split = "".join(arm.rpartition(" × ")[:2])  # the others with the same split go without it
         # None: the arm cannot take so few micro batches
-        alike = [found.get(case) for case in cases]
-        bits = [
-            ", ".join(n.removeprefix(split) for n in of or () if " + " not in n) for of in alike
-        ]
-        bits = [names or ("" if of is None else "–") for names, of in zip(bits, alike, strict=True)]
+        same = [found.get(case) for case in cases]
+        bits = [", ".join(n.removeprefix(split) for n in of or () if " + " not in n) for of in same]
+        bits = [names or ("" if of is None else "–") for names, of in zip(bits, same, strict=True)]
         table.append((arm, *far, *bits, str(sum(r.wrong or 0 for r in own))))
     return table
 

@@ -13,7 +13,7 @@ have, but for those in brackets:
     (CUDA graphs)        --compile cuda_graphs in its place
     + chunked loss       --loss_chunk 4096
     (larger heads)       half as many heads, each of twice the size
-    + batch x 2, x 4     micro batches of so many times the preset's
+    + batch x 2, x 4     micro batches of 2 and 4 times the preset's
 
 One rung after the other has the device for itself, because they do not fit on it together, and a
 cache of compiled kernels of its own. `products` are large matrix products, timed before each
@@ -37,7 +37,7 @@ from typing import Any
 
 from nanoray.atomic import read_json_lines
 from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure, whiskers
+from nanoray.bench.harness.figure import figure, measured, whiskers
 from nanoray.bench.harness.plan import (
     add_data_flags,
     add_settings_flag,
@@ -168,16 +168,22 @@ class GPUBenchmark(Benchmark):
             local_slots("cuda", 1, gpus, available_cpus())
         report.conditions["device"] = f"{gpu.name} {gpu.profile}".strip() if gpu else "cpu"
         with scratch_folder() as folder:
-            for name in presets if arms != [BABY] else []:
+            if arms == [BABY]:
+                ladders = []
+            else:
+                ladders = presets
+            for name in ladders:
                 values = {
                     **LADDERS[name],
                     "out_dir": str(folder),
                     "max_steps": 10**6,
                     "eval_every": 0,
                     "log_every": 5,
+                    "checkpoint_every": 0,
+                    "tensorboard": False,
+                    "device": "cuda" if gpu else "cpu",
+                    **data_flags(args),
                 }
-                values |= {"checkpoint_every": 0, "tensorboard": False, **data_flags(args)}
-                values["device"] = "cuda" if gpu else "cpu"
                 if name == GPT2:
                     values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
                 config = load_config(preset=name, overrides=values | overrides)
@@ -200,7 +206,8 @@ class GPUBenchmark(Benchmark):
                 for row in products
             ),
         ]
-        if baby := report.row(BABY, SECONDS):
+        baby = report.row(BABY, SECONDS)
+        if baby:
             found.append(f"{BABY}: {report.cell(BABY, SECONDS, 'range')} s, {baby.note}")
         return found + [f"skipped  {row.arm}: {row.skipped}" for row in report.rows if row.skipped]
 
@@ -214,11 +221,7 @@ class GPUBenchmark(Benchmark):
         ladders = [name for name in LADDERS if report.row(f"{name}: {BASE}", TOKENS)]
         with figure(report, path, (11, 3.6), (1, max(1, len(ladders)))) as every:
             for axes, name in zip(every, ladders, strict=False):
-                rows = [
-                    row
-                    for rung in RUNGS
-                    if (row := report.row(f"{name}: {rung}", TOKENS)) and row.values
-                ]
+                rows = measured(report, [f"{name}: {rung}" for rung in RUNGS], TOKENS)
                 names = [row.arm.partition(": ")[2] for row in rows]
                 medians = [row.median for row in rows]
                 if rows:
@@ -276,6 +279,7 @@ def before(rungs: list[str]) -> dict[str, str]:
 
 
 def _climb(ladder: Ladder, rungs: list[str], report: Report) -> None:
+    """Measure products of matrices in each precision, then every rung, and add their rows."""
     losses: dict[str, dict[int, float]] = {}
     for precision, dtype in (("fp32", "float32"), ("tf32", "float32"), ("bf16", "bfloat16")):
         if precision == "tf32" and not (ladder.gpu and ladder.gpu.bf16):
@@ -299,7 +303,8 @@ def _climb(ladder: Ladder, rungs: list[str], report: Report) -> None:
         report.rows.append(Row(arm, PRODUCTS, "TFLOP/s", found, f"matrices of {size} x {size}"))
     for rung in rungs:
         settings = settings_at(rung)
-        if why := _impossible(ladder, settings):
+        why = _impossible(ladder, settings)
+        if why:
             report.rows.append(Row(_named(ladder, rung), TOKENS, "1/s", (), skipped=why))
             continue
         _rung(ladder, rung, settings, losses, report)
@@ -328,7 +333,7 @@ def _rung(
     losses: dict[str, dict[int, float]],
     report: Report,
 ) -> None:
-    """Run one rung and add its rows; what it fails of is noted, and the others go on."""
+    """Run one rung and add its rows. Its failure is recorded, and the other rungs continue."""
     from nanoray.models.costs import flops_per_token
     from nanoray.models.gpt import ModelShape
 
@@ -362,20 +367,16 @@ def _rung(
     ladder.say(f"{rung:<20} {found['step_ms'][-1]:.2f} ms, {rate[-1]:,.0f} tokens/s")
     flops = flops_per_token(ModelShape.of(config, ladder.data.vocab_size))
     report.rows.append(Row(arm, TOKENS, "1/s", tuple(rate), f"{tokens} tokens a step"))
-    if ladder.gpu and (peak := peak_flops(ladder.gpu, config.precision)):
-        report.rows.append(
-            Row(
-                arm,
-                MFU,
-                "%",
-                tuple(100 * flops * each / peak for each in rate),
-                "of the data sheet",
-            )
-        )
-    if peak := ladder.peaks.get(config.precision):
-        report.rows.append(
-            Row(arm, PEAK, "%", tuple(100 * flops * each / peak for each in rate), "as measured")
-        )
+
+    # Shares of the device's peak: of the data sheet's, and of the one measured with products
+    stated = peak_flops(ladder.gpu, config.precision) if ladder.gpu else None
+    if stated:
+        shares = tuple(100 * flops * each / stated for each in rate)
+        report.rows.append(Row(arm, MFU, "%", shares, "of the data sheet"))
+    peak = ladder.peaks.get(config.precision)
+    if peak:
+        shares = tuple(100 * flops * each / peak for each in rate)
+        report.rows.append(Row(arm, PEAK, "%", shares, "as measured"))
     if found["peak_bytes"]:
         report.rows.append(
             Row(arm, MEMORY, "MiB", (found["peak_bytes"] / 2**20,), "most allocated")
@@ -385,16 +386,17 @@ def _rung(
     )
     records = read_json_lines(spec.folder / "metrics.jsonl")
     losses[rung] = {r["step"]: r["train/loss"] for r in records if "train/loss" in r}
+
+    # Compare the loss with the base's, at the last step that both have logged
     step = min(max(losses[rung], default=0), max(losses.get(BASE, {0: 0.0})))
     if step and step in losses[rung] and step in losses[BASE]:
-        near = math.isclose(
-            losses[rung][step], losses[BASE][step], rel_tol=SAME_LOSS[config.precision]
-        )
-        compared = times == larger == 1 and not config.dropout  # other kernels draw other masks
-        wrong = int(not near) if compared else None
-        report.rows.append(
-            Row(arm, LOSS, "", (losses[rung][step],), f"of step {step}", wrong=wrong)
-        )
+        loss = losses[rung][step]
+        wrong = None
+        # Only for the same model and batch; and with dropout other kernels draw other masks
+        if times == larger == 1 and not config.dropout:
+            same = math.isclose(loss, losses[BASE][step], rel_tol=SAME_LOSS[config.precision])
+            wrong = 0 if same else 1
+        report.rows.append(Row(arm, LOSS, "", (loss,), f"of step {step}", wrong=wrong))
 
 
 def _run(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, Any]:
@@ -491,11 +493,8 @@ def _named(ladder: Ladder, rung: str) -> str:
 def _judge(report: Report, presets: list[str]) -> None:
     """Add each rung's ratio to the rung before it, and the targets of an H100 or H200."""
     for preset in presets:
-        rungs = [
-            rung
-            for rung in RUNGS
-            if (row := report.row(f"{preset}: {rung}", TOKENS)) and row.values
-        ]
+        rows = measured(report, [f"{preset}: {rung}" for rung in RUNGS], TOKENS)
+        rungs = [row.arm.partition(": ")[2] for row in rows]
         for rung, other in before(rungs).items():
             report.compare(f"{preset}: {rung}", f"{preset}: {other}", TOKENS)
     if any(name in report.conditions["device"] for name in AIMED_AT):
@@ -503,9 +502,10 @@ def _judge(report: Report, presets: list[str]) -> None:
     else:
         other = "the aim is for an H100 or H200"
     # By tokens, because each precision's MFU is a share of another peak.
-    rows = [row for rung in RUNGS if (row := report.row(f"{GPT2}: {rung}", TOKENS)) and row.values]
+    rows = measured(report, [f"{GPT2}: {rung}" for rung in RUNGS], TOKENS)
     fastest = max(rows, key=lambda row: row.median, default=None)
-    if fastest and (mfu := report.row(fastest.arm, MFU)):
+    mfu = report.row(fastest.arm, MFU) if fastest else None
+    if fastest and mfu:
         report.targets.append(Target(f"MFU, {fastest.arm}, %", mfu, ">=", MFU_AIM, other))
     baby = report.row(BABY, SECONDS)
     if baby and baby.values and report.conditions["device"] != "cpu":
@@ -524,11 +524,14 @@ def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
         LOSS: "loss",
     }
     table: list[tuple[str, ...]] = [("rung", "tokens/s", "/ the one before", *ends.values())]
-    for row in (r for r in report.rows if r.metric == TOKENS and r.unit == "1/s" and not r.skipped):
+    for row in report.rows:
+        if row.metric != TOKENS or row.unit != "1/s" or row.skipped:
+            continue
         cells = [report.cell(row.arm, metric, "none") for metric in ends]
-        ratios = [
-            r.arm for r in report.rows if r.unit == "ratio" and r.arm.startswith(f"{row.arm} / ")
-        ]
-        ratio = report.cell(ratios[0], TOKENS, spread) if ratios else ""
+        ratio = ""
+        for other in report.rows:
+            if other.unit == "ratio" and other.arm.startswith(f"{row.arm} / "):
+                ratio = report.cell(other.arm, TOKENS, spread)
+                break
         table.append((row.arm, report.cell(row.arm, TOKENS, spread), ratio, *cells))
     return table

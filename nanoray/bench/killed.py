@@ -217,7 +217,10 @@ class Run:
 
     def follow(self, end: float) -> None:
         """Read records until that moment. Raises ChildFailed when the run ends before it."""
-        while (left := end - time.time()) > 0:
+        while True:
+            left = end - time.time()
+            if left <= 0:
+                return
             if self.child.process.poll() is not None:
                 raise ChildFailed(
                     f"exit code {self.child.process.returncode} in mid-run\n{self.child.tail()}"
@@ -253,7 +256,8 @@ class Run:
         if arm == "torchrun":
             year = datetime.fromtimestamp(killed).year
             lines = self.child.log.read_text(encoding="utf-8", errors="replace").splitlines()
-            times = [f"{year}{match[1]}" for line in lines if (match := TORCHRUN_SAW.match(line))]
+            matches = [TORCHRUN_SAW.match(line) for line in lines]
+            times = [f"{year}{match[1]}" for match in matches if match]
             moments = [datetime.strptime(text, "%Y%m%d %H:%M:%S.%f").timestamp() for text in times]
         elif arm in ("torchtrainer", "torchft"):
             session = self.head.log.with_suffix("") if self.head else self.folder
@@ -264,30 +268,36 @@ class Run:
                 datetime.strptime(text, "%Y-%m-%d %H:%M:%S,%f").timestamp() for text in times
             ]
         else:
-            lines = [
-                line
-                for f in self.folder.glob("*/faults.jsonl")
-                for line in f.read_text().splitlines()
-            ]
-            events = [event for event in map(json.loads, lines) if event.get("event") == "fault"]
-            return next(
-                (event["detect_s"] for event in events if event.get("detect_s") is not None), None
-            )
+            # nanoray's driver measures it itself
+            for path in self.folder.glob("*/faults.jsonl"):
+                for line in path.read_text().splitlines():
+                    event = json.loads(line)
+                    if event.get("event") == "fault" and event.get("detect_s") is not None:
+                        return event["detect_s"]
+            return None
         return next((at - killed for at in sorted(moments) if at >= killed - 0.001), None)
 
-    # The processes of ranks. Their logs name the pids; the kernel knows which run they belong to.
+    # The processes of ranks. Their logs name the pids, /proc names their parents and sessions.
 
     def _process(self, rank: int) -> int | None:
         """Return the pid of a rank, if that is a living process of this run."""
         log = next(self.folder.glob(f"*/logs/rank{rank}.log"), None)
-        found = RANK_PID.findall(log.read_text(encoding="utf-8", errors="replace")) if log else []
-        stat = stat_of(int(found[-1])) if found else []
+        if log is None:
+            return None
+        pids = RANK_PID.findall(log.read_text(encoding="utf-8", errors="replace"))
+        if not pids:
+            return None
+        pid = int(pids[-1])  # of the newest attempt
+        stat = stat_of(pid)
         if not stat:
             return None
-        pid = int(found[-1])
+
+        # A pid may be in use again, by a process of another program
         (_, parent, _, session, *_) = stat
         starter = self.child.process.pid
-        roots = {str(starter)} | ({str(self.head.process.pid)} if self.head else set())
+        roots = {str(starter)}
+        if self.head:
+            roots.add(str(self.head.process.pid))
         if session not in roots and parent != str(starter):  # torchrun gives each rank a session
             return None
         self._seen[pid] = stat[19]

@@ -29,7 +29,7 @@ from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.plan import count_of, rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say
 from nanoray.bench.simulate import VOCAB
@@ -84,10 +84,9 @@ class LayoutsBenchmark(Benchmark):
         where = replace(where_from(args), workers=BASE)
         quick = args.quick
         ranks = _ranks(args.ranks)
-        given = ((args.rounds, 1, 7), (args.turns, 1, 4), (args.steps, 2, 4))
-        rounds, turns, steps = (
-            (small if quick else usual) if own is None else own for own, small, usual in given
-        )
+        rounds = count_of(args.rounds, quick, few=1, usual=7)
+        turns = count_of(args.turns, quick, few=1, usual=4)
+        steps = count_of(args.steps, quick, few=2, usual=4)
         if (
             args.workers not in (None, BASE)
             or where.launcher == "torchrun"
@@ -95,8 +94,7 @@ class LayoutsBenchmark(Benchmark):
         ):
             raise ConfigError(
                 f"workers = {args.workers}, launcher = {where.launcher}, rounds = {rounds}, turns = "
-                f"{turns}, steps = "
-                f"{steps}: links are fitted at {BASE} ranks and more are started, without torchrun; 1 "
+                f"{turns}, steps = {steps}: links are fitted at {BASE} ranks and more are started, without torchrun; 1 "
                 "is the least"
             )
         config = load_config(preset=args.preset, overrides={"precision": "fp32", "device": "cpu"})
@@ -139,7 +137,7 @@ class LayoutsBenchmark(Benchmark):
                             f"{predicted:.1f}"
                         )
                 if not turn:
-                    report.conditions["fit"] = here.told()
+                    report.conditions["fit"] = here.format_fit()
         _rows(report, found)
 
     def format_text(self, report: Report) -> list[str]:
@@ -182,7 +180,7 @@ def _ranks(text: str) -> list[int]:
 
 
 def arms_of(config: Config, ranks: int) -> dict[str, dict[str, Any]]:
-    """Return the layouts and modes of so many ranks that the model can be cut for."""
+    """Return the layouts and modes of `ranks` ranks for which the model can be cut."""
     arms = {}
     for tp in (tp for tp in TPS if ranks % tp == 0 and config.n_head % tp == 0):
         for mode in MODES[: 1 if tp == ranks else None]:  # one replica shares nothing
@@ -252,7 +250,7 @@ class Here:
         norm = self.cost(Layout(dp=layout.world_size), "dp", "all_reduce", 8)
         return predict(job, layout, MICRO, self, speed).step_s + norm.seconds
 
-    def told(self) -> str:
+    def format_fit(self) -> str:
         """Write what was fitted, for the conditions."""
         links = [
             f"{op} {1e6 * f.alpha_s:.0f} us + {1e12 * f.beta_s_per_byte:.0f} us/MB"

@@ -18,15 +18,16 @@ import hashlib
 import os
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nanoray.bench import collectives
 from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure, whiskers
+from nanoray.bench.harness.figure import figure, measured, whiskers
+from nanoray.bench.harness.plan import SEE_FAILED
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where
 from nanoray.bench.harness.report import Report, Row, markdown, say
 from nanoray.config import Config, load_config
@@ -65,15 +66,16 @@ class Arm:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What its rows say of it in the JSON file."""
-        keys = {
+        """Return the keys that its rows have in the JSON file."""
+        keys: dict[str, Any] = {
             "experiment": self.experiment,
             "ranks": self.ranks,
-            "uuids": [d.uuid for d in self.devices],
+            "uuids": [device.uuid for device in self.devices],
         }
-        return keys | (
-            {"profile": self.devices[0].profile} | peaks(self.devices[0]) if self.devices else {}
-        )
+        if self.devices:
+            keys["profile"] = self.devices[0].profile
+            keys |= peaks(self.devices[0])
+        return keys
 
 
 def matrix(
@@ -84,36 +86,44 @@ def matrix(
     The slices of one arm lie on one card. The series of slices takes the profile of which one card
     has the most.
     """
-    single, double = (p.slice.profile for p in plan(card)[:2])
+    single, double = (part.slice.profile for part in plan(card)[:2])
     slices = [d for d in found if d.kind == "mig" and d.name.startswith(f"{card} MIG ")]
-    many = Counter((d.parent_uuid, d.profile) for d in slices).most_common(1)
-    series = many[0][0][1] if many else single
-    first = 2 if series in (single, double) else 1  # one of these is measured already
+
+    # One slice of the smallest profile, and one of the profile with twice its bandwidth
     arms = [_on_slices("bandwidth", slices, 1, profile) for profile in (single, double)]
-    arms += [_on_slices("slices", slices, n, series) for n in range(first, most + 1)]
-    arms += [
-        _over(backend, _on_slices("backend", slices, 2, series), nccl)
-        for backend in ("gloo", "nccl")
-    ]
+
+    # 1, 2, ... equal slices; one of these two profiles is measured already
+    commonest = Counter((d.parent_uuid, d.profile) for d in slices).most_common(1)
+    series = commonest[0][0][1] if commonest else single
+    first = 2 if series in (single, double) else 1
+    for ranks in range(first, most + 1):
+        arms.append(_on_slices("slices", slices, ranks, series))
+
+    for backend in ("gloo", "nccl"):
+        arms.append(_over(backend, _on_slices("backend", slices, 2, series), nccl))
+    arms = [arm for arm in arms if arm.ranks <= most]
+
     whole = tuple(d for d in found if (d.kind, d.name, d.mig_mode) == ("cuda", card, False))[:1]
-    if whole and slices:
-        needs = ""
-    else:
-        needs = f"needs a whole {card}, out of MIG mode, beside the slices of another"
-    return [arm for arm in arms if arm.ranks <= most] + [
-        Arm("whole", f"whole {card}", 1, whole, skipped=needs)
-    ]
+    missing = ""
+    if not whole or not slices:
+        missing = f"needs a whole {card}, out of MIG mode, beside the slices of another"
+    arms.append(Arm("whole", f"whole {card}", 1, whole, skipped=missing))
+    return arms
 
 
 def _on_slices(experiment: str, slices: list[Device], ranks: int, profile: str) -> Arm:
-    alike = [d for d in slices if d.profile == profile]
-    card = Counter(d.parent_uuid for d in alike).most_common(1)
-    here = [d for d in alike if d.parent_uuid == card[0][0]]
-    needs = f"needs {ranks} × {profile} on one card, found {len(here)}" if len(here) < ranks else ""
-    return Arm(experiment, f"{ranks} × {profile}", ranks, tuple(here[:ranks]), skipped=needs)
+    """Return the arm of `ranks` slices of a profile, on the card that has the most of them."""
+    equal = [d for d in slices if d.profile == profile]
+    card = Counter(d.parent_uuid for d in equal).most_common(1)
+    on_card = [d for d in equal if d.parent_uuid == card[0][0]]
+    missing = ""
+    if len(on_card) < ranks:
+        missing = f"needs {ranks} × {profile} on one card, found {len(on_card)}"
+    return Arm(experiment, f"{ranks} × {profile}", ranks, tuple(on_card[:ranks]), skipped=missing)
 
 
 def _over(backend: str, arm: Arm, nccl: tuple[int, int, int] | None) -> Arm:
+    """Return the arm with a backend, skipped if that refuses two slices of one card."""
     refused = arm.skipped
     try:
         choose_backend([RankDevice("mig", "", "")] * 2, backend, nccl)
@@ -145,9 +155,8 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
     optimizer = make_optimizer(gpt, config)
     torch.manual_seed(config.seed + 1 + mesh.rank)
     tokens = torch.randint(VOCAB_SIZE, (config.global_batch_size, config.block_size + 1)).to(device)
-    # (B, T)
-    x = tokens[:, :-1].contiguous()
-    y = tokens[:, 1:].contiguous()
+    x = tokens[:, :-1].contiguous()  # (B, T)
+    y = tokens[:, 1:].contiguous()  # (B, T)
 
     def seconds(steps: int) -> float:
         """Return the seconds of the slowest rank, on rank 0."""
@@ -227,51 +236,64 @@ class MIGBenchmark(Benchmark):
             raise ConfigError(
                 f"workers = {args.workers}, timeout_s = {args.timeout_s:g}; both must be above 0"
             )
+
+        # What is here: slices, or a device (none: the CPU) that ranks share in place of slices
         found = discover_gpus()
         cpus = available_cpus()
         slots = local_slots(args.device, None, found, cpus)  # refuses a device that is not there
-        slices = [d for d in found if d.kind == "mig"] if args.device in ("auto", "mig") else []
+        slices = []
+        if args.device in ("auto", "mig"):
+            slices = [d for d in found if d.kind == "mig"]
         card = _card(args.card, slices, found)
         shared = () if slices else slots.devices[:1]
         on_cpu = not (slices or shared)
-        most = args.workers or (
-            2 if args.quick else min(MAX_SLICES, max(4, int(cpus))) if on_cpu else MAX_SLICES
-        )
+
+        # How many ranks
+        if args.workers:
+            most = args.workers
+        elif args.quick:
+            most = 2
+        elif on_cpu:
+            most = min(MAX_SLICES, max(4, int(cpus)))
+        else:
+            most = MAX_SLICES
         if on_cpu:
             local_slots("cpu", most, [], cpus)  # refuses more ranks than the CPUs can run
-        preset = args.preset or ("tiny" if on_cpu else "shakespeare-char")
+
+        # What they train
+        default = "tiny" if on_cpu else "shakespeare-char"
+        preset = args.preset or default
         bf16 = not on_cpu and all(d.bf16 for d in (*slices, *shared))
         config = load_config(preset=preset, overrides={"precision": "bf16" if bf16 else "fp32"})
         report.conditions["recipe"] = (
             f"preset {preset}, {config.precision}, {config.global_batch_size} sequences per rank"
         )
         nccl = runtime_nccl_version()
-        _say_plan(report, card, found, nccl)
-        arms = matrix(card, found if slices else [], most if slices else MAX_SLICES, nccl)
-        if not slices:
+        _add_plan(report, card, found, nccl)
+
+        # Without slices the matrix shows what it would run, and ranks that share a device stand in
+        if slices:
+            arms = matrix(card, found, most, nccl)
+        else:
+            arms = matrix(card, [], MAX_SLICES, nccl)
             what = shared[0].name if shared else f"{cpus:g} CPU cores"
             report.conditions["stand-in"] = (
                 f"1 to {most} ranks share {what}, which MIG would keep apart"
             )
-            arms += [
-                Arm("stand-in", f"stand-in: {n} rank(s) share {what}", n, shared)
-                for n in range(1, most + 1)
-            ]
+            for ranks in range(1, most + 1):
+                name = f"stand-in: {ranks} rank(s) share {what}"
+                arms.append(Arm("stand-in", name, ranks, shared))
+
         for arm in arms:
+            blank = Row(arm.name, THROUGHPUT, "tok/s", (), skipped=arm.skipped, extra=arm.extra)
             if arm.skipped:
-                report.rows.append(
-                    Row(arm.name, THROUGHPUT, "tok/s", (), skipped=arm.skipped, extra=arm.extra)
-                )
+                report.rows.append(blank)
                 continue
             try:
                 _run(arm, args, report, config)
             except RankFailed as error:
                 report.failures.append(f"{arm.name}: {error}")
-                report.rows.append(
-                    Row(
-                        arm.name, THROUGHPUT, "tok/s", (), error="see FAILED below", extra=arm.extra
-                    )
-                )
+                report.rows.append(replace(blank, error=SEE_FAILED))
             say(f"{arm.name}  {report.cell(arm.name, THROUGHPUT, 'none')} tok/s")
         _compare(report)
 
@@ -283,15 +305,12 @@ class MIGBenchmark(Benchmark):
             OF_FLOPS: "% of peak FLOP/s",
             collectives.COPY: "copy, GB/s",
         }
-        arms = [
-            r.arm
-            for r in report.rows
-            if r.metric == THROUGHPUT and r.unit == "tok/s" and not r.skipped
-        ]
-        return markdown(
-            ("ranks", *metrics.values()),
-            [(arm, *(report.cell(arm, m, "none") or "–" for m in metrics)) for arm in arms],
-        )
+        table = []
+        for row in report.rows:
+            if row.metric == THROUGHPUT and row.unit == "tok/s" and not row.skipped:
+                cells = [report.cell(row.arm, metric, "none") or "–" for metric in metrics]
+                table.append((row.arm, *cells))
+        return markdown(("ranks", *metrics.values()), table)
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw the promise of the slices, and throughput over ranks beside the ideal.
@@ -300,34 +319,9 @@ class MIGBenchmark(Benchmark):
         """
         with figure(report, path, (11, 4)) as (left, right):
             _draw_plan(left, report.conditions["card"])
-            if series := _series(report):
-                ranks = [r.extra["ranks"] for r in series]
-                first = series[0]
-                medians = [r.median for r in series]
-                right.errorbar(
-                    ranks,
-                    medians,
-                    yerr=whiskers(series),
-                    marker="o",
-                    capsize=3,
-                    label="measured, median",
-                )
-                best = [first.median * ideal(r) / ideal(first) for r in series]
-                right.plot(ranks, best, "--", color="0.5", label="ideal, from the first")
-                shared = report.conditions.get("stand-in")
-                card = report.conditions["card"]
-                if shared:
-                    title = f"stand-in:\n{shared}"
-                else:
-                    title = f"slices {first.extra['profile']} of one {card}"
-                right.set_title(title, fontsize=9)
-                right.set(
-                    xlabel=f"ranks (a device: {peak_text(first.extra)})",
-                    ylabel="tok/s of all ranks",
-                    xticks=ranks,
-                )
-                right.set_ylim(bottom=0)
-                right.legend(fontsize=8)
+            series = _series(report)
+            if series:
+                _draw_series(right, report, series)
 
 
 def _card(asked: str | None, slices: list[Device], found: list[Device]) -> str:
@@ -346,25 +340,20 @@ def _card(asked: str | None, slices: list[Device], found: list[Device]) -> str:
     return card
 
 
-def _say_plan(
+def _add_plan(
     report: Report, card: str, found: list[Device], nccl: tuple[int, int, int] | None
 ) -> None:
     """Add what is found, what a card promises, and the commands that would cut it."""
     report.conditions["card"] = card
-    report.conditions["slices"] = [
-        f"{d.profile or d.name} {d.uuid} ({d.memory_bytes / 2**30:.1f} GiB, {compute_share(d):.3f} "
-        "of compute, "
-        f"{d.bandwidth_fraction:.3f} of bandwidth, {peak_text(peaks(d))})"
-        for d in found
-        if d.kind == "mig"
-    ]
+    report.conditions["slices"] = [_describe_slice(d) for d in found if d.kind == "mig"]
+
+    # NCCL supports several slices of one card only from some version on
     versions = {"here": nccl, "with torch 2.13's": (2, 29, 7), "with a newer one": (2, 31, 0)}
-    choices = {
-        k: choose_backend([RankDevice("mig", "", "")] * 2, "auto", v) for k, v in versions.items()
-    }
-    report.conditions["NCCL"] = {
-        when: f"{choice.backend} ({choice.reason})" for when, choice in choices.items()
-    }
+    report.conditions["NCCL"] = {}
+    for when, version in versions.items():
+        choice = choose_backend([RankDevice("mig", "", "")] * 2, "auto", version)
+        report.conditions["NCCL"][when] = f"{choice.backend} ({choice.reason})"
+
     blank = Device("cuda", 0, "", card, CARDS[card] << 30, "")
     gpu = next((d for d in found if (d.kind, d.name) == ("cuda", card)), blank)
     report.conditions["to cut it"] = [mig_commands(gpu, p.fit) for p in plan(card)[:2]]
@@ -375,53 +364,51 @@ def _say_plan(
             "sms": sms,
             "memory_bytes": part.memory_bytes,
         }
-        note = f"predicted, not measured; one of them: {peak_text(known)}" + (
-            f", {sms} SMs" if sms else ""
-        )
-        for bound, share in (
-            ("compute", part.compute_fraction),
-            ("bandwidth", part.bandwidth_fraction),
-        ):
+        note = f"predicted, not measured; one of them: {peak_text(known)}"
+        if sms:
+            note += f", {sms} SMs"
+        shares = {"compute": part.compute_fraction, "bandwidth": part.bandwidth_fraction}
+        for bound, share in shares.items():
             extra = known | {"experiment": "plan", "fraction": share}
             arm = f"plan: {fit} × {part.profile}"
             metric = f"speed, {bound}-bound"
             report.rows.append(Row(arm, metric, "of the card", (fit * share,), note, extra=extra))
 
 
+def _describe_slice(device: Device) -> str:
+    name = device.profile or device.name
+    memory = f"{device.memory_bytes / 2**30:.1f} GiB"
+    compute = f"{compute_share(device):.3f} of compute"
+    bandwidth = f"{device.bandwidth_fraction:.3f} of bandwidth"
+    return f"{name} {device.uuid} ({memory}, {compute}, {bandwidth}, {peak_text(peaks(device))})"
+
+
 def _run(arm: Arm, args: argparse.Namespace, report: Report, config: Config) -> None:
     """Run one arm and add its rows. Raises RankFailed."""
     devices = len(arm.devices)
     kind = arm.devices[0].kind if devices else "cpu"
+    shared = 0 < devices < arm.ranks
     where = Where(
-        arm.ranks,
-        "processes",
-        kind,
-        arm.backend,
-        timeout_s=args.timeout_s,
-        shared=0 < devices < arm.ranks,
+        arm.ranks, "processes", kind, arm.backend, timeout_s=args.timeout_s, shared=shared
     )
-    steps = {"config": config.model_dump()} | {
-        "blocks": 3 if args.quick else 7,
-        "block_s": 0.2 if args.quick else 1.0,
-    }
+    blocks = 3 if args.quick else 7
+    block_s = 0.2 if args.quick else 1.0
+    steps = {"config": config.model_dump(), "blocks": blocks, "block_s": block_s}
     reduce = {
         "ops": ["all_reduce"] if arm.ranks > 1 else [],
         "dtypes": ["float32"],
         "sizes": [1 << 22],
+        "rounds": blocks,
+        "budget_s": block_s,
+        "timeout_s": args.timeout_s,
+        "sharing": [arm.ranks // max(1, devices)] * arm.ranks,
     }
-    reduce |= {"rounds": steps["blocks"], "budget_s": steps["block_s"], "timeout_s": args.timeout_s}
-    reduce |= {"sharing": [arm.ranks // max(1, devices)] * arm.ranks}
-    # A pool takes the first that it finds
+    # Only the arm's devices are visible, because a pool takes the first that it finds
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(d.uuid for d in arm.devices)}
     with environment(visible), RankPool(where) as pool:
         events = [*pool.run(ENTRY, steps), *pool.run(collectives.ENTRY, reduce)]
-        add_rows(
-            report,
-            arm,
-            config,
-            events,
-            {"backend": pool.backend, "backend_reason": pool.backend_reason},
-        )
+        backend = {"backend": pool.backend, "backend_reason": pool.backend_reason}
+        add_rows(report, arm, config, events, backend)
 
 
 def add_rows(
@@ -438,31 +425,21 @@ def add_rows(
     extra = arm.extra | {"sms": timed["sms"]} | backend
 
     def add(metric: str, unit: str, values: list[float], note: str = "", **more: Any) -> None:
-        report.rows.append(
-            Row(arm.name, metric, unit, tuple(values), note, **{"extra": extra} | more)
-        )
+        keys = {"extra": extra} | more
+        report.rows.append(Row(arm.name, metric, unit, tuple(values), note, **keys))
 
     tokens = arm.ranks * config.global_batch_size * config.block_size
     rates = [1e3 * tokens / ms for ms in timed["step_ms"]]
-    add(
-        STEP,
-        "ms",
-        timed["step_ms"],
-        "{backend}: {backend_reason}".format(**backend),
-        wrong=timed["wrong"],
-    )
-    add(
-        THROUGHPUT,
-        "tok/s",
-        rates,
-        "of all ranks" + (f", {timed['sms']} SMs per rank" if timed["sms"] else ""),
-    )
-    add(
-        collectives.COPY,
-        "GB/s",
-        copied["copy_gbps"],
-        "copied per rank while all copy, slowest rank",
-    )
+    reason = f"{backend['backend']}: {backend['backend_reason']}"
+    add(STEP, "ms", timed["step_ms"], reason, wrong=timed["wrong"])
+    note = "of all ranks"
+    if timed["sms"]:
+        note += f", {timed['sms']} SMs per rank"
+    add(THROUGHPUT, "tok/s", rates, note)
+    note = "copied per rank while all copy, slowest rank"
+    add(collectives.COPY, "GB/s", copied["copy_gbps"], note)
+
+    # Shares of the peaks: compute by the model's operations, bandwidth by the copies
     if "peak_gbps" in extra:
         flops = flops_per_token(ModelShape.of(config, VOCAB_SIZE))
         peak = 1e12 * extra["peak_tflops"] * len(arm.devices)
@@ -478,21 +455,26 @@ def add_rows(
             blocking = f"busbw; one blocking call {statistics.median(event['blocking_us']):.0f} us"
         else:
             blocking = ""
-        told = {key: event[key] for key in ("wrong", "skipped", "error") if key in event}
+        result = {key: event[key] for key in ("wrong", "skipped", "error") if key in event}
         keys = {"op": "all_reduce", "dtype": event["dtype"], "bytes": size}
-        add(f"all_reduce of {size >> 20} MiB", "GB/s", busbw, blocking, **told, extra=extra | keys)
+        add(
+            f"all_reduce of {size >> 20} MiB", "GB/s", busbw, blocking, **result, extra=extra | keys
+        )
 
 
 def _series(report: Report) -> list[Row]:
     """Return the throughput of 1, 2, ... ranks: of the stand-in, or of equal slices of one card."""
-    rows = [r for r in report.rows if r.metric == THROUGHPUT and r.unit == "tok/s" and r.values]
-    profiles = {r.extra["profile"] for r in rows if r.extra["experiment"] == "slices"}
-    slices = [
-        r
-        for r in rows
-        if r.extra["experiment"] in ("bandwidth", "slices") and r.extra["profile"] in profiles
-    ]
-    return [r for r in rows if r.extra["experiment"] == "stand-in"] or slices
+    by_experiment: dict[str, list[Row]] = defaultdict(list)
+    for row in report.rows:
+        if row.metric == THROUGHPUT and row.unit == "tok/s" and row.values:
+            by_experiment[row.extra["experiment"]].append(row)
+    if by_experiment["stand-in"]:
+        return by_experiment["stand-in"]
+
+    # The experiment "bandwidth" may have measured one slice of the series' profile
+    profiles = {row.extra["profile"] for row in by_experiment["slices"]}
+    rows = by_experiment["bandwidth"] + by_experiment["slices"]
+    return [row for row in rows if row.extra["profile"] in profiles]
 
 
 def ideal(row: Row) -> int:
@@ -505,23 +487,39 @@ def _compare(report: Report) -> None:
     series = _series(report)
     card = report.conditions["card"]
     single, double = (f"1 × {p.slice.profile}" for p in plan(card)[:2])
-    pairs = [
-        (
-            row.arm,
-            series[0].arm,
-            THROUGHPUT,
-            f"{ideal(row)} if sharing costs nothing, and one rank leaves nothing idle",
-        )
-        for row in series[1:]
-    ]
-    pairs += [(row.arm, f"whole {card}", THROUGHPUT, "") for row in series[-1:]]
-    pairs += [
-        (double, single, THROUGHPUT, "1: compute is the limit, 2: bandwidth; mind the SMs of both")
-    ]
-    pairs += [(double, single, collectives.COPY, "ideal: 2")]
+    pairs = []
+    for row in series[1:]:
+        note = f"{ideal(row)} if sharing costs nothing, and one rank leaves nothing idle"
+        pairs.append((row.arm, series[0].arm, THROUGHPUT, note))
+    for row in series[-1:]:
+        pairs.append((row.arm, f"whole {card}", THROUGHPUT, ""))
+    note = "1: compute is the limit, 2: bandwidth; mind the SMs of both"
+    pairs.append((double, single, THROUGHPUT, note))
+    pairs.append((double, single, collectives.COPY, "ideal: 2"))
     for upper, lower, metric, note in pairs:
-        if all((row := report.row(arm, metric)) and row.values for arm in (upper, lower)):
+        if len(measured(report, (upper, lower), metric)) == 2:
             report.compare(upper, lower, metric, note)
+
+
+def _draw_series(axes: Any, report: Report, series: list[Row]) -> None:
+    """Draw throughput over ranks, beside the ideal that follows from the first row."""
+    first = series[0]
+    ranks = [row.extra["ranks"] for row in series]
+    medians = [row.median for row in series]
+    spread = whiskers(series)
+    axes.errorbar(ranks, medians, yerr=spread, marker="o", capsize=3, label="measured, median")
+    best = [first.median * ideal(row) / ideal(first) for row in series]
+    axes.plot(ranks, best, "--", color="0.5", label="ideal, from the first")
+
+    title = f"slices {first.extra.get('profile')} of one {report.conditions['card']}"
+    shared = report.conditions.get("stand-in")
+    if shared:
+        title = f"stand-in:\n{shared}"
+    axes.set_title(title, fontsize=9)
+    axes.set(xlabel=f"ranks (a device: {peak_text(first.extra)})", ylabel="tok/s of all ranks")
+    axes.set(xticks=ranks)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
 
 
 def _draw_plan(axes: Any, card: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.plan import count_of, rotated
 from nanoray.bench.harness.rank_pool import (
     RankFailed,
     RankPool,
@@ -73,14 +73,8 @@ class OverlapBenchmark(Benchmark):
             raise ConfigError(
                 f"workers = {where.workers}: one rank has nothing to hide; use --workers 2 or more"
             )
-        if args.rounds is None:
-            rounds = 3 if args.quick else 20
-        else:
-            rounds = args.rounds
-        if args.steps is None:
-            steps = 4 if args.quick else 10
-        else:
-            steps = args.steps
+        rounds = count_of(args.rounds, args.quick, few=3, usual=20)
+        steps = count_of(args.steps, args.quick, few=4, usual=10)
         if min(rounds, steps) < 1:
             raise ConfigError(
                 f"rounds = {rounds}, steps = {steps}; both must be above 0: leave them out for 20 of 10"
@@ -303,13 +297,13 @@ def _recipe(mesh: Any, preset: str) -> tuple[Any, Any, Callable[[Any], Any], dic
         with autocast(mesh.device.type, precision):
             return model(x, y)
 
-    told = {
+    description = {
         "precision": precision,
         "why": why,
         "parameters": count_parameters(shape),
         "vocabulary": shape.vocab_size,
     }
-    return gpt, make_optimizer(gpt, cfg), forward, told
+    return gpt, make_optimizer(gpt, cfg), forward, description
 
 
 def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
@@ -319,7 +313,7 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
     from nanoray.parallel.ddp import apply_ddp
     from nanoray.trace.recorder import Collective, CommRecorder, account, wait_for
 
-    gpt, optimizer, forward, told = _recipe(mesh, order["preset"])
+    gpt, optimizer, forward, description = _recipe(mesh, order["preset"])
     plain: dict[str, Any] = {_arm(mb): apply_ddp(gpt, mesh, mb) for mb in order["sizes"]}
     recorders = {arm: CommRecorder(mesh, every=1, profile=False) for arm in plain}
     noted = {_arm(mb): apply_ddp(gpt, mesh, mb, recorders[_arm(mb)].hook) for mb in order["sizes"]}
@@ -350,7 +344,7 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
         gradients(model)  # DDP regroups its buckets after the first backward
         pairs = zip(gradients(model), reference, strict=True)
         wrong = sum(
-            torch.dist(a, b).item() > SAME_GRADIENT[told["precision"]] * torch.norm(b).item()
+            torch.dist(a, b).item() > SAME_GRADIENT[description["precision"]] * torch.norm(b).item()
             for a, b in pairs
         )
         gradients(noted[arm])
@@ -359,7 +353,7 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
         recorders[arm].end()
         buckets = [c["size_bytes"] for c in recorders[arm].read()[0]["collectives"]]
         facts[arm] = {"wrong": wrong, "buckets": len(buckets), "largest": max(buckets)}
-    emit({"facts": facts, **told})
+    emit({"facts": facts, **description})
 
     arms = [NO_SYNC, *plain]
     for turn in range(order["rounds"]):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.plan import count_of, rotated
 from nanoray.bench.harness.rank_pool import (
     RankFailed,
     RankPool,
@@ -78,14 +78,8 @@ class PipelineBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train all arms in turn on the same ranks, and fill the report."""
         where = where_from(args)
-        if args.rounds is None:
-            rounds = 2 if args.quick else 10
-        else:
-            rounds = args.rounds
-        if args.steps is None:
-            steps = 2 if args.quick else 8
-        else:
-            steps = args.steps
+        rounds = count_of(args.rounds, args.quick, few=2, usual=10)
+        steps = count_of(args.steps, args.quick, few=2, usual=8)
         counts = [int(text) for text in args.micro.split(",") if text.strip().isdigit()]
         if where.workers < 2 or min(rounds, steps, *counts, len(counts)) < 1:
             raise ConfigError(
@@ -109,8 +103,8 @@ class PipelineBenchmark(Benchmark):
                         )
                         continue
                     found[event["arm"]].append(event)
-                    told = f"{event['step_ms']:.1f} ms, waits {event['wait']:.1f} %"
-                    say(f"round {event['round']}  {event['arm']:<22} {told}")
+                    times = f"{event['step_ms']:.1f} ms, waits {event['wait']:.1f} %"
+                    say(f"round {event['round']}  {event['arm']:<22} {times}")
             except RankFailed as error:
                 report.failures.append(str(error))
         for name, events in found.items():
@@ -140,9 +134,8 @@ class PipelineBenchmark(Benchmark):
                 ]
                 theory = [report.row(row.arm, THEORY) for row in own]
                 points = [(t.median, row.median) for t, row in zip(theory, own, strict=True) if t]
-                left.plot(
-                    *zip(*points, strict=True), "o", color=f"C{i}", label=kind
-                ) if points else None
+                if points:
+                    left.plot(*zip(*points, strict=True), "o", color=f"C{i}", label=kind)
                 ratios = [
                     r
                     for r in report.rows

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure
-from nanoray.bench.harness.plan import add_settings_flag, settings_of
+from nanoray.bench.harness.plan import add_settings_flag, count_of, settings_of
 from nanoray.bench.harness.report import Report, Row, Target, markdown, say
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
@@ -110,14 +110,8 @@ class PrecisionBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Run all experiments and fill the report."""
-        if args.steps is None:
-            steps = 24 if args.quick else 100
-        else:
-            steps = args.steps
-        if args.rounds is None:
-            rounds = 2 if args.quick else 10
-        else:
-            rounds = args.rounds
+        steps = count_of(args.steps, args.quick, few=24, usual=100)
+        rounds = count_of(args.rounds, args.quick, few=2, usual=10)
         if args.workers != 1:
             raise ConfigError(
                 f"workers = {args.workers}, but this bench studies arithmetic in one process; drop "
@@ -153,10 +147,10 @@ class PrecisionBenchmark(Benchmark):
                 info.vocab_size,
                 device,
             )
-            told = ", ".join(f"{key} {value}" for key, value in settings.items())
+            keys = ", ".join(f"{key} {value}" for key, value in settings.items())
             where = "1 thread" if args.device == "cpu" else torch.cuda.get_device_name()
             report.conditions["recipe"] = (
-                f"{told}, {steps} steps, lr 3e-3 to 1e-5, {info.note}, {where}"
+                f"{keys}, {steps} steps, lr 3e-3 to 1e-5, {info.note}, {where}"
             )
             study(lab, report, steps, rounds, args.quick)
         finally:
@@ -254,9 +248,8 @@ class PrecisionBenchmark(Benchmark):
             layers = _layers(report)
             bottom = [0.0] * len(_layers(report))
             for metric, label in ((LATE, "zero"), (SMALL, "subnormal")):
-                shares = [
-                    row.median if (row := report.row(layer, metric)) else 0.0 for layer in layers
-                ]
+                rows = [report.row(layer, metric) for layer in layers]
+                shares = [row.median if row else 0.0 for row in rows]
                 axes[1].bar(
                     [layer.removeprefix("layer ") for layer in layers],
                     shares,
@@ -288,7 +281,8 @@ class PrecisionBenchmark(Benchmark):
             _lines(axes[5], report, [f"{n} ranks" for n in RANKS], RANKS, sums)
             axes[5].set(title="mean over ranks in fp16", xlabel="ranks", ylabel="%", xscale="log")
             for count in OVERFLOWS:
-                if row := report.row(f"{count} overflows", "scale"):
+                row = report.row(f"{count} overflows", "scale")
+                if row:
                     axes[6].plot(row.values, label=row.arm)
             axes[6].set(
                 title="life of a loss scale (growth interval 20)",
@@ -307,7 +301,8 @@ class PrecisionBenchmark(Benchmark):
                 title="error of the residual stream", xlabel="layers", ylabel="%", xscale="log"
             )
             for name in modes_of(report):
-                if row := report.row(name, CURVE):
+                row = report.row(name, CURVE)
+                if row:
                     axes[8].plot(row.values, label=name, linewidth=1)
             axes[8].set(
                 title="loss of each mode, same batches",
@@ -556,9 +551,9 @@ def _layers(report: Report) -> list[str]:
 
 def _lines(axes: Axes, report: Report, arms: list[str], xs: Any, metrics: Any) -> None:
     for metric in metrics:
-        rows = [
-            (x, row.median)
-            for x, arm in zip(xs, arms, strict=True)
-            if (row := report.row(arm, metric))
-        ]
-        axes.plot(*zip(*rows, strict=True), marker="o", markersize=3, label=metric)
+        points = []
+        for x, arm in zip(xs, arms, strict=True):
+            row = report.row(arm, metric)
+            if row:
+                points.append((x, row.median))
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=metric)

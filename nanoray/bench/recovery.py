@@ -32,6 +32,7 @@ from nanoray.bench.harness.plan import (
     Plan,
     add_training_flags,
     chosen,
+    count_of,
     planned,
     rotated,
 )
@@ -65,7 +66,7 @@ TIMES_FASTER = 5.0
 MAX_FAILURES = 1000
 ENDLESS = 10**6  # steps of a run that is ended by us
 WARM_STEPS = 50  # of a run under a plan of kills before anything is counted
-CLEAN_SHARE = 6  # the time with kills is so many times as long as the time without
+CLEAN_SHARE = 6  # the time with kills, in multiples of the time without
 
 
 def start(plan: Plan, arm: str, steps: int, name: str) -> Run:
@@ -139,10 +140,7 @@ class RecoveryBenchmark(Benchmark):
                 "bench recovery starts its own ranks, but RANK is set; run it without torchrun"
             )
         arms = chosen(args.arms, ARMS)
-        if args.kills is None:
-            kills = 1 if args.quick else 5
-        else:
-            kills = args.kills
+        kills = count_of(args.kills, args.quick, few=1, usual=5)
         if args.goodput_s is None:
             window_s = 0.0 if args.quick else 45.0
         else:
@@ -171,7 +169,8 @@ class RecoveryBenchmark(Benchmark):
                 "--seed"
             )
         args.kills = kills
-        if TORCHFT in arms and (why := missing()):
+        why = missing()
+        if TORCHFT in arms and why:
             arms.remove(TORCHFT)
             report.rows.append(Row(TORCHFT, STANDSTILL, "s", (), skipped=why))
             say(f"skipped  {TORCHFT}: {why}")
@@ -199,21 +198,20 @@ class RecoveryBenchmark(Benchmark):
 
     def format_text(self, report: Report) -> list[str]:
         """Return a table with a line per arm: medians with their quartiles."""
-        found = [line for arm in ARMS if (line := _line(report, arm))]
-        return aligned([HEADER, *found], right=set(range(1, 8)))
+        return aligned([HEADER, *_lines(report)], right=set(range(1, 8)))
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return a table for a README: medians with their quartiles."""
-        return markdown(HEADER, [line for arm in ARMS if (line := _line(report, arm))])
+        return markdown(HEADER, _lines(report))
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw the standstills with their quartiles and every kill, and the goodputs."""
-        told = [
+        notes = [
             report.conditions[key]
             for key in ("recipe", "kills", "plan of kills")
             if key in report.conditions
         ]
-        with figure(report, path, note="\n".join(told)) as (left, right):
+        with figure(report, path, note="\n".join(notes)) as (left, right):
             rows = measured(report, ARMS, STANDSTILL)
             whole = measured(report, ARMS, GOODPUT)
             bars(left, rows, quartiles=True, color=[_colour(r.arm) for r in rows])
@@ -433,8 +431,14 @@ HEADER = (
 )
 
 
+def _lines(report: Report) -> list[tuple[str, ...]]:
+    """Return the texts under HEADER of every arm that was measured."""
+    lines = [_line(report, arm) for arm in ARMS]
+    return [line for line in lines if line]
+
+
 def _line(report: Report, arm: str) -> tuple[str, ...] | None:
-    """Return an arm's texts under HEADER; None when it was not asked for."""
+    """Return an arm's texts under HEADER; None when it was not requested."""
     single = report.row(arm, STANDSTILL)
     whole = report.row(arm, GOODPUT)
     if single is None and whole is None:
@@ -443,9 +447,11 @@ def _line(report: Report, arm: str) -> tuple[str, ...] | None:
     if single and single.skipped:
         texts[0] = "skipped"
     texts.append(report.cell(f"{PEER} / {arm}", STANDSTILL))
-    texts += (
-        [str(single.n), "" if single.wrong is None else str(single.wrong)] if single else ["", ""]
-    )
+    texts.append(str(single.n) if single else "")
+    if single and single.wrong is not None:
+        texts.append(str(single.wrong))
+    else:
+        texts.append("")
     return (arm, *texts, report.cell(arm, GOODPUT))
 
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
+from nanoray.bench.harness.plan import count_of
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say, table
 from nanoray.bench.simulate import VOCAB, Work, model_work, scaling
@@ -102,28 +103,27 @@ class ScalingBenchmark(Benchmark):
             raise ConfigError(
                 "torchrun starts one number of ranks, this bench needs several; run it without torchrun"
             )
-        where = where if args.workers else replace(where, workers=2)
-        if args.rounds is None:
-            rounds = 2 if args.quick else 7
-        else:
-            rounds = args.rounds
+        if not args.workers:
+            where = replace(where, workers=2)
+        rounds = count_of(args.rounds, args.quick, few=2, usual=7)
         steps = 4 if args.steps is None else args.steps
         checks = _checks(args.check, where.workers)
-        if min(rounds, steps, args.global_batch) < 1 or (
-            args.compute_ms is not None and args.compute_ms <= 0
-        ):
+        no_compute = args.compute_ms is not None and args.compute_ms <= 0
+        if min(rounds, steps, args.global_batch) < 1 or no_compute:
             raise ConfigError(
-                f"rounds = {rounds}, steps = {steps}, global_batch = {args.global_batch}, compute_ms = "
-                f"{args.compute_ms}; "
-                "all must be above 0"
+                f"rounds = {rounds}, steps = {steps}, global_batch = {args.global_batch}, "
+                f"compute_ms = {args.compute_ms}; all must be above 0"
             )
         names = topology_names() if args.topology == "all" else [args.topology]
         topologies = {Path(name).stem: load_topology(name) for name in names}
         model = load_config(preset=args.model)
 
+        # Fit what an all-reduce costs, at the base ranks
         with RankPool(where) as pool:
             describe(report, pool)
             fits = _sweep(pool, report, args.quick)
+
+        # Measure steps, at the base ranks and, if they fit on this machine, at more
         try:
             most = RankPool(replace(where, workers=max(where.workers, *checks)))
         except PlacementError as error:
@@ -132,54 +132,48 @@ class ScalingBenchmark(Benchmark):
             ]
             most = RankPool(where)
             checks = []
+        turns = 1 if args.quick else TURNS
         with most as pool:
-            here = _steps(pool, where.workers, checks, (rounds, 1 if args.quick else TURNS, steps))
+            here = _steps(pool, where.workers, checks, (rounds, turns, steps))
         _compare(report, here, fits["backend"])
         _predict(args, report, topologies, fits["backend"], model, here)
 
     def format_text(self, report: Report) -> list[str]:
         """Return the measured rows, then a line per topology, mode and algorithm."""
         measured = [row for row in report.rows if "topology" not in row.extra]
-        return [
-            *table(measured),
-            "",
-            *aligned(_overview(report), right=set(range(1, len(SHOWN) + 1))),
-        ]
+        predicted = aligned(_overview(report), right=set(range(1, len(SHOWN) + 1)))
+        return [*table(measured), "", *predicted]
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return tables for a README: the check against reality, and the prediction."""
-        body = []
+        check = []
         for row in report.rows:
-            if row.metric == MEASURED and row.values:
-                predicted = report.row(row.arm, PREDICTED)
-                error = report.row(row.arm, ERROR)
-                pair = (
-                    number(predicted.median) if predicted else "",
-                    f"{100 * error.median:.0f} %" if error else "",
-                )
-                body.append((f"{row.arm} ranks", number(row.median), *pair))
-        overview = [line[:-1] for line in _overview(report)]
-        return [
-            *markdown(("step, ms", "measured", "predicted", "error"), body),
-            "",
-            *markdown(overview[0], overview[1:]),
-        ]
+            if row.metric != MEASURED or not row.values:
+                continue
+            predicted = report.row(row.arm, PREDICTED)
+            error = report.row(row.arm, ERROR)
+            predicted_ms = number(predicted.median) if predicted else ""
+            percent = f"{100 * error.median:.0f} %" if error else ""
+            check.append((f"{row.arm} ranks", number(row.median), predicted_ms, percent))
+        lines = markdown(("step, ms", "measured", "predicted", "error"), check)
+
+        header, *overview = [line[:-1] for line in _overview(report)]
+        return [*lines, "", *markdown(header, overview)]
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw measured and predicted steps, a schedule, and efficiency over ranks."""
         with figure(report, path, (11, 7.4), (2, 2)) as (check, plan, step, efficiency):
             predicted = [row for row in report.rows if row.metric == PREDICTED]
-            _draw_check(
-                check,
-                [row for row in report.rows if row.metric == MEASURED and row.values],
-                predicted,
-            )
+            measured = [row for row in report.rows if row.metric == MEASURED and row.values]
+            _draw_check(check, measured, predicted)
             _draw_schedule(plan, predicted[-1] if predicted else None)
             _draw_curves(step, efficiency, report)
 
 
 def _checks(text: str | None, base: int) -> list[int]:
-    text = f"{base + 1},{base + 2}" if text is None else text
+    """Return the numbers of ranks at which the model is checked. Raises ConfigError."""
+    if text is None:
+        text = f"{base + 1},{base + 2}"
     try:
         checks = [int(part) for part in text.split(",")]
     except ValueError:
@@ -209,36 +203,24 @@ def _sweep(pool: RankPool, report: Report, quick: bool) -> dict[str, Fit]:
     report.rows += [
         Row(f"fit {name}", "alpha", "us", (), skipped=why) for name, why in skipped.items()
     ]
+
     ranks = len(pool.facts)
-    fits = {name: fit(found, name, ranks) for name, found in points.items()}
-    for name, found in fits.items():
-        extra: dict[str, Any] = asdict(found)
-        note = f"{ranks} ranks, {found.smallest_bytes} .. {found.largest_bytes} bytes"
-        row = Row(
-            f"fit {name}",
-            "alpha",
-            "us",
-            (1e6 * found.alpha_s,),
-            note,
-            wrong=wrong[name],
-            extra=extra,
-        )
-        report.rows += [row, Row(f"fit {name}", "beta", "us/MB", (1e12 * found.beta_s_per_byte,))]
-        errors = tuple(100 * abs(r) for r in found.residuals)
-        report.rows.append(
-            Row(
-                f"fit {name}",
-                "residual",
-                "%",
-                errors,
-                "one per size",
-                extra={"points": points[name]},
-            )
-        )
-        say(
-            f"fit    {name:<19} alpha {row.median:.1f} us  residual "
-            f"{number(report.rows[-1].median)} %"
-        )
+    fits = {name: fit(own, name, ranks) for name, own in points.items()}
+    for name, fitted in fits.items():
+        arm = f"fit {name}"
+        alpha_us = 1e6 * fitted.alpha_s
+        beta_us_per_mb = 1e12 * fitted.beta_s_per_byte
+        errors = tuple(100 * abs(residual) for residual in fitted.residuals)
+        note = f"{ranks} ranks, {fitted.smallest_bytes} .. {fitted.largest_bytes} bytes"
+        extra: dict[str, Any] = asdict(fitted)
+        sizes = {"points": points[name]}
+        residual = Row(arm, "residual", "%", errors, "one per size", extra=sizes)
+        report.rows += [
+            Row(arm, "alpha", "us", (alpha_us,), note, wrong=wrong[name], extra=extra),
+            Row(arm, "beta", "us/MB", (beta_us_per_mb,)),
+            residual,
+        ]
+        say(f"fit    {name:<19} alpha {alpha_us:.1f} us  residual {number(residual.median)} %")
     return fits
 
 
@@ -313,11 +295,19 @@ def _steps(pool: RankPool, base: int, checks: list[int], counts: tuple[int, int,
         defaultdict(list),
         None,
     )
-    batches = {
-        n: [here.batch] + [total // n] * (n != base and total % n == 0) for n in (base, *checks)
-    }
-    arms = [(base, batch, True) for batch in sorted({b for each in batches.values() for b in each})]
-    arms += [(n, batch, False) for n, each in batches.items() for batch in each]
+
+    # Sequences of each rank, by the number of ranks: as many as at the base (weak scaling), and
+    # where the total divides evenly also a share of it (strong scaling)
+    batches = {base: [here.batch]}
+    for n in checks:
+        batches[n] = [here.batch]
+        if total % n == 0:
+            batches[n].append(total // n)
+
+    # The parts of a step are measured by silent arms at the base ranks, one for every batch
+    all_batches = sorted({batch for own in batches.values() for batch in own})
+    arms = [(base, batch, True) for batch in all_batches]
+    arms += [(n, batch, False) for n, own in batches.items() for batch in own]
     rounds, turns, steps = counts
     order = {
         "arms": arms,
@@ -326,20 +316,23 @@ def _steps(pool: RankPool, base: int, checks: list[int], counts: tuple[int, int,
         "rounds": rounds,
         "turns": turns,
         "steps": steps,
+        "shape": ModelShape.of(config, VOCAB[config.tokenizer]).to_dict(),
+        "cpu_bytes": [1 << 12, 1 << 18, 1 << 22] if on_cpu else [],
+        "cpu_calls": 10 * steps,
     }
-    order |= {"shape": ModelShape.of(config, VOCAB[config.tokenizer]).to_dict()}
-    order |= {"cpu_bytes": [1 << 12, 1 << 18, 1 << 22] if on_cpu else [], "cpu_calls": 10 * steps}
     spent = []
     for event in pool.run(STEP_ENTRY, order):
         if "cpu_s" in event:
             spent.append((event["nbytes"], event["cpu_s"]))
             continue
         arm = event["ranks"], event["batch"], event["silent"]
-        here.steps[arm].append(event)
-        if len(here.steps[arm]) == rounds:
-            median_ms = 1e3 * statistics.median(e["step_s"] for e in here.steps[arm])
-            kind = "parts" if arm[2] else "step "
-            say(f"{kind}  {arm[0]} ranks x {arm[1]} sequences  {median_ms:.1f} ms")
+        events = here.steps[arm]
+        events.append(event)
+        if len(events) == rounds:
+            median_ms = 1e3 * statistics.median(event["step_s"] for event in events)
+            kind = "parts" if event["silent"] else "step "
+            ranks = f"{event['ranks']} ranks x {event['batch']} sequences"
+            say(f"{kind}  {ranks}  {median_ms:.1f} ms")
     here.cpu = fit(spent, "backend", base) if spent else None
     return here
 
@@ -358,8 +351,10 @@ def _compare(report: Report, here: _Here, link: Fit) -> None:
             continue
         mode = "weak" if batch == here.batch else "strong"
         arm = f"{mode} {ranks}"
-        measured = [e["step_s"] for e in events]
+        measured = [event["step_s"] for event in events]
         plans = [here.predict(ranks, batch, turn, link) for turn in range(len(events))]
+
+        # The row keeps one schedule: that of the median step
         extra: dict[str, Any] = {"mode": mode, "ranks": ranks, "sequences": batch}
         middle = sorted(plans, key=lambda plan: plan.step_s)[len(plans) // 2]
         shares = {
@@ -367,29 +362,24 @@ def _compare(report: Report, here: _Here, link: Fit) -> None:
             "busy_ms": 1e3 * middle.busy_s,
             "events": middle.events,
         }
-        note = f"{batch} sequences a rank; {1e3 * middle.exposed_s:.1f} of {1e3 * middle.busy_s:.1f} ms exposed"
-        # Only a silent arm sees its buckets
-        sizes = sorted(set(here.steps[here.base, batch, True][0]["nbytes"]))
-        note += "".join(f"; {why}" for why in map(link.outside, sizes) if why)
-        errors = tuple(abs(plan.step_s / m - 1) for plan, m in zip(plans, measured, strict=True))
+        exposed = f"{1e3 * middle.exposed_s:.1f} of {1e3 * middle.busy_s:.1f} ms exposed"
+        note = f"{batch} sequences a rank; {exposed}"
+
+        # Sizes outside of the fitted range; only a silent arm records the sizes of its buckets
+        for nbytes in sorted(set(here.steps[here.base, batch, True][0]["nbytes"])):
+            remark = link.outside(nbytes)
+            if remark:
+                note += f"; {remark}"
+
+        measured_ms = tuple(1e3 * step_s for step_s in measured)
+        predicted_ms = tuple(1e3 * plan.step_s for plan in plans)
+        errors = tuple(
+            abs(plan.step_s / step_s - 1) for plan, step_s in zip(plans, measured, strict=True)
+        )
         error = Row(arm, ERROR, "ratio", errors, extra=extra)
         report.rows += [
-            Row(
-                arm,
-                MEASURED,
-                "ms",
-                tuple(1e3 * m for m in measured),
-                f"{batch} sequences a rank",
-                extra=extra,
-            ),
-            Row(
-                arm,
-                PREDICTED,
-                "ms",
-                tuple(1e3 * plan.step_s for plan in plans),
-                note,
-                extra=extra | shares,
-            ),
+            Row(arm, MEASURED, "ms", measured_ms, f"{batch} sequences a rank", extra=extra),
+            Row(arm, PREDICTED, "ms", predicted_ms, note, extra=extra | shares),
             error,
         ]
         if ranks != here.base:
@@ -411,60 +401,61 @@ def _predict(
     """
     for name, given in topologies.items():
         topology = given.filled(link.link)
-        work = model_work(model, given, args.compute_ms) if given.peak_tflops else here.work()
-        what = (
-            f"{args.model if given.peak_tflops else PRESET}, {work.micro} sequences a rank at once"
-        )
+        # A topology with a peak runs the model of --model, one without it this machine's step
+        if given.peak_tflops:
+            work = model_work(model, given, args.compute_ms)
+            preset = args.model
+        else:
+            work = here.work()
+            preset = PRESET
+        what = f"{preset}, {work.micro} sequences a rank at once"
         compute_ms = 1e3 * (work.forward_s + work.backward_s) * work.micro
         report.conditions[name] = f"{given.note}; {what}, forward and backward {compute_ms:.1f} ms"
         largest = max(b.nbytes for b in work.buckets)
         for mode, total in (("weak", None), ("strong", args.global_batch)):
-            points = {
-                algorithm: scaling(topology, work, RANKS, algorithm, total)
-                for algorithm in ("best", *MODELS)
-            }
+            points = {}
+            for algorithm in ("best", *MODELS):
+                points[algorithm] = scaling(topology, work, RANKS, algorithm, total)
+
             for i, point in enumerate(points["best"]):
                 chosen = best(topology, point.ranks, largest)
-                extra: dict[str, Any] = {
-                    "topology": name,
-                    "mode": mode,
-                    "algorithm": chosen,
-                    **point._asdict(),
-                }
+                extra: dict[str, Any] = {"topology": name, "mode": mode, "algorithm": chosen}
+                extra |= point._asdict()
                 extra["step_ms"] = {
-                    algorithm: 1e3 * each[i].step_s for algorithm, each in points.items()
+                    algorithm: 1e3 * own[i].step_s for algorithm, own in points.items()
                 }
                 arm = f"{name} {mode} {point.ranks}"
-                share = (100 * point.efficiency,)
-                report.rows.append(
-                    Row(arm, "efficiency", "%", share, f"best: {chosen}", extra=extra)
-                )
+                percent = (100 * point.efficiency,)
+                note = f"best: {chosen}"
+                report.rows.append(Row(arm, "efficiency", "%", percent, note, extra=extra))
         say(f"predicted  {name}")
 
 
-# What it says.
+# Tables and figures.
 
 
 def _overview(report: Report) -> list[tuple[str, ...]]:
-    found = {
-        (row.extra["topology"], row.extra["mode"], row.extra["ranks"]): row.extra["step_ms"]
-        for row in report.rows
-        if "topology" in row.extra
-    }
+    """Return a line per topology, mode and algorithm: the predicted step over the ranks."""
+    # (topology, mode, ranks) -> milliseconds by algorithm
+    steps_ms = {}
+    for row in report.rows:
+        if "topology" in row.extra:
+            key = (row.extra["topology"], row.extra["mode"], row.extra["ranks"])
+            steps_ms[key] = row.extra["step_ms"]
+
     rows = [("step ms (efficiency %) at ranks", *map(str, SHOWN), "")]
-    for name, mode in dict.fromkeys((name, mode) for name, mode, _ in found):
+    for name, mode in dict.fromkeys((name, mode) for name, mode, _ in steps_ms):
         for algorithm in ("best", "ring"):
-            alone_ms = found[name, mode, 1][algorithm]
+            alone_ms = steps_ms[name, mode, 1][algorithm]
             cells = []
             for ranks in SHOWN:
-                if (name, mode, ranks) in found:
-                    step_ms = found[name, mode, ranks][algorithm]
-                else:
-                    step_ms = None
-                ideal_ms = alone_ms / (ranks if mode == "strong" else 1)
-                cells.append(
-                    f"{number(step_ms)} ({100 * ideal_ms / step_ms:.0f})" if step_ms else "-"
-                )
+                if (name, mode, ranks) not in steps_ms:
+                    cells.append("-")
+                    continue
+                # Ideally weak scaling keeps the time of a step, and strong scaling divides it
+                step_ms = steps_ms[name, mode, ranks][algorithm]
+                ideal_ms = alone_ms / ranks if mode == "strong" else alone_ms
+                cells.append(f"{number(step_ms)} ({100 * ideal_ms / step_ms:.0f})")
             rows.append((f"{name}, {mode}, {algorithm}", *cells, ""))
     return rows
 
@@ -488,24 +479,19 @@ def _draw_check(axes: Any, measured: list[Row], predicted: list[Row]) -> None:
 
 
 def _draw_schedule(axes: Any, row: Row | None) -> None:
+    """Draw a bar per event of a predicted schedule, on a track each for compute and links."""
+    colours = {"forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"}
     events = row.extra["events"] if row else []
     for track, name, start_s, end_s in events:
-        colour = {"forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"}.get(
-            name, "tab:orange"
-        )
-        axes.barh(
-            track, 1e3 * (end_s - start_s), left=1e3 * start_s, color=colour, edgecolor="white"
-        )
+        width_ms = 1e3 * (end_s - start_s)
+        colour = colours.get(name, "tab:orange")
+        axes.barh(track, width_ms, left=1e3 * start_s, color=colour, edgecolor="white")
+
+        # Only wide bars have room for a name
         if end_s - start_s > 0.03 * events[-1][3]:
-            axes.text(
-                500 * (start_s + end_s),
-                track,
-                name,
-                ha="center",
-                va="center",
-                fontsize=6,
-                rotation=90,
-            )
+            middle_ms = 500 * (start_s + end_s)
+            style = {"ha": "center", "va": "center", "fontsize": 6, "rotation": 90}
+            axes.text(middle_ms, track, name, **style)
     axes.invert_yaxis()
     axes.set(title=f"predicted schedule, {row.arm if row else ''} ranks", xlabel="ms")
 
@@ -519,24 +505,14 @@ def _draw_curves(step: Any, efficiency: Any, report: Report) -> None:
     colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in curves))}
     for (name, mode), points in curves.items():
         ranks, step_ms, share = zip(*points, strict=True)
-        for axes, values in ((step, step_ms), (efficiency, share)):
-            axes.plot(
-                ranks,
-                values,
-                "-" if mode == "weak" else "--",
-                color=colours[name],
-                label=f"{name}, {mode}",
-            )
-    step.set(
-        title="predicted step, best algorithm",
-        xlabel="ranks",
-        ylabel="ms",
-        xscale="log",
-        yscale="log",
-    )
-    efficiency.set(
-        title="predicted efficiency", xlabel="ranks", ylabel="%", xscale="log", ylim=(0, 105)
-    )
+        line = "-" if mode == "weak" else "--"
+        style = {"color": colours[name], "label": f"{name}, {mode}"}
+        step.plot(ranks, step_ms, line, **style)
+        efficiency.plot(ranks, share, line, **style)
+    step.set(title="predicted step, best algorithm", xlabel="ranks", ylabel="ms")
+    step.set(xscale="log", yscale="log")
+    efficiency.set(title="predicted efficiency", xlabel="ranks", ylabel="%")
+    efficiency.set(xscale="log", ylim=(0, 105))
     if curves:
         efficiency.legend(fontsize=7)
     for axes in (step, efficiency):
@@ -553,8 +529,7 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
     arms, and the fastest turn of each counts: other load on the machine only adds time.
 
     The first `ranks` ranks run an arm in a group of their own while the others wait. A silent arm
-    is DDP with a hook that exchanges nothing: it shows compute, and when each bucket is ready. (all
-    ranks)
+    is DDP with a hook that exchanges nothing: it shows compute, and when each bucket is ready.
     """
     import torch
     import torch.distributed as dist
@@ -562,11 +537,13 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
     torch.set_num_threads(order["threads"])
     arms = [tuple(arm) for arm in order["arms"]]
     groups = {n: dist.new_group(range(n)) for n in sorted({n for n, _, _ in arms})}
-    mine = {
-        arm: _Arm(mesh, order["shape"], groups[arm[0]], *arm[1:])
-        for arm in arms
-        if mesh.rank < arm[0]
-    }
+    own_arms = {}
+    for ranks, batch, silent in arms:
+        if mesh.rank < ranks:
+            group = groups[ranks]
+            own_arms[ranks, batch, silent] = _Arm(mesh, order["shape"], group, batch, silent)
+
+    # CPU seconds of an all-reduce at the base ranks: cores that training cannot use meanwhile
     for nbytes in order["cpu_bytes"]:
         spent = None
         if mesh.rank < order["base"]:
@@ -575,38 +552,41 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
             for _ in range(order["cpu_calls"]):
                 dist.all_reduce(tensor, group=groups[order["base"]])
             spent = (time.process_time() - start) / order["cpu_calls"]
-        values = [v for v in mesh.gather(spent) or [] if v is not None]
+        values = [cpu_s for cpu_s in mesh.gather(spent) or [] if cpu_s is not None]
         if mesh.rank == 0:
             emit({"nbytes": nbytes, "cpu_s": statistics.fmean(values)})
+
+    # Steps: of each round the fastest turn counts
     for _ in range(order["rounds"]):
         fastest: dict[Any, dict[str, Any]] = {}
         for _ in range(order["turns"]):
             for arm in arms:
                 mesh.barrier()
-                found = mesh.gather(mine[arm].run(order["steps"]) if arm in mine else None)
-                if found is not None:
-                    turn = {"ranks": arm[0], "batch": arm[1], "silent": arm[2]} | _across(
-                        [f for f in found if f]
-                    )
-                    fastest[arm] = min(
-                        turn, fastest.get(arm, turn), key=lambda event: event["step_s"]
-                    )
+                own_times = None
+                if arm in own_arms:
+                    own_times = own_arms[arm].run(order["steps"])
+                everyone = mesh.gather(own_times)
+                if everyone is None:
+                    continue  # not rank 0
+                ranks, batch, silent = arm
+                turn = {"ranks": ranks, "batch": batch, "silent": silent}
+                turn |= _across([times for times in everyone if times])
+                if arm not in fastest or turn["step_s"] < fastest[arm]["step_s"]:
+                    fastest[arm] = turn
         for event in fastest.values():
             emit(event)
 
 
-def _across(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Join the ranks' times: the slowest rank's step, the mean of the rest."""
-    mean = {
-        key: statistics.fmean(f[key] for f in found)
-        for key in ("forward_s", "backward_s", "optimizer_s")
-    }
-    ready = [statistics.fmean(times) for times in zip(*(f["ready_s"] for f in found), strict=True)]
-    return mean | {
-        "ready_s": ready,
-        "nbytes": found[0]["nbytes"],
-        "step_s": max(f["step_s"] for f in found),
-    }
+def _across(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Join the times of the ranks: the slowest step, and the mean of each part."""
+    joined: dict[str, Any] = {}
+    for key in ("forward_s", "backward_s", "optimizer_s"):
+        joined[key] = statistics.fmean(times[key] for times in ranks)
+    by_bucket = zip(*(times["ready_s"] for times in ranks), strict=True)
+    joined["ready_s"] = [statistics.fmean(moments) for moments in by_bucket]
+    joined["nbytes"] = ranks[0]["nbytes"]
+    joined["step_s"] = max(times["step_s"] for times in ranks)
+    return joined
 
 
 class _Arm:
@@ -640,8 +620,8 @@ class _Arm:
                 group.size(), lambda ranks, bucket: self._stay_silent(ranks, bucket)
             )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        # (B, T)
-        self.tokens = torch.randint(size.vocab_size, (batch, size.block_size), device=mesh.device)
+        tokens = (batch, size.block_size)
+        self.tokens = torch.randint(size.vocab_size, tokens, device=mesh.device)  # (B, T)
         self.run(1)  # after its first backward DDP regroups its buckets
         self.run(2)  # memory and caches settle
 
@@ -650,9 +630,8 @@ class _Arm:
 
         buffer = bucket.buffer().div_(ranks)  # as DDP does, when it has no hook
         self.ready.append((self._mark(), buffer.nbytes))
-        future: Any = torch.futures.Future(
-            devices=[self.device] if self.device.type == "cuda" else []
-        )
+        devices: list[Any] = [self.device] if self.device.type == "cuda" else []
+        future: Any = torch.futures.Future(devices=devices)
         future.set_result(buffer)
         return future
 
@@ -687,20 +666,23 @@ class _Arm:
             moments.append([start, forward, *(at for at, _ in self.ready), backward, self._mark()])
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        spans = [[_seconds(a, b) for a, b in pairwise(step)] for step in moments]
-        forward_s, *stretches, optimizer_s = (
-            statistics.median(part) for part in zip(*spans, strict=True)
-        )
-        ends = list(accumulate(stretches))
-        parts = {
+
+        # The median of every span between two moments; backward's spans end at the buckets
+        spans = [[_seconds(begin, end) for begin, end in pairwise(step)] for step in moments]
+        medians = [statistics.median(part) for part in zip(*spans, strict=True)]
+        forward_s, *backward_spans, optimizer_s = medians
+        ends = list(accumulate(backward_spans))
+        return {
             "forward_s": forward_s,
             "ready_s": ends[:-1],
             "backward_s": ends[-1],
             "optimizer_s": optimizer_s,
+            "nbytes": [nbytes for _, nbytes in self.ready],
+            "step_s": statistics.median(_seconds(step[0], step[-1]) for step in moments),
         }
-        step_s = statistics.median(_seconds(step[0], step[-1]) for step in moments)
-        return parts | {"nbytes": [nbytes for _, nbytes in self.ready], "step_s": step_s}
 
 
 def _seconds(start: Any, end: Any) -> float:
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+    if isinstance(start, float):
+        return end - start
+    return start.elapsed_time(end) / 1e3  # CUDA events, in milliseconds

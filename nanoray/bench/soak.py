@@ -182,13 +182,13 @@ class SoakBenchmark(Benchmark):
 
     def format_text(self, report: Report) -> list[str]:
         """Return the faults one by one, then the table of all rows."""
-        told = [("seconds", "step", "fault", "again after, s", "whom")]
+        faults = [("seconds", "step", "fault", "again after, s", "whom")]
         for fault in report_faults(report):
             again = "-" if fault["again_s"] is None else f"{fault['again_s']:.1f}"
-            told.append(
+            faults.append(
                 (f"{fault['at_s']:.1f}", str(fault["step"]), fault["kind"], again, fault["target"])
             )
-        return [*aligned(told, right={0, 1, 3}), "", *table(report.rows)]
+        return [*aligned(faults, right={0, 1, 3}), "", *table(report.rows)]
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return, per kind of fault, how many there were and how long until the run trained again."""
@@ -204,7 +204,8 @@ class SoakBenchmark(Benchmark):
         """Draw steps over time of both runs, with a mark at each fault."""
         with figure(report, path, (11, 4), (1, 1)) as (axes,):
             for arm, color in ((CLEAN, "0.6"), (FAULTY, "C0")):
-                if row := report.row(arm, WHOLE):
+                row = report.row(arm, WHOLE)
+                if row:
                     points = row.extra["steps_over_time"]
                     axes.plot(
                         [at for at, _ in points],

@@ -220,7 +220,8 @@ class SpeedrunBenchmark(Benchmark):
 
         Steps and losses are the highest of a round.
         """
-        shown = [arm for arm in ARMS if (row := report.row(arm, SECONDS)) and not row.skipped]
+        rows = [report.row(arm, SECONDS) for arm in ARMS]
+        shown = [row.arm for row in rows if row and not row.skipped]
         peers = [arm for arm in (PEER, OWN) if arm in shown]
         ends = ("CPU seconds", "most steps", "highest loss")
         others = [arm for arm in shown if arm not in peers]
@@ -363,7 +364,8 @@ def _judge(report: Report, arms: list[str]) -> None:
     for first in (peer for peer in (PEER, OWN) if peer in arms):
         for arm in own:
             report.compare(arm, first, CPU_TIME)
-            if (row := report.compare(arm, first, SECONDS)) and arm in RECORDS:
+            row = report.compare(arm, first, SECONDS)
+            if row and arm in RECORDS:
                 report.targets.append(Target(f"{SECONDS}, {row.arm}", row, "<=", 1 / 3))
     for before, arm in pairwise(own):
         report.compare(arm, before, SECONDS)

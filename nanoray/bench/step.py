@@ -21,7 +21,7 @@ A ladder per preset: each rung is the `base` with one thing changed.
 
 All arms of a preset stay alive and run blocks of steps in turn; products of two large matrices, in
 float32 and in bf16, run in the same rounds and are the ceiling that `of peak` refers to. Batches
-are smaller than a preset's where a step would take too long, and they are told in the notes. The
+are smaller than a preset's where a step would take too long, and the notes list them. The
 loss is that of the last step: all arms but the peers saw the same samples. With dropout it is shown
 and not compared, because other kernels draw other masks.
 """
@@ -331,8 +331,9 @@ def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) 
         if arm.startswith(TWO) and available_cpus() < 2:
             climb.skipped[arm] = "one core is no place for two ranks"
             continue
-        if RUNGS[arm].get("compile") and (why := cannot_compile("cpu")):
-            climb.skipped[arm] = f"compile = true {why}"
+        reason = cannot_compile("cpu") if RUNGS[arm].get("compile") else ""
+        if reason:
+            climb.skipped[arm] = f"compile = true {reason}"
             continue
         say(f"start  {climb.name}: {arm}")
         _start(climb, report, stack, arm, orders_of(climb, arm))
@@ -569,9 +570,10 @@ def judge(report: Report, presets: list[str]) -> None:
         for arm, peer, limit, why in aims:
             upper = _named(name, arm)
             lower = _named(name, peer)
-            if row := report.row(f"{upper} / {lower}", TOKENS) or report.compare(
-                upper, lower, TOKENS
-            ):
+            row = report.row(f"{upper} / {lower}", TOKENS)
+            if row is None:
+                row = report.compare(upper, lower, TOKENS)
+            if row:
                 report.targets.append(Target(f"tokens/s, {row.arm}", row, ">=", limit, why))
 
 

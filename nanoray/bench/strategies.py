@@ -15,15 +15,21 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import add_settings_flag, chosen, rotated, settings_of
+from nanoray.bench.harness.figure import figure, measured, whiskers
+from nanoray.bench.harness.plan import (
+    add_settings_flag,
+    chosen,
+    count_of,
+    rotated,
+    settings_of,
+)
 from nanoray.bench.harness.rank_pool import (
     RankFailed,
     RankPool,
@@ -123,73 +129,51 @@ class StrategiesBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Time all arms on the same ranks, measure memory on fresh ones, and fill the report."""
         where = where_from(args)
-        if args.rounds is None:
-            rounds = 2 if args.quick else 10
-        else:
-            rounds = args.rounds
-        if args.steps is None:
-            steps = 2 if args.quick else 4
-        else:
-            steps = args.steps
+        rounds = count_of(args.rounds, args.quick, few=2, usual=10)
+        steps = count_of(args.steps, args.quick, few=2, usual=4)
         if where.workers < 2 or min(rounds, steps) < 1:
             raise ConfigError(
                 f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the "
                 "least"
             )
-        modes = chosen(args.arms, list(ARMS))
-        if args.arms == "all":
-            modes = [mode for mode in modes if _fits(mode, args.model, where.workers)]
-            if left_out := [mode for mode in ARMS if mode not in modes]:
-                if args.model != "gpt":
-                    what = "they split a gpt"
-                else:
-                    what = f"they do not divide {where.workers} ranks"
-                report.conditions["left out"] = f"{', '.join(left_out)}: {what}"
-        arms = {mode: ARMS[mode] for mode in modes}
-        if args.checkpointing != "none" and args.model == "gpt":
-            extra = {"activation_checkpointing": args.checkpointing}
-            arms |= {
-                f"{mode} + {args.checkpointing}": MODES[mode] | extra
-                for mode in modes
-                if mode in MODES
-            }
-        overrides = settings_of(args)
-        if args.preset and args.model != "gpt":
-            raise ConfigError(
-                f"preset = {args.preset} is a gpt's, but model = {args.model}; use --settings"
-            )
-        if args.model != "gpt" and (axes := [mode for mode in modes if mode in AXES]):
-            raise ConfigError(
-                f"arms = {', '.join(axes)} split a gpt, but model = {args.model}; leave them out"
-            )
+        arms = _arms_of(args, where.workers, report)
         order = {
             "model": args.model,
-            "overrides": overrides,
+            "overrides": settings_of(args),
             "arms": arms,
             "rounds": rounds,
             "steps": steps,
         }
-        for own in arms.values():  # what cannot be is known before a rank is started
+
+        # Refuse impossible settings now, before a rank is started
+        for own in arms.values():
             configuration(order | {"preset": args.preset or "shakespeare-cpu"}, own, where.workers)
-        found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+
+        # Step times, on ranks that hold all arms
+        events: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
         try:
             with RankPool(where) as pool:
                 describe(report, pool)
                 on_gpu = pool.facts[0]["device"] != "cpu"
-                order["preset"] = args.preset or ("gpt2-124m" if on_gpu else "shakespeare-cpu")
+                default = "gpt2-124m" if on_gpu else "shakespeare-cpu"
+                order["preset"] = args.preset or default
                 for event in pool.run("nanoray.bench.strategies:time_rank", order):
                     if "recipe" in event:
                         report.conditions["recipe"] = (
                             f"{event['recipe']}, {rounds} rounds of {steps} steps, random data"
                         )
                         continue
-                    found[event["arm"]].append(event)
+                    events[event["arm"]].append(event)
                     say(f"round {event['round']}  {event['arm']:<24} {event['step_ms']:.1f} ms")
         except RankFailed as error:
             report.failures.append(str(error))
-        for arm, events in found.items():
-            alike = next(other for other in arms if (EXPERTS in other) == (EXPERTS in arm))
-            report.rows += _time_rows(arm, events, report.row(alike, LOSS))
+
+        # A loss is compared with that of the first arm with the same model: with or without experts
+        for arm in arms:
+            first = next(other for other in arms if (EXPERTS in other) == (EXPERTS in arm))
+            report.rows += _time_rows(arm, events[arm], report.row(first, LOSS))
+
+        # Memory, on fresh ranks for every arm
         for arm in arms:
             report.rows += _memory_rows(where, order | {"arms": {arm: arms[arm]}}, arm)
         _judge(report, list(arms))
@@ -219,36 +203,49 @@ class StrategiesBenchmark(Benchmark):
         note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
         with figure(report, path, (11, 4.6), note=note) as both:
             for axes, metric in zip(both, (STATE, PEAK), strict=True):
-                for row in (r for r in report.rows if r.metric == metric and r.values):
-                    step = report.row(row.arm, STEP)
-                    mode = row.arm.partition(" + ")[0]
-                    if step and step.values:
-                        look = {
-                            "color": f"C{list(ARMS).index(mode)}",
-                            "marker": "s" if mode in AXES else "o",
-                        }
-                        look["mfc"] = look["color"] if row.arm == mode else "white"
-                        spread = whiskers([step], quartiles=True)
-                        axes.errorbar(
-                            row.median,
-                            step.median,
-                            yerr=spread,
-                            ls="",
-                            capsize=2,
-                            label=row.arm,
-                            **look,
-                        )
-                axes.set(
-                    xlabel="MiB per rank",
-                    ylabel="step, ms, median and quartiles",
-                    xlim=(0, None),
-                    ylim=(0, None),
-                )
-                axes.set_title(
-                    "weights + gradients + optimizer" if metric == STATE else "peak of a step"
-                )
+                for row in report.rows:
+                    if row.metric == metric and row.values:
+                        _draw_point(axes, report, row)
+                axes.set(xlabel="MiB per rank", ylabel="step, ms, median and quartiles")
+                axes.set(xlim=(0, None), ylim=(0, None))
                 axes.grid(alpha=0.25)
+            both[0].set_title("weights + gradients + optimizer")
+            both[1].set_title("peak of a step")
             both[0].legend(fontsize=6, ncols=2)
+
+
+def _arms_of(args: argparse.Namespace, workers: int, report: Report) -> dict[str, dict[str, Any]]:
+    """Return the settings of every arm that the flags ask for. Raises ConfigError.
+
+    The condition "left out" lists what `--arms all` cannot run on `workers` ranks.
+    """
+    modes = chosen(args.arms, list(ARMS))
+    if args.preset and args.model != "gpt":
+        raise ConfigError(
+            f"preset = {args.preset} is a gpt's, but model = {args.model}; use --settings"
+        )
+    if args.arms == "all":
+        modes = [mode for mode in modes if _fits(mode, args.model, workers)]
+        left_out = [mode for mode in ARMS if mode not in modes]
+        reason = f"they do not divide {workers} ranks"
+        if args.model != "gpt":
+            reason = "they split a gpt"
+        if left_out:
+            report.conditions["left out"] = f"{', '.join(left_out)}: {reason}"
+    axes = [mode for mode in modes if mode in AXES]
+    if args.model != "gpt" and axes:
+        raise ConfigError(
+            f"arms = {', '.join(axes)} split a gpt, but model = {args.model}; leave them out"
+        )
+
+    # A second arm of each mode that only splits the batch, with activation checkpointing
+    arms = {mode: ARMS[mode] for mode in modes}
+    if args.checkpointing != "none" and args.model == "gpt":
+        for mode in modes:
+            if mode in MODES:
+                settings = {"activation_checkpointing": args.checkpointing}
+                arms[f"{mode} + {args.checkpointing}"] = MODES[mode] | settings
+    return arms
 
 
 def _time_rows(arm: str, events: list[dict[str, Any]], first: Row | None) -> list[Row]:
@@ -257,35 +254,59 @@ def _time_rows(arm: str, events: list[dict[str, Any]], first: Row | None) -> lis
     `first` is the final loss of the first arm with this model, which has seen the same batches.
     """
 
-    def row(metric: str, unit: str, key: str) -> Row:
-        return Row(arm, metric, unit, tuple(e[key] for e in events))
+    def milliseconds(metric: str, key: str) -> Row:
+        return Row(arm, metric, "ms", tuple(event[key] for event in events))
 
     if not events:
         return [Row(arm, STEP, "ms", ())]
-    times = [ms for e in events for ms in e["times_ms"]]
-    p95 = statistics.quantiles(times, n=20, method="inclusive")[-1] if len(times) > 1 else times[0]
     last = events[-1]
+
+    # Times, and what they mean in samples and tokens (a resnet has no tokens)
+    times = [ms for event in events for ms in event["times_ms"]]
+    p95 = times[0]
+    if len(times) > 1:
+        p95 = statistics.quantiles(times, n=20, method="inclusive")[-1]
+    rows = [milliseconds(STEP, "step_ms"), Row(arm, P95, "ms", (p95,), f"of {len(times)} steps")]
+    for metric in (SAMPLES, TOKENS):
+        if last[metric]:
+            rates = tuple(1e3 * event[metric] / event["step_ms"] for event in events)
+            rows.append(Row(arm, metric, "1/s", rates))
+    rows += [milliseconds(BUSY, "busy_ms"), milliseconds(EXPOSED, "exposed_ms")]
+
+    # Bytes of a step, the same in every round
     sent = {name: {"n": n, "bytes": size} for name, (n, size) in last["collectives"].items()}
-    told = " · ".join(
+    note = " · ".join(
         f"{name} {each['bytes'] / 1e6:.3g} MB in {each['n']}" for name, each in sent.items()
     )
     total = sum(each["bytes"] for each in sent.values()) / 1e6
-    wrong = int(
-        first is not None and not math.isclose(last["loss"], first.median, rel_tol=SAME_LOSS)
+    rows.append(Row(arm, BYTES, "MB", (total,), note, extra={"collectives": sent}))
+
+    wrong = 0
+    if first and not math.isclose(last["loss"], first.median, rel_tol=SAME_LOSS):
+        wrong = 1
+    steps = f"after {last['trained']} steps"
+    rows.append(Row(arm, LOSS, "", (last["loss"],), steps, wrong=wrong))
+    return rows
+
+
+def _draw_point(axes: Any, report: Report, row: Row) -> None:
+    """Draw an arm's step time over a memory row; with activation checkpointing it is hollow."""
+    step = report.row(row.arm, STEP)
+    if step is None or not step.values:
+        return
+    mode = row.arm.partition(" + ")[0]
+    color = f"C{list(ARMS).index(mode)}"
+    axes.errorbar(
+        row.median,
+        step.median,
+        yerr=whiskers([step], quartiles=True),
+        ls="",
+        capsize=2,
+        label=row.arm,
+        color=color,
+        marker="s" if mode in AXES else "o",
+        mfc=color if row.arm == mode else "white",
     )
-    return [
-        row(STEP, "ms", "step_ms"),
-        Row(arm, P95, "ms", (p95,), f"of {len(times)} steps"),
-        *(
-            Row(arm, metric, "1/s", tuple(1e3 * e[metric] / e["step_ms"] for e in events))
-            for metric in (SAMPLES, TOKENS)
-            if last[metric]
-        ),
-        row(BUSY, "ms", "busy_ms"),
-        row(EXPOSED, "ms", "exposed_ms"),
-        Row(arm, BYTES, "MB", (total,), told, extra={"collectives": sent}),
-        Row(arm, LOSS, "", (last["loss"],), f"after {last['trained']} steps", wrong=wrong),
-    ]
 
 
 def _memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Row]:
@@ -293,29 +314,40 @@ def _memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Row]:
     say(f"memory  {arm}")
     try:
         with RankPool(where) as pool:
-            (found,) = pool.run("nanoray.bench.strategies:memory_rank", order)
+            (event,) = pool.run("nanoray.bench.strategies:memory_rank", order)
     except RankFailed as error:
         return [
             Row(arm, STATE, "MiB", (), error=str(error)),
             Row(arm, PEAK, "MiB", (), error=str(error)),
         ]
-    parts = found["formula"]
-    held = found["held"]
-    told = " + ".join(
+    # The formulas: the state is what stays between steps, the peak holds activations as well
+    parts = event["formula"]
+    state_bytes = sum(parts.get(name, 0) for name in KEPT)
+    peak_bytes = event["at_peak"]
+    formula = " + ".join(
         f"{name.replace('_', ' ')} {size / 2**20:.3g}" for name, size in parts.items() if size
     )
-    kept = sum(parts.get(name, 0) for name in KEPT)
-    total = found["at_peak"]
-    state = [sum(each.values()) for each in held]
-    measured = " + ".join(f"{name} {size / 2**20:.3g}" for name, size in held[-1].items())
-    extra = {"formula_bytes": parts, "held_bytes": held[-1]}
+
+    # The measurements, one of each step
+    states = [sum(held.values()) for held in event["held"]]
+    peaks = event["peak"]
+    last = event["held"][-1]
+    measured = " + ".join(f"{name} {size / 2**20:.3g}" for name, size in last.items())
+
+    def mib(sizes: Sequence[float]) -> tuple[float, ...]:
+        return tuple(size / 2**20 for size in sizes)
+
+    def percent_off(sizes: Sequence[float], expected: float) -> tuple[float, ...]:
+        return tuple(100 * (size / expected - 1) for size in sizes)
+
+    extra = {"formula_bytes": parts, "held_bytes": last}
     return [
-        Row(arm, STATE, "MiB", tuple(size / 2**20 for size in state), measured, extra=extra),
-        Row(arm, STATE_FORMULA, "MiB", (kept / 2**20,)),
-        Row(arm, STATE_ERROR, "%", tuple(100 * (size / kept - 1) for size in state)),
-        Row(arm, PEAK, "MiB", tuple(size / 2**20 for size in found["peak"]), found["what"]),
-        Row(arm, PEAK_FORMULA, "MiB", (total / 2**20,), told),
-        Row(arm, PEAK_ERROR, "%", tuple(100 * (size / total - 1) for size in found["peak"])),
+        Row(arm, STATE, "MiB", mib(states), measured, extra=extra),
+        Row(arm, STATE_FORMULA, "MiB", mib([state_bytes])),
+        Row(arm, STATE_ERROR, "%", percent_off(states, state_bytes)),
+        Row(arm, PEAK, "MiB", mib(peaks), event["what"]),
+        Row(arm, PEAK_FORMULA, "MiB", mib([peak_bytes]), formula),
+        Row(arm, PEAK_ERROR, "%", percent_off(peaks, peak_bytes)),
     ]
 
 
@@ -327,32 +359,33 @@ def _judge(report: Report, arms: list[str]) -> None:
     """
     limits = {"ddp_by_hand": 1.05, "zero1": 1.10}
     for arm in arms:
-        if arm != _base(arm):
-            row = report.compare(arm, _base(arm), STEP, "paired by round")
-        else:
-            row = None
+        if arm == _base(arm):
+            continue
+        row = report.compare(arm, _base(arm), STEP, "paired by round")
         if row and arm in limits:
             report.targets.append(Target(f"{row.arm}, step", row, "<=", limits[arm]))
     gpu = "(cuda)" in str(report.conditions.get("devices"))
     for metric in (STATE_ERROR, PEAK_ERROR):
         judged = [arm for arm in arms if gpu or metric == STATE_ERROR or EXPERTS not in arm]
-        rows = [row for arm in judged if (row := report.row(arm, metric)) and row.values]
-        if rows:
-            worst = tuple(
-                max(abs(v) for v in step)
-                for step in zip(*(row.values for row in rows), strict=True)
+        rows = measured(report, judged, metric)
+        if not rows:
+            continue
+
+        # The largest difference of all arms, step by step
+        by_step = zip(*(row.values for row in rows), strict=True)
+        worst = tuple(max(abs(percent) for percent in percents) for percents in by_step)
+        note = "largest difference of all arms, per step"
+        report.rows.append(Row(WORST, metric, "%", worst, note))
+
+        # On a CPU the peak is resident memory, which also holds what libraries allocate
+        largest = max((row.median for row in measured(report, arms, STATE)), default=0.0)
+        excuse = ""
+        if metric == PEAK_ERROR and not gpu and largest < LARGE_MIB:
+            excuse = (
+                f"with less than {LARGE_MIB} MiB of state, buffers of libraries are the larger part"
             )
-            report.rows.append(
-                Row(WORST, metric, "%", worst, "largest difference of all arms, per step")
-            )
-            kept = [row.median for arm in arms if (row := report.row(arm, STATE)) and row.values]
-            small = metric == PEAK_ERROR and not gpu and max(kept, default=0.0) < LARGE_MIB
-            if small:
-                rss = f"with less than {LARGE_MIB} MiB of state, buffers of libraries are the larger part"
-            else:
-                rss = ""
-            text = f"{metric.partition(',')[0]} memory, measured against the formula, {WORST}, %"
-            report.targets.append(Target(text, report.rows[-1], "<=", 10.0, rss))
+        text = f"{metric.partition(',')[0]} memory, measured against the formula, {WORST}, %"
+        report.targets.append(Target(text, report.rows[-1], "<=", 10.0, excuse))
 
 
 def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
@@ -362,8 +395,6 @@ def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
         SAMPLES: "samples/s",
         EXPOSED: "exposed, ms",
         BYTES: "MB sent",
-    }
-    columns |= {
         STATE: "state, MiB",
         STATE_FORMULA: "formula",
         PEAK: "peak, MiB",
@@ -371,12 +402,15 @@ def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
         LOSS: "loss",
     }
     table = [("mode", "step / base", *columns.values())]
-    for arm in (row.arm for row in report.rows if row.metric == STEP and row.unit == "ms"):
-        cells = [
-            report.cell(arm, metric, spread if metric in (STEP, EXPOSED) else "none")
-            for metric in columns
-        ]
-        table.append((arm, report.cell(f"{arm} / {_base(arm)}", STEP, spread), *cells))
+    for row in report.rows:
+        if row.metric != STEP or row.unit != "ms":
+            continue
+        cells = [row.arm, report.cell(f"{row.arm} / {_base(row.arm)}", STEP, spread)]
+        for metric in columns:
+            # Only times have a spread worth its room
+            shown = spread if metric in (STEP, EXPOSED) else "none"
+            cells.append(report.cell(row.arm, metric, shown))
+        table.append(tuple(cells))
     return table
 
 
@@ -438,7 +472,7 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
     from nanoray.trace.recorder import Clock, wait_for
 
     if mesh.device.type == "cpu":
-        keep_freed_memory()  # as in a run; where memory is measured, what is freed should be gone
+        keep_freed_memory()  # as in a run; `memory_rank` returns it instead
 
     def worst(ms: list[float]) -> list[float]:
         return list(mesh.all_reduce(torch.tensor(ms, device=mesh.device), op="max").tolist())
@@ -449,6 +483,8 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
     for turn in range(order["rounds"]):
         for name in rotated(list(arms), turn):
             arm = arms[name]
+
+            # The clocks' marks cost no wait; the device is waited for once, at the end
             mesh.barrier()
             start = time.perf_counter()
             marks = [clock.now()]
@@ -459,20 +495,26 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
             arm.plan.settle()
             wait_for(mesh.device)
             step_ms = 1e3 * (time.perf_counter() - start) / order["steps"]
+
+            # A step takes as long as on the slowest rank
             clock.anchor()
-            at = [clock.seconds(mark) for mark in marks]
-            step_ms, *times = worst([step_ms, *(1e3 * (b - a) for a, b in pairwise(at))])
-            event = {
+            moments = [clock.seconds(mark) for mark in marks]
+            times = [1e3 * (end - begin) for begin, end in pairwise(moments)]
+            step_ms, *times = worst([step_ms, *times])
+            event: dict[str, Any] = {
                 "arm": name,
                 "round": turn,
                 "step_ms": step_ms,
                 "times_ms": times,
-                **arm.traced_step(),
             }
+
+            # One more step, traced, shows the communication
+            event |= arm.traced_step()
             event["busy_ms"], event["exposed_ms"] = worst([event["busy_ms"], event["exposed_ms"]])
             event[SAMPLES] = arm.case.samples * arm.accum * arm.dp
             event[TOKENS] = event[SAMPLES] * arm.case.tokens
-            event |= {"loss": mesh.all_reduce_mean(arm.loss.clone()).item(), "trained": arm.trained}
+            event["loss"] = mesh.all_reduce_mean(arm.loss.clone()).item()
+            event["trained"] = arm.trained
             emit(event)
     for arm in arms.values():
         arm.plan.close()
@@ -492,34 +534,34 @@ def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) 
     (own,) = order["arms"].values()
     on_gpu = mesh.device.type == "cuda"
     resident = 0 if on_gpu else _resident("VmRSS")
+
+    # A first step loads code and generates kernels for these shapes, which are not an arm's memory
     first = _arm(mesh, order, own, traced=False)
-    # It loads code and generates kernels for these shapes, which are not an arm's memory.
     list(_steps(first, 1, lambda: 0))
     first.plan.close()
     del first
     gc.collect()
+
+    # Reset the peak; "5" is the kernel's order for that
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     else:
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     before = torch.cuda.memory_allocated() if on_gpu else _resident("VmRSS")
     libraries = f"libraries took {(before - resident) / 2**20:.3g} in a first step"
 
     def peak() -> int:
-        return (torch.cuda.max_memory_allocated() if on_gpu else _resident("VmHWM")) - before
+        highest = torch.cuda.max_memory_allocated() if on_gpu else _resident("VmHWM")
+        return highest - before
 
+    # The second arm is the measured one
     arm = _arm(mesh, order, own, traced=False)
-    found = list(_steps(arm, MEMORY_STEPS, peak))
+    held, peaks = zip(*_steps(arm, MEMORY_STEPS, peak), strict=True)
     arm.plan.close()
-    held, peaks = zip(*found, strict=True)
-    own_found: dict[str, Any] = {
-        "formula": arm.formula,
-        "at_peak": arm.at_peak,
-        "held": held,
-        "peak": peaks,
-    }
-    everyone = mesh.gather(own_found)
+    memory: dict[str, Any] = {"formula": arm.formula, "at_peak": arm.at_peak}
+    memory |= {"held": held, "peak": peaks}
+    everyone = mesh.gather(memory)
     if everyone is not None:
         most = max(everyone, key=lambda rank: rank["peak"][-1])
         if on_gpu:

@@ -160,7 +160,7 @@ class TrainBenchmark(Benchmark):
                 *markdown(names, [(arm, *(cell(arm, part) for part in parts)) for arm in launched]),
             ]
             last = [METRICS[name][0] for name in LAST]
-            if any((row := report.row(arm, last[0])) and row.values for arm in launched):
+            if measured(report, launched, last[0]):
                 of_last = [(arm, *(cell(arm, part) for part in last)) for arm in launched]
                 lines += ["", *markdown(("of the last, s", *last), of_last)]
         computed = [arm for arm in (*NARROW, *WIDE, *TRACED) if report.row(arm, "compute: step")]
@@ -250,15 +250,13 @@ def _launch(plan: Plan, report: Report) -> None:
     for name, (metric, unit) in METRICS.items():
         for arm in arms:
             if arm not in plan.broken or metric in (FIRST, WHOLE, STEP):
-                values = [value for run in found[arm] if (value := getattr(run, name)) is not None]
-                short = len(values) < len(found[arm])  # rounds would no longer pair up
-                if short:
-                    why = TOO_SHORT if unit == "ms" else NOT_LOGGED
-                else:
-                    why = ""
-                report.rows.append(
-                    plan.row(arm, metric, unit, () if short else values, skipped=why)
-                )
+                values = [getattr(run, name) for run in found[arm]]
+                reason = ""
+                if None in values:
+                    # Without the value of one round the other rounds would no longer pair up
+                    values = []
+                    reason = TOO_SHORT if unit == "ms" else NOT_LOGGED
+                report.rows.append(plan.row(arm, metric, unit, values, skipped=reason))
     last = {
         arm: runs[-1].last_loss for arm, runs in found.items() if runs and arm not in plan.broken
     }

@@ -156,7 +156,7 @@ def test_both_bandwidths_other_profiles_and_a_whole_card() -> None:
 
 def test_conditions_name_slices_backend_and_commands() -> None:
     report = Report("mig", {})
-    mig._say_plan(report, H200, found(h200("a", "1g.18gb", mig=True)), OLD)
+    mig._add_plan(report, H200, found(h200("a", "1g.18gb", mig=True)), OLD)
     (line,) = report.conditions["slices"]
     assert line.startswith(
         "1g.18gb MIG-a000-5555 (16.0 GiB, 0.143 of compute, 0.125 of bandwidth, peak 141 TFLOP/s"
@@ -193,7 +193,7 @@ def test_speeds_follow_the_sms_where_they_are_known() -> None:
         "mib": 20 << 10,
         "slices": 1,
     }
-    mig._say_plan(report, "NVIDIA H100 80GB HBM3", found(h100 | {"slices": [part]}), OLD)
+    mig._add_plan(report, "NVIDIA H100 80GB HBM3", found(h100 | {"slices": [part]}), OLD)
     rows = {r.arm: r for r in report.rows if r.metric == "speed, compute-bound"}
     assert rows["plan: 7 × 1g.10gb"].median == pytest.approx(7 * 16 / 132)
     assert rows["plan: 1 × 7g.80gb"].median == 1
@@ -233,7 +233,7 @@ def filled(*cards: dict[str, Any]) -> Report:
         Report("mig", {"versions": {}, "command": "python -m nanoray.bench mig"}),
         load_config(preset="tiny"),
     )
-    mig._say_plan(report, H200, found(*cards), NEW)
+    mig._add_plan(report, H200, found(*cards), NEW)
     for arm in mig.matrix(H200, found(*cards), 7, NEW):
         if not arm.skipped:
             copy = 240 * (2 if arm.name == "1 × 1g.35gb" else 1)

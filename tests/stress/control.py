@@ -29,6 +29,7 @@ from typing import Any
 
 from nanoray.bench.__main__ import exit_code_of, run_one
 from nanoray.bench.harness.benchmark import Benchmark
+from nanoray.bench.harness.plan import count_of
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number
 from nanoray.bench.registry import Entry
 from nanoray.devices.slots import local_slots
@@ -94,10 +95,7 @@ class ControlBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Measure both parts at every size and fill the report."""
         sizes = _sizes(args.workers or (QUICK_SIZES if args.quick else SIZES))
-        if args.rounds is None:
-            rounds = 2 if args.quick else 5
-        else:
-            rounds = args.rounds
+        rounds = count_of(args.rounds, args.quick, few=2, usual=5)
         if rounds < 1 or (args.window_s is not None and not 0 < args.window_s < math.inf):
             raise ConfigError(
                 f"rounds = {rounds}, window_s = {args.window_s}; both must be above 0: leave them out"

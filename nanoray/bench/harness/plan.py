@@ -34,6 +34,13 @@ def chosen(text: str, known: Sequence[str], what: str = "arm") -> list[str]:
     return [name for name in known if name in names]
 
 
+def count_of(given: int | None, quick: bool, few: int, usual: int) -> int:
+    """Return a number of rounds or steps: the flag's, else `few` with --quick and `usual` without."""
+    if given is not None:
+        return given
+    return few if quick else usual
+
+
 def rotated(arms: Sequence[str], turn: int) -> list[str]:
     """Return the order of the arms in one round: each round begins with the next arm."""
     shift = turn % max(1, len(arms))

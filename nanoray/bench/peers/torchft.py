@@ -52,8 +52,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def torchft_config() -> Any:
     """Return Ray Train's configuration of torchft. Raises ConfigError where that is missing."""
-    if why := missing():
-        raise ConfigError(why)
+    reason = missing()
+    if reason:
+        raise ConfigError(reason)
     from ray.train.v2.torch.torchft_config import TorchftConfig
 
     return TorchftConfig(lighthouse_kwargs=LIGHTHOUSE, backend="gloo")
@@ -149,7 +150,8 @@ class Replica:
         rank = manager.participating_rank()
         now = manager.num_participants()
         batch = batch_for(cfg, self.world, now) or resolve_batch(cfg, now)
-        set_lr([self.inner], lr := lr_at(step, cfg))
+        lr = lr_at(step, cfg)
+        set_lr([self.inner], lr)
         micro_batches = MicroBatches(self.data, batch, rank or 0)
         loss = torch.zeros((), device=self.device)
         for micro in range(batch.accum):
@@ -209,7 +211,7 @@ class Replica:
         os.replace(fresh, self.saved)
 
     def _go_on(self) -> None:
-        """Load the newest checkpoint: when all workers were lost nobody else has the state."""
+        """Load the newest checkpoint: it is needed when all workers were lost."""
         import torch
 
         if Path(self.saved).exists():
