@@ -23,6 +23,7 @@ from nanoray.checkpoint.find import check_shape, find_run, newest_valid
 from nanoray.errors import CheckpointError
 from nanoray.state import StateDict
 from tests.harness.commands import forkserver, killed_saves
+from tests.harness.messages import find_line
 from tests.harness.permissions import closed
 
 SHAPE = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": 16, "bias": False, "vocab_size": 65}
@@ -376,10 +377,9 @@ def test_unreadable_files_and_folders(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("builtins.open", refuse)
         found, notes = newest_valid(tmp_path)
-    assert notes == [
-        "checkpoint step_00000200 is damaged (optimizer.safetensors: Permission denied); using "
-        "step_00000100"
-    ]
+    (note,) = notes
+    damage = "optimizer.safetensors: Permission denied"
+    find_line(note, "step_00000200", "damaged", damage, "step_00000100")
     assert same(found.state, make(100))
 
     def refuse_list(folder):
@@ -655,12 +655,10 @@ def test_find_run_auto(tmp_path):
     flip(broken / "checkpoints" / "step_00000050" / "model.safetensors")
     found = find_run(tmp_path, "auto", SHAPE)
     assert found.run_dir == tenth
-    assert found.notes == [
-        "run 2026-03-01_000000_broken: checkpoint step_00000050 is damaged (model.safetensors: "
-        "sha256 differs); "
-        "no older one is valid",
-        "run 2026-02-01_000000_wide is of another model (n_layer is 6 there and 2 here); skipped",
-    ]
+    broken, wide = found.notes
+    damage = "model.safetensors: sha256 differs"
+    find_line(broken, "2026-03-01_000000_broken", "step_00000050", damage, "no older")
+    find_line(wide, "2026-02-01_000000_wide", "another model", "n_layer is 6 there and 2 here")
     assert find_run(tmp_path, "auto", OTHER).run_dir.name == "2026-02-01_000000_wide"
 
 
@@ -682,12 +680,11 @@ def test_find_run_auto_takes_no_other_experiment(tmp_path):
     described(run(tmp_path, "2026-01-02_030407_lr1", 9), 300.0, tokens="u", name="lr1", lr=1e-3)
     found = find_run(tmp_path, "auto", SHAPE, mine)
     assert found.run_dir == first
-    assert found.notes == [
-        "run 2026-01-02_030407_lr1 is another experiment (its dataset has other tokens); skipped",
-        "run 2026-01-02_030406_lr2 is another experiment (name is lr2 there and lr1 here, lr is "
-        "0.002 there and 0.001 "
-        "here); skipped",
-    ]
+    other_data, other_keys = found.notes
+    find_line(other_data, "2026-01-02_030407_lr1", "another experiment", "dataset", "tokens")
+    name = "name is lr2 there and lr1 here"
+    lr = "lr is 0.002 there and 0.001 here"
+    find_line(other_keys, "2026-01-02_030406_lr2", "another experiment", name, lr)
     assert (
         find_run(tmp_path, "auto", SHAPE, {"name": "lr2", "lr": 2e-3, "tokens_sha256": "t"}).run_dir
         == second
