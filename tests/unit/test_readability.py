@@ -15,23 +15,9 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
 
 ALLOWED: dict[str, int] = {
-    "bench/algorithms.py": 1,
-    "bench/collectives.py": 2,
-    "bench/compression.py": 1,
-    "bench/equivalence.py": 2,
-    "bench/layouts.py": 1,
-    "bench/mig.py": 1,
-    "bench/scaling.py": 1,
     "forecast/scale.py": 2,
-    "inspect/text.py": 1,
-    "inspect/tree.py": 1,
-    "inspect/verify.py": 1,
-    "replay/__main__.py": 1,
     "replay/again.py": 2,
-    "replay/bisect.py": 1,
-    "replay/past.py": 1,
     "trace/ledger.py": 1,
-    "train/report.py": 1,
 }
 
 
