@@ -62,16 +62,17 @@ def start_before(run: Past, step: int) -> int:
 def refuse(run: Past, steps: range) -> None:
     """Raise ConfigError when one process cannot play the ranks of a run in these steps."""
     for group in _groups(run, steps):
-        config, what = group["config"], ""
+        config = group["config"]
+        what = ""
         if config["model"] != "gpt":
             # Batch statistics and loaders of each rank are state as well
             what = f"model = {config['model']}"
         elif group["ranks"] > 1:
-            cut = [f"{axis} = {size}" for axis in ("tp", "pp", "ep") if (size := config[axis]) > 1]
-            cut += [f"grad_compress = {config['grad_compress']}"] * (
-                config["grad_compress"] != "none"
-            )
-            cut += [f"fsdp_gather = {config['fsdp_gather']}"] * (config["fsdp_gather"] != "fp32")
+            cut = [f"{axis} = {config[axis]}" for axis in ("tp", "pp", "ep") if config[axis] > 1]
+            if config["grad_compress"] != "none":
+                cut.append(f"grad_compress = {config['grad_compress']}")
+            if config["fsdp_gather"] != "fp32":
+                cut.append(f"dp_mode = fsdp:{config['fsdp_gather']}")
             what = " and ".join(cut)
         if config["model"] == "own":
             raise ConfigError(
@@ -80,8 +81,7 @@ def refuse(run: Past, steps: range) -> None:
         if what:
             raise ConfigError(
                 f"{what}: one process cannot play {group['ranks']} rank(s) of it; add --processes: "
-                "it does the "
-                "steps again with as many local ranks as the run had"
+                "it does the steps again with as many local ranks as the run had"
             )
 
 

@@ -14,11 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
 
-ALLOWED: dict[str, int] = {
-    "forecast/scale.py": 2,
-    "replay/again.py": 2,
-    "trace/ledger.py": 1,
-}
+ALLOWED: dict[str, int] = {}
 
 
 def nested_conditionals(tree: ast.AST) -> list[int]:
@@ -33,9 +29,14 @@ def nested_conditionals(tree: ast.AST) -> list[int]:
 
 
 def is_truth_value(node: ast.expr) -> bool:
-    """Return whether an expression can be seen to be a truth value."""
-    if isinstance(node, ast.Compare | ast.BoolOp):
+    """Return whether an expression can be seen to be a truth value.
+
+    `size or 1` is none: it is a value with a default.
+    """
+    if isinstance(node, ast.Compare):
         return True
+    if isinstance(node, ast.BoolOp):
+        return isinstance(node.op, ast.And) or all(is_truth_value(part) for part in node.values)
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.Not)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -71,6 +72,7 @@ def constructs(source: str) -> list[int]:
         "x = a if (b if c else d) else e",
         "x = ['text'] * (a == 1)",
         "x = 3 * (a and b)",
+        "x = 3 * (a > 1 or not b)",
         "x = (not a) * [1]",
         "x = [1] * bool(a)",
         "x *= a > 1",
@@ -88,6 +90,7 @@ def test_a_construct_is_found(source: str) -> None:
         "x = [0] * n",
         "x = 2 * len(a)",
         "x *= 2",
+        "x = 2 * (a or 1)",
     ],
 )
 def test_plain_code_is_not(source: str) -> None:
