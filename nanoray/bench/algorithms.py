@@ -273,7 +273,7 @@ class AlgorithmsBenchmark(Benchmark):
                     row = report.rows[-1]
                     result = row.problem or row.skipped or f"{number(row.median)} us"
                     say(f"{row.arm:<20}{row.metric:>8}  {result}")
-                _judge(report, len(pool.facts), pool.backend)
+                _add_targets(report, len(pool.facts), pool.backend)
         except RankFailed as failed:
             report.failures.append(str(failed))
 
@@ -402,7 +402,7 @@ def _label(size: int) -> str:
     return f"{size / 1024**power:g} {('B', 'KB', 'MB')[power]}"
 
 
-def _judge(report: Report, ranks: int, backend: str) -> None:
+def _add_targets(report: Report, ranks: int, backend: str) -> None:
     stated = "{} ranks on {}".format(*STATED_FOR)
     if (ranks, backend) == STATED_FOR:
         excuse = ""

@@ -98,7 +98,7 @@ class Cluster:
             )
             self.env["RAY_ADDRESS"] = self.address
             deadline = time.monotonic() + CLUSTER_START_S
-            while not self.whole():
+            while not self.is_complete():
                 if time.monotonic() > deadline:
                     raise ChildFailed(
                         f"the second node did not come up\n{self._node.tail() if self._node else ''}"
@@ -114,7 +114,7 @@ class Cluster:
             self._node.end()
         self._stack.close()
 
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all nodes are there; starts a lost one when its time has come."""
         if self._head and self._head.process.poll() is not None:
             raise ChildFailed(f"`ray start --head` ended by itself\n{self._head.tail()}")
@@ -236,8 +236,8 @@ class Training:
     def _start(self) -> None:
         self.drivers += 1
         # How the driver was ended from outside, if it was, and when
-        self.asked = ""
-        self.asked_at = 0.0
+        self.ended_by = ""
+        self.ended_by_at = 0.0
         self.disturbed = False  # whether there was a fault since it started
         again = ["--resume", "auto"] if self.drivers > 1 else []
         command = [*self._command, "--out_dir", str(self.out), *again]
@@ -247,7 +247,7 @@ class Training:
         """Return (slot, pid) of every living rank: the command of its exit_record names both."""
         return [(slot, pid) for slot, pid in watched_ranks(self.out) if stat_of(pid)]
 
-    def look(self) -> None:
+    def observe(self) -> None:
         """Note how far the run is, and what its processes hold open."""
         run = self.run
         if run is None:
@@ -275,21 +275,21 @@ class Training:
         """
         code = self.driver.process.poll()
         if code is None:
-            if self.asked and self.seconds > self.asked_at + STOP_S:
+            if self.ended_by and self.seconds > self.ended_by_at + STOP_S:
                 raise SoakFailed(
-                    f"the driver lives {STOP_S:.0f} s after `{self.asked}`\n{self.driver.tail()}"
+                    f"the driver lives {STOP_S:.0f} s after `{self.ended_by}`\n{self.driver.tail()}"
                 )
             return False
         text = self.driver.log.read_text(encoding="utf-8", errors="replace")
         if code == 0 and self._summary().get("steps") == self._steps:
             return True
-        expected = (143, -signal.SIGTERM, -signal.SIGKILL) if self.asked else ()
+        expected = (143, -signal.SIGTERM, -signal.SIGKILL) if self.ended_by else ()
         excuse = next((words for words in EXCUSED if words in text.rpartition("error:")[2]), "")
         if "Traceback" in text or (code not in expected and not (excuse and self.disturbed)):
             raise SoakFailed(
                 f"driver {self.drivers} ended with exit code {code}\n{self.driver.tail()}"
             )
-        self._end = self.asked if code in expected else excuse
+        self._end = self.ended_by if code in expected else excuse
         return False
 
     def _summary(self) -> dict[str, Any]:
@@ -334,7 +334,7 @@ class Chaos:
         self._kinds = kinds(seed, nodes)
         self._due = 0.0
         self._next = next(self._kinds)
-        self.thrown: list[Fault] = []
+        self.caused: list[Fault] = []
 
     def _pause(self) -> float:
         return max(LEAST_GAP_S, self._moments.expovariate(1 / self._every_s))
@@ -348,17 +348,17 @@ class Chaos:
             self._due = training.seconds + self._pause()  # pauses count from the first step
         if training.seconds < self._due or training.driver.process.poll() is not None:
             return
-        if len(self.thrown) >= MEET and self.thrown[-MEET].step == points[-1][1]:
+        if len(self.caused) >= MEET and self.caused[-MEET].step == points[-1][1]:
             return
         ranks = training.ranks()  # now: looking through all processes takes the run's time
         if self._next in (KILL, FREEZE, KILL_ALL) and not ranks:
             return
-        if self._next == KILL_NODE and not cluster.whole():
+        if self._next == KILL_NODE and not cluster.is_complete():
             return
         at = round(training.seconds, 2)
-        target = self._throw(training, cluster, sorted(ranks))
+        target = self._cause(training, cluster, sorted(ranks))
         training.disturbed = True
-        self.thrown.append(Fault(at, self._next, target, points[-1][1]))
+        self.caused.append(Fault(at, self._next, target, points[-1][1]))
         print(
             f"{at:7.1f} s  step {points[-1][1]:>6}  {self._next} {target}",
             file=sys.stderr,
@@ -368,14 +368,14 @@ class Chaos:
         self._due = training.seconds + self._pause()
         self._next = next(self._kinds)
 
-    def _throw(self, training: Training, cluster: Cluster, ranks: list[tuple[int, int]]) -> str:
+    def _cause(self, training: Training, cluster: Cluster, ranks: list[tuple[int, int]]) -> str:
         if self._next == KILL_NODE:
             back_s = self._choices.uniform(*NODE_BACK_S)
             return f"({cluster.kill_node(back_s)} processes, back in {back_s:.1f} s)"
         if self._next in (STOP_DRIVER, KILL_DRIVER):
             pid = training.driver.process.pid
-            training.asked = self._next
-            training.asked_at = training.seconds
+            training.ended_by = self._next
+            training.ended_by_at = training.seconds
             os.kill(pid, signal.SIGTERM if self._next == STOP_DRIVER else signal.SIGKILL)
             return f"(pid {pid})"
         if self._next != KILL_ALL:
@@ -409,8 +409,8 @@ def survive(training: Training, cluster: Cluster, chaos: Chaos | None, limit_s: 
     """
     back_at = 0.0
     while not training.done():
-        training.look()
-        whole = cluster.whole()
+        training.observe()
+        is_complete = cluster.is_complete()
         if training.seconds > limit_s:
             raise SoakFailed(f"no end within {limit_s:.0f} s\n{training.driver.tail()}")
         if chaos and training.driver.process.poll() is None:
@@ -418,10 +418,10 @@ def survive(training: Training, cluster: Cluster, chaos: Chaos | None, limit_s: 
             chaos.act(training, cluster)
         elif chaos and not back_at:
             back_at = training.seconds + chaos.driver_pause()
-        elif chaos and whole and training.seconds >= back_at:
+        elif chaos and is_complete and training.seconds >= back_at:
             training.start_again()
         time.sleep(POLL_S)
-    training.look()
+    training.observe()
     return training.seconds
 
 
@@ -440,7 +440,7 @@ def watched_ranks(folder: Path) -> list[tuple[int, int]]:
     return found
 
 
-def events(faults: list[Fault]) -> list[dict[str, Any]]:
+def fault_records(faults: list[Fault]) -> list[dict[str, Any]]:
     """Return the faults as they stand in the JSON file."""
     return [asdict(fault) for fault in faults]
 

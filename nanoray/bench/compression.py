@@ -130,19 +130,19 @@ class CompressionBenchmark(Benchmark):
                 report.failures.append(str(error))
         ranks = where.workers
         for name, events in found.items():
-            _rows(report, name, events, ranks)
+            _add_rows(report, name, events, ranks)
 
     def format_text(self, report: Report) -> list[str]:
         """Return a line per arm, the bytes of each collective, and the finding."""
         rows = [row for row in report.rows if row.metric == WIRE and row.values]
         table = aligned(
-            [(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 9))
+            [(*line, "") for line in _build_table(report, "quartiles")], right=set(range(1, 9))
         )
         return [*table, "", *(f"{row.arm}: {row.note}" for row in rows), *finding(report)]
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return the table for a page, and the finding."""
-        head, *body = _table(report, "range")
+        head, *body = _build_table(report, "range")
         return [*markdown(head, body), "", *finding(report)]
 
     def draw(self, report: Report, path: Path) -> None:
@@ -182,7 +182,7 @@ def configuration(order: dict[str, Any], **more: Any) -> Config:
     return load_config(preset=order["preset"], overrides=order["overrides"] | more)
 
 
-def _rows(report: Report, name: str, events: list[dict[str, Any]], ranks: int) -> None:
+def _add_rows(report: Report, name: str, events: list[dict[str, Any]], ranks: int) -> None:
     """Add an arm's rows, and its ratios to the arm that sends float32, round by round."""
     if not events:
         report.rows.append(Row(name, STEP, "ms", ()))
@@ -259,7 +259,7 @@ def finding(report: Report) -> list[str]:
     ]
 
 
-def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
+def _build_table(report: Report, spread: str) -> list[tuple[str, ...]]:
     columns = {
         STEP: "step, ms",
         EXPOSED: "exposed, ms",
@@ -284,7 +284,9 @@ def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
 # On every rank.
 
 
-def text(mesh: Mesh, config: Config, precision: str, micro: int, data: Any = None) -> Case:
+def make_text_case(
+    mesh: Mesh, config: Config, precision: str, micro: int, data: Any = None
+) -> Case:
     """Return a GPT that learns from a text, for `bench strategies`' arms."""
     from nanoray.bench.arm import gpt
     from nanoray.config import resolve_batch
@@ -315,7 +317,7 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
         keep_freed_memory()
     config = configuration(order)
     data = TokenData(prepare(config), config.block_size, config.seed, mesh.device)
-    make = partial(text, data=data)
+    make = partial(make_text_case, data=data)
     arms = {
         name: Arm(mesh, configuration(order, **ARMS[name]), make, traced=True)
         for name in order["arms"]

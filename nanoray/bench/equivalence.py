@@ -102,18 +102,18 @@ class EquivalenceBenchmark(Benchmark):
                     report.failures.append(f"{case}: {error}")
                     return
                 for arm, ranks in found.items():
-                    report.rows += _rows(case, how, arm, ranks, found)
+                    report.rows += _make_rows(case, how, arm, ranks, found)
 
     def format_text(self, report: Report) -> list[str]:
         """Return the table: largest differences from one process, and the modes with the same bits."""
-        return aligned([(*line, "") for line in _table(report)], right=set(range(1, 7)))
+        return aligned([(*line, "") for line in _build_table(report)], right=set(range(1, 7)))
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return the table for a page.
 
         It leaves out the arms that only repeat a mode with activation checkpointing.
         """
-        head, *body = _table(report)
+        head, *body = _build_table(report)
         return markdown(head, [line for line in body if " + " not in line[0]])
 
     def draw(self, report: Report, path: Path) -> None:
@@ -194,7 +194,7 @@ def fits(own: dict[str, Any], accum: int) -> bool:
     return own.get("pp_schedule") != "interleaved" or accum % own["pp"] == 0
 
 
-def _rows(
+def _make_rows(
     case: str, how: dict[str, Any], arm: str, ranks: list[Any], found: dict[str, list[Any]]
 ) -> list[Row]:
     def row(metric: str, limit: float, values: list[float]) -> Row:
@@ -280,7 +280,7 @@ def _largest_cell(rows: list[Row]) -> str:
     return f"{max(max(row.values) for row in rows):.1e}"
 
 
-def _table(report: Report) -> list[tuple[str, ...]]:
+def _build_table(report: Report) -> list[tuple[str, ...]]:
     """Return a line per arm: its largest differences, and the modes with the same bits per case."""
     cases = list(dict.fromkeys(row.metric.partition(":")[0] for row in report.rows))
     kinds = [(metric, kind) for metric in (LOSS, WEIGHT, NORM) for kind in ("SGD", "AdamW")]

@@ -188,15 +188,15 @@ class GPUBenchmark(Benchmark):
                     values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
                 config = load_config(preset=name, overrides=values | overrides)
                 ladder = Ladder(args, name, config, prepare(config), folder, gpu)
-                _climb(ladder, [arm for arm in RUNGS if arm in arms], report)
+                _measure_ladder(ladder, [arm for arm in RUNGS if arm in arms], report)
             if BABY in arms and CHAR in presets:
                 _train_baby(args, gpu, overrides, folder, report)
-        _judge(report, presets)
+        _add_targets(report, presets)
 
     def format_text(self, report: Report) -> list[str]:
         """Return a line per rung, the products, the seconds to the loss, and what was left out."""
         found = aligned(
-            [(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 8))
+            [(*line, "") for line in _build_table(report, "quartiles")], right=set(range(1, 8))
         )
         products = [row for row in report.rows if row.metric == PRODUCTS]
         found += [
@@ -213,7 +213,7 @@ class GPUBenchmark(Benchmark):
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return the table for a page."""
-        head, *body = _table(report, "range")
+        head, *body = _build_table(report, "range")
         return markdown(head, body)
 
     def draw(self, report: Report, path: Path) -> None:
@@ -257,14 +257,14 @@ def settings_at(rung: str) -> dict[str, Any]:
     """Return the settings of a rung: its own, and those of all before it that are kept."""
     settings: dict[str, Any] = {}
     for name, own in RUNGS.items():
-        if name == rung or not _aside(name):
+        if name == rung or not _is_alternative(name):
             settings |= own
         if name == rung:
             break
     return settings
 
 
-def _aside(rung: str) -> bool:
+def _is_alternative(rung: str) -> bool:
     """Whether the rungs after this one do without it, because it is another way to do the same."""
     return rung.startswith("(")
 
@@ -274,11 +274,11 @@ def before(rungs: list[str]) -> dict[str, str]:
 
     That is the newest rung whose change it keeps.
     """
-    kept = [[r for r in rungs[:n] if not _aside(r)] for n in range(len(rungs))]
+    kept = [[r for r in rungs[:n] if not _is_alternative(r)] for n in range(len(rungs))]
     return {rung: of[-1] for rung, of in zip(rungs, kept, strict=True) if of}
 
 
-def _climb(ladder: Ladder, rungs: list[str], report: Report) -> None:
+def _measure_ladder(ladder: Ladder, rungs: list[str], report: Report) -> None:
     """Measure products of matrices in each precision, then every rung, and add their rows."""
     losses: dict[str, dict[int, float]] = {}
     for precision, dtype in (("fp32", "float32"), ("tf32", "float32"), ("bf16", "bfloat16")):
@@ -295,7 +295,7 @@ def _climb(ladder: Ladder, rungs: list[str], report: Report) -> None:
         arm = f"{ladder.name}: {PRODUCTS} {precision}"
         values = []
         try:
-            values = [2 * size**3 / ms * 1e3 for ms in _run(ladder, order, arm)["step_ms"]]
+            values = [2 * size**3 / ms * 1e3 for ms in _run_process(ladder, order, arm)["step_ms"]]
             ladder.peaks[precision] = sorted(values)[len(values) // 2]
         except ChildFailed as error:
             report.failures.append(f"{arm}: {error}")
@@ -303,14 +303,14 @@ def _climb(ladder: Ladder, rungs: list[str], report: Report) -> None:
         report.rows.append(Row(arm, PRODUCTS, "TFLOP/s", found, f"matrices of {size} x {size}"))
     for rung in rungs:
         settings = settings_at(rung)
-        why = _impossible(ladder, settings)
+        why = _reason_to_skip(ladder, settings)
         if why:
-            report.rows.append(Row(_named(ladder, rung), TOKENS, "1/s", (), skipped=why))
+            report.rows.append(Row(_arm_name(ladder, rung), TOKENS, "1/s", (), skipped=why))
             continue
-        _rung(ladder, rung, settings, losses, report)
+        _measure_rung(ladder, rung, settings, losses, report)
 
 
-def _impossible(ladder: Ladder, settings: Mapping[str, Any]) -> str:
+def _reason_to_skip(ladder: Ladder, settings: Mapping[str, Any]) -> str:
     """Return why this device has no such rung, or ""."""
     if ladder.device == "cpu":
         for key, of_gpus in (
@@ -326,7 +326,7 @@ def _impossible(ladder: Ladder, settings: Mapping[str, Any]) -> str:
     return f"compile = true {why}" if why else ""
 
 
-def _rung(
+def _measure_rung(
     ladder: Ladder,
     rung: str,
     settings: Mapping[str, Any],
@@ -346,14 +346,14 @@ def _rung(
     }
     sizes["n_head"] = ladder.config.n_head // larger
     name = rung.strip("+ ()").replace(" ", "-")
-    arm = _named(ladder, rung)
+    arm = _arm_name(ladder, rung)
     try:
         config = make_config(
             ladder.config.model_dump() | own | sizes | {"name": f"{ladder.name}-{name}"}
         )
         spec = open_run(config, ladder.data, time.time())
         order = {"arm": "engine", "rank": 0, "world": 1, "spec": str(spec.folder / "run.json")}
-        found = _run(ladder, order | {"unfused": settings["_unfused"]}, arm)
+        found = _run_process(ladder, order | {"unfused": settings["_unfused"]}, arm)
     except (ChildFailed, NanorayError) as error:
         if ladder.gpu and "OutOfMemoryError" in str(error):
             why = f"does not fit in {ladder.gpu.memory_bytes / 2**30:.0f} GiB"
@@ -399,11 +399,11 @@ def _rung(
         report.rows.append(Row(arm, LOSS, "", (loss,), f"of step {step}", wrong=wrong))
 
 
-def _run(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, Any]:
+def _run_process(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, Any]:
     """Run one process; return ms per step of each block, peak memory and start seconds."""
     order |= {"device": ladder.device, "threads": max(1, int(available_cpus()))}
     name = re.sub("[^a-zA-Z0-9+]+", "-", arm)
-    env = _environment(ladder.gpu, ladder.folder, name)
+    env = _make_environment(ladder.gpu, ladder.folder, name)
     log = ladder.folder / f"{name}.log"
     begin = time.monotonic()
     argv = [sys.executable, "-m", "nanoray.bench.step_rank", json.dumps(order)]
@@ -423,7 +423,7 @@ def _run(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, Any]:
     return {"step_ms": found, "ready_s": ready_s, "peak_bytes": answers[-1].get("peak_bytes", 0)}
 
 
-def _environment(gpu: Device | None, folder: Path, name: str) -> dict[str, str]:
+def _make_environment(gpu: Device | None, folder: Path, name: str) -> dict[str, str]:
     """Return the environment of a process that sees the one device, and compiles anew."""
     env = arm_environment() | {
         "TMPDIR": str(folder / "tmp"),
@@ -455,7 +455,7 @@ def _train_baby(
     for seed in range(1 if args.quick else 3):
         own = folder / f"baby-{seed}"
         try:
-            env = _environment(gpu, folder, own.name)
+            env = _make_environment(gpu, folder, own.name)
             runs.append(
                 run_once(BABY_RECORD, flags | {"seed": seed}, env, own, max(args.timeout_s, 1800.0))
             )
@@ -486,11 +486,11 @@ def _train_baby(
     report.rows.append(Row(BABY, LOSS, "", tuple(losses), "validation"))
 
 
-def _named(ladder: Ladder, rung: str) -> str:
+def _arm_name(ladder: Ladder, rung: str) -> str:
     return f"{ladder.name}: {rung}"
 
 
-def _judge(report: Report, presets: list[str]) -> None:
+def _add_targets(report: Report, presets: list[str]) -> None:
     """Add each rung's ratio to the rung before it, and the targets of an H100 or H200."""
     for preset in presets:
         rows = measured(report, [f"{preset}: {rung}" for rung in RUNGS], TOKENS)
@@ -515,7 +515,7 @@ def _judge(report: Report, presets: list[str]) -> None:
         report.targets.append(Target(f"{BABY}, s", baby, "<=", BABY_S, excuse))
 
 
-def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
+def _build_table(report: Report, spread: str) -> list[tuple[str, ...]]:
     ends = {
         MFU: "MFU, %",
         PEAK: "of products, %",

@@ -151,7 +151,7 @@ class Run:
     def __exit__(self, *_: object) -> None:
         try:
             for rank in range(len(list(self.folder.glob("*/logs/rank*.log")))):
-                self._process(rank)
+                self._find_process(rank)
             self.child.end()
         finally:
             self._end_ranks()
@@ -182,19 +182,19 @@ class Run:
         if self._file is None:
             self._file = path.open(encoding="utf-8")
         replaced = not os.path.samestat(os.fstat(self._file.fileno()), path.stat())
-        self._take_in(self._file)
+        self._add_records(self._file)
         if replaced:
             self._file.close()
             self._file = path.open(encoding="utf-8")
             self._rest = ""
-            self._take_in(self._file)
+            self._add_records(self._file)
 
-    def _take_in(self, file: TextIO) -> None:
+    def _add_records(self, file: TextIO) -> None:
         *lines, self._rest = (self._rest + file.read()).split("\n")
         for record in map(json.loads, lines):
             self.done.setdefault((record["attempt"], record["step"]), record["time"])
 
-    def until(self, reached: Callable[[], Any], timeout_s: float, what: str) -> None:
+    def wait_until(self, reached: Callable[[], Any], timeout_s: float, what: str) -> None:
         """Read records until `reached()`.
 
         Raises ChildFailed when the run ends before, or takes too long.
@@ -235,7 +235,7 @@ class Run:
 
     def kill(self, rank: int) -> float | None:
         """Send SIGKILL to a rank and return the moment; None when it has no process now."""
-        pid = self._process(rank)
+        pid = self._find_process(rank)
         if pid is None:
             return None
         killed = time.time()
@@ -279,7 +279,7 @@ class Run:
 
     # The processes of ranks. Their logs name the pids, /proc names their parents and sessions.
 
-    def _process(self, rank: int) -> int | None:
+    def _find_process(self, rank: int) -> int | None:
         """Return the pid of a rank, if that is a living process of this run."""
         log = next(self.folder.glob(f"*/logs/rank{rank}.log"), None)
         if log is None:

@@ -83,7 +83,7 @@ class LayoutsBenchmark(Benchmark):
         """Fit links and compute at 2 ranks, and measure and predict every layout, in each round."""
         where = replace(where_from(args), workers=BASE)
         quick = args.quick
-        ranks = _ranks(args.ranks)
+        ranks = _parse_ranks(args.ranks)
         rounds = count_of(args.rounds, quick, few=1, usual=7)
         turns = count_of(args.turns, quick, few=1, usual=4)
         steps = count_of(args.steps, quick, few=2, usual=4)
@@ -120,7 +120,7 @@ class LayoutsBenchmark(Benchmark):
                     "layouts are checked on CPUs, where ranks share cores; add --device cpu"
                 )
             for turn in range(rounds):
-                here = _fitted(
+                here = _fit_machine(
                     list(pools[BASE].run("nanoray.bench.layouts:fit_rank", order)), config
                 )
                 for n in ranks[turn % len(ranks) :] + ranks[: turn % len(ranks)]:
@@ -138,15 +138,15 @@ class LayoutsBenchmark(Benchmark):
                         )
                 if not turn:
                     report.conditions["fit"] = here.format_fit()
-        _rows(report, found)
+        _add_rows(report, found)
 
     def format_text(self, report: Report) -> list[str]:
         """Return a line per layout: measured step with its quartiles, predicted step, error."""
-        return aligned([(*line, "") for line in _table(report)], right={1, 2, 3, 4})
+        return aligned([(*line, "") for line in _build_table(report)], right={1, 2, 3, 4})
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return the table for a page."""
-        head, *body = _table(report)
+        head, *body = _build_table(report)
         return markdown(head, body)
 
     def draw(self, report: Report, path: Path) -> None:
@@ -169,7 +169,7 @@ class LayoutsBenchmark(Benchmark):
             axes.legend(fontsize=8)
 
 
-def _ranks(text: str) -> list[int]:
+def _parse_ranks(text: str) -> list[int]:
     try:
         ranks = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -262,7 +262,7 @@ class Here:
         return "; ".join([*links, *parts])
 
 
-def _fitted(events: list[dict[str, Any]], config: Config) -> Here:
+def _fit_machine(events: list[dict[str, Any]], config: Config) -> Here:
     """Fit links and compute to the events of `fit_rank`.
 
     A reduce-scatter or all-gather is fitted as a ring of its own.
@@ -282,7 +282,7 @@ _TIMES = ("seconds", "cpu_s")
 _PARTS = ("forward_s", "backward_s", "update_s")
 
 
-def _rows(report: Report, found: dict[str, list[tuple[float, float]]]) -> None:
+def _add_rows(report: Report, found: dict[str, list[tuple[float, float]]]) -> None:
     for arm, pairs in found.items():
         error = Row(arm, ERROR, "ratio", tuple(abs(p / m - 1) for p, m in pairs))
         report.rows += [
@@ -303,7 +303,7 @@ def _rows(report: Report, found: dict[str, list[tuple[float, float]]]) -> None:
         )
 
 
-def _table(report: Report) -> list[tuple[str, ...]]:
+def _build_table(report: Report) -> list[tuple[str, ...]]:
     rows = []
     for row in (row for row in report.rows if row.metric == MEASURED and row.values):
         predicted = report.row(row.arm, PREDICTED)
@@ -332,7 +332,7 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
     keep_freed_memory()
     axis = data_axis(mesh)
     n = mesh.world_size
-    work = _work(order)
+    work = _make_work(order)
     for nbytes in order["sizes"]:
         flat = torch.zeros(nbytes // 4)
         own = torch.zeros(nbytes // 4 // n)
@@ -363,7 +363,7 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
                 seconds, cpu_s = (statistics.fmean(each) for each in zip(*worst, strict=True))
                 emit({"op": op, "nbytes": nbytes, "seconds": seconds, "cpu_s": cpu_s})
     for tp in (1, 2):
-        everyone = mesh.gather([_compute(mesh, order, tp) for _ in range(order["turns"])])
+        everyone = mesh.gather([_time_compute(mesh, order, tp) for _ in range(order["turns"])])
         if everyone is not None:  # a turn's time is that of its slowest rank, as a step's is
             turns = [
                 max(of_turn, key=lambda parts: sum(parts.values()))
@@ -372,7 +372,7 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
             emit({"tp": tp} | min(turns, key=lambda parts: sum(parts.values())))
 
 
-def _work(order: dict[str, Any]) -> Callable[[], Any]:
+def _make_work(order: dict[str, Any]) -> Callable[[], Any]:
     """Return what a rank computes between two collectives: the MLP of a block."""
     import torch
 
@@ -384,7 +384,7 @@ def _work(order: dict[str, Any]) -> Callable[[], Any]:
     return torch.no_grad()(lambda: mlp(x))
 
 
-def _compute(mesh: Mesh, order: dict[str, Any], tp: int) -> dict[str, float]:
+def _time_compute(mesh: Mesh, order: dict[str, Any], tp: int) -> dict[str, float]:
     """Return the median seconds of forward, backward and update of a model without collectives."""
     import torch
     from torch.nn.utils import get_total_norm

@@ -79,19 +79,19 @@ class OverlapBenchmark(Benchmark):
             raise ConfigError(
                 f"rounds = {rounds}, steps = {steps}; both must be above 0: leave them out for 20 of 10"
             )
-        asked = None if args.buckets is None else _sizes(args.buckets)
+        asked = None if args.buckets is None else _parse_sizes(args.buckets)
         if args.preset:
             load_config(preset=args.preset)  # refuses one that is not known
         with RankPool(where) as pool:
             describe(report, pool)
             on_cpu = pool.facts[0]["device"] == "cpu"
-            sizes = asked or _sizes(CPU_BUCKETS if on_cpu else GPU_BUCKETS)
+            sizes = asked or _parse_sizes(CPU_BUCKETS if on_cpu else GPU_BUCKETS)
             preset = args.preset or ("shakespeare-cpu" if on_cpu else "gpt2-124m")
             recipe = f"preset {preset}, {rounds} rounds of {steps} steps, random tokens"
             report.conditions["recipe"] = recipe
             order = {"preset": preset, "sizes": sizes, "rounds": rounds, "steps": steps}
             found: dict[str, list[dict[str, Any]]] = {
-                arm: [] for arm in (NO_SYNC, *map(_arm, sizes))
+                arm: [] for arm in (NO_SYNC, *map(_arm_name, sizes))
             }
             facts: dict[str, dict[str, Any]] = {}
             try:
@@ -113,7 +113,7 @@ class OverlapBenchmark(Benchmark):
                 note = f"{fact['buckets']} bucket(s) of at most {fact['largest'] / 1e6:.3g} MB"
             else:
                 note = ""
-            _rows(report, arm, events, note, fact.get("wrong"))
+            _add_rows(report, arm, events, note, fact.get("wrong"))
 
     def format_text(self, report: Report) -> list[str]:
         """Return a table with a line per bucket size, medians with their quartiles, and the finding."""
@@ -183,7 +183,7 @@ class OverlapBenchmark(Benchmark):
             right.legend(fontsize=8)
 
 
-def _sizes(text: str) -> list[float]:
+def _parse_sizes(text: str) -> list[float]:
     try:
         sizes = sorted({float(part) for part in text.split(",")})
     except ValueError:
@@ -198,11 +198,11 @@ def _sizes(text: str) -> list[float]:
     return sizes
 
 
-def _arm(mb: float) -> str:
+def _arm_name(mb: float) -> str:
     return f"{mb:g} MB"
 
 
-def _rows(
+def _add_rows(
     report: Report, arm: str, events: list[dict[str, Any]], note: str, wrong: int | None
 ) -> None:
     def row(metric: str, key: str) -> Row:
@@ -268,7 +268,7 @@ def _median(report: Report, arm: str, metric: str) -> float:
 # On every rank.
 
 
-def _recipe(mesh: Any, preset: str) -> tuple[Any, Any, Callable[[Any], Any], dict[str, Any]]:
+def _make_recipe(mesh: Any, preset: str) -> tuple[Any, Any, Callable[[Any], Any], dict[str, Any]]:
     """Return a preset's model, optimizer, forward function and description. (all ranks)"""
     import torch
 
@@ -313,10 +313,13 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
     from nanoray.parallel.ddp import apply_ddp
     from nanoray.trace.recorder import Collective, CommRecorder, account, wait_for
 
-    gpt, optimizer, forward, description = _recipe(mesh, order["preset"])
-    plain: dict[str, Any] = {_arm(mb): apply_ddp(gpt, mesh, mb) for mb in order["sizes"]}
+    gpt, optimizer, forward, description = _make_recipe(mesh, order["preset"])
+    plain: dict[str, Any] = {_arm_name(mb): apply_ddp(gpt, mesh, mb) for mb in order["sizes"]}
     recorders = {arm: CommRecorder(mesh, every=1, profile=False) for arm in plain}
-    noted = {_arm(mb): apply_ddp(gpt, mesh, mb, recorders[_arm(mb)].hook) for mb in order["sizes"]}
+    noted = {
+        _arm_name(mb): apply_ddp(gpt, mesh, mb, recorders[_arm_name(mb)].hook)
+        for mb in order["sizes"]
+    }
     first = next(iter(plain.values()))
 
     def step(model: Any, recorder: CommRecorder | None = None) -> None:

@@ -108,18 +108,18 @@ class PipelineBenchmark(Benchmark):
             except RankFailed as error:
                 report.failures.append(str(error))
         for name, events in found.items():
-            _rows(report, name, order["arms"][name], events, found)
+            _add_rows(report, name, order["arms"][name], events, found)
 
     def format_text(self, report: Report) -> list[str]:
         """Return a line per arm, medians with their quartiles, and the finding."""
         table = aligned(
-            [(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 5))
+            [(*line, "") for line in _build_table(report, "quartiles")], right=set(range(1, 5))
         )
         return [*table, "", *finding(report)]
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return the table for a page, and the finding."""
-        head, *body = _table(report, "range")
+        head, *body = _build_table(report, "range")
         return [*markdown(head, body), "", *finding(report)]
 
     def draw(self, report: Report, path: Path) -> None:
@@ -179,7 +179,7 @@ def configuration(order: dict[str, Any], own: dict[str, Any]) -> Config:
     return load_config(preset=order["preset"], overrides=size | own)
 
 
-def _rows(
+def _add_rows(
     report: Report,
     name: str,
     own: dict[str, Any],
@@ -221,7 +221,7 @@ def finding(report: Report) -> list[str]:
     ]
 
 
-def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
+def _build_table(report: Report, spread: str) -> list[tuple[str, ...]]:
     table: list[tuple[str, ...]] = [
         ("schedule", "step, ms", "step / 1f1b", "a stage waits, %", "by the theory, %")
     ]
@@ -264,7 +264,7 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
             arm = arms[name]
             mesh.barrier()
             start = time.perf_counter()
-            phases = [phase for _ in range(order["steps"]) for phase in _noted(arm)]
+            phases = [phase for _ in range(order["steps"]) for phase in _traced_phases(arm)]
             wait_for(mesh.device)
             ms = torch.tensor(
                 1e3 * (time.perf_counter() - start) / order["steps"], device=mesh.device
@@ -281,7 +281,7 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
         arm.plan.close()
 
 
-def _noted(arm: Arm) -> list[Any]:
+def _traced_phases(arm: Arm) -> list[Any]:
     """Train one step; return this stage's phases."""
     arm.recorder.begin(0)
     arm.step()

@@ -147,7 +147,7 @@ class PrecisionBenchmark(Benchmark):
                 info.vocab_size,
                 device,
             )
-            keys = ", ".join(f"{key} {value}" for key, value in settings.items())
+            keys = ", ".join(f"{key} {setting}" for key, setting in settings.items())
             where = "1 thread" if args.device == "cpu" else torch.cuda.get_device_name()
             report.conditions["recipe"] = (
                 f"{keys}, {steps} steps, lr 3e-3 to 1e-5, {info.note}, {where}"
@@ -162,7 +162,9 @@ class PrecisionBenchmark(Benchmark):
         def of(arms: list[str], metrics: dict[str, str], first: str) -> list[str]:
             if not any(report.row(arm, metric) for arm in arms for metric in metrics):
                 return []  # a GPU's report has the modes alone
-            lines = [[arm, *(value(report, arm, metric) for metric in metrics)] for arm in arms]
+            lines = [
+                [arm, *(format_value(report, arm, metric) for metric in metrics)] for arm in arms
+            ]
             return [*markdown([first, *metrics.values()], lines), ""]
 
         costs = {
@@ -189,7 +191,7 @@ class PrecisionBenchmark(Benchmark):
                 "lost, %",
             ),
             of(
-                _layers(report),
+                _layer_arms(report),
                 {LATE: "zero", SMALL: "subnormal"},
                 "gradients of loss × 2^-8, trained, no scale, %",
             ),
@@ -235,7 +237,7 @@ class PrecisionBenchmark(Benchmark):
     def draw(self, report: Report, path: Path) -> None:
         """Draw one picture per claim."""
         with figure(report, path, (16, 11), (3, 3)) as axes:
-            _lines(
+            _plot_lines(
                 axes[0],
                 report,
                 [f"loss × 2^-{k}" for k in WEIGHTS],
@@ -245,8 +247,8 @@ class PrecisionBenchmark(Benchmark):
             axes[0].set(
                 title="gradients that fp16 makes zero", xlabel="k of a loss × 2^-k", ylabel="%"
             )
-            layers = _layers(report)
-            bottom = [0.0] * len(_layers(report))
+            layers = _layer_arms(report)
+            bottom = [0.0] * len(_layer_arms(report))
             for metric, label in ((LATE, "zero"), (SMALL, "subnormal")):
                 rows = [report.row(layer, metric) for layer in layers]
                 shares = [row.median if row else 0.0 for row in rows]
@@ -260,7 +262,7 @@ class PrecisionBenchmark(Benchmark):
             axes[1].tick_params(axis="x", rotation=30)
             axes[1].set(title="the same by layer, loss × 2^-8, no scale", ylabel="%")
             rates = [f"lr {lr:.0e}" for lr in RATES]
-            _lines(axes[2], report, rates, RATES, [f"{WENT}, {name}" for name in UPDATES])
+            _plot_lines(axes[2], report, rates, RATES, [f"{WENT}, {name}" for name in UPDATES])
             axes[2].set(
                 title="distance of repeated small updates",
                 xlabel="lr",
@@ -268,17 +270,17 @@ class PrecisionBenchmark(Benchmark):
                 xscale="log",
             )
             arms = [f"gradients of 1e{e}" for e in EXPONENTS]
-            _lines(axes[3], report, arms, EXPONENTS, (PLAIN, ROOT))
+            _plot_lines(axes[3], report, arms, EXPONENTS, (PLAIN, ROOT))
             axes[3].set(
                 title="AdamW's state in fp16: wrong updates",
                 xlabel="log10 of the gradient",
                 ylabel="%",
             )
             how = [r.metric for r in report.rows if r.arm == f"q and k of {HEADS[0]:g}"]
-            _lines(axes[4], report, [f"q and k of {h:g}" for h in HEADS], HEADS, how)
+            _plot_lines(axes[4], report, [f"q and k of {h:g}" for h in HEADS], HEADS, how)
             axes[4].set(title="attention that is not finite", xlabel="size of q and k", ylabel="%")
             sums = [f"{what}, {how}" for how in MEANS for what in ("overflow", "zero")]
-            _lines(axes[5], report, [f"{n} ranks" for n in RANKS], RANKS, sums)
+            _plot_lines(axes[5], report, [f"{n} ranks" for n in RANKS], RANKS, sums)
             axes[5].set(title="mean over ranks in fp16", xlabel="ranks", ylabel="%", xscale="log")
             for count in OVERFLOWS:
                 row = report.row(f"{count} overflows", "scale")
@@ -290,7 +292,7 @@ class PrecisionBenchmark(Benchmark):
                 ylabel="scale",
                 yscale="log",
             )
-            _lines(
+            _plot_lines(
                 axes[7],
                 report,
                 [f"{n} layers" for n in DEPTHS],
@@ -316,7 +318,7 @@ class PrecisionBenchmark(Benchmark):
 def study(lab: Lab, report: Report, steps: int, rounds: int, quick: bool) -> None:
     """Run the experiments in turn."""
     trained = train_modes(lab, report, steps // rounds * rounds, rounds)
-    judge(report)
+    add_targets(report)
     if lab.device.type != "cpu":
         return
     say("gradients")
@@ -522,7 +524,7 @@ def eight_bits(lab: Lab, report: Report, trained: dict[str, Any], batches: int) 
         )
 
 
-def judge(report: Report) -> None:
+def add_targets(report: Report) -> None:
     """Say what must hold on any machine."""
     for mode in modes_of(report):
         held = report.row(mode, STATE)
@@ -539,17 +541,17 @@ def modes_of(report: Report) -> list[str]:
     return [row.arm for row in report.rows if row.metric == STATE]
 
 
-def value(report: Report, arm: str, metric: str) -> str:
+def format_value(report: Report, arm: str, metric: str) -> str:
     return report.cell(arm, metric, "none") or "·"
 
 
-def _layers(report: Report) -> list[str]:
+def _layer_arms(report: Report) -> list[str]:
     return list(
         dict.fromkeys(row.arm for row in report.rows if row.arm.startswith("layer ") and row.values)
     )
 
 
-def _lines(axes: Axes, report: Report, arms: list[str], xs: Any, metrics: Any) -> None:
+def _plot_lines(axes: Axes, report: Report, arms: list[str], xs: Any, metrics: Any) -> None:
     for metric in metrics:
         points = []
         for x, arm in zip(xs, arms, strict=True):

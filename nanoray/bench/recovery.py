@@ -145,7 +145,7 @@ class RecoveryBenchmark(Benchmark):
             window_s = 0.0 if args.quick else 45.0
         else:
             window_s = args.goodput_s
-        first, last = _between(args)
+        first, last = _parse_between(args)
         if kills < 0 or window_s < 0 or not (kills or window_s):
             raise ConfigError(
                 f"kills = {kills}, goodput_s = {window_s:g}: nothing to measure; leave them out for 5 "
@@ -187,22 +187,22 @@ class RecoveryBenchmark(Benchmark):
                 report.conditions["kills"] = f"{kills} round(s) of {args.steps} steps, {between}"
             plan.start_head(report, [arm for arm in arms if arm != TORCHRUN], stack)
             if kills:
-                _standstills(plan, report, (first, last))
+                _measure_standstills(plan, report, (first, last))
             if window_s:
                 report.conditions["plan of kills"] = (
                     f"{len(plan_of_kills)} in {window_s:g} s, "
                     + ", ".join(f"rank {rank} at {at:.1f} s" for at, rank in plan_of_kills)
                 )
-                _goodputs(plan, report, plan_of_kills, window_s)
-        _judge(report)
+                _measure_goodputs(plan, report, plan_of_kills, window_s)
+        _add_targets(report)
 
     def format_text(self, report: Report) -> list[str]:
         """Return a table with a line per arm: medians with their quartiles."""
-        return aligned([HEADER, *_lines(report)], right=set(range(1, 8)))
+        return aligned([HEADER, *_build_lines(report)], right=set(range(1, 8)))
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return a table for a README: medians with their quartiles."""
-        return markdown(HEADER, _lines(report))
+        return markdown(HEADER, _build_lines(report))
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw the standstills with their quartiles and every kill, and the goodputs."""
@@ -214,7 +214,7 @@ class RecoveryBenchmark(Benchmark):
         with figure(report, path, note="\n".join(notes)) as (left, right):
             rows = measured(report, ARMS, STANDSTILL)
             whole = measured(report, ARMS, GOODPUT)
-            bars(left, rows, quartiles=True, color=[_colour(r.arm) for r in rows])
+            bars(left, rows, quartiles=True, color=[_colour_of(r.arm) for r in rows])
             for row in rows:
                 left.plot(row.values, [row.arm] * row.n, "k.", ms=4, alpha=0.5)
             noticed = measured(report, [row.arm for row in rows], NOTICED)
@@ -232,7 +232,7 @@ class RecoveryBenchmark(Benchmark):
                 title="training stands still after one SIGKILL",
                 xlabel="seconds: median, quartiles, every kill",
             )
-            bars(right, whole, xerr=None, color=[_colour(r.arm) for r in whole])
+            bars(right, whole, xerr=None, color=[_colour_of(r.arm) for r in whole])
             for container in right.containers:
                 right.bar_label(container, fmt="%.0f", padding=3)
             right.set(
@@ -244,7 +244,7 @@ class RecoveryBenchmark(Benchmark):
                 axes.invert_yaxis()
 
 
-def _between(args: argparse.Namespace) -> tuple[int, int]:
+def _parse_between(args: argparse.Namespace) -> tuple[int, int]:
     try:
         first, last = (int(part) for part in args.between.split(","))
     except ValueError:
@@ -261,9 +261,9 @@ def _between(args: argparse.Namespace) -> tuple[int, int]:
 # Part one: single kills.
 
 
-def _standstills(plan: Plan, report: Report, between: tuple[int, int]) -> None:
+def _measure_standstills(plan: Plan, report: Report, between: tuple[int, int]) -> None:
     """Kill a rank of every arm once per round, and add the rows."""
-    reference = _reference(plan, report)
+    reference = _train_reference(plan, report)
     found: dict[str, list[Kill]] = {arm: [] for arm in plan.arms}
     for turn in range(plan.args.kills):
         source = random.Random(f"{plan.args.seed}/{turn}")  # the same for all arms
@@ -285,10 +285,10 @@ def _standstills(plan: Plan, report: Report, between: tuple[int, int]) -> None:
                 f"{kill.wrong} wrong"
             )
     for arm in plan.arms:
-        report.rows += _rows(arm, found[arm], arm in plan.broken)
+        report.rows += _make_rows(arm, found[arm], arm in plan.broken)
 
 
-def _reference(plan: Plan, report: Report) -> dict[int, float]:
+def _train_reference(plan: Plan, report: Report) -> dict[int, float]:
     """Return step -> loss of a run without kills, by the first arm that completes one."""
     for arm in plan.arms:
         if arm in plan.broken:
@@ -313,14 +313,14 @@ def _kill_once(
     (moment, rank) = whom
     timeout_s = plan.args.timeout_s
     with start(plan, arm, plan.args.steps, f"{arm}-{turn}") as run:
-        run.until(lambda: run.step >= int(moment), timeout_s, f"step {int(moment)}")
+        run.wait_until(lambda: run.step >= int(moment), timeout_s, f"step {int(moment)}")
         time.sleep(moment % 1 * run.step_s)
         killed = run.kill(rank)
         if killed is None:
             raise ChildFailed(
                 f"rank {rank} has no process to kill after step {run.step}\n{run.child.tail()}"
             )
-        run.until(
+        run.wait_until(
             lambda: outage(run.done, killed) is not None, timeout_s, "a new step after the kill"
         )
         run.finish(timeout_s)
@@ -337,7 +337,7 @@ def _kill_once(
     return Kill(turn, rank, back.step, back.standstill_s, noticed_s, back.repeated, wrong)
 
 
-def _rows(arm: str, kills: list[Kill], broken: bool) -> list[Row]:
+def _make_rows(arm: str, kills: list[Kill], broken: bool) -> list[Row]:
     error = SEE_FAILED if broken else ""
     kills = [] if broken else kills
     raw = {"kills": [kill._asdict() for kill in kills]}
@@ -358,14 +358,16 @@ def _rows(arm: str, kills: list[Kill], broken: bool) -> list[Row]:
 # Part two: a plan of kills.
 
 
-def _goodputs(plan: Plan, report: Report, kills: list[tuple[float, int]], window_s: float) -> None:
+def _measure_goodputs(
+    plan: Plan, report: Report, kills: list[tuple[float, int]], window_s: float
+) -> None:
     """Run every arm once under the same plan of kills, and add the rows."""
     for arm in plan.arms:
         if arm in plan.broken:
             report.rows.append(Row(arm, GOODPUT, "%", (), error=SEE_FAILED))
             continue
         try:
-            found, hits = _under_kills(plan, arm, kills, window_s)
+            found, hits = _train_under_kills(plan, arm, kills, window_s)
         except ChildFailed as error:
             plan.fail(report, arm, error)
             report.rows.append(Row(arm, GOODPUT, "%", (), error=SEE_FAILED))
@@ -381,7 +383,7 @@ def _goodputs(plan: Plan, report: Report, kills: list[tuple[float, int]], window
         report.rows.append(Row(arm, REDONE, "steps", (float(found.repeated),)))
 
 
-def _under_kills(
+def _train_under_kills(
     plan: Plan, arm: str, kills: list[tuple[float, int]], window_s: float
 ) -> tuple[Goodput, list[bool]]:
     """Run an arm without and then with kills; return its goodput and the kills that hit.
@@ -389,7 +391,7 @@ def _under_kills(
     Raises ChildFailed.
     """
     with start(plan, arm, ENDLESS, f"{arm}-goodput") as run:
-        run.until(lambda: run.step >= WARM_STEPS, plan.args.timeout_s, f"step {WARM_STEPS}")
+        run.wait_until(lambda: run.step >= WARM_STEPS, plan.args.timeout_s, f"step {WARM_STEPS}")
         clean = time.time()
         run.follow(clean + window_s / CLEAN_SHARE)
         begin = time.time()
@@ -406,7 +408,7 @@ def _under_kills(
     return found, hits
 
 
-def _judge(report: Report) -> None:
+def _add_targets(report: Report) -> None:
     """Add the ratios to TorchTrainer, paired by round, and the target."""
     for arm in ARMS:
         if arm == PEER:
@@ -431,13 +433,13 @@ HEADER = (
 )
 
 
-def _lines(report: Report) -> list[tuple[str, ...]]:
+def _build_lines(report: Report) -> list[tuple[str, ...]]:
     """Return the texts under HEADER of every arm that was measured."""
-    lines = [_line(report, arm) for arm in ARMS]
+    lines = [_build_line(report, arm) for arm in ARMS]
     return [line for line in lines if line]
 
 
-def _line(report: Report, arm: str) -> tuple[str, ...] | None:
+def _build_line(report: Report, arm: str) -> tuple[str, ...] | None:
     """Return an arm's texts under HEADER; None when it was not requested."""
     single = report.row(arm, STANDSTILL)
     whole = report.row(arm, GOODPUT)
@@ -455,5 +457,5 @@ def _line(report: Report, arm: str) -> tuple[str, ...] | None:
     return (arm, *texts, report.cell(arm, GOODPUT))
 
 
-def _colour(arm: str) -> str:
+def _colour_of(arm: str) -> str:
     return "#2e86c1" if arm in ON_NANORAY else "0.6"

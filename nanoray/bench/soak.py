@@ -31,7 +31,7 @@ from nanoray.bench.chaos import (
     Seen,
     SoakFailed,
     Training,
-    events,
+    fault_records,
     survive,
 )
 from nanoray.bench.harness import leaks
@@ -171,19 +171,21 @@ class SoakBenchmark(Benchmark):
         before = leaks.entries()
         with scratch_folder("nrs-") as folder:
             try:
-                _soak(args, report, folder, minutes)
-                _leftovers(report, "after the cluster's end", [*leaks.processes(str(folder))])
+                _run_soak(args, report, folder, minutes)
+                _add_leftovers(report, "after the cluster's end", [*leaks.processes(str(folder))])
             finally:
                 if args.keep:
                     for part in ("calibration", CLEAN, FAULTY):
                         if (folder / part).exists():
                             shutil.copytree(folder / part, args.keep / part, symlinks=True)
-        _leftovers(report, "in /tmp and /dev/shm", leaks.abandoned(before), judged=not args.shared)
+        _add_leftovers(
+            report, "in /tmp and /dev/shm", leaks.abandoned(before), judged=not args.shared
+        )
 
     def format_text(self, report: Report) -> list[str]:
         """Return the faults one by one, then the table of all rows."""
         faults = [("seconds", "step", "fault", "again after, s", "whom")]
-        for fault in report_faults(report):
+        for fault in faults_of(report):
             again = "-" if fault["again_s"] is None else f"{fault['again_s']:.1f}"
             faults.append(
                 (f"{fault['at_s']:.1f}", str(fault["step"]), fault["kind"], again, fault["target"])
@@ -192,7 +194,7 @@ class SoakBenchmark(Benchmark):
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return, per kind of fault, how many there were and how long until the run trained again."""
-        counts = Counter(fault["kind"] for fault in report_faults(report))
+        counts = Counter(fault["kind"] for fault in faults_of(report))
         cells = []
         for kind in (kind for kind in WEIGHTS if counts[kind]):
             row = report.row(kind, AGAIN)
@@ -214,7 +216,7 @@ class SoakBenchmark(Benchmark):
                         label=f"{arm} run",
                     )
             for kind, mark in zip(WEIGHTS, "vs*^XP", strict=True):
-                hit = [fault for fault in report_faults(report) if fault["kind"] == kind]
+                hit = [fault for fault in faults_of(report) if fault["kind"] == kind]
                 if hit:
                     axes.plot(
                         [f["at_s"] for f in hit],
@@ -226,7 +228,7 @@ class SoakBenchmark(Benchmark):
             axes.legend(fontsize=8)
 
 
-def _soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float) -> None:
+def _run_soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float) -> None:
     slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
     data = data_flags(args)
     prepared = prepare(load_config(overrides=dict(data)))  # now, and not in the first run
@@ -259,25 +261,25 @@ def _soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float
         say(f"{steps} steps, {rate:.0f} a second; the clean run")
         with training(CLEAN, steps, save) as clean:
             clean_s = survive(clean, cluster, None, minutes * 60 + GRACE_S)
-            _progress(report, CLEAN, clean, clean_s)
+            _add_progress(report, CLEAN, clean, clean_s)
         chaos = Chaos(args.seed, args.every, args.most, args.nodes)
         say(f"{clean_s:.0f} s; the run under faults")
         with training(FAULTY, steps, save) as faulty:
             try:
                 faulty_s = survive(faulty, cluster, chaos, minutes * 60 * 2 + GRACE_S)
-                _progress(report, FAULTY, faulty, faulty_s)
-                _compare(report, clean.run, faulty.run, steps)
+                _add_progress(report, FAULTY, faulty, faulty_s)
+                _compare_runs(report, clean.run, faulty.run, steps)
             except SoakFailed as error:
                 report.failures.append(f"the run under faults: {error}")
             finally:
-                _faults(report, faulty, chaos.thrown)
-        _leftovers(report, "on the cluster", leaks.on_cluster(cluster.env))
+                _add_faults(report, faulty, chaos.caused)
+        _add_leftovers(report, "on the cluster", leaks.on_cluster(cluster.env))
         runs = leaks.processes(str(faulty.out)) + [
             f"process {pid}: rank {slot}" for slot, pid in faulty.ranks()
         ]
-        _leftovers(report, "beside the cluster", runs)
-        _open_files(report, faulty)
-    _judge(report)
+        _add_leftovers(report, "beside the cluster", runs)
+        _add_open_files(report, faulty)
+    _add_targets(report)
 
 
 # What the two runs came to.
@@ -309,7 +311,7 @@ def gaps(seen: Seen) -> list[tuple[float, float]]:
     return [(since, until) for since, until, _, _ in increments(seen) if until - since > GAP_S]
 
 
-def _progress(report: Report, arm: str, training: Training, seconds: float) -> None:
+def _add_progress(report: Report, arm: str, training: Training, seconds: float) -> None:
     still = gaps(training.seen)
     seen = training.seen
     every = max(1, len(seen.points) // 1000)
@@ -337,7 +339,7 @@ def _progress(report: Report, arm: str, training: Training, seconds: float) -> N
     ]
 
 
-def _compare(report: Report, clean: Path | None, faulty: Path | None, steps: int) -> None:
+def _compare_runs(report: Report, clean: Path | None, faulty: Path | None, steps: int) -> None:
     """Compare the final checkpoints and all logged values of both runs, bit for bit."""
     import torch
 
@@ -368,7 +370,7 @@ def _compare(report: Report, clean: Path | None, faulty: Path | None, steps: int
                 wrong=len(wrong),
             )
         )
-    logged = [_logged(run) for run in (clean, faulty)]
+    logged = [_read_logged_values(run) for run in (clean, faulty)]
     # A resumed run logs its first step, too: such a record has no counterpart, the clean run's all
     # must have one.
     differ = sorted(place for place, value in logged[0].items() if logged[1].get(place) != value)
@@ -381,7 +383,7 @@ def _compare(report: Report, clean: Path | None, faulty: Path | None, steps: int
     )
 
 
-def _logged(run: Path) -> dict[tuple[int, str], float]:
+def _read_logged_values(run: Path) -> dict[tuple[int, str], float]:
     records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return {
         (record["step"], key): record[key]
@@ -391,10 +393,10 @@ def _logged(run: Path) -> dict[tuple[int, str], float]:
     }
 
 
-def _faults(report: Report, training: Training, thrown: list[Fault]) -> None:
+def _add_faults(report: Report, training: Training, caused: list[Fault]) -> None:
     """Add the faults, and what followed from them."""
     still = gaps(training.seen)
-    for fault in thrown:
+    for fault in caused:
         ends = [
             until
             for since, until in still
@@ -406,18 +408,26 @@ def _faults(report: Report, training: Training, thrown: list[Fault]) -> None:
     ]
     known = [r for r in reports if r["event"] == "fault"]
     how = Counter(r["recovery"] or "overtaken" for r in known)
-    counts = Counter(fault.kind for fault in thrown)
+    counts = Counter(fault.kind for fault in caused)
     report.rows += [
         Row(
             FAULTY,
             "faults",
             "",
-            (float(len(thrown)),),
-            _counted(counts),
-            extra={"faults": events(thrown)},
+            (float(len(caused)),),
+            _format_counts(counts),
+            extra={"faults": fault_records(caused)},
         ),
-        Row(FAULTY, "faults that the driver reports", "", (float(len(known)),), _counted(how)),
-        Row(FAULTY, "drivers", "", (float(training.drivers),), _counted(Counter(training.ends))),
+        Row(
+            FAULTY, "faults that the driver reports", "", (float(len(known)),), _format_counts(how)
+        ),
+        Row(
+            FAULTY,
+            "drivers",
+            "",
+            (float(training.drivers),),
+            _format_counts(Counter(training.ends)),
+        ),
         Row(
             FAULTY,
             "steps repeated",
@@ -427,29 +437,29 @@ def _faults(report: Report, training: Training, thrown: list[Fault]) -> None:
         ),
     ]
     for kind in counts:
-        values = tuple(f.again_s for f in thrown if f.kind == kind and f.again_s is not None)
+        values = tuple(f.again_s for f in caused if f.kind == kind and f.again_s is not None)
         if values:
             report.rows.append(
                 Row(kind, AGAIN, "s", values, "includes faults that came before it had recovered")
             )
-    if not thrown:
+    if not caused:
         report.failures.append(
             "no fault happened before the run ended; raise --minutes or lower --every"
         )
 
 
-def _counted(counts: Counter[str]) -> str:
+def _format_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{n} x {name}" for name, n in counts.most_common())
 
 
-def _leftovers(report: Report, where: str, found: list[str], judged: bool = True) -> None:
+def _add_leftovers(report: Report, where: str, found: list[str], judged: bool = True) -> None:
     wrong = len(found) if judged else None
     report.rows.append(
         Row("left behind", where, "", (float(len(found)),), "; ".join(found[:3]), wrong=wrong)
     )
 
 
-def _open_files(report: Report, training: Training) -> None:
+def _add_open_files(report: Report, training: Training) -> None:
     """Add the open files of the longest-lived driver and rank over time.
 
     Their number must not grow.
@@ -469,13 +479,13 @@ def _open_files(report: Report, training: Training) -> None:
         )
 
 
-def report_faults(report: Report) -> list[dict[str, Any]]:
+def faults_of(report: Report) -> list[dict[str, Any]]:
     """Return the faults of a report, each with time, kind, target and step."""
     row = report.row(FAULTY, "faults")
     return list(row.extra["faults"]) if row else []
 
 
-def _judge(report: Report) -> None:
+def _add_targets(report: Report) -> None:
     row = report.compare(FAULTY, CLEAN, RATE, "the same part of the steps in both runs")
     clean = report.row(CLEAN, WHOLE)
     if row and clean and clean.median >= JUDGED_S:

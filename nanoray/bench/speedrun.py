@@ -212,8 +212,8 @@ class SpeedrunBenchmark(Benchmark):
                     )
         for arm in arms:
             target = float(overrides.get("target_loss", ARMS[arm].target))
-            report.rows += _rows(arm, found[arm], target, report, failed.get(arm, ""))
-        _judge(report, arms)
+            report.rows += _make_rows(arm, found[arm], target, report, failed.get(arm, ""))
+        _add_targets(report, arms)
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return the table of records for a page: medians with their range.
@@ -330,7 +330,9 @@ def _children_cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _rows(arm: str, found: list[Found], target: float, report: Report, failed: str) -> list[Row]:
+def _make_rows(
+    arm: str, found: list[Found], target: float, report: Report, failed: str
+) -> list[Row]:
     """Return an arm's rows, a value per round.
 
     Where a round has not reached the loss, its seconds are those of the whole run.
@@ -358,7 +360,7 @@ def _rows(arm: str, found: list[Found], target: float, report: Report, failed: s
     ]
 
 
-def _judge(report: Report, arms: list[str]) -> None:
+def _add_targets(report: Report, arms: list[str]) -> None:
     """Add each record's ratios to nanoGPT and to the record before, and the targets."""
     own = [arm for arm in arms if arm not in (PEER, OWN) and ARMS[arm].target == ARMS[PEER].target]
     for first in (peer for peer in (PEER, OWN) if peer in arms):

@@ -176,19 +176,22 @@ class StepBenchmark(Benchmark):
             raise ConfigError(
                 f"nanogpt = {args.nanogpt} has no train.py; give the folder of a clone of nanoGPT"
             )
+
+        # One ladder at a time: all arms of a preset stay in memory together, those of two would
+        # not fit.
         for name in presets:
             with scratch_folder() as folder, ExitStack() as stack:
-                climb = _prepared(args, name, overrides, folder)
+                climb = _prepare_climb(args, name, overrides, folder)
                 wanted = [arm for arm in LADDERS[name].rungs if arm in arms]
                 _start_all(climb, wanted, report, stack)
                 _run_rounds(climb, report)
-                _rows(climb, report)
-        judge(report, presets)
+                _add_rows(climb, report)
+        add_targets(report, presets)
 
     def format_text(self, report: Report) -> list[str]:
         """Return a line per arm, then the products, and the arms that were left out."""
         found = aligned(
-            [(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 9))
+            [(*line, "") for line in _build_table(report, "quartiles")], right=set(range(1, 9))
         )
         products = [row for row in report.rows if row.metric == PRODUCTS]
         found += [
@@ -201,6 +204,8 @@ class StepBenchmark(Benchmark):
         beside_two = [
             row.arm for row in report.rows if row.unit == "ratio" and row.arm.endswith(f": {TWO}")
         ]
+
+        # The ratios to `two ranks` have no column of their own, so they follow the table.
         found += [f"{arm}: {report.cell(arm, TOKENS, 'quartiles')}" for arm in beside_two]
         return found + [
             f"skipped  {row.arm}: {row.skipped}"
@@ -210,12 +215,14 @@ class StepBenchmark(Benchmark):
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return the table for a page."""
-        head, *body = _table(report, "range")
+        head, *body = _build_table(report, "range")
         return markdown(head, body)
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw each ladder: tokens per second beside the base's, medians with their quartiles."""
-        ladders = [name for name in LADDERS if report.row(_named(name, BASE), TOKENS)]
+
+        # A ladder without a base has no ratios to draw.
+        ladders = [name for name in LADDERS if report.row(_arm_name(name, BASE), TOKENS)]
         with figure(report, path, (11, 3.8), (1, max(1, len(ladders)))) as every:
             for axes, name in zip(every, ladders, strict=False):
                 rows = [
@@ -224,7 +231,8 @@ class StepBenchmark(Benchmark):
                 rows = [
                     r
                     for r in rows
-                    if r.arm.startswith(f"{name}: ") and r.arm.endswith(f" / {_named(name, BASE)}")
+                    if r.arm.startswith(f"{name}: ")
+                    and r.arm.endswith(f" / {_arm_name(name, BASE)}")
                 ]
                 shown = [row.arm.partition(": ")[2].partition(" / ")[0] for row in rows]
                 if rows:
@@ -275,18 +283,27 @@ class Climb:
             child.end()
 
 
-def _prepared(
+def _prepare_climb(
     args: argparse.Namespace, name: str, overrides: dict[str, str], folder: Path
 ) -> Climb:
     """Return the climb of one preset, with its configuration and data."""
+
+    # No arm may stop, evaluate or save by itself: a run lasts as long as its blocks of steps
+    # need. Random tokens log every step, because so large a model does only a few of them.
     ladder = LADDERS[name]
     fixed = {"out_dir": str(folder), "max_steps": 10**6, "eval_every": 0, "checkpoint_every": 0}
     fixed |= {"log_every": 1 if ladder.tokens else 5}
     fixed |= {"device": "cpu", "precision": "fp32", "hash_every": 0, "tensorboard": False}
+
+    # The flags of the command line come last and win.
     values = {**ladder.settings, **fixed, **data_flags(args), **overrides}
     if ladder.tokens:
         values["dataset"] = str(random_tokens(folder / "random-tokens", ladder.tokens))
     config = load_config(preset=name, overrides=values)
+
+    # No arm may see a GPU. The compiler's cache is empty at first, so that the first
+    # start shows what compiling costs, and inside the scratch folder, so that nothing is left
+    # behind.
     env = arm_environment() | {"TMPDIR": str(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
     env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     return Climb(args, name, config, prepare(config), folder, env)
@@ -311,6 +328,9 @@ def random_tokens(folder: Path, vocab_size: int) -> Path:
 
 def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) -> None:
     """Start every arm, and the products; wait until each is ready for its first step."""
+
+    # Skip the ladder before the machine swaps: a swapping arm measures the disk. With --set the
+    # model may be any size, and this estimate says nothing about it.
     need = GIB_PER_ARM * len({*arms} - {PEER}) if LADDERS[climb.name].tokens else 0.0
     free = available_memory_bytes() / 2**30
     if need > free and not climb.args.settings:
@@ -319,10 +339,16 @@ def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) 
                 f"all arms together need {need:.0f} GiB, and {free:.0f} GiB are free"
             )
         return
+
+    # The ceiling of `of peak`. Without units for it, a product in bf16 is emulated and takes many
+    # times as long, so its matrices are half as large.
     for dtype in ("float32", "bfloat16"):
         size = SIZE if dtype == "float32" or cpu_features() & BF16_UNITS else SIZE // 2
         order = {"arm": "products", "size": size, "dtype": dtype, "threads": climb.threads}
         _start(climb, report, stack, f"{PRODUCTS} {dtype}", [order])
+
+    # Only what this machine can run is started; the rest appears in the report with its
+    # reason.
     for arm in arms:
         if arm == PEER:
             if climb.args.nanogpt is None:
@@ -347,11 +373,17 @@ def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) 
 def orders_of(climb: Climb, arm: str) -> list[dict[str, Any]]:
     """Open a run for an arm; return the order of each of its ranks."""
     how = RUNGS[arm]
+
+    # Keys with "_" are for the process of the arm, not for the configuration.
     settings = {key: value for key, value in how.items() if not key.startswith("_")}
+
+    # `compile` opens a second run, which needs a name of its own.
     name = arm.replace(" + ", "-").replace(" ", "-") + f"-{len(climb.ready_s.get(arm, []))}"
     values = climb.config.model_dump() | settings | {"name": name}
     spec = open_run(make_config(values), climb.data, time.time())
     climb.runs[arm] = spec.folder
+
+    # Two ranks share the cores that one process has alone, so that both use the whole machine.
     ranks = how.get("_ranks", 1)
     order = {
         "arm": "eager" if how.get("_eager") else "engine",
@@ -375,6 +407,7 @@ def _start(
     ranks = climb.ranks.setdefault(arm, [])
     port = 0
     try:
+        # The other ranks need the port of rank 0's store, which it chooses only when it runs.
         for rank, order in enumerate(orders):
             if rank:
                 order |= {"port": port}
@@ -383,6 +416,8 @@ def _start(
             ranks.append(stack.enter_context(Child(argv, climb.env, log, pipes=True)))
             if len(orders) > 1 and rank == 0:
                 port = ranks[0].answer(climb.args.timeout_s)["port"]  # at which it serves the store
+
+        # Every rank answers once it has warmed up and is ready for its first step.
         for child in ranks:
             child.answer(climb.args.timeout_s)
         climb.ready_s.setdefault(arm, []).append(time.monotonic() - begin)
@@ -392,6 +427,9 @@ def _start(
 
 def _run_rounds(climb: Climb, report: Report) -> None:
     """Let all arms run one block after the other, round by round in rotating order."""
+
+    # nanoGPT's script cannot run block by block: it starts anew in each round and warms up by
+    # itself.
     if climb.args.nanogpt:
         peer = NanoGPT(climb.args.nanogpt, climb.config, climb.data, climb.folder)
     else:
@@ -401,6 +439,8 @@ def _run_rounds(climb: Climb, report: Report) -> None:
         and PEER in LADDERS[climb.name].rungs
         and PEER in chosen(climb.args.arms, ARMS)
     )
+
+    # An arm that fails leaves the rotation, and the others go on.
     arms = [*climb.ranks, *([PEER] if wants_peer else [])]
     settled = 0.0
     # The first one does not count: memory and caches settle
@@ -414,21 +454,26 @@ def _run_rounds(climb: Climb, report: Report) -> None:
                         max(LEAST_OF_PEER, climb.steps), climb.env, climb.args.timeout_s
                     )
                 else:
-                    ms = _block(climb, arm)
+                    ms = _time_block(climb, arm)
             except ChildFailed as error:
                 climb.fail(report, arm, error)
                 continue
             settled = ms if arm == BASE else settled
             if turn >= 0:
                 climb.step_ms.setdefault(arm, []).append(ms)
+
+        # The block that did not count decides how many steps fill BLOCK_MS. The number is the
+        # same for all arms, so that a slow minute of the machine hits all of them.
         if turn < 0 and settled and not climb.args.quick:
             climb.steps = max(1, round(BLOCK_MS / settled))
         say(f"round {turn + 1}/{climb.args.rounds}  {climb.name}  {BASE} {settled:.1f} ms")
+
+    # Memory at the end of all rounds, while the processes still live.
     for arm, ranks in climb.ranks.items():
-        climb.memory[arm] = sum(map(_most_resident, ranks)) / 2**20
+        climb.memory[arm] = sum(map(_peak_resident_bytes, ranks)) / 2**20
 
 
-def _block(climb: Climb, arm: str) -> float:
+def _time_block(climb: Climb, arm: str) -> float:
     """Let an arm run a block of steps; return milliseconds per step, of the slower rank.
 
     A step before the block does not count: while the arm slept, others had the caches, and idle
@@ -436,6 +481,8 @@ def _block(climb: Climb, arm: str) -> float:
     """
     ms = 0.0
     steps = PRODUCTS_PER_BLOCK if arm.startswith(PRODUCTS) else climb.steps
+
+    # Ask all ranks before waiting for any: they run at the same time and wait for each other.
     for count in (1, steps):
         for child in climb.ranks[arm]:
             child.ask(str(count))
@@ -443,7 +490,7 @@ def _block(climb: Climb, arm: str) -> float:
     return ms
 
 
-def _most_resident(child: Child) -> int:
+def _peak_resident_bytes(child: Child) -> int:
     """Return the most bytes that a living child has had resident, 0 where there is no /proc."""
     with suppress(OSError, StopIteration):
         lines = Path(f"/proc/{child.process.pid}/status").read_text(encoding="utf-8").splitlines()
@@ -451,11 +498,12 @@ def _most_resident(child: Child) -> int:
     return 0
 
 
-def _rows(climb: Climb, report: Report) -> None:
+def _add_rows(climb: Climb, report: Report) -> None:
     """Add the rows of one ladder."""
     from nanoray.models.costs import flops_per_token
     from nanoray.models.gpt import ModelShape
 
+    # FLOPs of a token by formula, and the FLOP/s that the products reached on this machine.
     shape = ModelShape.of(climb.config, climb.data.vocab_size)
     tokens = climb.config.global_batch_size * climb.config.block_size
     flops = flops_per_token(shape)
@@ -465,37 +513,51 @@ def _rows(climb: Climb, report: Report) -> None:
         size = SIZE if precision == "fp32" or cpu_features() & BF16_UNITS else SIZE // 2
         peaks[precision] = [2 * size**3 / ms / 1e6 for ms in climb.step_ms.get(arm, [])]
         note = f"matrices of {size} x {size}, {climb.threads} thread(s)"
-        report.rows.append(_row(climb, arm, PRODUCTS, "GFLOP/s", peaks[precision], note))
+        report.rows.append(_make_row(climb, arm, PRODUCTS, "GFLOP/s", peaks[precision], note))
     what = f"{climb.config.global_batch_size} sequences of {climb.config.block_size} tokens, blocks of {climb.steps}"
-    losses = {arm: _losses(folder) for arm, folder in climb.runs.items() if arm in climb.step_ms}
+
+    # Losses are compared at the last step that every arm has logged. The eager loops are no arms
+    # of the engine and keep no records.
+    losses = {
+        arm: _read_losses(folder) for arm, folder in climb.runs.items() if arm in climb.step_ms
+    }
     logged = {arm: {step for step in found if step <= LOSS_STEP} for arm, found in losses.items()}
     last = min(
         (max(steps, default=0) for arm, steps in logged.items() if not RUNGS[arm].get("_eager")),
         default=0,
     )
+
+    # A failed or skipped arm gets its row of tokens, which carries the reason, and no others.
     for arm in LADDERS[climb.name].rungs:
         if arm not in (*climb.step_ms, *climb.failed, *climb.skipped):
             continue
         rate = [1e3 * tokens / ms for ms in climb.step_ms.get(arm, [])]
-        report.rows.append(_row(climb, arm, TOKENS, "1/s", rate, what))
+        report.rows.append(_make_row(climb, arm, TOKENS, "1/s", rate, what))
         if not rate:
             continue
         peak = peaks[climb.precision(arm)]
         shares = [100 * flops * each / (1e9 * of) for each, of in zip(rate, peak, strict=False)]
         report.rows.append(
-            _row(climb, arm, PEAK, "%", shares, f"of products in {climb.precision(arm)}")
+            _make_row(climb, arm, PEAK, "%", shares, f"of products in {climb.precision(arm)}")
         )
+
+        # nanoGPT runs once per round and is gone at the end: it has no memory and no start to
+        # report.
         if arm in climb.memory:
             report.rows.append(
-                _row(climb, arm, MEMORY, "MiB", [climb.memory[arm]], "most resident, all ranks")
+                _make_row(
+                    climb, arm, MEMORY, "MiB", [climb.memory[arm]], "most resident, all ranks"
+                )
             )
             cold, *again = climb.ready_s[arm]
             note = f"from a cache {again[0]:.1f} s" if again else "process, imports, model, warm-up"
             report.rows.append(
-                _row(
+                _make_row(
                     climb, arm, READY, "s", [cold], note, {"cached_s": again[0]} if again else None
                 )
             )
+
+        # The base has the samples of all arms; only the order of sums differs.
         if last and arm in losses and last in losses[arm]:
             loss = losses[arm][last]
             base = losses[BASE][last]
@@ -503,15 +565,15 @@ def _rows(climb: Climb, report: Report) -> None:
             # Other kernels draw other masks
             wrong = None if climb.config.dropout else int(not near)
             report.rows.append(
-                Row(_named(climb.name, arm), LOSS, "", (loss,), f"of step {last}", wrong=wrong)
+                Row(_arm_name(climb.name, arm), LOSS, "", (loss,), f"of step {last}", wrong=wrong)
             )
 
 
-def _named(preset: str, arm: str) -> str:
+def _arm_name(preset: str, arm: str) -> str:
     return f"{preset}: {arm}"
 
 
-def _row(
+def _make_row(
     climb: Climb,
     arm: str,
     metric: str,
@@ -523,7 +585,7 @@ def _row(
     failed = climb.failed.get(arm, "")
     skipped = "" if failed else climb.skipped.get(arm, "")
     return Row(
-        _named(climb.name, arm),
+        _arm_name(climb.name, arm),
         metric,
         unit,
         tuple(values),
@@ -535,7 +597,7 @@ def _row(
     )
 
 
-def _losses(run: Path) -> dict[int, float]:
+def _read_losses(run: Path) -> dict[int, float]:
     """Return step -> loss of a run; empty for a peer, which keeps no records."""
     return {
         r["step"]: r["train/loss"]
@@ -544,23 +606,30 @@ def _losses(run: Path) -> dict[int, float]:
     }
 
 
-def judge(report: Report, presets: list[str]) -> None:
+def add_targets(report: Report, presets: list[str]) -> None:
     """Add the ratios of all arms to the base and of the base to the peers, with their targets."""
+
+    # The aim in bf16 holds for a CPU with units for it; any other one is excused by name.
     units = bool(cpu_features() & BF16_UNITS)
     excuse = "" if units else "this CPU has neither amx_bf16 nor avx512_bf16"
     for name in presets:
         for arm in LADDERS[name].rungs:
             if arm != BASE:
-                report.compare(_named(name, arm), _named(name, BASE), TOKENS)
+                report.compare(_arm_name(name, arm), _arm_name(name, BASE), TOKENS)
             if arm != PEER:
-                report.compare(_named(name, arm), _named(name, PEER), TOKENS)
+                report.compare(_arm_name(name, arm), _arm_name(name, PEER), TOKENS)
             if arm.startswith(f"{TWO} +"):
-                report.compare(_named(name, arm), _named(name, TWO), TOKENS)
+                report.compare(_arm_name(name, arm), _arm_name(name, TWO), TOKENS)
+
+        # Random tokens have no aim: no other loop has published a number for them.
         if LADDERS[name].tokens:
             continue
         plain, half = AIMS[name]
-        ran = report.row(_named(name, PEER), TOKENS)
+        ran = report.row(_arm_name(name, PEER), TOKENS)
         against = PEER if ran and ran.values else EAGER  # nanoGPT, or what is nearest to it
+
+        # The base must beat both peers, bf16 must beat the nearer one, and two ranks
+        # may cost 5 %.
         aims = (
             (BASE, EAGER, 1.05, ""),
             (BASE, PEER, plain, ""),
@@ -568,8 +637,8 @@ def judge(report: Report, presets: list[str]) -> None:
             (TWO, BASE, 0.95, ""),
         )
         for arm, peer, limit, why in aims:
-            upper = _named(name, arm)
-            lower = _named(name, peer)
+            upper = _arm_name(name, arm)
+            lower = _arm_name(name, peer)
             row = report.row(f"{upper} / {lower}", TOKENS)
             if row is None:
                 row = report.compare(upper, lower, TOKENS)
@@ -577,8 +646,10 @@ def judge(report: Report, presets: list[str]) -> None:
                 report.targets.append(Target(f"tokens/s, {row.arm}", row, ">=", limit, why))
 
 
-def _compiling(report: Report, arm: str, base: str) -> str:
+def _format_compile_seconds(report: Report, arm: str, base: str) -> str:
     """Return the extra start seconds of a compiled arm, cold and from a cache; "" for others."""
+
+    # The base starts the same process without a compiler: the difference is what compiling takes.
     row = report.row(arm, READY)
     other = report.row(base, READY)
     if not (row and other and row.values and other.values and "cached_s" in row.extra):
@@ -586,7 +657,8 @@ def _compiling(report: Report, arm: str, base: str) -> str:
     return f"{row.median - other.median:.1f}, then {row.extra['cached_s'] - other.median:.1f}"
 
 
-def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
+def _build_table(report: Report, spread: str) -> list[tuple[str, ...]]:
+    # The columns follow what was measured: nanoGPT and the compiler are optional.
     asked = any(r.unit == "ratio" and r.values and r.arm.endswith(f": {PEER}") for r in report.rows)
     against = (BASE, PEER) if asked else (BASE,)
     if any(r.metric == READY and "cached_s" in r.extra for r in report.rows):
@@ -601,11 +673,13 @@ def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
         if row.metric == TOKENS and row.unit == "1/s" and not row.skipped:
             preset = row.arm.partition(": ")[0]
             ratios = [
-                report.cell(f"{row.arm} / {_named(preset, other)}", TOKENS, spread)
+                report.cell(f"{row.arm} / {_arm_name(preset, other)}", TOKENS, spread)
                 for other in against
             ]
             cells = [report.cell(row.arm, metric, spread) for metric in (PEAK, MEMORY, READY)]
-            cells += [_compiling(report, row.arm, _named(preset, BASE)) for _ in compiled]
+            cells += [
+                _format_compile_seconds(report, row.arm, _arm_name(preset, BASE)) for _ in compiled
+            ]
             cells += [report.cell(row.arm, LOSS, spread)]
             table.append((row.arm, report.cell(row.arm, TOKENS, spread), *ratios, *cells))
     return table

@@ -176,7 +176,7 @@ class StrategiesBenchmark(Benchmark):
         # Memory, on fresh ranks for every arm
         for arm in arms:
             report.rows += _memory_rows(where, order | {"arms": {arm: arms[arm]}}, arm)
-        _judge(report, list(arms))
+        _add_targets(report, list(arms))
 
     def format_text(self, report: Report) -> list[str]:
         """Return a line per arm, medians with their quartiles, and the bytes of each collective."""
@@ -351,7 +351,7 @@ def _memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Row]:
     ]
 
 
-def _judge(report: Report, arms: list[str]) -> None:
+def _add_targets(report: Report, arms: list[str]) -> None:
     """Add the ratios to torch's DDP and the targets.
 
     Peaks of experts are not judged on a CPU: each new number of an expert's tokens leaves kernels

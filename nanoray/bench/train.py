@@ -113,6 +113,8 @@ class TrainBenchmark(Benchmark):
             raise ConfigError(
                 f"rounds = {args.rounds}, steps = {args.steps}; at least 1 round of 2 steps is needed"
             )
+
+        # All arms get the same devices, chosen once, so that no launcher can choose better ones.
         slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
         with planned(args, arms, slots) as (plan, stack):
             recipe = (
@@ -120,13 +122,16 @@ class TrainBenchmark(Benchmark):
             )
             report.conditions["recipe"] = recipe
             plan.start_head(report, [arm for arm in arms if arm in ON_CLUSTER], stack)
-            _idle_head(plan, report)
-            _launch(plan, report)
-            _compute(plan, report, NARROW, {})
-            _compute(plan, report, WIDE, WIDTH_384)
-            _compute(plan, report, tuple(TRACED), {})
-            _communication(plan, report)
-        _judge(report)
+
+            # The parts run one after the other and never beside one another: they share the
+            # cores.
+            _measure_idle_head(plan, report)
+            _measure_launchers(plan, report)
+            _measure_loops(plan, report, NARROW, {})
+            _measure_loops(plan, report, WIDE, WIDTH_384)
+            _measure_loops(plan, report, tuple(TRACED), {})
+            _add_communication_rows(plan, report)
+        _add_targets(report)
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return tables for a README: medians with their range."""
@@ -135,6 +140,8 @@ class TrainBenchmark(Benchmark):
             return report.cell(arm, metric, "range")
 
         launched = [arm for arm in LAUNCHERS if report.row(arm, FIRST)]
+
+        # The launchers: start, whole run, step; then the parts of a start, first to last.
         lines: list[str] = []
         if launched:
             timed = [
@@ -163,6 +170,8 @@ class TrainBenchmark(Benchmark):
             if measured(report, launched, last[0]):
                 of_last = [(arm, *(cell(arm, part) for part in last)) for arm in launched]
                 lines += ["", *markdown(("of the last, s", *last), of_last)]
+
+        # The loops on CPU; a column of `comm` only where a traced arm has one.
         computed = [arm for arm in (*NARROW, *WIDE, *TRACED) if report.row(arm, "compute: step")]
         if computed:
             shown = [
@@ -183,6 +192,8 @@ class TrainBenchmark(Benchmark):
         Bars are medians, lines min to max.
         """
         with figure(report, path) as (left, right):
+            # Each bar is a stack of medians, so its end need not be the median of the whole
+            # start.
             started = [row.arm for row in measured(report, LAUNCHERS, FIRST)]
             begin = dict.fromkeys(started, 0.0)
             for name in ("imports_s", "until_rank_s", "until_step_s"):
@@ -202,10 +213,12 @@ class TrainBenchmark(Benchmark):
                 axes.invert_yaxis()
 
 
-def _idle_head(plan: Plan, report: Report) -> None:
+def _measure_idle_head(plan: Plan, report: Report) -> None:
     """Measure what the Ray head costs when it has nothing to do."""
     if plan.head is None:
         return
+
+    # Its CPU time is taken twice with a pause between: what it uses then is no arm's work.
     wait_s = 0.5 if plan.args.quick else 5.0
     time.sleep(wait_s)  # its workers start
     before = session_members(plan.head.process.pid)
@@ -220,12 +233,16 @@ def _idle_head(plan: Plan, report: Report) -> None:
         )
 
 
-def _launch(plan: Plan, report: Report) -> None:
+def _measure_launchers(plan: Plan, report: Report) -> None:
     """Run the launchers, round by round, and add their rows."""
     arms = [arm for arm in plan.arms if arm in LAUNCHERS]
     steps = plan.args.steps
     found: dict[str, list[Moments]] = {arm: [] for arm in arms}
+
+    # No checkpoint within a run: writing one takes longer than many steps.
     recipe = plan.recipe({"max_steps": steps, "checkpoint_every": 0, "log_every": 10})
+
+    # Rounds in rotating order: a slow minute of the machine, or a cold cache, hits no arm always.
     for turn in range(plan.args.rounds):
         for arm in rotated(arms, turn):
             if arm in plan.broken:
@@ -247,6 +264,8 @@ def _launch(plan: Plan, report: Report) -> None:
                 f"whole run {run.whole_run_s:.2f} s  step {run.step_ms:.1f} ms  loss "
                 f"{run.last_loss:.4f}"
             )
+
+    # A broken arm keeps only the rows that carry its error.
     for name, (metric, unit) in METRICS.items():
         for arm in arms:
             if arm not in plan.broken or metric in (FIRST, WHOLE, STEP):
@@ -257,6 +276,8 @@ def _launch(plan: Plan, report: Report) -> None:
                     values = []
                     reason = TOO_SHORT if unit == "ms" else NOT_LOGGED
                 report.rows.append(plan.row(arm, metric, unit, values, skipped=reason))
+
+    # All launchers train the same recipe with the same seed, so their losses must agree.
     last = {
         arm: runs[-1].last_loss for arm, runs in found.items() if runs and arm not in plan.broken
     }
@@ -268,25 +289,34 @@ def _launch(plan: Plan, report: Report) -> None:
             )
 
 
-def _compute(plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str, int]) -> None:
+def _measure_loops(
+    plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str, int]
+) -> None:
     """Run blocks of steps of each arm of a group in turn, and add their step times."""
     arms = [arm for arm in plan.arms if arm in group]
     if not arms:
         return
+
+    # A traced block has its length from the windows that it must contain, so it is longer.
     traced = group == tuple(TRACED)
     timeout_s = plan.args.timeout_s
     blocks = 1 if plan.args.quick else (2 if traced else BLOCKS_PER_ROUND) * plan.args.rounds
     found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
     with ExitStack() as stack:
         ranks: dict[str, list[Child]] = {}
+
+        # All arms of a group stay alive and run in turns. The first block is short: it warms an
+        # arm up and shows how fast the machine is.
         for arm in arms:
             ranks[arm] = []
             try:
                 _start_arm(plan, arm, shape, ranks[arm], stack)
-                found[arm] = [_block(ranks[arm], 5 if not shape else 1, timeout_s)]
+                found[arm] = [_time_block(ranks[arm], 5 if not shape else 1, timeout_s)]
                 say(f"warm  {arm:<13} {found[arm][0][0]:.1f} ms")
             except ChildFailed as error:
                 plan.fail(report, arm, error)
+
+        # A block of the fastest arm takes about a second; all arms do as many steps.
         fastest_ms = min((values[0][0] for values in found.values() if values), default=1000.0)
         steps = max(1, round((200 if plan.args.quick else 1000) / fastest_ms))
         if traced:
@@ -297,9 +327,11 @@ def _compute(plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str
             for arm in rotated(arms, turn):
                 try:
                     if arm not in plan.broken:
-                        found[arm].append(_block(ranks[arm], steps, timeout_s))
+                        found[arm].append(_time_block(ranks[arm], steps, timeout_s))
                 except ChildFailed as error:
                     plan.fail(report, arm, error)
+
+    # The warm-up, and the block in which memory settles, count for nothing.
     note = f"blocks of {steps} steps; preset {plan.args.loop_preset}" + (
         ", width 384, T 256, batch 4" if shape else ""
     )
@@ -314,11 +346,13 @@ def _compute(plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str
             report.rows.append(plan.row(arm, CPU_TIME, "ms", cpu, "all threads of both ranks"))
 
 
-def _communication(plan: Plan, report: Report) -> None:
+def _add_communication_rows(plan: Plan, report: Report) -> None:
     """Add what the traced arms found out about their collectives: one value per record of the run."""
     for arm in TRACED:
         if arm == "untraced" or arm not in plan.arms or arm in plan.broken:
             continue
+
+        # The run itself recorded its collectives; nothing is measured a second time here.
         (run,) = plan.folder.glob(f"*_{arm}")
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         for metric, (name, unit) in COMM.items():
@@ -338,6 +372,8 @@ def _start_arm(
     """
     kind = "baseline" if arm.startswith("baseline") else "engine"
     world = 2 if arm in ("engine-2", *TRACED) else 1
+
+    # Neither evaluation nor checkpoint, and no end: the blocks decide how long a run lasts.
     values = {
         "name": arm,
         "out_dir": str(plan.folder),
@@ -349,11 +385,15 @@ def _start_arm(
     # As the baseline's: loops are compared here, number formats in `bench step`
     values |= {"precision": "fp32"}
     values |= data_flags(plan.args) | {"comm_trace": TRACED.get(arm, "off")}
+
+    # Each rank gets the cores' equal share, and no arm sees a GPU.
     config = load_config(preset=plan.args.loop_preset, overrides=values)
     spec = open_run(config, prepare(config), time.time())
     order = {"arm": kind, "world": world, "threads": max(1, int(available_cpus() / world))}
     order["spec"] = str(spec.folder / "run.json")
     env = plan.env | {"CUDA_VISIBLE_DEVICES": ""}
+
+    # Rank 0 chooses the port of the store; the other ranks are started with it.
     for rank in range(world):
         argv = [sys.executable, "-m", "nanoray.bench.compute", json.dumps(order | {"rank": rank})]
         ranks.append(
@@ -365,18 +405,21 @@ def _start_arm(
         child.answer(plan.args.timeout_s)  # ready
 
 
-def _block(ranks: list[Child], steps: int, timeout_s: float) -> tuple[float, float]:
+def _time_block(ranks: list[Child], steps: int, timeout_s: float) -> tuple[float, float]:
     """Run `steps` steps of an arm; return wall and CPU milliseconds per step.
 
     The CPU time is that of all ranks together.
     """
+
+    # Ask all ranks before waiting for any: they run at the same time. The step ends with the
+    # slowest.
     for child in ranks:
         child.ask(str(steps))
     answers = [child.answer(timeout_s) for child in ranks]
     return max(a["step_ms"] for a in answers), sum(a["cpu_ms"] for a in answers)
 
 
-def _judge(report: Report) -> None:
+def _add_targets(report: Report) -> None:
     """Add the ratios and the targets that the measured arms allow."""
     pairs = (
         ("ray", "torchrun", STEP, "<=", 1.02, ""),
@@ -395,6 +438,8 @@ def _judge(report: Report) -> None:
         ("always", "untraced", CPU_TIME, "", 0.0, ""),
         ("always", "untraced", "compute: step", "<=", 1.05, ""),
     )
+
+    # A pair without a relation is shown and has no target.
     for upper, lower, metric, relation, limit, excuse in pairs:
         row = report.compare(upper, lower, metric)
         if row and relation:

@@ -126,14 +126,14 @@ def test_what_differs_or_is_left_behind_fails_the_report(tmp_path: Path) -> None
         ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     report = soak.Report("soak", {})
-    soak._compare(report, *runs, 5)
+    soak._compare_runs(report, *runs, 5)
     assert [(row.metric, row.wrong) for row in report.rows] == [
         ("model: tensors", 0),
         ("optimizer: tensors", 1),
         ("logged values", 1),
     ]
     assert report.failed
-    soak._compare(report, *runs, 6)
+    soak._compare_runs(report, *runs, 6)
     assert report.failures == ["no final checkpoint: found [5, 5] of 6"]
 
 

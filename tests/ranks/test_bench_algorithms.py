@@ -106,7 +106,7 @@ def test_where_the_winner_changes_is_said_and_drawn(tmp_path: Path) -> None:
         "fastest, or within 10 %, 1 KB to 4 KB: tree",
         "fastest, or within 10 %, 64 MB: backend",
     ]
-    bench._judge(report, 4, "gloo")
+    bench._add_targets(report, 4, "gloo")
     assert [(t.row.arm, t.row.median, t.verdict) for t in report.targets] == [
         ("backend / tree", 4.5, "ok"),
         ("ring / backend", pytest.approx(10 / 9), "ok"),
@@ -122,7 +122,7 @@ def test_where_the_winner_changes_is_said_and_drawn(tmp_path: Path) -> None:
 
 def test_targets_are_for_four_ranks_on_gloo() -> None:
     report = report_of(event("backend", 1 << 10, [2.0] * 5), event("ring", 1 << 10, [2.0] * 5))
-    bench._judge(report, 2, "nccl")
+    bench._add_targets(report, 2, "nccl")
     assert [t.verdict for t in report.targets] == [
         "does not apply: stated for 4 ranks on gloo; here: 2 on nccl"
     ]

@@ -11,7 +11,7 @@ import pytest
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import compression
-from nanoray.bench.compression import ARMS, LOSS, OFF, PAYS, PLAIN, STEP, WIRE, _rows, finding
+from nanoray.bench.compression import ARMS, LOSS, OFF, PAYS, PLAIN, STEP, WIRE, _add_rows, finding
 from nanoray.bench.harness.report import Report
 
 FLAGS = ["compression", "--preset", "tiny", "--device", "cpu", "--rounds", "2", "--steps", "2"]
@@ -87,9 +87,9 @@ def event(
 
 def test_ranks_that_differ_fail_the_report_and_a_slow_arm_pays_on_slow_links_only() -> None:
     report = Report("compression", {})
-    _rows(report, PLAIN, [event(10.0, ("all_reduce gradients", 8_000_000))] * 5, 2)
+    _add_rows(report, PLAIN, [event(10.0, ("all_reduce gradients", 8_000_000))] * 5, 2)
     assert not report.failed
-    _rows(
+    _add_rows(
         report,
         "bf16",
         [event(12.0, ("all_reduce gradients", 4_000_000), wrong=1, loss=2.25)] * 5,
@@ -103,7 +103,7 @@ def test_ranks_that_differ_fail_the_report_and_a_slow_arm_pays_on_slow_links_onl
     assert off.median == 0.25
     told = "the fastest compressed arm, bf16, is slower than fp32 here: 1.2 x its step, the loss +0.2500 nat"
     assert finding(report) == [told]
-    _rows(report, "int8", [event(8.0, ("all_reduce gradients", 2_000_000))] * 5, 2)
+    _add_rows(report, "int8", [event(8.0, ("all_reduce gradients", 2_000_000))] * 5, 2)
     faster = report.row("int8", PAYS)
     assert faster
     assert faster.skipped == "faster here already"

@@ -167,7 +167,7 @@ def test_what_is_not_finite_is_not_overlooked() -> None:
         "off": math.nan,
         "alone": alone,
     }
-    loss, weight, norm, _ = equivalence._rows(
+    loss, weight, norm, _ = equivalence._make_rows(
         "SGD", CASES["SGD"], "zero1", [rank], {"zero1": [rank]}
     )
     assert [row.problem for row in (loss, weight, norm)] == ["not finite", "not finite", ""]

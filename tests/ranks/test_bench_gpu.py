@@ -144,7 +144,7 @@ def test_verdicts_go_by_the_fastest_rung_and_the_slower_baby(
         report.rows += [Row(f"gpt2-124m: {rung}", TOKENS, "1/s", (1e5 * speed,) * 5)]
         report.rows += [Row(f"gpt2-124m: {rung}", MFU, "%", (share,) * 5)]
     report.rows.append(Row(BABY, SECONDS, "s", (61.0,) * 5, extra={"missed": 0, "text": text}))
-    gpu._judge(report, ["gpt2-124m"])
+    gpu._add_targets(report, ["gpt2-124m"])
     assert [(t.text, t.verdict) for t in report.targets] == [
         ("MFU, gpt2-124m: + bf16, %", mfu),
         (f"{BABY}, s", baby),

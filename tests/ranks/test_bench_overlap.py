@@ -88,7 +88,9 @@ def test_what_makes_no_sense_is_refused(
 def test_vocabulary_and_precision_are_the_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = load_config(preset="tiny", overrides={"tokenizer": "gpt2", "precision": "bf16"})
     monkeypatch.setattr(overlap, "load_config", lambda preset: cfg)
-    gpt, _, forward, told = overlap._recipe(Mesh(0, 1, 0, torch.device("cpu"), "none", ""), "tiny")
+    gpt, _, forward, told = overlap._make_recipe(
+        Mesh(0, 1, 0, torch.device("cpu"), "none", ""), "tiny"
+    )
     seen, dtypes = [], set()
     gpt.tok_emb.register_forward_pre_hook(lambda module, given: seen.append(int(given[0].max())))
     for module in gpt.modules():

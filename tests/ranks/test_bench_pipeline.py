@@ -12,7 +12,7 @@ import pytest
 import nanoray.bench.__main__ as bench
 from nanoray.bench import pipeline
 from nanoray.bench.harness.report import Report
-from nanoray.bench.pipeline import LOSS, STEP, THEORY, WAIT, _rows, arms_of, finding
+from nanoray.bench.pipeline import LOSS, STEP, THEORY, WAIT, _add_rows, arms_of, finding
 from nanoray.parallel.schedules import SCHEDULES
 
 FLAGS = [
@@ -115,7 +115,7 @@ def test_other_weights_or_another_loss_fail_the_report(
     name = f"{kind}, 4 micro"
     found = {"1f1b, 4 micro": [event(10.0, 2.0, "a")] * 5, name: [event(9.0, loss, digest)] * 5}
     for arm, events in found.items():
-        _rows(report, arm, arms[arm], events, found)
+        _add_rows(report, arm, arms[arm], events, found)
     row = report.row(name, LOSS)
     assert row
     assert row.wrong == wrong

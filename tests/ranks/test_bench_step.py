@@ -27,7 +27,7 @@ from nanoray.bench.step import (
     READY,
     TOKENS,
     StepBenchmark,
-    judge,
+    add_targets,
 )
 from nanoray.errors import ConfigError
 from tests.harness.nanogpt import nanogpt
@@ -115,7 +115,7 @@ def test_without_nanogpt_the_loop_that_is_nearest_to_it_is_the_measure() -> None
     report.rows.append(
         Row(f"shakespeare-cpu: {PEER}", TOKENS, "1/s", (), skipped="--nanogpt names no folder")
     )
-    judge(report, ["shakespeare-cpu"])
+    add_targets(report, ["shakespeare-cpu"])
     (aim,) = (target for target in report.targets if f"{BEST} / " in target.text)
     assert aim.text == f"tokens/s, shakespeare-cpu: {BEST} / shakespeare-cpu: {EAGER}"
     assert aim.row.median == pytest.approx(1.3)

@@ -156,7 +156,7 @@ def report_of(**arms: tuple[float, float]) -> Report:
             Row(arm, STATE_FORMULA, "MiB", (100.0,)),
         ]
         report.rows.append(Row(arm, STATE_ERROR, "%", (held - 100,) * 5))
-    strategies._judge(report, [name.replace("__", " + ") for name in arms])
+    strategies._add_targets(report, [name.replace("__", " + ") for name in arms])
     return report
 
 

@@ -179,10 +179,10 @@ def test_when_a_launcher_noticed(run: Run) -> None:
 
 def test_a_run_that_ends_too_soon_is_no_measurement(run: Run) -> None:
     with pytest.raises(recovery.ChildFailed, match=r"no step 5 within 0.1 s, but step 0"):
-        run.until(lambda: run.step >= 5, 0.1, "step 5")
+        run.wait_until(lambda: run.step >= 5, 0.1, "step 5")
     run.child.process.kill()
     with pytest.raises(recovery.ChildFailed, match="exit code -9 before step 5"):
-        run.until(lambda: run.step >= 5, 20, "step 5")
+        run.wait_until(lambda: run.step >= 5, 20, "step 5")
     with pytest.raises(recovery.ChildFailed, match="exit code -9 in mid-run"):
         run.follow(time.time() + 20)
 
@@ -244,7 +244,7 @@ def report_of(*, wrong: int = 0) -> Report:
     rows += [Row(PEER, STANDSTILL, "s", (10.0, 30.0, 12.5), wrong=0)]
     rows += [Row("torchrun", STANDSTILL, "s", (), error="exit code 3")]
     report = Report("recovery", {"command": "c", "recipe": "r"}, rows)
-    recovery._judge(report)
+    recovery._add_targets(report)
     report.rows.append(Row("in_place", GOODPUT, "%", (81.0,)))
     return report
 
