@@ -67,12 +67,18 @@ def outage(done: Mapping[tuple[int, int], float], killed: float) -> Outage | Non
     What the ranks of the killed one's attempt still complete belongs to before the kill: a survivor
     that has the lost rank's gradients already finishes its step.
     """
+
+    # A restart counts as a new attempt; whatever an older attempt completes is no recovery.
     attempt = max((attempt for (attempt, _), at in done.items() if at <= killed), default=0)
+
+    # The last step before the kill, then the steps that no attempt had completed before.
     last = max((step for each, step in done if each <= attempt), default=0)
     later = [(each, step) for each, step in done if each > attempt]
     new = [done[key] for key in later if key[1] > last]
     if not new:
         return None
+
+    # Steps between the first of the new attempt and the last before the kill are repeated.
     _, first = min(later)
     return Outage(min(new) - killed, last, last + 1 - first)
 
@@ -85,9 +91,13 @@ def goodput(
     It is measured by the speed from `start` to `begin`, without kills. Only the first time that a
     step is done counts. None when no step was done without kills.
     """
+
+    # The first time of each step; all others are repetitions.
     first: dict[int, float] = {}
     for (_, step), at in done.items():
         first[step] = min(at, first.get(step, at))
+
+    # Steps per second without kills are the measure: what the same seconds would have given.
     clean = sum(start < at <= begin for at in first.values()) / (begin - start)
     useful = sum(begin < at <= end for at in first.values())
     repeated = sum(begin < at <= end for at in done.values()) - useful
@@ -101,6 +111,9 @@ def arrivals(seed: int, mean_s: float, window_s: float, ranks: int) -> list[tupl
 
     The same seed gives the same kills.
     """
+
+    # Exponential pauses make a Poisson process; moments and ranks come from one generator, in
+    # turn.
     source = random.Random(seed)
     moments = itertools.accumulate(source.expovariate(1 / mean_s) for _ in itertools.count())
     return [
@@ -150,6 +163,8 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         try:
+            # Remember the ranks' pids before the launcher ends: afterwards their parent is gone
+            # and nothing shows that they are ours.
             for rank in range(len(list(self.folder.glob("*/logs/rank*.log")))):
                 self._find_process(rank)
             self.child.end()
@@ -181,6 +196,8 @@ class Run:
             return
         if self._file is None:
             self._file = path.open(encoding="utf-8")
+
+        # A restart writes a new file in place of the old one. Read the old one to its end first.
         replaced = not os.path.samestat(os.fstat(self._file.fileno()), path.stat())
         self._add_records(self._file)
         if replaced:
@@ -190,6 +207,7 @@ class Run:
             self._add_records(self._file)
 
     def _add_records(self, file: TextIO) -> None:
+        # The last line may be half written; it stays for the next reading.
         *lines, self._rest = (self._rest + file.read()).split("\n")
         for record in map(json.loads, lines):
             self.done.setdefault((record["attempt"], record["step"]), record["time"])
@@ -199,8 +217,10 @@ class Run:
 
         Raises ChildFailed when the run ends before, or takes too long.
         """
+
         deadline = time.monotonic() + timeout_s
         while True:
+            # Check for the end before reading: what the run wrote last is then in the file.
             ended = self.child.process.poll() is not None
             self.read()
             if reached():
@@ -235,9 +255,12 @@ class Run:
 
     def kill(self, rank: int) -> float | None:
         """Send SIGKILL to a rank and return the moment; None when it has no process now."""
+
         pid = self._find_process(rank)
         if pid is None:
             return None
+
+        # Take the moment before the signal, so that the standstill includes the kill itself.
         killed = time.time()
         try:
             os.kill(pid, signal.SIGKILL)
@@ -253,6 +276,9 @@ class Run:
 
     def noticed_s(self, arm: str, killed: float) -> float | None:
         """Return the seconds until the launcher logged the kill; None without such a line."""
+
+        # Each launcher logs the loss of a rank in its own format, with the wall clock of this
+        # host.
         if arm == "torchrun":
             year = datetime.fromtimestamp(killed).year
             lines = self.child.log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -260,6 +286,7 @@ class Run:
             times = [f"{year}{match[1]}" for match in matches if match]
             moments = [datetime.strptime(text, "%Y%m%d %H:%M:%S.%f").timestamp() for text in times]
         elif arm in ("torchtrainer", "torchft"):
+            # Ray Train's controller writes its decisions to a log in the session's folder.
             session = self.head.log.with_suffix("") if self.head else self.folder
             logs = session.glob("session_2*/logs/train/ray-train-app-controller-*.log")
             lines = [line for log in logs for line in log.read_text(encoding="utf-8").splitlines()]
@@ -281,6 +308,8 @@ class Run:
 
     def _find_process(self, rank: int) -> int | None:
         """Return the pid of a rank, if that is a living process of this run."""
+
+        # Each attempt of a rank writes its pid to the log; only the newest one counts.
         log = next(self.folder.glob(f"*/logs/rank{rank}.log"), None)
         if log is None:
             return None
@@ -306,6 +335,8 @@ class Run:
     def _end_ranks(self) -> None:
         """Wait for the ranks to be gone, and kill those that stay: the next arm needs the machine."""
         deadline = time.monotonic() + GRACE_S
+
+        # A pid with another start time is another process, which must not be killed.
         while left := [
             pid for pid, begun in self._seen.items() if (stat := stat_of(pid)) and stat[19] == begun
         ]:

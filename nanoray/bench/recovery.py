@@ -82,6 +82,7 @@ def start(plan: Plan, arm: str, steps: int, name: str) -> Run:
     recipe = plan.recipe(flags) + ON_NANORAY.get(arm, [])
     argv = command(starter, plan.slots.workers, recipe, plan.address, python_in(plan.folder))
     if arm == TORCHRUN:
+        # torchrun's own flags must come before `-m nanoray.train`.
         argv[3:3] = [f"--max-restarts={MAX_FAILURES}"]
     return Run(argv, plan.env, plan.folder / name, plan.head)
 
@@ -139,6 +140,8 @@ class RecoveryBenchmark(Benchmark):
             raise ConfigError(
                 "bench recovery starts its own ranks, but RANK is set; run it without torchrun"
             )
+
+        # Check all flags first: an error must not come after a Ray cluster has been started.
         arms = chosen(args.arms, ARMS)
         kills = count_of(args.kills, args.quick, few=1, usual=5)
         if args.goodput_s is None:
@@ -162,6 +165,8 @@ class RecoveryBenchmark(Benchmark):
                 f"workers = {slots.workers}: no rank would be left after a kill; use --workers 2 or "
                 "more"
             )
+
+        # The plan follows from the seed alone, so every arm meets the same kills.
         plan_of_kills = arrivals(args.seed, args.mean_s, window_s, slots.workers)
         if window_s and not plan_of_kills:
             raise ConfigError(
@@ -169,6 +174,8 @@ class RecoveryBenchmark(Benchmark):
                 "--seed"
             )
         args.kills = kills
+
+        # torchft is no dependency of nanoray: without it this arm is skipped, not failed.
         why = missing()
         if TORCHFT in arms and why:
             arms.remove(TORCHFT)
@@ -206,6 +213,9 @@ class RecoveryBenchmark(Benchmark):
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw the standstills with their quartiles and every kill, and the goodputs."""
+
+        # The conditions stand below the figure, because the figure is also shown without its
+        # report.
         notes = [
             report.conditions[key]
             for key in ("recipe", "kills", "plan of kills")
@@ -217,6 +227,8 @@ class RecoveryBenchmark(Benchmark):
             bars(left, rows, quartiles=True, color=[_colour_of(r.arm) for r in rows])
             for row in rows:
                 left.plot(row.values, [row.arm] * row.n, "k.", ms=4, alpha=0.5)
+
+            # Seconds until the launcher logged the kill, as a white mark within the bar.
             noticed = measured(report, [row.arm for row in rows], NOTICED)
             if noticed:
                 left.plot(
@@ -263,7 +275,12 @@ def _parse_between(args: argparse.Namespace) -> tuple[int, int]:
 
 def _measure_standstills(plan: Plan, report: Report, between: tuple[int, int]) -> None:
     """Kill a rank of every arm once per round, and add the rows."""
+
+    # Losses of a run without kills, which every later run must repeat.
     reference = _train_reference(plan, report)
+
+    # Moment and rank are drawn before the arms, so all arms of a round lose the same rank at the
+    # same place.
     found: dict[str, list[Kill]] = {arm: [] for arm in plan.arms}
     for turn in range(plan.args.kills):
         source = random.Random(f"{plan.args.seed}/{turn}")  # the same for all arms
@@ -313,6 +330,8 @@ def _kill_once(
     (moment, rank) = whom
     timeout_s = plan.args.timeout_s
     with start(plan, arm, plan.args.steps, f"{arm}-{turn}") as run:
+        # Let the run come to the step, then wait for the given part of the next one: kills fall
+        # anywhere between two steps, not always right after one.
         run.wait_until(lambda: run.step >= int(moment), timeout_s, f"step {int(moment)}")
         time.sleep(moment % 1 * run.step_s)
         killed = run.kill(rank)
@@ -320,10 +339,15 @@ def _kill_once(
             raise ChildFailed(
                 f"rank {rank} has no process to kill after step {run.step}\n{run.child.tail()}"
             )
+
+        # torchrun and Ray Train repeat steps from a checkpoint: a repeated step ends no
+        # standstill.
         run.wait_until(
             lambda: outage(run.done, killed) is not None, timeout_s, "a new step after the kill"
         )
         run.finish(timeout_s)
+
+        # A run that ends early, or that did not recover, gives no number.
         back = outage(run.done, killed)
         if back is None or run.step != plan.args.steps:
             raise ChildFailed(
@@ -338,6 +362,7 @@ def _kill_once(
 
 
 def _make_rows(arm: str, kills: list[Kill], broken: bool) -> list[Row]:
+    # A broken arm reports only its error: the kills that it survived are a biased sample.
     error = SEE_FAILED if broken else ""
     kills = [] if broken else kills
     raw = {"kills": [kill._asdict() for kill in kills]}
@@ -362,6 +387,8 @@ def _measure_goodputs(
     plan: Plan, report: Report, kills: list[tuple[float, int]], window_s: float
 ) -> None:
     """Run every arm once under the same plan of kills, and add the rows."""
+
+    # Each arm runs alone: the machine has room for one set of ranks.
     for arm in plan.arms:
         if arm in plan.broken:
             report.rows.append(Row(arm, GOODPUT, "%", (), error=SEE_FAILED))
@@ -373,6 +400,8 @@ def _measure_goodputs(
             report.rows.append(Row(arm, GOODPUT, "%", (), error=SEE_FAILED))
             continue
         say(f"goodput  {arm:<12}  {found.percent:.1f} %  {sum(hits)} of {len(kills)} kills hit")
+
+        # Keep every planned kill and whether it hit: it shows that all arms met the same ones.
         raw = found._asdict() | {
             "kills": [[at, rank, hit] for (at, rank), hit in zip(kills, hits, strict=True)]
         }
@@ -392,9 +421,13 @@ def _train_under_kills(
     """
     with start(plan, arm, ENDLESS, f"{arm}-goodput") as run:
         run.wait_until(lambda: run.step >= WARM_STEPS, plan.args.timeout_s, f"step {WARM_STEPS}")
+
+        # Speed without kills first, in the same process and on the same machine a moment earlier.
         clean = time.time()
         run.follow(clean + window_s / CLEAN_SHARE)
         begin = time.time()
+
+        # A kill whose rank is still down from the one before does not hit; it is counted as such.
         hits = []
         for at, rank in kills:
             run.follow(begin + at)
@@ -441,6 +474,8 @@ def _build_lines(report: Report) -> list[tuple[str, ...]]:
 
 def _build_line(report: Report, arm: str) -> tuple[str, ...] | None:
     """Return an arm's texts under HEADER; None when it was not requested."""
+
+    # Either part may have been left out, and an arm may have only one of them.
     single = report.row(arm, STANDSTILL)
     whole = report.row(arm, GOODPUT)
     if single is None and whole is None:

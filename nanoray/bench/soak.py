@@ -147,6 +147,8 @@ class SoakBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Run it, and fill the report. Nothing that it starts outlives it."""
+
+        # Check all flags first: a soak takes half an hour.
         minutes = args.minutes or (2.0 if args.quick else 30.0)
         if (
             minutes <= 0
@@ -168,12 +170,15 @@ class SoakBenchmark(Benchmark):
             raise ConfigError(
                 f"soak finds its ranks in /proc, which {sys.platform} has not; run it on Linux"
             )
+
+        # What is in /tmp and /dev/shm before: only what appears later can be this run's.
         before = leaks.entries()
         with scratch_folder("nrs-") as folder:
             try:
                 _run_soak(args, report, folder, minutes)
                 _add_leftovers(report, "after the cluster's end", [*leaks.processes(str(folder))])
             finally:
+                # Copy runs and logs after a failure as well: then they are needed most.
                 if args.keep:
                     for part in ("calibration", CLEAN, FAULTY):
                         if (folder / part).exists():
@@ -194,6 +199,8 @@ class SoakBenchmark(Benchmark):
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return, per kind of fault, how many there were and how long until the run trained again."""
+
+        # Kinds in the fixed order of the weights; those that never happened are left out.
         counts = Counter(fault["kind"] for fault in faults_of(report))
         cells = []
         for kind in (kind for kind in WEIGHTS if counts[kind]):
@@ -215,6 +222,8 @@ class SoakBenchmark(Benchmark):
                         color=color,
                         label=f"{arm} run",
                     )
+
+            # One mark per kind, at the step and second of each fault.
             for kind, mark in zip(WEIGHTS, "vs*^XP", strict=True):
                 hit = [fault for fault in faults_of(report) if fault["kind"] == kind]
                 if hit:
@@ -234,6 +243,9 @@ def _run_soak(args: argparse.Namespace, report: Report, folder: Path, minutes: f
     prepared = prepare(load_config(overrides=dict(data)))  # now, and not in the first run
     env = arm_environment() | {"TMPDIR": str(folder / "tmp")}
     flags = RECIPE | data | {"device": args.device, "workers": args.workers}
+
+    # Nodes share this machine, so `spread` must be requested: otherwise all ranks could go to one
+    # node and the loss of the other would disturb nothing.
     flags |= {"placement": "spread"} if args.nodes > 1 else {}
     with Cluster(folder, env, replace(slots, workers=args.workers), args.nodes) as cluster:
 
@@ -248,9 +260,14 @@ def _run_soak(args: argparse.Namespace, report: Report, folder: Path, minutes: f
                 [sys.executable, "-m", "nanoray.launch", *words(own)], cluster, folder / name, steps
             )
 
+        # Measure the speed of this machine: the number of steps follows from it, so that both
+        # runs fit into the minutes.
         with training("calibration", CALIBRATION_STEPS) as run:
             survive(run, cluster, None, 300.0)
             rate = statistics.median(rates(run.seen, CALIBRATION_STEPS, 1))
+
+        # Checkpoints a few seconds apart: rarer ones would repeat most of the run, more frequent
+        # ones would cost most of its time.
         steps = max(LEAST_STEPS, round(rate * minutes * 60 * args.share / 50) * 50)
         save = max(50, min(500, round(rate * SAVE_S / 50) * 50))
         plan = f"{steps} steps, a checkpoint every {save}"
@@ -259,6 +276,8 @@ def _run_soak(args: argparse.Namespace, report: Report, folder: Path, minutes: f
         )
         report.conditions["seed"] = args.seed
         say(f"{steps} steps, {rate:.0f} a second; the clean run")
+
+        # The reference: the same command without faults.
         with training(CLEAN, steps, save) as clean:
             clean_s = survive(clean, cluster, None, minutes * 60 + GRACE_S)
             _add_progress(report, CLEAN, clean, clean_s)
@@ -266,6 +285,8 @@ def _run_soak(args: argparse.Namespace, report: Report, folder: Path, minutes: f
         say(f"{clean_s:.0f} s; the run under faults")
         with training(FAULTY, steps, save) as faulty:
             try:
+                # Twice the clean run's minutes and a grace period: recovery takes time, an endless run
+                # fails.
                 faulty_s = survive(faulty, cluster, chaos, minutes * 60 * 2 + GRACE_S)
                 _add_progress(report, FAULTY, faulty, faulty_s)
                 _compare_runs(report, clean.run, faulty.run, steps)
@@ -273,6 +294,9 @@ def _run_soak(args: argparse.Namespace, report: Report, folder: Path, minutes: f
                 report.failures.append(f"the run under faults: {error}")
             finally:
                 _add_faults(report, faulty, chaos.caused)
+
+        # Look for leftovers here, after the cluster's end, and in shared folders: each place can
+        # hide what the others do not show.
         _add_leftovers(report, "on the cluster", leaks.on_cluster(cluster.env))
         runs = leaks.processes(str(faulty.out)) + [
             f"process {pid}: rank {slot}" for slot, pid in faulty.ranks()
@@ -287,6 +311,9 @@ def _run_soak(args: argparse.Namespace, report: Report, folder: Path, minutes: f
 
 def increments(seen: Seen) -> Iterable[tuple[float, float, int, int]]:
     """Yield (since, until, step before, step after) for each advance that was seen."""
+
+    # A restart goes back to a checkpoint; only steps that were never done before count as
+    # progress.
     last = seen.points[0] if seen.points else (0.0, 0)
     for at, step in seen.points[1:]:
         if step > last[1]:
@@ -296,6 +323,8 @@ def increments(seen: Seen) -> Iterable[tuple[float, float, int, int]]:
 
 def rates(seen: Seen, steps: int, parts: int) -> list[float]:
     """Return steps per second in each part of the run, without the gaps of its faults."""
+
+    # A gap is time without training and belongs to `lost`, not to the rate.
     done = [0] * parts
     seconds = [0.0] * parts
     for since, until, before, after in increments(seen):
@@ -314,6 +343,8 @@ def gaps(seen: Seen) -> list[tuple[float, float]]:
 def _add_progress(report: Report, arm: str, training: Training, seconds: float) -> None:
     still = gaps(training.seen)
     seen = training.seen
+
+    # At most some thousand points go to the file: the figure needs no more.
     every = max(1, len(seen.points) // 1000)
     line = {"steps_over_time": seen.points[::every] + seen.points[-1:]}
     if training.drivers > 1:
@@ -347,6 +378,8 @@ def _compare_runs(report: Report, clean: Path | None, faulty: Path | None, steps
 
     assert clean
     assert faulty
+
+    # The last valid checkpoint of each run must be that of the last step.
     found = [newest_valid(run / "checkpoints")[0] for run in (clean, faulty)]
     ends = [resume.state if resume else None for resume in found]
     theirs, ours = ends
@@ -355,6 +388,9 @@ def _compare_runs(report: Report, clean: Path | None, faulty: Path | None, steps
             f"no final checkpoint: found {[e.meta['step'] if e else None for e in ends]} of {steps}"
         )
         return
+
+    # Equal means equal bits: no tolerance, because a run that recovers repeats the same
+    # arithmetic.
     for name in ("model", "optimizer"):
         one = getattr(theirs, name)
         other = getattr(ours, name)
@@ -370,9 +406,10 @@ def _compare_runs(report: Report, clean: Path | None, faulty: Path | None, steps
                 wrong=len(wrong),
             )
         )
+
+    # Then every logged value, without a tolerance as well. A resumed run also logs its first step:
+    # that record needs no counterpart, but each record of the clean run does.
     logged = [_read_logged_values(run) for run in (clean, faulty)]
-    # A resumed run logs its first step, too: such a record has no counterpart, the clean run's all
-    # must have one.
     differ = sorted(place for place, value in logged[0].items() if logged[1].get(place) != value)
     if differ:
         first = f"first: {differ[0][1]} of step {differ[0][0]}"
@@ -396,6 +433,9 @@ def _read_logged_values(run: Path) -> dict[tuple[int, str], float]:
 def _add_faults(report: Report, training: Training, caused: list[Fault]) -> None:
     """Add the faults, and what followed from them."""
     still = gaps(training.seen)
+
+    # A fault may take effect a moment later than it was caused. Its gap is the first that ends
+    # after it.
     for fault in caused:
         ends = [
             until
@@ -403,6 +443,9 @@ def _add_faults(report: Report, training: Training, caused: list[Fault]) -> None
             if since <= fault.at_s + 2 * GAP_S and until > fault.at_s
         ]
         fault.again_s = round(ends[0] - fault.at_s, 2) if ends else None
+
+    # Read what the drivers reported, from all run folders: a driver that is lost before the first
+    # checkpoint leaves a folder of its own.
     reports = [
         r for run in sorted(training.out.glob("*/run.json")) for r in read_reports(run.parent)
     ]
@@ -436,6 +479,8 @@ def _add_faults(report: Report, training: Training, caused: list[Fault]) -> None
             "after restarts, from checkpoints",
         ),
     ]
+
+    # A fault that interrupted nothing, such as one after the last step, has no seconds.
     for kind in counts:
         values = tuple(f.again_s for f in caused if f.kind == kind and f.again_s is not None)
         if values:
@@ -465,12 +510,15 @@ def _add_open_files(report: Report, training: Training) -> None:
     Their number must not grow.
     """
     for who in ("driver", "rank"):
+        # Processes are replaced all the time; only one that lived long can show a leak.
         lives = {
             name: counts for name, counts in training.seen.files.items() if name.startswith(who)
         }
         if not lives:
             continue
         name, counts = max(lives.items(), key=lambda life: len(life[1]))
+
+        # Compare the number after start-up with the median of the last seconds.
         most = counts[len(counts) // 5] + MOST_FDS
         grown = int(statistics.median(counts[-5:])) > most
         note = f"of {name}, which lived {len(counts)} s: {counts[len(counts) // 5]} early, {counts[-1]} at the end"
@@ -486,6 +534,8 @@ def faults_of(report: Report) -> list[dict[str, Any]]:
 
 
 def _add_targets(report: Report) -> None:
+    # The rate excludes the gaps: a fault may interrupt training but must not slow the steps after
+    # it.
     row = report.compare(FAULTY, CLEAN, RATE, "the same part of the steps in both runs")
     clean = report.row(CLEAN, WHOLE)
     if row and clean and clean.median >= JUDGED_S:

@@ -164,6 +164,8 @@ class SpeedrunBenchmark(Benchmark):
 
         Nothing that it starts outlives it.
         """
+
+        # Wrong flags are refused before a round has taken its minutes.
         args.rounds = args.rounds or (1 if args.quick else 5)
         overrides = settings_of(args)
         arms = chosen(args.arms, list(ARMS))
@@ -173,6 +175,8 @@ class SpeedrunBenchmark(Benchmark):
             )
         if args.rounds < 1:
             raise ConfigError(f"rounds = {args.rounds}; at least 1 round is needed")
+
+        # Without nanoGPT's folder its own script is skipped, and the report says so.
         if OWN in arms and args.nanogpt is None:
             arms.remove(OWN)
             report.rows.append(Row(OWN, SECONDS, "s", (), skipped="--nanogpt names no folder"))
@@ -183,8 +187,13 @@ class SpeedrunBenchmark(Benchmark):
             info = prepare(load_config(preset=CPU_PRESET, overrides=dict(data_flags(args))))
             report.conditions["data"] = info.note
             env = arm_environment() | {"TMPDIR": str(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
+
+            # Round by round in rotating order, a seed per round: all arms of a round see the same
+            # seed.
             for turn in range(args.rounds):
                 for arm in (arm for arm in rotated(arms, turn) if arm not in failed):
+                    # The rules, then the record's own flags, then those of the command line,
+                    # which win.
                     record = ARMS[arm]
                     flags = {
                         **RULES,
@@ -210,6 +219,8 @@ class SpeedrunBenchmark(Benchmark):
                         f"{run.cpu_s:.1f} s of CPU  "
                         f"{run.steps} steps  loss {run.loss:.4f}"
                     )
+
+        # A failed arm keeps its rows, which then carry the error.
         for arm in arms:
             target = float(overrides.get("target_loss", ARMS[arm].target))
             report.rows += _make_rows(arm, found[arm], target, report, failed.get(arm, ""))
@@ -220,6 +231,8 @@ class SpeedrunBenchmark(Benchmark):
 
         Steps and losses are the highest of a round.
         """
+
+        # Columns: a ratio to each peer, and one to the record before.
         rows = [report.row(arm, SECONDS) for arm in ARMS]
         shown = [row.arm for row in rows if row and not row.skipped]
         peers = [arm for arm in (PEER, OWN) if arm in shown]
@@ -229,6 +242,8 @@ class SpeedrunBenchmark(Benchmark):
         columns = [*(f"/ {peer}" for peer in peers), *(["/ the one before"] if ahead else [])]
         head = ("record", "loss", "seconds", *columns, *ends)
         lines = []
+
+        # A peer has no record before it: its last cell stays empty.
         for arm in shown:
             against = [
                 report.cell(f"{arm} / {other}", SECONDS, "range")
@@ -263,6 +278,8 @@ class SpeedrunBenchmark(Benchmark):
 @contextmanager
 def two_cores() -> Iterator[None]:
     """Bind this process and its children to two cores, where the system supports that."""
+
+    # Children inherit the affinity, so every run has the same two cores on a larger machine.
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if len(before) > CORES:
         os.sched_setaffinity(0, sorted(before)[:CORES])
@@ -293,14 +310,22 @@ def run_once(
         record.preset,
         *words({**flags, "out_dir": folder}),
     ]
+
+    # The kernel adds a child's CPU time only when it has been waited for: read it after the end.
     before = _children_cpu_s()
     with Child(command, env, folder / "output.log") as child:
         child.wait(timeout_s)
         cpu_s = _children_cpu_s() - before
+
+        # A nanoray run has a folder of its own below --out_dir; the peer's loop writes directly
+        # into it.
         paths = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
         evaluations = [r for path in paths for r in read_json_lines(path) if "val/loss" in r]
         if not evaluations:
             raise ChildFailed(f"it ended without an evaluation\n{child.tail()}")
+
+    # The clock stops when the evaluation has ended, not when the process has: saving and exiting
+    # are no part of the record.
     last = evaluations[-1]
     seconds = last["time"] + last["time/eval_s"] - child.started
     return Found(seconds, cpu_s, last["step"], last["val/loss"])
@@ -337,6 +362,8 @@ def _make_rows(
 
     Where a round has not reached the loss, its seconds are those of the whole run.
     """
+
+    # A round that missed the loss took at least as long as it ran.
     missed = [
         f"round {turn} ended at {run.loss:.4f}"
         for turn, run in enumerate(found, 1)
@@ -345,6 +372,8 @@ def _make_rows(
     note = f"{ARMS[arm].what}; target {target:g}" + "".join(
         f"; {each}: seconds are a lower bound" for each in missed
     )
+
+    # A record must reach its loss in every round; a peer may miss it.
     if missed and arm in RECORDS:
         report.failures.append(f"{arm}: {', '.join(missed)}, above {target:g}")
     values = {
@@ -362,6 +391,8 @@ def _make_rows(
 
 def _add_targets(report: Report, arms: list[str]) -> None:
     """Add each record's ratios to nanoGPT and to the record before, and the targets."""
+
+    # Only records with the same target can be compared in seconds.
     own = [arm for arm in arms if arm not in (PEER, OWN) and ARMS[arm].target == ARMS[PEER].target]
     for first in (peer for peer in (PEER, OWN) if peer in arms):
         for arm in own:

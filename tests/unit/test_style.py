@@ -109,12 +109,8 @@ HOUSE_WORD = re.compile(r"\b(told|tells|so\s+many|nobody|alike|hears|knows)\b", 
 # BEGIN: written by `python -m tests.unit.test_style`
 NAMES: dict[str, int] = {
     "bench/__main__.py": 1,
-    "bench/chaos.py": 1,
-    "bench/compression.py": 1,
     "bench/harness/launchers.py": 1,
     "bench/peers/nanogpt.py": 1,
-    "bench/precision.py": 1,
-    "bench/recovery.py": 1,
     "inspect/subject.py": 1,
     "inspect/text.py": 1,
     "inspect/tree.py": 1,
