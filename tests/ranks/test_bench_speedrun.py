@@ -27,7 +27,7 @@ from nanoray.bench.speedrun import (
     Found,
     SpeedrunBenchmark,
     _add_targets,
-    _rows,
+    _make_rows,
 )
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
@@ -115,7 +115,7 @@ def test_a_record_that_misses_its_loss_has_failed(
 def test_the_seconds_of_a_peer_that_misses_it_are_a_lower_bound() -> None:
     report = Report("speedrun", {})
     for arm, runs in ((PEER, [(90, 1.87), (96, 1.89)]), (FAST, [(30, 1.87), (24, 1.86)])):
-        report.rows += _rows(
+        report.rows += _make_rows(
             arm, [Found(s, 2 * s, 300, loss) for s, loss in runs], 1.88, report, ""
         )
     _add_targets(report, [PEER, FAST])
