@@ -97,17 +97,19 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
             "out"
         )
     subject = find_subject(args.target, flags, args.world_size, args.function, args.verify)
-    told: dict[str, Any] = dump(subject)
-    told["verify"] = verify(subject, told) if args.verify else None
-    told["statistics"] = newest_statistics(args.target)
-    told["memory_timeline"] = [
+    description: dict[str, Any] = dump(subject)
+    description["verify"] = verify(subject, description) if args.verify else None
+    description["statistics"] = newest_statistics(args.target)
+    description["memory_timeline"] = [
         of_rank for folder in folders_of(args.target) for of_rank in read_memory(folder)
     ]
-    told["against"] = against(subject.state, args.against) if args.against else None
-    print("\n".join(lines(told)))
-    _write(args.json, lambda: json.dumps(plain(told, "dump"), indent=1, allow_nan=False) + "\n")
-    _write(args.html, lambda: page(told))
-    return 0 if not told["verify"] or told["verify"]["ok"] else 1
+    description["against"] = against(subject.state, args.against) if args.against else None
+    print("\n".join(lines(description)))
+    _write(
+        args.json, lambda: json.dumps(plain(description, "dump"), indent=1, allow_nan=False) + "\n"
+    )
+    _write(args.html, lambda: page(description))
+    return 0 if not description["verify"] or description["verify"]["ok"] else 1
 
 
 def newest_statistics(target: str) -> dict[str, Any] | None:

@@ -255,7 +255,7 @@ def _grouped(pieces: dict[int, Piece]) -> list[dict[str, Any]]:
     ]
 
 
-def told_ranks(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Return ranks as text: 0-3 6 8-9."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

@@ -27,7 +27,7 @@ def read_memory(folder: Path) -> list[dict[str, Any]]:
     return sorted(of_newest_step, key=lambda timeline: int(timeline["rank"]))
 
 
-def mib(size: int | None) -> str:
+def format_mib(size: int | None) -> str:
     """Return bytes as MiB; a question mark for what is not known."""
     return "?" if size is None else f"{size / 2**20:,.3f} MiB"
 
@@ -37,15 +37,16 @@ def peak_line(timeline: dict[str, Any]) -> str:
     peak = timeline["peak"]
     line = (
         f"memory of step {timeline['step']}, rank {timeline['rank']} on {timeline['device']}: "
-        f"{mib(peak['bytes'])} at most, in {peak['place']}, {peak['ms']:.1f} ms after it began"
+        f"{format_mib(peak['bytes'])} at most, in {peak['place']}, "
+        f"{peak['ms']:.1f} ms after it began"
     )
     # Not every layout has a formula for its peak.
     formula = timeline["formula"].get("peak")
     if formula:
         deviation = 100 * (peak["bytes"] / formula - 1)
-        line += f", {deviation:+.1f} % against the formula's {mib(formula)}"
+        line += f", {deviation:+.1f} % against the formula's {format_mib(formula)}"
     if timeline["allocator"]:
-        line += f"; CUDA's allocator had given out {mib(timeline['allocator'])} at most"
+        line += f"; CUDA's allocator had given out {format_mib(timeline['allocator'])} at most"
     return line
 
 
@@ -57,16 +58,16 @@ def category_rows(timeline: dict[str, Any]) -> list[list[str]]:
         most = timeline["most"][category]
         formula = timeline["formula"].get(category)
         ratio = f"{most / formula:.3f}" if formula else ""
-        table.append([category, mib(at_peak), mib(most), mib(formula), ratio])
+        table.append([category, format_mib(at_peak), format_mib(most), format_mib(formula), ratio])
     return table
 
 
-def told_memory(of_rank: dict[str, Any]) -> list[str]:
+def format_timeline(timeline: dict[str, Any]) -> list[str]:
     """Return a rank's peak and the table of its categories as lines."""
-    table = [[*COLUMNS], *category_rows(of_rank)]
+    table = [[*COLUMNS], *category_rows(timeline)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     cells = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in table
     ]
-    return [peak_line(of_rank), *cells]
+    return [peak_line(timeline), *cells]
