@@ -13,7 +13,12 @@ from nanoray.report.memory import COLUMNS
 
 def page(description: dict[str, Any]) -> str:
     """Return the page. It loads nothing and runs no script; texts are escaped."""
-    verified, compared = description["verify"], description["against"]
+    verified = description["verify"]
+    measured = text.measured(verified) if verified else []
+    compared = description["against"]
+    apart = text.apart(compared) if compared else []
+
+    # The bars are drawn relative to the module that keeps most; `or 1` avoids a division by 0.
     most = max((row["kept"] for row in description["modules"]), default=0)
     return render(
         Path(__file__).with_name("inspect.html.j2"),
@@ -29,7 +34,7 @@ def page(description: dict[str, Any]) -> str:
         memory=drawn_memory(description.get("memory_timeline") or ()),
         columns=COLUMNS,
         verified=verified,
-        measured=text.measured(verified) if verified else [],
+        measured=measured,
         compared=compared,
-        apart=text.apart(compared) if compared else [],
+        apart=apart,
     )

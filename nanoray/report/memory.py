@@ -29,7 +29,9 @@ def read_memory(folder: Path) -> list[dict[str, Any]]:
 
 def format_mib(size: int | None) -> str:
     """Return bytes as MiB; a question mark for what is not known."""
-    return "?" if size is None else f"{size / 2**20:,.3f} MiB"
+    if size is None:
+        return "?"
+    return f"{size / 2**20:,.3f} MiB"
 
 
 def peak_line(timeline: dict[str, Any]) -> str:
@@ -56,8 +58,11 @@ def category_rows(timeline: dict[str, Any]) -> list[list[str]]:
     for category in timeline["categories"]:
         at_peak = timeline["peak"][category]
         most = timeline["most"][category]
+        # A category without a formula has no ratio; a formula of 0 bytes has none either.
         formula = timeline["formula"].get(category)
-        ratio = f"{most / formula:.3f}" if formula else ""
+        ratio = ""
+        if formula:
+            ratio = f"{most / formula:.3f}"
         table.append([category, format_mib(at_peak), format_mib(most), format_mib(formula), ratio])
     return table
 
@@ -66,8 +71,8 @@ def format_timeline(timeline: dict[str, Any]) -> list[str]:
     """Return a rank's peak and the table of its categories as lines."""
     table = [[*COLUMNS], *category_rows(timeline)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    cells = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
-    return [peak_line(timeline), *cells]
+    lines = [peak_line(timeline)]
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
