@@ -95,7 +95,8 @@ class Training:
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.scaler.unscale(grads)
         norm = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]).norm()
-        self.scaler.look(norm := self.scaler.norm(norm), loss.detach())
+        norm = self.scaler.norm(norm)
+        self.scaler.flag_nonfinite(norm, loss.detach())
         torch._foreach_mul_(grads, (self.config.grad_clip / (norm + 1e-6)).clamp(max=1.0))
         self.scaler.step(self.optimizer)
         self.losses.append(loss.item())
@@ -307,7 +308,7 @@ def life_of_a_scale(overflows: int, steps: int, interval: int) -> list[float]:
     optimizer = torch.optim.SGD([weight], lr=0.0, fused=True)
     for step in range(steps):
         weight.grad = torch.full((1,), math.inf if 10 <= step < 10 + overflows else 1.0)
-        scaler.look(weight.grad.norm(), torch.zeros(()))
+        scaler.flag_nonfinite(weight.grad.norm(), torch.zeros(()))
         scaler.step(optimizer)
         found.append(scaler.tensors()["loss scale"][0].item())
     return found

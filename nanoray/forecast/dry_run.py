@@ -150,7 +150,7 @@ def layout_lines(
 
     if isinstance(shape, ModelShape):
         parameters = costs.count_parameters(shape)
-        about_model = costs.told_experts(shape)
+        about_model = costs.describe_experts(shape)
         lines = [batch_line(config, batch, "seq", config.block_size) + about_batch]
         if config.seq_warmup_steps:
             lines.append(f"sequences  {format_lengths(config)}")

@@ -67,21 +67,28 @@ def main(argv: list[str] | None = None) -> int:
     return exit_code_of(lambda: _run(*parser.parse_known_args(argv)))
 
 
+def _run_live(args: argparse.Namespace, flags: list[str]) -> int:
+    """Print what the run does now. Raises ConfigError for any flag that would have no effect."""
+    from nanoray.inspect import live
+
+    given = []
+    for key in ("verify", "against", "json", "html", "world_size"):
+        if getattr(args, key):
+            given.append(f"--{key}")
+    given += flags
+    if given:
+        raise ConfigError(
+            f"--live shows a run as it is, so {given[0]} would be ignored; drop one of the two"
+        )
+    print("\n".join(live.lines(Path(args.target).expanduser())))
+    return 0
+
+
 def _run(args: argparse.Namespace, flags: list[str]) -> int:
     if args.live:
-        from nanoray.inspect import live
+        return _run_live(args, flags)
 
-        given = [
-            f"--{key}"
-            for key in ("verify", "against", "json", "html", "world_size")
-            if getattr(args, key)
-        ] + flags
-        if given:
-            raise ConfigError(
-                f"--live shows a run as it is, so {given[0]} would be ignored; drop one of the two"
-            )
-        print("\n".join(live.lines(Path(args.target).expanduser())))
-        return 0
+    # Imported late: --live and --help must not wait for torch.
     from nanoray.checkpoint.tensorfile import plain
     from nanoray.inspect.against import against
     from nanoray.inspect.page import page
@@ -96,39 +103,47 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
             f"world_size = {args.world_size} is not a whole number above 0; give the ranks to lay "
             "out"
         )
+
+    # What is known without computing anything, then what each flag adds. A section that was not
+    # requested is None, so that the JSON always has the same keys.
     subject = find_subject(args.target, flags, args.world_size, args.function, args.verify)
-    told: dict[str, Any] = dump(subject)
-    told["verify"] = verify(subject, told) if args.verify else None
-    told["statistics"] = newest_statistics(args.target)
-    told["memory_timeline"] = [
-        of_rank for folder in folders_of(args.target) for of_rank in read_memory(folder)
-    ]
-    told["against"] = against(subject.state, args.against) if args.against else None
-    print("\n".join(lines(told)))
-    _write(args.json, lambda: json.dumps(plain(told, "dump"), indent=1, allow_nan=False) + "\n")
-    _write(args.html, lambda: page(told))
-    return 0 if not told["verify"] or told["verify"]["ok"] else 1
+    description: dict[str, Any] = dump(subject)
+    description["verify"] = verify(subject, description) if args.verify else None
+    description["statistics"] = newest_statistics(args.target)
+    description["memory_timeline"] = []
+    for folder in folders_of(args.target):
+        description["memory_timeline"] += read_memory(folder)
+    description["against"] = against(subject.state, args.against) if args.against else None
+    print("\n".join(lines(description)))
+    _write(
+        args.json, lambda: json.dumps(plain(description, "dump"), indent=1, allow_nan=False) + "\n"
+    )
+    _write(args.html, lambda: page(description))
+
+    verified = description["verify"]
+    failed = verified and not verified["ok"]
+    return 1 if failed else 0
 
 
 def newest_statistics(target: str) -> dict[str, Any] | None:
-    """Return the newest statistics of the run that a run's or step's folder belongs to; None where
-    there are none.
-    """
+    """Return the newest statistics of the run that the folder belongs to; None without any."""
     from nanoray.train.watch.dangers import FILE
 
-    return next(
-        (record for folder in folders_of(target) if (record := newest_record(folder, FILE))), None
-    )
+    for folder in folders_of(target):
+        record = newest_record(folder, FILE)
+        if record:
+            return record
+    return None
 
 
 def folders_of(target: str) -> list[Path]:
-    """Return the folder of the run that a run's or step's folder belongs to, in a list; empty for
-    other targets.
-    """
+    """Return the run's folder in a list, for a run's or a step's folder; empty for other targets."""
     path = Path(target).expanduser()
-    return [folder for folder in (path, path.parent.parent) if (folder / "config.json").is_file()][
-        :1
-    ]
+    # A step's folder is RUN/checkpoints/STEP.
+    for folder in (path, path.parent.parent):
+        if (folder / "config.json").is_file():
+            return [folder]
+    return []
 
 
 def _write(path: Path | None, text: Any) -> None:

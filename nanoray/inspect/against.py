@@ -1,4 +1,4 @@
-"""How far two checkpoints are apart, tensor by tensor: `nanoray inspect A --against B`."""
+"""Compare two checkpoints tensor by tensor: `nanoray inspect A --against B`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from nanoray.state import StateDict
 
 
 def against(own: StateDict | None, path: Path) -> dict[str, Any]:
-    """Compare the weights of a checkpoint with those of another one, which may be a run's newest.
+    """Compare the weights of a checkpoint with those at `path`, a checkpoint or a run.
 
-    For each tensor, `relative` is RMS(own - other) / RMS(own); None where the other one has it in
-    another shape, or not at all. Raises CheckpointError.
+    For each tensor, `relative` is RMS(own - other) / RMS(own). It is None where the other
+    checkpoint lacks the tensor or holds it in another shape. Raises CheckpointError.
     """
     if own is None:
         raise CheckpointError(
@@ -23,9 +23,13 @@ def against(own: StateDict | None, path: Path) -> dict[str, Any]:
         )
     found = find_run(path, str(path), {})
     assert found, "find_run raises for a path without a checkpoint"
-    other, rows = found.state, []
+    other = found.state
+
+    # In float64: the difference of two close bf16 tensors would otherwise round to 0.
+    rows = []
     for name, tensor in own.model.items():
-        theirs, ours = other.model.get(name), tensor.double()
+        ours = tensor.double()
+        theirs = other.model.get(name)
         row: dict[str, Any] = {
             "name": name,
             "shape": [*tensor.shape],
@@ -35,6 +39,7 @@ def against(own: StateDict | None, path: Path) -> dict[str, Any]:
             row |= {"difference": None, "relative": None, "equal": False}
         else:
             apart = (ours - theirs.double()).square().mean().sqrt().item()
+            # A tensor of zeros, such as a new bias, has no relative distance.
             relative = apart / row["rms"] if row["rms"] else None
             row |= {
                 "difference": apart,
@@ -42,6 +47,7 @@ def against(own: StateDict | None, path: Path) -> dict[str, Any]:
                 "equal": bool((tensor == theirs).all()),
             }
         rows.append(row)
+
     missing = [name for name in other.model if name not in own.model]
     return {
         "path": str(found.path),

@@ -11,25 +11,30 @@ from nanoray.report.html import render
 from nanoray.report.memory import COLUMNS
 
 
-def page(told: dict[str, Any]) -> str:
+def page(description: dict[str, Any]) -> str:
     """Return the page. It loads nothing and runs no script; texts are escaped."""
-    verified, compared = told["verify"], told["against"]
-    most = max((row["kept"] for row in told["modules"]), default=0)
+    verified = description["verify"]
+    measured = text.measured(verified) if verified else []
+    compared = description["against"]
+    apart = text.apart(compared) if compared else []
+
+    # The bars are drawn relative to the module that keeps most; `or 1` avoids a division by 0.
+    most = max((row["kept"] for row in description["modules"]), default=0)
     return render(
         Path(__file__).with_name("inspect.html.j2"),
-        title=told["subject"],
-        told=told,
-        head=text.head(told),
-        same=text.alike(told["modules"]),
+        title=description["subject"],
+        description=description,
+        figures=text.figures_of(description),
+        same=text.alike(description["modules"]),
         flops=text.flops,
         size=text.size,
         shapes=text.shapes,
-        owners=text.owners(told),
+        owners=text.owners(description),
         most=most or 1,
-        memory=drawn_memory(told.get("memory_timeline") or ()),
+        memory=drawn_memory(description.get("memory_timeline") or ()),
         columns=COLUMNS,
         verified=verified,
-        measured=text.measured(verified) if verified else [],
+        measured=measured,
         compared=compared,
-        apart=text.apart(compared) if compared else [],
+        apart=apart,
     )

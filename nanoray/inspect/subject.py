@@ -258,7 +258,7 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
         config = config.model_copy(update={"micro_batch_size": 0})
     ranks = world_size or (config.workers if isinstance(config.workers, int) else 1)
 
-    def look(task: OwnTask) -> None:
+    def take_subject(task: OwnTask) -> None:
         decided, batch, example = task.example()
         precision = "fp32" if decided.precision == "auto" else decided.precision
         decided = decided.model_copy(update={"precision": precision})
@@ -287,7 +287,7 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
                 f"{path} has no function {function}, which nanoray.launch would call; name it with "
                 "--function"
             )
-        call_until_fit(main, config, loaded.given, ranks, look)
+        call_until_fit(main, config, loaded.given, ranks, take_subject)
     return found[0]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from nanoray.inspect.tree import told_ranks
-from nanoray.report.memory import told_memory
+from nanoray.inspect.tree import format_ranks
+from nanoray.report.memory import format_timeline
 from nanoray.train.watch.dangers import COLUMNS, table
 
 UNKNOWN = "?"
@@ -37,45 +37,45 @@ def shapes(tensors: Sequence[Any]) -> str:
     return ", ".join(f"{'×'.join(map(str, shape)) or 'scalar'} {dtype}" for shape, dtype in tensors)
 
 
-def head(told: dict[str, Any]) -> dict[str, str]:
+def figures_of(description: dict[str, Any]) -> dict[str, str]:
     """Return the first lines as labels and texts."""
-    batch = told["batch"]
-    axes = told["layout"]
+    batch = description["batch"]
+    axes = description["layout"]
     layout = " × ".join(f"{axis} {n}" for axis, n in axes.items() if n > 1 or axis == "dp")
     weights = "none loaded"
-    if told["checkpoint"]:
-        weights = f"{told['checkpoint']}, step {told['step']}"
+    if description["checkpoint"]:
+        weights = f"{description['checkpoint']}, step {description['step']}"
 
     # FLOPs: counted by a trial, if there was one, and by the formula.
-    forward = sum(row["forward_flops"] for row in told["modules"])
-    backward = sum(row["backward_flops"] for row in told["modules"])
+    forward = sum(row["forward_flops"] for row in description["modules"])
+    backward = sum(row["backward_flops"] for row in description["modules"])
     counted = "not counted"
     if forward or backward:
         counted = f"{flops(forward)} forward, {flops(backward)} backward, counted"
     formula = ""
-    if told["flops_by_formula"]:
-        formula = f"; {flops(told['flops_by_formula'])} by the formula of MFU"
+    if description["flops_by_formula"]:
+        formula = f"; {flops(description['flops_by_formula'])} by the formula of MFU"
 
     facts = {
-        "model": f"{told['model']}, {told['parameters']:,} parameters, {told['optimizer']}",
+        "model": f"{description['model']}, {description['parameters']:,} parameters, {description['optimizer']}",
         "weights": weights,
-        "ranks": f"{told['ranks']} = {layout}, {told['dp_mode']}",
-        "precision": f"{told['precision']} ({told['why_precision']})",
+        "ranks": f"{description['ranks']} = {layout}, {description['dp_mode']}",
+        "precision": f"{description['precision']} ({description['why_precision']})",
         "batch": f"{batch['micro']} × {batch['accum']} accum × {batch['dp']} dp; what follows is of "
         f"one micro batch, {batch['units']:,} {batch['unit']}",
         "FLOPs": f"{counted}{formula}",
     }
-    for number, line in enumerate(told["memory"]):
+    for number, line in enumerate(description["memory"]):
         label = f"memory {number}" if number else "memory"
         facts[label] = line
     return facts
 
 
-def lines(told: dict[str, Any]) -> list[str]:
+def lines(description: dict[str, Any]) -> list[str]:
     """Return the dump as lines."""
-    found = [f"{told['subject']}"]
-    found += [f"{label:<10} {text}" for label, text in head(told).items()]
-    found += [f"{'note':<10} {note}" for note in told["notes"]]
+    found = [f"{description['subject']}"]
+    found += [f"{label:<10} {text}" for label, text in figures_of(description).items()]
+    found += [f"{'note':<10} {note}" for note in description["notes"]]
     found += [
         "",
         *_table(
@@ -90,24 +90,24 @@ def lines(told: dict[str, Any]) -> list[str]:
                 "backward",
                 "kept",
             ),
-            _tree(told),
+            _tree(description),
         ),
     ]
-    found += ["", "layers, for one rank", *_table(LAYERS, _layers(told["layers"]))]
-    found += ["", "owners", *_table(OWNERS, owners(told))]
-    record = told.get("statistics")
+    found += ["", "layers, for one rank", *_table(LAYERS, _layers(description["layers"]))]
+    found += ["", "owners", *_table(OWNERS, owners(description))]
+    record = description.get("statistics")
     if record:
         found += [
             "",
             f"statistics of step {record['step']}, which took rank 0 {record['cost_ms']:.3g} ms",
         ]
         found += _table(("layer", *COLUMNS), table(record))
-    for of_rank in told.get("memory_timeline") or ():
-        found += ["", *told_memory(of_rank)]
-    if told.get("verify"):
-        found += ["", *_verified(told["verify"])]
-    if told.get("against"):
-        found += ["", *_apart(told["against"])]
+    for timeline in description.get("memory_timeline") or ():
+        found += ["", *format_timeline(timeline)]
+    if description.get("verify"):
+        found += ["", *_verified(description["verify"])]
+    if description.get("against"):
+        found += ["", *_apart(description["against"])]
     return found
 
 
@@ -162,9 +162,9 @@ def alike(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     return repeated
 
 
-def _tree(told: dict[str, Any]) -> list[list[str]]:
-    found, same = [], alike(told["modules"])
-    for row in told["modules"]:
+def _tree(description: dict[str, Any]) -> list[list[str]]:
+    found, same = [], alike(description["modules"])
+    for row in description["modules"]:
         name = row["name"].rpartition(".")[2] or "(model)"
         place = "  " * row["depth"] + name
         if row["layer"] in same:
@@ -185,18 +185,18 @@ def _tree(told: dict[str, Any]) -> list[list[str]]:
                 *costs,
             ]
         )
-    if told["loss_reads"]:
-        found.append(["(loss)", "", "", "", ", ".join(told["loss_reads"]), *[""] * 4])
+    if description["loss_reads"]:
+        found.append(["(loss)", "", "", "", ", ".join(description["loss_reads"]), *[""] * 4])
     return found
 
 
-def owners(told: dict[str, Any]) -> list[list[str]]:
+def owners(description: dict[str, Any]) -> list[list[str]]:
     """Return for each tensor its shape, dtype, owner, and the ranks that hold and update it."""
     rows = []
-    for row in told["tensors"]:
+    for row in description["tensors"]:
         owner = f"is {row['tied_to']}" if row["tied_to"] else row.get("owner", UNKNOWN)
         ranks = [
-            " | ".join(told_ranks(of["ranks"]) for of in row.get(kind, ()))
+            " | ".join(format_ranks(of["ranks"]) for of in row.get(kind, ()))
             for kind in ("held", "updated")
         ]
         rows.append([row["name"], "×".join(map(str, row["shape"])), row["dtype"], owner, *ranks])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
+
+from torch import Tensor
 
 from nanoray import __version__
 from nanoray.errors import ConfigError
@@ -15,7 +17,7 @@ from nanoray.forecast.rank_memory import assume_device, memory_lines, rank_memor
 from nanoray.forecast.trial import Seen, Trial, trial_on_fakes
 from nanoray.inspect.layers import layer_of, layers_of, totals
 from nanoray.inspect.subject import Subject
-from nanoray.mesh.layout import Layout
+from nanoray.mesh.layout import Coords, Layout
 from nanoray.mesh.pieces import Box, Piece
 from nanoray.models import costs, resnet_costs
 from nanoray.models.gpt import ModelShape
@@ -41,6 +43,8 @@ def dump(subject: Subject) -> dict[str, Any]:
                 subject.model, subject.loss, *subject.example, config.precision, backward=True
             )
         except Exception as error:
+            # Any exception: a model that reads values, such as `.item()`, fails on fake tensors.
+            # It may still run on real ones, so the dump goes on without what the trial gives.
             notes.append(
                 f"{SHAPELESS}: a trial on fake tensors failed ({first_line(error)}); --verify has "
                 "them"
@@ -54,14 +58,32 @@ def dump(subject: Subject) -> dict[str, Any]:
             f"a script's own model has no formula: FLOPs and activations of its layers are {how}"
         )
     unit, units_per_sample = _unit(subject)
+
+    # A script brings its optimizer as an object; any other model's is a name.
     optimizer: str = config.optimizer
     if subject.optimizer:
         optimizer = type(subject.optimizer).__name__
+    checkpoint = None
+    if subject.checkpoint:
+        checkpoint = str(subject.checkpoint)
+    step = None
+    if subject.state:
+        step = subject.state.meta["step"]
+    loss_reads = None
+    unused = None
+    if trial:
+        loss_reads = trial.loss_reads
+        unused = trial.unused
+    dp_mode: str = config.dp_mode
+    if layout.dp == 1:
+        dp_mode = "one data rank"
+
+    # The keys are the JSON's; scripts of users read them.
     return {
         "nanoray": __version__,
         "subject": subject.title,
-        "checkpoint": str(subject.checkpoint) if subject.checkpoint else None,
-        "step": subject.state.meta["step"] if subject.state else None,
+        "checkpoint": checkpoint,
+        "step": step,
         "model": type(subject.model).__name__,
         "shape": subject.shape.to_dict(),
         "parameters": sum(p.numel() for p in subject.model.parameters()),
@@ -70,14 +92,14 @@ def dump(subject: Subject) -> dict[str, Any]:
         "device": config.device,
         "ranks": layout.world_size,
         "layout": {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "ep": layout.ep},
-        "dp_mode": config.dp_mode if layout.dp > 1 else "one data rank",
+        "dp_mode": dp_mode,
         "optimizer": optimizer,
         "batch": {**batch._asdict(), "unit": unit, "units": batch.micro * units_per_sample},
         "flops_by_formula": _flops(subject),
         "memory": _memory(subject),
         "modules": modules,
-        "loss_reads": trial.loss_reads if trial else None,
-        "unused": trial.unused if trial else None,
+        "loss_reads": loss_reads,
+        "unused": unused,
         "tensors": tensors_of(subject, notes),
         "layers": [asdict(layer) for layer in layers],
         "totals": totals(layers),
@@ -86,7 +108,7 @@ def dump(subject: Subject) -> dict[str, Any]:
 
 
 def _unit(subject: Subject) -> tuple[str, int]:
-    """Return the unit in which a batch is counted, and how many of it a sample has."""
+    """Return the unit in which a batch is counted, and the units of one sample."""
     if isinstance(subject.shape, ModelShape):
         return "tokens", subject.shape.block_size
     if isinstance(subject.shape, ResNetShape):
@@ -108,6 +130,7 @@ def _memory(subject: Subject) -> list[str]:
     config = subject.config
     batch = subject.batch
     shape = subject.shape
+    # There are no formulas for the activations of a script's own model.
     if not isinstance(shape, ModelShape | ResNetShape):
         return []
     device = assume_device(config)
@@ -116,25 +139,30 @@ def _memory(subject: Subject) -> list[str]:
         sizes = sizes_of_stage(config, subject.dataset.vocab_size, stage)
         stages.append(rank_memory(config, shape, batch, device, sizes, stage))
     lines = memory_lines(config, batch, device.precision, stages)
+    # The caller writes the label itself.
     return [line.removeprefix("memory").lstrip() for line in lines]
 
 
 def modules_of(subject: Subject, trial: Trial | None) -> list[dict[str, Any]]:
-    """Return the modules in the model's order, with the records of a trial of each."""
+    """Return the modules in the model's order, each with what a trial recorded of it."""
     rows = []
     for name, module in subject.model.named_modules():
+        # Only a module's direct parameters, so that the rows add up to the model.
         own = dict(module.named_parameters(recurse=False))
-        rows.append(
-            {
-                "name": name,
-                "type": type(module).__name__,
-                "depth": name.count(".") + bool(name),
-                "layer": layer_of(name, subject.model, subject.shape),
-                "parameters": sum(p.numel() for p in own.values()),
-                "weights": {key: [*p.shape] for key, p in own.items()},
-                **asdict(trial.seen[name] if trial else Seen()),
-            }
-        )
+        depth = 0  # of the model itself, whose name is empty
+        if name:
+            depth = 1 + name.count(".")
+        row: dict[str, Any] = {
+            "name": name,
+            "type": type(module).__name__,
+            "depth": depth,
+            "layer": layer_of(name, subject.model, subject.shape),
+            "parameters": sum(p.numel() for p in own.values()),
+            "weights": {key: [*p.shape] for key, p in own.items()},
+        }
+        # Without a trial the row has the same keys, with empty values.
+        seen = trial.seen[name] if trial else Seen()
+        rows.append(row | asdict(seen))
     return rows
 
 
@@ -143,35 +171,50 @@ def modules_of(subject: Subject, trial: Trial | None) -> list[dict[str, Any]]:
 
 def tensors_of(subject: Subject, notes: list[str]) -> list[dict[str, Any]]:
     """Return parameters and buffers with the ranks that hold and update each piece of them."""
-    model, layout, config = subject.model, subject.layout, subject.config
-    saved = subject.state.model if subject.state else {}
+    model = subject.model
+    layout = subject.layout
+    config = subject.config
     device = assume_device(config)
+    saved: Mapping[str, Tensor] = {}
+    if subject.state:
+        saved = subject.state.model
+
+    # A layout that does not fit this model has no owners; the rest of the dump is still of use.
     try:
         holders = holders_of(config, layout, device.bucket_mb, subject.at)
     except ConfigError as error:
         notes.append(f"without owners: {error}")
         holders = []
-    first: dict[int, str] = {}
+
+    # With duplicates: each name of a tied tensor gets its row, which names the first one.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    name_by_id: dict[int, str] = {}
     rows = []
-    trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]:
-        tied = first.setdefault(id(tensor), name)
+    for name, tensor in (parameters | buffers).items():
+        first_name = name_by_id.setdefault(id(tensor), name)
+        is_tied = first_name != name
         row: dict[str, Any] = {
             "name": name,
-            "kind": "parameter" if name in trained else "buffer",
+            "kind": "parameter" if name in parameters else "buffer",
             "shape": [*tensor.shape],
+            # The checkpoint's dtype, where there is one: the model may have been built in another.
             "dtype": str(saved.get(name, tensor).dtype).removeprefix("torch."),
             "numel": tensor.numel(),
-            "trained": trained.get(name, False),
-            "tied_to": tied if tied != name else None,
+            "trained": name in parameters and tensor.requires_grad,
+            "tied_to": first_name if is_tied else None,
         }
-        if holders and row["trained"] and tied == name:
+        if is_tied:
+            rows.append(row)
+            continue
+
+        # Buffers and frozen parameters are never cut.
+        if holders and row["trained"]:
             row |= owners_of(name, holders, layout, config.dp_mode, device.mirrored)
-        elif tied == name:
-            row["owner"] = "each rank has it whole" if layout.world_size > 1 else "rank 0"
+        elif layout.world_size > 1:
+            row["owner"] = "each rank has it whole"
+        else:
+            row["owner"] = "rank 0"
         rows.append(row)
     return rows
 
@@ -179,9 +222,7 @@ def tensors_of(subject: Subject, notes: list[str]) -> list[dict[str, Any]]:
 def owners_of(
     name: str, holders: list[Holder], layout: Layout, mode: str, mirrored: bool
 ) -> dict[str, Any]:
-    """Return the ranks that hold and that update each piece of a parameter, and a line that says by
-    which axis.
-    """
+    """Return who holds and who updates each piece of a parameter, and a line on the axes that cut it."""
     held = {}
     updated = {}
     for rank, holder in enumerate(holders):
@@ -190,8 +231,10 @@ def owners_of(
         if name in holder.updated:
             updated[rank] = holder.updated[name]
 
+    # One part of the line for each axis, from the outermost cut to the innermost.
     parts = []
     if layout.pp > 1:
+        # A tied embedding is held by two stages.
         stages = sorted({holders[rank].place.pp for rank in held})
         noun = "stages" if len(stages) > 1 else "stage"
         parts.append(f"pp: {noun} {' and '.join(map(str, stages))}")
@@ -211,7 +254,9 @@ def owners_of(
             "zero2": "weights whole, gradients and optimizer sliced",
             "fsdp": "rows of weights, gradients and optimizer",
         }
-        mirror = ", mirrored" if mirrored else ""
+        mirror = ""
+        if mirrored:
+            mirror = ", mirrored"
         parts.append(f"dp {mode}: {sharing.get(mode, 'whole on each')}{mirror}")
     return {
         "owner": "; ".join(parts) or "rank 0",
@@ -221,23 +266,30 @@ def owners_of(
 
 
 def _cut_along(axis: str, pieces: dict[int, Piece], holders: list[Holder]) -> int | None:
-    """Return the dimension along which an axis cuts a parameter; None if it does not.
-
-    Found by two ranks that differ in this axis alone.
-    """
+    """Return the dimension along which an axis cuts a parameter; None if it does not."""
+    # Compare the pieces of two ranks that differ in this axis alone: what differs is its cut.
     for rank, piece in pieces.items():
         place = holders[rank].place
-        for other, theirs in pieces.items():
-            at = holders[other].place
-            same = all(getattr(place, a) == getattr(at, a) for a in ("tp", "ep", "pp") if a != axis)
-            if (
-                same
-                and getattr(at, axis) != getattr(place, axis)
-                and (axis == "ep" or at.dp == place.dp)
-            ):
-                sides = enumerate(zip(piece.boxes[0], theirs.boxes[0], strict=True))
-                return next((dim for dim, (a, b) in sides if a != b), None)
+        for other_rank, other_piece in pieces.items():
+            other_place = holders[other_rank].place
+            if not _differ_only_in(axis, place, other_place):
+                continue
+            sides = zip(piece.boxes[0], other_piece.boxes[0], strict=True)
+            for dim, (side, other_side) in enumerate(sides):
+                if side != other_side:
+                    return dim
+            return None
     return None
+
+
+def _differ_only_in(axis: str, place: Coords, other: Coords) -> bool:
+    """Return whether two places differ in `axis` and in no other one."""
+    for name in ("tp", "ep", "pp"):
+        equal = getattr(place, name) == getattr(other, name)
+        if equal == (name == axis):
+            return False
+    # The ranks of ep are data ranks, so for ep the place in dp must differ, too.
+    return axis == "ep" or place.dp == other.dp
 
 
 def _grouped(pieces: dict[int, Piece]) -> list[dict[str, Any]]:
@@ -245,22 +297,32 @@ def _grouped(pieces: dict[int, Piece]) -> list[dict[str, Any]]:
 
     A piece is a list of boxes, each of (start, end) in every dimension of `view`.
     """
-    ranks: dict[tuple[Box, ...], list[int]] = {}
+    ranks_by_boxes: dict[tuple[Box, ...], list[int]] = {}
     for rank, piece in pieces.items():
-        ranks.setdefault(piece.boxes, []).append(rank)
-    view = [*next(iter(pieces.values())).view] if pieces else []
-    return [
-        {"ranks": of, "boxes": [[[*side] for side in box] for box in boxes], "view": view}
-        for boxes, of in ranks.items()
-    ]
+        ranks_by_boxes.setdefault(piece.boxes, []).append(rank)
+
+    groups = []
+    for boxes, ranks in ranks_by_boxes.items():
+        # Lists, not tuples, so that the dump equals what its JSON contains.
+        boxes_as_lists = [[[*side] for side in box] for box in boxes]
+        view = [*pieces[ranks[0]].view]
+        groups.append({"ranks": ranks, "boxes": boxes_as_lists, "view": view})
+    return groups
 
 
-def told_ranks(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Return ranks as text: 0-3 6 8-9."""
-    runs: list[list[int]] = []
+    runs: list[list[int]] = []  # first and last rank of each
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+    words = []
+    for first, last in runs:
+        if first == last:
+            words.append(str(first))
+        else:
+            words.append(f"{first}-{last}")
+    return " ".join(words)

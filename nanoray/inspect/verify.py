@@ -40,14 +40,14 @@ TIED = ("lm_head.weight", "tok_emb.weight")  # of a GPT
 SHOWN = 8  # names in a line
 
 
-def verify(subject: Subject, told: dict[str, Any]) -> dict[str, Any]:
+def verify(subject: Subject, description: dict[str, Any]) -> dict[str, Any]:
     """Run one batch, and return checks and measurements.
 
     Raises NanorayError without a model or data.
     """
     model = _real_model(subject)
     x, y = _real_batch(subject)
-    return verify_model(subject, told, model, x, y)
+    return verify_model(subject, description, model, x, y)
 
 
 def _real_model(subject: Subject) -> nn.Module:
@@ -95,7 +95,7 @@ def _real_batch(subject: Subject) -> tuple[Any, Any]:
 
 
 def verify_model(
-    subject: Subject, told: dict[str, Any], model: nn.Module, x: Any, y: Any
+    subject: Subject, description: dict[str, Any], model: nn.Module, x: Any, y: Any
 ) -> dict[str, Any]:
     """Run one batch through `model` and one update; return checks and measurements."""
     config = subject.config
@@ -105,20 +105,20 @@ def verify_model(
         loss = trial.forward(lambda: subject.loss(model, x, y), (x, y))
     trial.backward(loss)
     seen = modules_of(subject, trial)
-    before = told["modules"]
+    before = description["modules"]
 
     # The tree may stem from this batch alone; then there is nothing to compare it with.
-    if told["loss_reads"] is None:
-        told |= {"modules": seen, "loss_reads": trial.loss_reads, "unused": trial.unused}
+    if description["loss_reads"] is None:
+        description |= {"modules": seen, "loss_reads": trial.loss_reads, "unused": trial.unused}
         same = "the tree shows this batch: there was no trial before it to compare with"
         checks = [_check("shapes", [], same), _check("connections", [], same)]
     else:
-        checks = _compared(told, seen, trial)
+        checks = _compared(description, seen, trial)
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     checks += [
         _called(model, trial),
         _gradients(gradients),
-        _tied(subject, told, model),
+        _tied(subject, description, model),
         *_counted(subject, model),
         _check(
             "loss",
@@ -150,13 +150,13 @@ def _check(name: str, problems: list[str], fine: str) -> dict[str, Any]:
 
 
 def _compared(
-    told: dict[str, Any], seen: list[dict[str, Any]], trial: Trial
+    description: dict[str, Any], seen: list[dict[str, Any]], trial: Trial
 ) -> list[dict[str, Any]]:
     """Compare shapes and connections with those of the tree."""
     shapes = []
     reads = []
     names = {row["name"]: row for row in seen}
-    for row in told["modules"]:
+    for row in description["modules"]:
         name = row["name"] or "the model"
         now = names.get(row["name"])
         if now is None:
@@ -169,10 +169,10 @@ def _compared(
                 )
         if {*now["reads"]} != {*row["reads"]}:
             reads.append(f"{name} reads {_list(now['reads'])}, in the tree {_list(row['reads'])}")
-    if {*trial.loss_reads} != {*told["loss_reads"]}:
-        reads.append(
-            f"the loss reads {_list(trial.loss_reads)}, in the tree {_list(told['loss_reads'])}"
-        )
+    if {*trial.loss_reads} != {*description["loss_reads"]}:
+        now_read = _list(trial.loss_reads)
+        read_in_tree = _list(description["loss_reads"])
+        reads.append(f"the loss reads {now_read}, in the tree {read_in_tree}")
     edges = sum(len(row["reads"]) for row in seen)
     return [
         _check("shapes", shapes, f"{len(seen)} modules, as in the tree"),
@@ -224,12 +224,12 @@ def _gradients(gradients: dict[str, Tensor | None]) -> dict[str, Any]:
     return _check("gradients", problems, f"{len(gradients)} parameters have one")
 
 
-def _tied(subject: Subject, told: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+def _tied(subject: Subject, description: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Compare tied names with the tree, with a GPT's tie, and with the checkpoint's values."""
     named = dict(model.named_parameters(remove_duplicate=False))
     pairs = {
         row["name"]: row["tied_to"]
-        for row in told["tensors"]
+        for row in description["tensors"]
         if row["tied_to"] and row["kind"] == "parameter"
     }
     if isinstance(subject.shape, ModelShape):

@@ -65,7 +65,7 @@ def expert_parameters(shape: ModelShape) -> int:
     return matrices
 
 
-def told_experts(shape: ModelShape) -> str:
+def describe_experts(shape: ModelShape) -> str:
     """Return what a line on the model's size adds about experts; empty without any."""
     if not shape.experts:
         return ""

@@ -136,8 +136,8 @@ class LossScaler:
             return norm
         return norm / self._state[0]
 
-    def look(self, grad_norm: Tensor, own_loss: Tensor) -> Tensor:
-        """Return two flags, (2,): the gradients' norm, and this rank's own loss, are not finite.
+    def flag_nonfinite(self, grad_norm: Tensor, own_loss: Tensor) -> Tensor:
+        """Return two flags, (2,): 1 if the gradients' norm, or this rank's own loss, is not finite.
 
         The caller reduces them with MAX, in place. A smaller scale may cure the first one. No scale
         cures the second one, because the loss is computed before it is scaled.

@@ -29,10 +29,10 @@ from nanoray.replay.past import (
     Past,
     compared,
     differences,
+    format_difference,
     matters,
     read_past,
     tensors_apart,
-    text,
 )
 from nanoray.replay.player import Witness
 from nanoray.train.guard.certificate import format_hash
@@ -125,7 +125,7 @@ def _replay(args: argparse.Namespace) -> int:
             f"note     step {step} has no record: only steps before it and its causes were "
             "compared (--log_every 1)"
         )
-    return _verdict([f"step {d.step}, {text(d)}" for d in wrong] + apart, unsure)
+    return _verdict([f"step {d.step}, {format_difference(d)}" for d in wrong] + apart, unsure)
 
 
 def _check(args: argparse.Namespace, ranks: int) -> None:

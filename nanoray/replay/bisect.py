@@ -22,10 +22,10 @@ from nanoray.replay.past import (
     Past,
     compared,
     differences,
+    format_difference,
     matters,
     read_past,
     tensors_apart,
-    text,
 )
 
 # Where it ran, and as what
@@ -138,7 +138,7 @@ def _report(a: Past, b: Past, steps: range, wrong: list[Difference], both: list[
         )
         print(f"step     {at[0].step} is the first that differs; equal up to step {equal}")
         hashes = [d for d in at if d.what.startswith("hash of ")]
-        print("\n".join(f"           {text(d)}" for d in at if d not in hashes))
+        print("\n".join(f"           {format_difference(d)}" for d in at if d not in hashes))
         if hashes:
             print(f"           hashes of {len(hashes)} of {compared(a, b, at[0].step)[1]} tensors")
         print(f"rank     {_rank(a, b, at)}")

@@ -155,7 +155,7 @@ def differences(ours: Past, theirs: Past, steps: range) -> Iterator[Difference]:
                 yield Difference(step, f"hash of {name}", digest, hashes[name])
 
 
-def text(d: Difference) -> str:
+def format_difference(d: Difference) -> str:
     """Write a difference as one line."""
     if d.tensor:
         return f"{d.tensor} of rank {d.rank} is not that of the other ranks of {d.ours}"

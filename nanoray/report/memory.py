@@ -27,9 +27,11 @@ def read_memory(folder: Path) -> list[dict[str, Any]]:
     return sorted(of_newest_step, key=lambda timeline: int(timeline["rank"]))
 
 
-def mib(size: int | None) -> str:
+def format_mib(size: int | None) -> str:
     """Return bytes as MiB; a question mark for what is not known."""
-    return "?" if size is None else f"{size / 2**20:,.3f} MiB"
+    if size is None:
+        return "?"
+    return f"{size / 2**20:,.3f} MiB"
 
 
 def peak_line(timeline: dict[str, Any]) -> str:
@@ -37,15 +39,16 @@ def peak_line(timeline: dict[str, Any]) -> str:
     peak = timeline["peak"]
     line = (
         f"memory of step {timeline['step']}, rank {timeline['rank']} on {timeline['device']}: "
-        f"{mib(peak['bytes'])} at most, in {peak['place']}, {peak['ms']:.1f} ms after it began"
+        f"{format_mib(peak['bytes'])} at most, in {peak['place']}, "
+        f"{peak['ms']:.1f} ms after it began"
     )
     # Not every layout has a formula for its peak.
     formula = timeline["formula"].get("peak")
     if formula:
         deviation = 100 * (peak["bytes"] / formula - 1)
-        line += f", {deviation:+.1f} % against the formula's {mib(formula)}"
+        line += f", {deviation:+.1f} % against the formula's {format_mib(formula)}"
     if timeline["allocator"]:
-        line += f"; CUDA's allocator had given out {mib(timeline['allocator'])} at most"
+        line += f"; CUDA's allocator had given out {format_mib(timeline['allocator'])} at most"
     return line
 
 
@@ -55,18 +58,21 @@ def category_rows(timeline: dict[str, Any]) -> list[list[str]]:
     for category in timeline["categories"]:
         at_peak = timeline["peak"][category]
         most = timeline["most"][category]
+        # A category without a formula has no ratio; a formula of 0 bytes has none either.
         formula = timeline["formula"].get(category)
-        ratio = f"{most / formula:.3f}" if formula else ""
-        table.append([category, mib(at_peak), mib(most), mib(formula), ratio])
+        ratio = ""
+        if formula:
+            ratio = f"{most / formula:.3f}"
+        table.append([category, format_mib(at_peak), format_mib(most), format_mib(formula), ratio])
     return table
 
 
-def told_memory(of_rank: dict[str, Any]) -> list[str]:
+def format_timeline(timeline: dict[str, Any]) -> list[str]:
     """Return a rank's peak and the table of its categories as lines."""
-    table = [[*COLUMNS], *category_rows(of_rank)]
+    table = [[*COLUMNS], *category_rows(timeline)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    cells = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    ]
-    return [peak_line(of_rank), *cells]
+    lines = [peak_line(timeline)]
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines

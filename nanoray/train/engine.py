@@ -172,7 +172,7 @@ class Engine:
 
             # (all ranks) fp16: did a gradient overflow on any rank, and is any loss not finite?
             if self.scaler.enabled:
-                mesh.all_reduce(self.scaler.look(norm, own_loss), "overflow", op="max")
+                mesh.all_reduce(self.scaler.flag_nonfinite(norm, own_loss), "overflow", op="max")
 
             # (all ranks) Leave an update out whose norm or loss is not finite, or roll back: load a
             # checkpoint and continue with the data after this step.

@@ -17,8 +17,13 @@ def closing_lines(spec: RunSpec, summary: dict[str, Any], quiet: bool = False) -
     `quiet`: only the losses and the folder.
     """
     config = spec.config
-    steps = "no" if summary["steps"] is None else summary["steps"]
-    restarts = f" · {summary['restarts']} restart(s)" if summary["restarts"] else ""
+    # A run that failed before its first report has no number of steps.
+    steps = summary["steps"]
+    if steps is None:
+        steps = "no"
+    restarts = ""
+    if summary["restarts"]:
+        restarts = f" · {summary['restarts']} restart(s)"
     result = (
         f"{summary['exit_reason']:<6} {steps} steps in {clock(summary['total_s'])} · "
         f"{_format_loss(spec, summary)}{_format_speed(summary)}{restarts}"
@@ -50,9 +55,12 @@ def _format_loss(spec: RunSpec, summary: dict[str, Any]) -> str:
     """Write the validation loss with its target or expectation, else the training loss."""
     val = summary["val_loss"]
     train = summary["train_loss"]
+    if val is None and train is None:
+        return "no loss"
     if val is None:
-        return "no loss" if train is None else f"train loss {train:.4f}"
+        return f"train loss {train:.4f}"
 
+    # A target replaces the expectation, which holds only for a run that did all its steps.
     target = spec.config.target_loss
     expected = expected_loss(spec)
     verdict = ""
@@ -66,6 +74,7 @@ def _format_loss(spec: RunSpec, summary: dict[str, Any]) -> str:
 
 
 def _format_speed(summary: dict[str, Any]) -> str:
+    # Models of images report samples, all others tokens.
     images_per_s = summary.get("samples_per_sec")
     if images_per_s:
         return f" · {short(images_per_s)} samples/s"
@@ -81,6 +90,7 @@ def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
     if not comm["traced_steps"]:
         return ["comm   no step was traced: this part of the run ended before one was due"]
 
+    # Some steps are timed again without communication. Too few of these give no comparison.
     compared = ""
     if comm["ab_ms"] is not None:
         side = "more" if comm["ab_ms"] >= 0 else "less"
@@ -92,11 +102,15 @@ def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
         f"{comm['exposed_share']:.0f} % exposed ({comm['exposed_ms']:.1f} of "
         f"{comm['step_ms']:.1f} ms{compared}); {comm['traced_steps']} steps traced"
     ]
+
+    # Idle stages exist in a pipeline only.
     if "bubble" in comm:
         lines.append(
             f"       stages idle {comm['bubble']:.0f} % of the time, {comm['bubble_theory']:.0f} % "
             "by the schedule"
         )
+
+    # The limit is a measured bandwidth of this machine; not every run has one.
     if "slowest" in comm:
         slowest = comm["slowest"]
         limit = ""
@@ -107,9 +121,12 @@ def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
             f"step {slowest['step']}, {slowest['time_us'] / 1e3:.1f} ms; busbw "
             f"{comm['busbw_gbps']:.2f} GB/s{limit}"
         )
+
     straggler = comm["straggler"]
     if straggler:
-        until = f"to {straggler['until']}" if straggler["until"] else "to the end"
+        until = "to the end"
+        if straggler["until"]:
+            until = f"to {straggler['until']}"
         lines.append(
             f"       straggler: rank {straggler['rank']}, {straggler['behind_ms']:.1f} ms a step "
             f"behind in {straggler['phase']}, from step {straggler['since']} {until}"

@@ -129,7 +129,7 @@ class TextTask(ConfiguredTask):
             f"tokens, vocabulary {data.vocab_size}",
             f"batch  {batch.micro} seq × {batch.accum} accum × {batch.dp} dp × {length} tok = "
             f"{batch.global_size * length} tok/step{cut}      model {millions:.2f} M parameters"
-            + costs.told_experts(self.shape),
+            + costs.describe_experts(self.shape),
         ]
 
     def closing(self, model_of: Callable[[], nn.Module]) -> str | None:

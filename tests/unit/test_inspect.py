@@ -22,7 +22,7 @@ from nanoray.forecast.owners import MOST_RANKS
 from nanoray.inspect.__main__ import main
 from nanoray.inspect.layers import layers_of, totals
 from nanoray.inspect.subject import Subject, find_subject
-from nanoray.inspect.tree import dump, told_ranks
+from nanoray.inspect.tree import dump, format_ranks
 from nanoray.inspect.verify import verify, verify_model
 from nanoray.mesh.layout import Layout
 from nanoray.models.build import build_model
@@ -158,7 +158,7 @@ def test_owners_by_axis() -> None:
 
 
 def test_ranks_as_text() -> None:
-    assert told_ranks([9, 0, 1, 2, 8, 5]) == "0-2 5 8-9"
+    assert format_ranks([9, 0, 1, 2, 8, 5]) == "0-2 5 8-9"
 
 
 # One batch.

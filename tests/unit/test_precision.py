@@ -17,7 +17,7 @@ def step(scaler: LossScaler, grad: float) -> float:
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
     weight.grad = torch.tensor([grad])
-    scaler.look(weight.grad.norm(), torch.zeros(()))
+    scaler.flag_nonfinite(weight.grad.norm(), torch.zeros(()))
     scaler.step(optimizer)
     return weight.item()
 
@@ -37,7 +37,7 @@ def test_adamw_state_does_not_move_on_a_skipped_step() -> None:
     scaler = LossScaler(CPU, enabled=True)
     for grad in (1.0, float("inf"), 1.0):
         weight.grad = torch.full((2,), grad)
-        scaler.look(weight.grad.norm(), torch.zeros(()))
+        scaler.flag_nonfinite(weight.grad.norm(), torch.zeros(()))
         scaler.step(optimizer)
     state = optimizer.state[weight]
     assert state["step"].item() == 2
