@@ -1,6 +1,6 @@
 """The state of a run: everything that a step changes and that the next step needs, on any rank.
 
-    TrainState   model, optimizer, scaler, guards (parts) + step, samples, losses, clock (scalars)
+    TrainState   model, optimizer, scaler, guards (parts) + step, samples + losses, clock (scalars)
        │  pack()  ─► StateDict ─► a checkpoint's files
        │                      └─► a new rank's memory, over the process group (share)
        └─ load()  ◄─ StateDict ◄─ a resume, a rollback, a recovery
@@ -62,10 +62,8 @@ class StateDict:
 
 @dataclass
 class Scalars:
-    """What a resumed run continues with, besides tensors."""
+    """What a resumed run continues with, besides tensors and the two counters of TrainState."""
 
-    step: int = 0  # completed optimizer steps
-    samples: int = 0  # sequences consumed by them: the one cursor of the data
     loss: float | None = None  # of the newest logged step, mean over all ranks
     # Exponential moving average of the logged losses, EMA_DECAY per step
     loss_ema: float | None = None
@@ -127,6 +125,8 @@ class TrainState:
         self.optimizer = optimizer
         self.scaler = scaler
         self.guards = guards
+        self.step = 0  # completed optimizer steps
+        self.samples = 0  # sequences consumed by them: the one cursor of the data
         self.scalars = Scalars()
         self.session = Session()
 
@@ -218,20 +218,10 @@ class TrainState:
         saved = self.model.state_dict().keys()  # without the buffers that are not persistent
         return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
 
-    @property
-    def step(self) -> int:
-        """Completed optimizer steps."""
-        return self.scalars.step
-
-    @property
-    def samples(self) -> int:
-        """Sequences consumed by them."""
-        return self.scalars.samples
-
     def advance(self, samples: int, update: Update | None = None) -> None:
         """Count a completed step of `samples` sequences."""
-        self.scalars.step += 1
-        self.scalars.samples += samples
+        self.step += 1
+        self.samples += samples
         self.update = update or Update()
         self.can_finish = False
 
@@ -250,9 +240,9 @@ class TrainState:
         if scalars.loss_ema is None:
             scalars.loss_ema = loss
         else:
-            decay = EMA_DECAY ** (scalars.step - scalars.ema_step)
+            decay = EMA_DECAY ** (self.step - scalars.ema_step)
             scalars.loss_ema = decay * scalars.loss_ema + (1 - decay) * loss
-        scalars.ema_step = scalars.step
+        scalars.ema_step = self.step
 
     @property
     def reported_step(self) -> int:
@@ -332,18 +322,18 @@ class TrainState:
         The tensors are the live ones, which the next step changes.
         """
         scalars = self.scalars
-        is_evaluated = self.session.evaluated == scalars.step
+        is_evaluated = self.session.evaluated == self.step
         return StateDict(
             model=self.buffers if self.shards_weights else self.model.state_dict(),
             optimizer={} if self.sharded else optimizer_tensors(self.optimizer, self.shards),
             rng=rng or [],
             scaler=self.scaler.values(),
             meta={
-                "step": scalars.step,
-                "samples_seen": scalars.samples,
+                "step": self.step,
+                "samples_seen": self.samples,
                 "val_loss": scalars.val_loss if is_evaluated else None,
                 "best_val_loss": scalars.best_val_loss,
-                "scalars": asdict(scalars),
+                "scalars": {"step": self.step, "samples": self.samples, **asdict(scalars)},
                 "guards": self.guards.values(),
             },
         )
@@ -366,11 +356,14 @@ class TrainState:
 
         # A checkpoint of an older nanoray has no scalars of its own: they are in its meta.
         if "scalars" in meta:
-            self.scalars = Scalars(**meta["scalars"])
+            values = dict(meta["scalars"])
+            self.step = values.pop("step")
+            self.samples = values.pop("samples")
+            self.scalars = Scalars(**values)
         else:
+            self.step = meta["step"]
+            self.samples = meta["samples_seen"]
             self.scalars = Scalars(
-                step=meta["step"],
-                samples=meta["samples_seen"],
                 ema_step=meta["step"],
                 val_loss=meta.get("val_loss"),
                 best_val_loss=meta.get("best_val_loss"),
@@ -425,7 +418,7 @@ class TrainState:
         guards = self.guards.values()
         first_step_s = self.session.first_step_s
         self.load(saved)
-        self.scalars.samples = samples
+        self.samples = samples
         self.scalars.train_s = before.train_s
         self.scalars.timed_steps = before.timed_steps
         self.guards.load_values(guards)

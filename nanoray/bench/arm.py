@@ -166,7 +166,8 @@ class Arm:
             micro_batches, self.recorder.phase, lambda micro: None
         )
         self.recorder.phase("optimizer")
-        self.plan.mirror_gradients()
+        if self.plan.mirrors:
+            self.plan.mirror_gradients()
         self.norm = self.plan.grad_norm()
         if self.clip:
             self.plan.clip(self.clip, self.norm)

@@ -130,22 +130,19 @@ class MicroBatches:
     def step(self, samples: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the micro batches (B, T), targets too, of the step that begins at `samples`."""
         for micro in range(self.batch.accum):
-            yield self._take(samples, micro)
+            start = time.perf_counter()
+            batch = self._ahead.pop((samples, micro), None)
+            if batch is None:
+                batch = self.get(samples, micro)
 
-    def _take(self, samples: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
-        start = time.perf_counter()
-        batch = self._ahead.pop((samples, micro), None)
-        if batch is None:
-            batch = self.get(samples, micro)
-
-        # Read the following one now, while a GPU still computes.
-        # A repeated or skipped step asks for another one; then this one was read for nothing.
-        following = (samples, micro + 1)
-        if micro + 1 == self.batch.accum:
-            following = (samples + self._samples_per_step, 0)
-        self._ahead = {following: self.get(*following)}
-        self.seconds += time.perf_counter() - start
-        return batch
+            # Read the following one now, while a GPU still computes.
+            # A repeated or skipped step needs another one; then this one was read for nothing.
+            following = (samples, micro + 1)
+            if micro + 1 == self.batch.accum:
+                following = (samples + self._samples_per_step, 0)
+            self._ahead = {following: self.get(*following)}
+            self.seconds += time.perf_counter() - start
+            yield batch
 
     def get(
         self, samples: int, micro: int, rank: int | None = None

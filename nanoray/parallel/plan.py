@@ -76,12 +76,15 @@ class Plan:
         self._accum = accum
         self._loss = loss
         self._scale = scale
-        self._replicated = config.replicated(mesh.slots)
 
         # One data rank has nothing to share: torch's wrapper is left out, and so is every exchange.
         mode = config.dp_mode if self.data.size > 1 else "ddp"
         # torch's DDP leaves equal gradients on all ranks: nothing is mirrored, or sent afterwards.
         self._shares_updates = mode != "ddp"
+        # Whether another replica has the same gradients, once all ranks know the norm
+        self.replicated = config.replicated(mesh.slots)
+        # Whether a step must call `mirror_gradients`
+        self.mirrors = mirror > 0 and self._shares_updates and not self.replicated
         self._is_split = axes["tp"].size * axes["pp"].size > 1
         if self._is_split or axes["ep"].size > 1 or mode == "fsdp":
             for tensor in [*model.parameters(), *model.buffers()]:
@@ -183,12 +186,9 @@ class Plan:
     def mirror_gradients(self) -> bool:
         """Send the gradients to the rank that mirrors this rank's state. (all ranks)
 
-        Returns whether the other ranks can finish this step when a rank is lost from now on.
+        Needed where `mirrors` is True. Returns whether the other ranks can finish this step when a
+        rank is lost from now on.
         """
-        if self._replicated:  # another replica has the same gradients, once all know the norm
-            return True
-        if not self._shares_updates:
-            return False
         return self._mode.mirror_gradients()
 
     def grad_norm(self) -> Tensor:

@@ -116,7 +116,9 @@ class Ledger:
             path.write_bytes(self._map)
             with path.open("r+b") as file:
                 self._map = mmap.mmap(file.fileno(), _FORMAT.size)
-        self._write()
+
+        # The file must be readable before the first phase begins.
+        self._change(self._open)
 
     def phase(self, step: int, phase: str) -> None:
         """Close the open account and open that of a phase.
@@ -148,14 +150,14 @@ class Ledger:
         self._change("closing")
 
     def _change(self, account: str) -> None:
+        """Charge the time since the last change to the open account, open another; write the file."""
         # Monotonic, because a change of the host's time would make a phase negative.
         now = self._clock.monotonic()
         self._seconds[self._open] += now - self._since
         self._open = account
         self._since = now
-        self._write()
 
-    def _write(self) -> None:
+        # Writing to the mapped file is a copy in memory. The file stays when the process is killed.
         _FORMAT.pack_into(
             self._map,
             0,

@@ -116,9 +116,13 @@ class Engine:
             order = mesh.start_vote(self.wanted()).result()
 
         last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
-        while state.step < last and order is Order.GO_ON and not self.on_target:
+        while state.step < last and order is Order.GO_ON:
+            if cfg.target_loss and self.on_target:
+                break
+
             step = state.step + 1  # counted from 1; state.step is the number of completed steps
             state.session.current = step
+            phase = partial(watch.phase, step)  # announces a phase of this step
             watch.begin_step(step)
 
             # (all ranks) Vote on whether to stop. The vote travels beside the step, and its result
@@ -133,12 +137,12 @@ class Engine:
             # Seeds depend on the data rank, so both must get the same bits.
             seed: Callable[[int], None] = partial(self.seed_dropout, state.step)
             if self.audit:
-                seed = self.audit.begin(state.step, state.samples, self.phase)
+                seed = self.audit.begin(state.step, state.samples, phase)
 
             # (all ranks) Forward and backward over the micro batches. The last backward averages
             # the gradients over the data ranks.
             micro_batches = self.batches.step(state.samples)
-            own_loss = par.forward_backward(micro_batches, self.phase, seed)
+            own_loss = par.forward_backward(micro_batches, phase, seed)
 
             # (all ranks) Where two ranks disagree on a gradient, the step is done again.
             if self.audit:
@@ -149,7 +153,7 @@ class Engine:
                     continue
 
             # Instruments see the gradients as backward has left them, with the loss scale.
-            self.phase("optimizer")
+            phase("optimizer")
             logged = self.is_logged(step, last)
             watch.gradients_ready(step, logged)
             if self.scaler.enabled:
@@ -160,10 +164,14 @@ class Engine:
             if logged:
                 mean_loss = mesh.all_reduce_mean(own_loss.clone(), "loss")
 
-            # (all ranks) The norm is the commit point. A rank's mirror, if any, has received its
-            # gradients before; once a rank has the norm, all others can finish the step without it.
-            # Until then nothing has changed, so an interrupted step can be repeated.
-            state.can_finish = par.mirror_gradients()
+            # (all ranks) Once the norm is known, the others can finish the step without a lost rank
+            # if another replica has the same gradients, or if the rank's mirror has received them.
+            state.can_finish = par.replicated
+            if par.mirrors:
+                state.can_finish = par.mirror_gradients()
+
+            # (all ranks) The norm is the commit point. Until then nothing has changed, so an
+            # interrupted step can be repeated.
             norm = par.grad_norm()
             if self.scaler.enabled:
                 norm = self.scaler.norm(norm)
@@ -201,7 +209,7 @@ class Engine:
             # (all ranks) On logged steps wait for the device, then record, evaluate and save. Then
             # compare the replicas where that is due.
             if mean_loss is not None:
-                self.phase("log")
+                phase("log")
                 self.begin_record(mean_loss.item(), lr, norm.item())
             self.finish_step()
             order = vote.result()

@@ -225,7 +225,7 @@ class Standing(Mesh):
 def test_the_furthest_rank_serves_the_others(spec: RunSpec) -> None:
     state = Groups(spec).state
     state.whole = True
-    state.scalars.step = 7
+    state.step = 7
     assert furthest(Standing([(0, ""), (8, "fp32"), (-1, "")]), state, "fp32", False) == (
         1,
         "fp32",

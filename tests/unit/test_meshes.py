@@ -150,7 +150,7 @@ def saved_by(mesh: str, folder: Path, change: Callable[[TrainState], None]) -> P
 
     def write(rank: int, state: TrainState) -> None:
         change(state)
-        state.scalars.step = STEP
+        state.step = STEP
         packed = state.pack_own(rank == 0)
         packed.rng = [{"cpu": torch.get_rng_state()}] * (rank == 0)
         packed.meta |= {"world_size": MESHES[mesh][0], "model_shape": {}}

@@ -80,6 +80,7 @@ def test_what_is_packed_is_what_is_loaded() -> None:
     first.scalars.train_s, first.scalars.timed_steps = 12.5, 4
     second.load(through_json(first.pack()))
     assert same(first, second)
+    assert (second.step, second.samples) == (first.step, first.samples)
     assert second.scalars == first.scalars
     assert second.guards.values() == first.guards.values()
     assert second.model.norm.running_mean.tolist() == first.model.norm.running_mean.tolist(), (
@@ -255,6 +256,7 @@ def test_a_newcomer_gets_everything_and_a_tied_weight_once(steps: int) -> None:
     share(second, WireMesh(1, wire), 0)
     assert same(first, second)
     assert second.model.head.weight is second.model.emb.weight
+    assert (second.step, second.samples) == (first.step, first.samples)
     assert (second.scalars, second.session) == (first.scalars, first.session)
     assert second.whole
     assert wire.tensors == []

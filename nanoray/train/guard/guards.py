@@ -142,13 +142,6 @@ class Guards:
         are equal on all ranks decide. The other arguments are those of `decide`. Waits for a GPU
         only with `look`.
         """
-        leave_out = self._record(step, norm, own_loss, mean_loss)
-        return self.decide(look, explain, samples)._replace(leave_out=leave_out)
-
-    def _record(
-        self, step: int, norm: Tensor, own_loss: Tensor, mean_loss: Tensor | None
-    ) -> Tensor | None:
-        """Write a step into the ring; return whether to leave its update out, as in Verdict."""
         while self._steps and self._steps[-1] >= step:  # an interrupted step, which is repeated
             self._steps.pop()
 
@@ -162,11 +155,15 @@ class Guards:
             bad = torch.maximum(self._stuck, bad)
             self._stuck = bad
 
+        # Write the step into the ring, which `decide` reads.
         self._ring[:, len(self._steps)] = torch.stack([bad, own_loss.float(), norm.float()])
         self._steps.append(step)
+
+        # On a CPU the host reads now that the step is good: then the optimizer gets no flag.
+        leave_out: Tensor | None = bad
         if self.reads_each_step and not bad:
-            return None
-        return bad
+            leave_out = None
+        return self.decide(look, explain, samples)._replace(leave_out=leave_out)
 
     def decide(self, look: bool, explain: Callable[[BadStep], str], samples: int) -> Verdict:
         """Decide on the updates left out since the last look. (all ranks: `explain` communicates)
