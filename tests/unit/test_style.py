@@ -111,13 +111,6 @@ NAMES: dict[str, int] = {
     "bench/__main__.py": 1,
     "bench/harness/launchers.py": 1,
     "bench/peers/nanogpt.py": 1,
-    "inspect/subject.py": 1,
-    "inspect/text.py": 1,
-    "inspect/tree.py": 1,
-    "models/costs.py": 1,
-    "models/precision.py": 1,
-    "replay/past.py": 1,
-    "report/memory.py": 1,
 }
 WORDS: dict[str, int] = {
     "bench/chaos.py": 1,
