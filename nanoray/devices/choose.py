@@ -37,12 +37,14 @@ def choose_precision(
     if config.precision != "auto":
         return config.precision, "asked for"
     if kind != "cpu":
+        # GPUs with MIG are all of compute capability 8 or newer, so they multiply bf16.
         if bf16_gpu or (bf16_gpu is None and kind == "mig"):
             return "bf16", "every GPU multiplies bf16, which needs no loss scaler"
         why = "a GPU older than compute capability 8 lacks"
         if bf16_gpu is None:
             why = "no GPU is known to multiply"
         return "fp16", f"{why} bf16; fp16 runs with a loss scaler"
+    # Without a measurement the exact precision is the safer choice.
     if config.model != "gpt":
         return "fp32", "the gain of bf16 on a CPU was measured for GPTs only"
     units = sorted(features & BF16_UNITS)
@@ -86,6 +88,7 @@ def cannot_compile(device: str) -> str:
             f"needs a C++ compiler for a CPU, and {compiler} is not on the PATH; install it, name "
             "another one in CXX"
         )
+    # Checked early, because the compiler itself would fail with a long and unrelated error.
     if any(letter.isspace() for letter in sys.prefix):
         return (
             f"cannot work on a CPU from {sys.prefix}: torch passes this path to {compiler} "

@@ -85,6 +85,7 @@ def take_own_slice(local_rank: int) -> list[str]:
         d for d in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d.startswith("MIG-")
     ]
     if len(slices) > 1:
+        # Ranks of a node take different slices as long as there are enough.
         slices = [slices[local_rank % len(slices)]]
         os.environ["CUDA_VISIBLE_DEVICES"] = slices[0]
     return slices
@@ -102,6 +103,7 @@ def _read_gpu(nvml: Any, index: int) -> list[Device]:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     uuid = nvml.nvmlDeviceGetUUID(handle)
     name = nvml.nvmlDeviceGetName(handle)
+    # Compute capability 8 (Ampere) is the first that multiplies bf16.
     bf16 = nvml.nvmlDeviceGetCudaComputeCapability(handle)[0] >= 8
     total = 0
     mig_mode = False
@@ -109,6 +111,7 @@ def _read_gpu(nvml: Any, index: int) -> list[Device]:
         total = nvml.nvmlDeviceGetMemoryInfo(handle).total
     with contextlib.suppress(nvml.NVMLError):  # not supported by this GPU
         mig_mode = bool(nvml.nvmlDeviceGetMigMode(handle)[0])
+    # A GPU in MIG mode is listed too, so that an error can name it.
     devices = [Device("cuda", index, uuid, name, total, uuid, mig_mode=mig_mode, bf16=bf16)]
     if not mig_mode:
         return devices
@@ -144,6 +147,7 @@ def _visible(devices: list[Device], value: str) -> list[Device]:
         if token.isdecimal():
             hits = [d.uuid for d in devices if d.kind == "cuda" and d.index == int(token)]
         elif token.startswith(("GPU-", "MIG-")):
+            # CUDA accepts the beginning of a UUID, if only one device has it.
             exact = [d.uuid for d in devices if d.uuid == token]
             hits = exact or [d.uuid for d in devices if d.uuid.startswith(token)]
         else:

@@ -28,12 +28,14 @@ def _cgroups(root: str, controller: str) -> Iterator[Path]:
     Files of a folder that the container hides read as empty.
     """
     for line in _read(Path(root, "proc/self/cgroup")).splitlines():
+        # A line is number:controllers:path, and the path itself may contain colons.
         number, names, path = line.split(":", 2)
         if number != "0" and controller not in names.split(","):
             continue
         # Version 2 has one tree, numbered 0; version 1 has a tree for each controller.
         base = Path(root, "sys/fs/cgroup", "" if number == "0" else controller)
         inner = base / path.strip("/")
+        # A limit on any level holds for all levels below it.
         for folder in (inner, *inner.parents):
             if folder == base or base in folder.parents:
                 yield folder
@@ -47,7 +49,9 @@ def available_cpus(root: str = "/") -> float:
     cores = float(os.cpu_count() or 1)
     if hasattr(os, "sched_getaffinity"):
         cores = float(len(os.sched_getaffinity(0)))
+    # The smallest quota on the way to the root is the one that binds.
     for folder in _cgroups(root, "cpu"):
+        # Version 2 writes quota and period into one file, version 1 into two.
         version_1 = f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
         quota, _, period = (_read(folder / "cpu.max") or version_1).partition(" ")
         if quota.isdecimal() and period.isdecimal():  # not "max", not -1

@@ -35,6 +35,7 @@ def profile_of(name: str, attributes: Any, gpu_bytes: int) -> str:
         return ""
     compute = int(attributes.gpuInstanceSliceCount)
     memory = round(8 * (attributes.memorySizeMB << 20) / gpu_bytes)
+    # A shape that is not in the table would give the name of no profile.
     if (compute, memory) not in MIG_SHAPES:
         return ""
     return profile_name(gb, compute, memory)
@@ -83,6 +84,7 @@ def mig_commands(gpu: Device, workers: int | None = None) -> str:
     wanted = min(workers or 7, 7)
     if not gb:
         return f"use a GPU that has MIG ({gpu.name} is not known to)"
+    # From the largest slice down: the first shape with enough slices wastes the least.
     shape = next(shape for shape in reversed(MIG_SHAPES) if MIG_SHAPES[shape] >= wanted)
     profiles = ",".join([profile_name(gb, *shape)] * MIG_SHAPES[shape])
     enable = "" if gpu.mig_mode else f"sudo nvidia-smi -i {gpu.index} -mig 1 && "

@@ -28,6 +28,7 @@ def local_slots(device: str, workers: int | None, gpus: list[Device], cpus: floa
 
     GPUs and slices keep the order in which they were discovered. Raises PlacementError.
     """
+    # A GPU in MIG mode accepts no work itself, only its slices do.
     whole = tuple(d for d in gpus if d.kind == "cuda" and not d.mig_mode)
     slices = tuple(d for d in gpus if d.kind == "mig")
     in_mig_mode = [d for d in gpus if d.kind == "cuda" and d.mig_mode]
@@ -78,6 +79,7 @@ def _take(
             "or use --device cpu"
         )
     reason = f"{'auto' if auto else 'asked for'}: {count} of {available} {noun}"
+    # Ranks meet in every step, so each of them waits for the slowest device.
     if len({d.profile or d.name for d in found[:count]}) > 1:
         reason += "; they differ, and the slowest sets the pace"
     return Slots(kind, found[:count], count, reason)
@@ -97,6 +99,7 @@ def cpu_share(node_cpus: list[float], workers: int) -> float:
     largest = math.floor(max(node_cpus, default=0))
     whole = [float(share) for share in range(largest, 0, -1)]
     fractions = [1 / ranks for ranks in range(2, MAX_RANKS_PER_CPU + 1)]
+    # Shares fall, so the first one with room for all ranks is the largest.
     for share in whole + fractions:
         if capacity(share) >= workers:
             return share

@@ -40,6 +40,7 @@ def plan(loaded: Loaded, ranks: int, dataset: DatasetInfo) -> tuple[Config, list
     notes = []
     dp = Layout.of(config, ranks).dp
     if config.tp > 1:
+        # The output head is cut over the padded vocabulary, so tp must divide the padded size.
         padded = -(-dataset.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
         require_divisible(config.tp, config.n_head, config.n_embd, padded)
 
@@ -52,6 +53,7 @@ def plan(loaded: Loaded, ranks: int, dataset: DatasetInfo) -> tuple[Config, list
         config, derived = derive_scaling(config, loaded.given, params, dp)
         notes = [f"scale  {d.key} = {d.value:.4g}: {d.reason}" for d in derived]
 
+    # After the scaling rules, which may have changed the global batch size.
     batch = resolve_batch(config, dp)
     if config.pp > 1:
         require_groups(config.pp_schedule, config.pp, batch.accum)
@@ -60,6 +62,7 @@ def plan(loaded: Loaded, ranks: int, dataset: DatasetInfo) -> tuple[Config, list
         notes.append(note)
     # What needs other ranks is refused here, where their number is known
     refuse(config, ranks=ranks)
+    # A fault that cannot fire would make a test of recovery pass without testing it.
     for fault in parse_plan(config.faults):
         if fault.rank >= ranks:
             raise ConfigError(
@@ -83,6 +86,7 @@ def _count_steps(config: Config, dataset: DatasetInfo, global_size: int) -> tupl
     else:
         samples = max(1, dataset.train_tokens // config.block_size)
         unit = "sequences"
+    # Rounded up: the last step may reach into the next epoch.
     steps = -(-config.num_epochs * samples // global_size)
     note = (
         f"epochs max_steps = {steps}: {config.num_epochs} epoch(s) × {samples:,} {unit} / "
@@ -124,6 +128,7 @@ def sizes_of_stage(config: Config, classes: int, stage: int) -> RankSizes:
     from nanoray.mesh.layout import Coords
     from nanoray.models.precision import weight_type
 
+    # Ranks of a stage hold equally many parameters, so the first one stands for all.
     place = Coords(dp=0, tp=0, pp=stage, ep=0)
     model = rank_model(config, classes, weight_type(config.precision), place)
     return RankSizes.of(config, model)
@@ -160,6 +165,7 @@ def layout_lines(
         lines = [batch_line(config, batch, "images") + about_batch]
 
     stages = range(layout.pp)
+    # Stages differ: the first holds the embedding and the last holds the head.
     sizes = [sizes_of(stage) for stage in stages]
     if layout.tp * layout.pp * layout.ep > 1:
         most = max(each.params for each in sizes)
@@ -188,6 +194,7 @@ def batch_line(config: Config, batch: Batch, samples: str, tokens: int = 0) -> s
 
 def talk_lines(layout: Layout, sequence: bool = False) -> list[str]:
     """Return the groups of ranks that exchange tensors in a step; none if all exchange with all."""
+    # With data parallelism alone there is one group, and it contains every rank.
     if layout.tp * layout.pp * layout.ep == 1:
         return []
     sums = "all-gathers and 2 reduce-scatters" if sequence else "sums"
@@ -246,6 +253,7 @@ def pipeline_lines(config: Config, batch: Batch) -> list[str]:
         f"pipeline   {schedule}, {config.pp} stages{in_chunks}, {batch.accum} micro batches: "
         f"a stage waits {100 * idle:.0f} % of the time; forwards kept, by stage: {forwards}"
     ]
+    # Wider timetables would wrap on a screen and could not be read.
     if batch.accum * chunks <= WIDEST and config.pp <= WIDEST:
         drawn = drawing(timetable(schedule, config.pp, batch.accum, chunks))
         lines += [f"           {row}" for row in drawn]

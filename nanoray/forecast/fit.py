@@ -54,6 +54,7 @@ def fit(points: Sequence[tuple[int, float]], algorithm: str, ranks: int) -> Fit:
     Least squares on the relative errors: absolute errors of the largest size would drown the
     latency, which only the small sizes show.
     """
+    # Two coefficients need two sizes; a single rank sends no messages.
     sizes = {nbytes for nbytes, _ in points}
     if len(sizes) < 2 or ranks < 2:
         raise ConfigError(

@@ -66,6 +66,7 @@ class Job:
 
         torch's DDP supports neither pipelines nor expert parallelism; ddp_by_hand replaces it.
         """
+        # One replica has nothing to shard or to reduce.
         if layout.dp == 1:
             return "ddp"
         mode = self.config.dp_mode

@@ -32,6 +32,7 @@ class Found:
 
 def divisors(n: int) -> list[int]:
     """Return the divisors of n, rising."""
+    # Divisors come in pairs, so a search up to the square root finds them all.
     low = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
     high = [n // k for k in low]
     return sorted({*low, *high})
@@ -47,6 +48,7 @@ def factors(n: int) -> str:
             primes.append(k)
             rest //= k
         k += 1
+    # What remains has no divisor up to its square root, so it is prime.
     if rest > 1:
         primes.append(rest)
     if len(primes) < 2:
@@ -80,6 +82,7 @@ def refusal(job: Job, layout: Layout) -> str:
             return f"tp does not divide {name} = {size}"
     if job.cuts_sequence(layout) and shape.block_size % tp:
         return f"sequence_parallel: tp does not divide block_size = {shape.block_size}"
+    # Each stage of an interleaved pipeline holds several chunks of layers.
     parts = pp * job.chunks if pp > 1 else 1
     if shape.n_layer % parts:
         chunks = f"*chunks = pp*{job.chunks}" if job.chunks > 1 else ""
@@ -89,6 +92,7 @@ def refusal(job: Job, layout: Layout) -> str:
     excluded = excluded_layout(job.config, job.mode(layout), tp, pp, layout.ep, experts)
     if excluded:
         return excluded
+    # Experts are cut twice: tp divides the hidden units of each, ep divides their number.
     if job.experts and job.experts.hidden % tp:
         return f"tp does not divide expert_hidden = {job.experts.hidden}"
     if job.experts and job.experts.count % layout.ep:
@@ -99,9 +103,7 @@ def refusal(job: Job, layout: Layout) -> str:
 
 
 def micros(job: Job, layout: Layout, most: int) -> list[int]:
-    """Return the micro batches, of at most `most` sequences, that divide a replica's share of the
-    step.
-    """
+    """Return the micro batches up to `most` sequences that divide a replica's share of a step."""
     share = job.sequences // layout.dp
     sizes = [micro for micro in divisors(share) if micro <= most]
     # The interleaved schedule takes micro batches in groups of pp.
@@ -127,11 +129,14 @@ def try_layout(
     steps = []
     for micro in sizes:
         memory = memory_of(job, layout, micro)
+        # A micro batch that does not fit is dropped before its step is predicted.
         if memory_gb is None or total(memory) <= GB * memory_gb:
             steps.append(predict(job, layout, micro, network, speed))
     if not steps:
+        # The smallest micro batch needs the least memory, so its need is the one to report.
         least = memory_of(job, layout, sizes[0])
         return Found(layout, refused=f"{DOES_NOT_FIT}: {needs(least, memory_gb)}")
+    # Of equally fast steps the smallest micro batch wins, because it needs less memory.
     return Found(layout, min(steps, key=lambda step: (step.step_s, step.micro)))
 
 
@@ -159,6 +164,7 @@ def search(
         try_layout(job, layout, most, network, speed, memory_gb)
         for layout in factorizations(ranks, bool(job.experts))
     ]
+    # Layouts without a step get infinite time, so they go to the end.
     found.sort(key=lambda layout: layout.best.step_s if layout.best else float("inf"))
     if found[0].best is None:
         reasons = [f"{format_layout(layout.layout)}: {layout.refused}" for layout in found]

@@ -34,6 +34,7 @@ def coefficients(algorithm: str, ranks: int, nbytes: int) -> tuple[float, float]
     An all-reduce takes alpha · the first + beta · the second. `backend` counts as ring: gloo has
     only that, and NCCL chooses it inside a node.
     """
+    # The cost is linear in alpha and beta: one at 1 and the other at 0 gives a coefficient.
     form = "ring" if algorithm == "backend" else algorithm
     return cost(form, ranks, nbytes, 1.0, 0.0), cost(form, ranks, nbytes, 0.0, 1.0)
 
@@ -88,6 +89,7 @@ def topology_names() -> list[str]:
 def load_topology(name: str) -> Topology:
     """Read a preset of nanoray/topologies, or a YAML file by its path. Raises ConfigError."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else TOPOLOGY_DIR / f"{name}.yaml"
+    # A name without a file is a typo of a preset; a path without a file fails below.
     if path.parent == TOPOLOGY_DIR and not path.is_file():
         refuse_unknown(name, topology_names(), "topology")
     try:

@@ -44,6 +44,7 @@ def rank_model(config: Config, classes: int, dtype: torch.dtype, place: Coords) 
     """Return the model of the rank at `place` on the meta device, before data parallelism cuts it."""
     with torch.device("meta"):
         model = build_model(config, classes).to(dtype)
+        # In the order of a real run, because each cut changes the shapes that the next one sees.
         if config.tp > 1:
             tp.cut(model, _axis("tp", config.tp, place.tp))
         if config.ep > 1:
@@ -94,6 +95,7 @@ def _rows(
     for name, p in model.named_parameters():
         if name in whole:
             piece = rows_of(whole[name], p.shape[0], layout.dp, place.dp)
+            # A tensor with fewer rows than ranks leaves the last ranks without a piece.
             if piece.numel:
                 pieces[name] = piece
     return pieces
@@ -106,6 +108,7 @@ def _slices(
     data = _axis("dp", layout.dp, place.dp)
     buckets: Buckets | ep.ExpertParallel
     if layout.ep > 1:
+        # Experts have fewer replicas, so their buckets are cut over an axis of their own.
         replicas = _axis("edp", layout.dp // layout.ep, place.dp // layout.ep)
         buckets = ep.ExpertParallel(model, data, replicas, config.dp_mode, bucket_mb)
     else:

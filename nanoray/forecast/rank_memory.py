@@ -45,6 +45,7 @@ def assume_device(config: Config, gpus: bool | None = None) -> AssumedDevice:
 
     `gpus`: whether `device = auto` means GPUs; None: whether this machine has any.
     """
+    # A dry run must not open a device: a CUDA context takes seconds and memory.
     if config.device == "auto":
         if gpus is None:
             gpus = bool(discover_gpus())
@@ -79,6 +80,7 @@ def stage_activations(
     config: Config, shape: ModelShape | ResNetShape, batch: Batch, precision: str, stage: int
 ) -> dict[str, int]:
     """Return the bytes of activations on one stage, for all micro batches whose backward is due."""
+    # A ResNet is not cut into stages, so one micro batch is in flight.
     if isinstance(shape, ResNetShape):
         return resnet_costs.activation_memory(shape, batch.micro, precision)
 
@@ -96,6 +98,7 @@ def stage_activations(
     kept = in_flight(config.pp_schedule, pp, stage, batch.accum, chunks)
     total = Counter[str]()
     for chunk, count in enumerate(kept):
+        # Only the first chunk holds the embedding, and only the last one holds head and loss.
         is_first = (stage, chunk) == (0, 0)
         is_last = (stage, chunk) == (pp - 1, chunks - 1)
         parts = activation_memory(
@@ -144,6 +147,7 @@ def memory_line(
     1e9 bytes; the sizes are then written in the same unit.
     """
     mode: str = config.dp_mode
+    # With one replica nothing is sharded, so the name of the mode would mislead.
     if batch.dp == 1:
         mode = "one data rank" if config.tp * config.pp > 1 else "one rank"
 
@@ -175,6 +179,7 @@ def memory_lines(
             for stage, parts in enumerate(stages)
         ]
     sizes = [sum(parts.values()) for parts in stages]
+    # Of many stages one line is enough: the largest decides whether the layout fits.
     most = sizes.index(max(sizes))
     name = f"stage {most} of {len(stages)}, which needs most: "
     return [memory_line(config, batch, precision, stages[most], name, limit_gb)]

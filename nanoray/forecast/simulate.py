@@ -113,6 +113,7 @@ def simulate(
     backward_end_s = 0.0
 
     while compute or running:
+        # Only the first task of the chain runs; the others wait for it.
         tasks = [*running, compute[0]] if compute else running
 
         # Go to the moment at which the first task ends its latency, transfer or compute.
@@ -148,6 +149,7 @@ def simulate(
                 left = [price.latency_s, price.transfer_s]
                 running.append(_Task(lane, f"bucket {index}", left, price.cpu, now_s))
 
+    # The optimizer runs alone, so only its own threads can need too many cores.
     end_s = now_s + step.optimizer_s * max(1.0, threads / cores)
     events.append(Event("compute", "optimizer", now_s, end_s))
     return Schedule(tuple(events), end_s, busy_s, exposed_s=now_s - backward_end_s)
@@ -155,6 +157,7 @@ def simulate(
 
 def _rates(tasks: list[_Task], running: list[_Task], one_link: bool, cores: float) -> list[float]:
     """Return the speed of each task: 1 where neither cores nor the link are short."""
+    # All tasks slow down equally when together they need more cores than there are.
     wanted_cores = sum(task.cpu for task in tasks)
     pace = min(1.0, cores / max(wanted_cores, 1e-12))
 
@@ -162,6 +165,7 @@ def _rates(tasks: list[_Task], running: list[_Task], one_link: bool, cores: floa
         shares_link = task in running or (task.track == "waits" and one_link)
         return shares_link and not task.in_latency
 
+    # A latency does not use the bandwidth, so only transfers share it.
     transfers = sum(is_on_link(task) for task in tasks)
     return [pace / transfers if is_on_link(task) else pace for task in tasks]
 
@@ -174,6 +178,7 @@ def _chain(step: Step, threads: float) -> deque[_Task]:
     stretches = [("forward", step.forward_s, step.waits[0], 1.0)]
     marks = [0.0, *(bucket.ready_s for bucket in step.buckets), step.backward_s]
     for start_s, end_s in pairwise(marks):
+        # A step without backward has stretches of length 0; dividing by 1 avoids 0 / 0.
         share = (end_s - start_s) / (step.backward_s or 1.0)
         stretches.append(("backward", end_s - start_s, step.waits[1], share))
 
@@ -183,5 +188,6 @@ def _chain(step: Step, threads: float) -> deque[_Task]:
         if wait.seconds * share:
             left = [wait.latency_s * share, wait.transfer_s * share]
             chain.append(_Task("waits", name, left, wait.cpu))
+        # The last task of a stretch closes it, because the wait belongs to the stretch.
         chain[-1].closes = name == "backward"
     return chain

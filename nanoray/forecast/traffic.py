@@ -24,6 +24,7 @@ class Talk(NamedTuple):
 
     def sent(self, ranks: int) -> float:
         """Return the bytes that a rank of the axis sends in a step."""
+        # Each rank keeps its own part of the tensor and sends the others.
         share = (ranks - 1) / ranks
         if self.op == "all_reduce":
             share *= 2  # a reduce-scatter and an all-gather
@@ -44,6 +45,7 @@ def talks_of(job: Job, layout: Layout, micro: int, stage: int) -> list[Talk]:
     if layout.pp > 1:
         talks += _pipeline_talks(job, layout, stage, accum, tokens)
 
+    # Experts are reduced over fewer ranks than the rest, so their bytes are counted apart.
     dense = 0
     routed = 0
     for tensor in tensors_of(job, layout, stage):
@@ -65,6 +67,7 @@ def _expert_talks(
     """Return how tokens travel to their experts and back, with their gradients."""
     layers = layers_of(job.shape.n_layer, layout.pp, stage)
     size = 2 if job.half else 4
+    # A token travels once to each of its experts.
     routed = size * tokens * job.shape.n_embd * experts.per_token
     forward = accum * layers * 2  # there and back
     # Backward computes a block again where its activations were not kept.
@@ -78,6 +81,7 @@ def _expert_talks(
 def _pipeline_talks(job: Job, layout: Layout, stage: int, accum: int, tokens: int) -> list[Talk]:
     """Return what crosses the boundaries of a stage, in float32."""
     shape = job.shape
+    # Every chunk of a stage has its own boundary, which each micro batch crosses.
     sends = accum * job.chunks
     stream = 4.0 * tokens * shape.n_embd
     if job.cuts_sequence(layout):

@@ -51,6 +51,7 @@ class Layer:
 
 def layer_of(name: str, model: nn.Module, shape: object) -> str:
     """Return the layer that a module or tensor of this name belongs to."""
+    # Names of layers in a list have two parts, such as blocks.3; all others have one.
     first, _, rest = name.partition(".")
     if rest and first in _numbered(model):
         return f"{first}.{rest.partition('.')[0]}"
@@ -91,6 +92,7 @@ def layers_of(
     config = subject.config
     layout = subject.layout
     shape = subject.shape
+    # Data parallelism goes too: a single process shards nothing.
     if not cut:
         whole = {"tp": 1, "pp": 1, "ep": 1, "sequence_parallel": False, "dp_mode": "ddp"}
         config = config.model_copy(update=whole)
@@ -129,6 +131,7 @@ def _seen(modules: Sequence[Mapping[str, Any]]) -> dict[str, Costs]:
     if not any(row["calls"] for row in modules):
         return costs
     for row in modules:
+        # Several modules of a trial belong to one layer, so their counts add up.
         forward, backward, kept = costs.get(row["layer"], (0, 0, 0))
         costs[row["layer"]] = (
             forward + row["forward_flops"],
@@ -171,11 +174,13 @@ def _gpt(shape: ModelShape, config: Config, batch: Batch) -> tuple[Costs, Costs,
     embedding_kept = memory(1, (True, False)) - memory(1)
     head_kept = memory(1, (False, True)) - memory(1)
     columns = shape.logit_columns if cut.tp == 1 else shape.padded_vocab // cut.tp
+    # The chunked loss never holds all logits, but it computes the weight gradient in forward.
     if kernels.loss_chunk:
         head_kept += 4 * shape.padded_vocab * shape.n_embd  # the gradient of the head's weight
     else:
         head_kept += 4 * tokens * columns  # log-softmax
     head_forward = forward_of_one - forward
+    # A lookup has no FLOPs; a matrix product costs twice its forward in backward.
     return block, (0, 0, embedding_kept), (head_forward, 2 * head_forward, head_kept)
 
 
@@ -187,6 +192,7 @@ def _resnet(shape: ResNetShape, config: Config, batch: Batch) -> dict[str, Costs
     def cost(some: list[tuple[int, int, int]], flops: int = 0, kept: int = 0) -> Costs:
         flops += sum(resnet_costs.convolution_flops(*one) for one in some)
         kept += sum(resnet_costs.convolution_kept(c_out, rows) for _, c_out, rows in some)
+        # Backward of a convolution is two of them: by its input and by its weight.
         return batch.micro * flops, 2 * batch.micro * flops, batch.micro * size * kept
 
     # The first convolution is the stem; two follow for each block.
@@ -210,6 +216,7 @@ def _states(subject: Subject, whole: bool) -> dict[str, dict[str, int]]:
     moments = kept_per_element(subject.optimizer) if subject.optimizer else None
     states: dict[str, dict[str, int]] = {}
     for stage in range(layout.pp):
+        # Every rank of a stage holds the same layers, so rank 0 of each stage is enough.
         model = subject.model if whole else subject.at(Coords(0, 0, stage, 0))
         experts = names_of_experts(model) if layout.ep > 1 else set()
         layers: dict[str, set[str]] = {}
@@ -266,4 +273,5 @@ def totals(layers: list[Layer]) -> dict[str, int | None]:
     """Return the sums over layers; None where one of them is unknown."""
     keys = [key for key in asdict(layers[0]) if key != "name"]
     columns = {key: [getattr(layer, key) for layer in layers] for key in keys}
+    # A sum without the unknown part would look complete, and would be too small.
     return {key: None if None in values else sum(values) for key, values in columns.items()}

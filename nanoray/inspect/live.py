@@ -99,6 +99,7 @@ def _rank_row(path: Path, pid: int | None, earlier: Any, passed_s: float) -> lis
         row.append(str(pid))
         row.append(f"{resident_bytes(later) / 2**30:.2f} GiB")
         row.append(f"{busy:.0f} %")
+    # The process may be on another host, or may have ended between the two readings.
     missing = len(COLUMNS) - len(row)
     return row + ["?"] * missing
 
@@ -125,6 +126,7 @@ def _gpus(pids: dict[int, int], nvml: Any) -> list[list[str]]:
         if load.device.kind == "cuda":
             numbers[load.device.uuid] = str(load.device.index)
         named.update(load.pids or ())
+    # In a container NVML may report process ids of the host, which match none of ours.
     names_ranks = not named.isdisjoint(pids.values())
 
     rows = []
@@ -175,6 +177,7 @@ def process_of(path: Path) -> int | None:
     """Return the process on this host that has a rank's progress file mapped, if there is one."""
     ledgers = path.parent.glob(f"{path.stem}.*.ledger")
     for ledger in sorted(ledgers, key=lambda ledger: ledger.stat().st_mtime, reverse=True):
+        # A process id can be used again after its process ended, so the mapping is checked.
         pid = ledger.stem.rpartition("-")[2]
         try:
             if str(path.resolve()) in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8"):

@@ -167,6 +167,7 @@ def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
         saved = found.state.meta
         world_size = world_size or saved["world_size"]
         decided = saved.get("config") or {}
+        # `auto` was decided on the machine of the run, which may differ from this one.
         update = {
             key: decided[key]
             for key in ("precision", "attention")
@@ -234,6 +235,7 @@ def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int
     )
     layout = Layout.of(config, ranks)
     batch, shape = resolve_batch(config, layout.dp), shape_of(config, dataset.vocab_size)
+    # The model is whole, whatever the layout; `Subject.at` cuts it for one rank.
     whole = config.model_copy(update={"tp": 1, "pp": 1, "ep": 1, "sequence_parallel": False})
     model = rank_model(whole, dataset.vocab_size, weight_type(config.precision), Coords(0, 0, 0, 0))
     example = example_of(config, batch.micro)
@@ -254,6 +256,7 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
     """
     loaded = parse_args(flags, PROG, "Dump a model", base=dict(DEFAULTS))
     config, found = loaded.config, list[Subject]()
+    # A given global batch decides the micro batch, so the default one must not contradict it.
     if "global_batch_size" in loaded.given and "micro_batch_size" not in loaded.given:
         config = config.model_copy(update={"micro_batch_size": 0})
     ranks = world_size or (config.workers if isinstance(config.workers, int) else 1)
@@ -296,10 +299,12 @@ def _as_script(path: Path) -> Iterator[None]:
     """Let a script see the modules and the arguments that it has as `python SCRIPT.py`."""
     argv, folders = sys.argv, [*sys.path]
     sys.argv = [str(path)]
+    # Python puts the folder of a script first, so its own modules win over installed ones.
     sys.path.insert(0, str(path.resolve().parent))
     try:
         yield
     finally:
+        # The list is restored in place, because other modules may hold a reference to it.
         sys.argv, sys.path[:] = argv, folders
 
 
@@ -308,6 +313,7 @@ def _imported(path: Path) -> dict[str, Any]:
     line that failed.
     """
     try:
+        # Any name but __main__ skips the part of the script that starts a run.
         return runpy.run_path(str(path), run_name="inspected")
     except (Exception, SystemExit) as error:
         places = [
@@ -315,6 +321,7 @@ def _imported(path: Path) -> dict[str, Any]:
         ]
         if isinstance(error, SyntaxError):
             places.append((error.filename or "", error.lineno))
+        # The innermost frame beside the script names the line that its author can change.
         files = [(Path(name), line) for name, line in places]
         beside = [
             f"{f}:{n}"
@@ -340,6 +347,7 @@ def outline(tensors: Mapping[str, Tensor], trained: Collection[str]) -> nn.Modul
             if part not in module._modules:
                 module.add_module(part, Unknown())
             module = module.get_submodule(part)
+        # On the meta device: a checkpoint of many gigabytes needs no second copy in memory.
         like = torch.empty_like(tensor, device="meta", requires_grad=False)
         if name in trained and tensor.is_floating_point():
             module.register_parameter(last, nn.Parameter(like))

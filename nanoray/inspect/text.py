@@ -156,6 +156,7 @@ def alike(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     first_with: dict[str, str] = {}
     repeated = {}
     for layer, cells in content.items():
+        # The repr of the cells is hashable, and equal for equal layers.
         first = first_with.setdefault(repr(cells), layer)
         if first != layer:
             repeated[layer] = first
@@ -167,6 +168,7 @@ def _tree(description: dict[str, Any]) -> list[list[str]]:
     for row in description["modules"]:
         name = row["name"].rpartition(".")[2] or "(model)"
         place = "  " * row["depth"] + name
+        # A repeated layer takes one row, however many modules it has.
         if row["layer"] in same:
             if row["name"] == row["layer"]:
                 found.append([place, f"as {same[row['layer']]}", *[""] * 7])

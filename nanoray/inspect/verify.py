@@ -126,6 +126,7 @@ def verify_model(
             f"{loss.item():.4f}",
         ),
     ]
+    # Not an error: a rare token or a dead ReLU has a gradient of zero in a single batch.
     zero = [name for name, g in gradients.items() if g is not None and not g.any()]
     optimizer = _optimizer_bytes(subject, model)
     return {
@@ -197,6 +198,7 @@ def _called(model: nn.Module, trial: Trial) -> dict[str, Any]:
             continue
         # A called module may use the weights of another one by itself.
         used = any(p.grad is not None for p in module.parameters())
+        # The children of a dead module are dead too; only the module itself is reported.
         if not used and not any(name.startswith(f"{other}.") for other in dead):
             dead.append(name)
     problems = [
@@ -267,9 +269,11 @@ def _optimizer_bytes(subject: Subject, model: nn.Module) -> dict[str, int]:
     shards = whole_shards(model)
     if optimizer is None:
         optimizer = make_optimizer(model, subject.config)
+    # Optimizers make their state in the first update, so it can be measured only after it.
     step_unless(optimizer, None)
     found: dict[str, int] = {}
     for name, tensor in optimizer_tensors(optimizer, shards).items():
+        # Scalars, such as step counters, are no state per element.
         if tensor.dim():
             layer = layer_of(name.partition(".")[2], subject.model, subject.shape)
             found[layer] = found.get(layer, 0) + tensor.nbytes

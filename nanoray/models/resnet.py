@@ -89,6 +89,7 @@ class ResNet(nn.Module):
         logits = self.head(x.mean((2, 3)))  # (B, C) -> (B, classes)
         if targets is None:
             return logits
+        # Evaluation compares runs, so its loss must not depend on the smoothing.
         smoothing = self.label_smoothing if self.training else 0.0
         return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
 
@@ -117,6 +118,7 @@ class Block(nn.Module):
         y = self.norm2(self.conv2(y))  # (B, C, H, W)
         # The shortcut keeps every second pixel, between channels of zeros.
         if self.stride > 1:
+            # F.pad counts from the last axis: columns, rows, then channels.
             half = self.padding // 2
             x = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, half, self.padding - half))  # (B, C, H, W)
         return F.relu(x + y)  # (B, C, H, W)

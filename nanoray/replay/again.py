@@ -47,6 +47,7 @@ def start_before(run: Past, step: int) -> int:
             f"--step {step}: {run.folder} has done steps {run.begun + 1} to {run.last}; give one "
             "of them"
         )
+    # The newest start leaves the fewest steps to do again.
     starts = [at for at in run.starts if at < step]
     if not starts:
         oldest = min(run.checkpoints, default=run.last)
@@ -105,6 +106,7 @@ def doubts(run: Past, steps: range, processes: bool) -> list[str]:
             if group[key] != value
         ]
         if ranks > 1 and not processes:
+            # Two numbers have one sum in any order; three or more do not.
             if ranks > 2 and config.dp_mode == "ddp":
                 found.append(
                     f"{ranks} ranks of dp_mode ddp, whose sums follow the backend's order "
@@ -133,6 +135,7 @@ def reenact(
     source = run.checkpoints.get(start) or (run.origin if start else None)
     found: Past | None = None
     for group in _groups(run, range(start + 1, last + 1)):
+        # A step can belong to one group only, so each part stops where the next group begins.
         ends = [
             other["group"] for other in run.certificate.groups if other["group"] > group["group"]
         ]
@@ -144,6 +147,7 @@ def reenact(
         play = _by_processes if processes else _in_one_process
         newest = read_past(play(run.spec, config, group, source, into, witness))
         if found:
+            # Each part has a folder of its own, so the result is merged part by part.
             newest.records = found.records | newest.records
             newest.certificate.states = found.certificate.states | newest.certificate.states
         found, source = newest, newest.checkpoints[newest.last]
@@ -180,12 +184,14 @@ def _in_one_process(
     witness: Witness | None,
 ) -> Path:
     data = spec.dataset
+    # Other tokens would give another loss, which would look like an error of the machine.
     if data.path.exists():
         verify(data.path, data.tokens_sha256)
     elif prepare(config).tokens_sha256 != data.tokens_sha256:
         raise DataError(
             f"the tokens of {config.dataset} are no longer those of the run; put the old file back"
         )
+    # The number of threads changes the order of sums on a CPU, and thus the last bits.
     torch.set_num_threads(group["threads"])
     mesh = _mesh(_device(group))
     # Gradients of several ranks lie side by side
@@ -194,6 +200,7 @@ def _in_one_process(
     spec = replace(
         spec, config=config, folder=folder, started=time.time(), resume=str(source or ""), attempt=0
     )
+    # No driver runs here, so nothing else makes these folders.
     for name in ("checkpoints", "logs"):
         (folder / name).mkdir(exist_ok=True)
     write_json(folder / "run.json", spec.to_dict())
@@ -268,5 +275,6 @@ def _by_processes(
             f"rank {failed[0]} of the re-enactment ended with {codes[failed[0]]}: "
             f"{said[-1:] or 'nothing said'}"
         )
+    # The processes choose the name of the folder, so it is found by its run.json.
     (made,) = [path.parent for path in folder.glob("*/run.json")]
     return made

@@ -61,11 +61,13 @@ def _two(a: Past, b: Past) -> int:
         or "setup    both runs have one configuration, on the same kind of machine"
     )
     last = min(a.last, b.last)
+    # Two ranks give the same sum in any order; more ranks need the same backend as well.
     sums = {
         (group["ranks"], group["backend"]) for run in (a, b) for group in run.certificate.groups
     }
     exact = len(sums) == 1 or max(ranks for ranks, _ in sums) <= 2
     wrong = [d for d in differences(a, b, range(1, last + 1)) if matters(d, False, exact)]
+    # Only checkpoints that both runs still have can be compared bit by bit.
     both = sorted(a.checkpoints.keys() & b.checkpoints.keys())
     return _report(a, b, range(1, last + 1), wrong, both)
 
@@ -86,6 +88,7 @@ def _one(run: Past, processes: bool) -> int:
             f"a re-enactment here cannot tell: {'; '.join(unsure)}; give two runs to compare"
         )
     with tempfile.TemporaryDirectory() as folder:
+        # Each part starts from a checkpoint of A, so an error does not spread to later parts.
         for start, end in zip(starts, [*starts[1:], run.last], strict=True):
             steps = range(start + 1, end + 1)
             if not steps:
@@ -192,6 +195,7 @@ def _tensor(at: list[Difference], apart: list[str], tensors: int) -> str:
         if d.tensor:
             return f"{d.tensor}: rank {d.rank} has another one than other ranks of {d.ours}"
     hashes = [d.what.removeprefix("hash of ") for d in at if d.what.startswith("hash of ")]
+    # If all hashes differ they do not point at a tensor, and the checkpoint is the better hint.
     if hashes and len(hashes) < tensors:
         return ", ".join(hashes[:SHOWN])
     if apart:

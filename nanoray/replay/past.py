@@ -168,6 +168,7 @@ def matters(d: Difference, unsure: bool, exact_loss: bool) -> bool:
     `exact_loss`: False for three ranks and more, whose mean loss depends on the backend's order.
     """
     kind = "own loss" if d.what.startswith("own loss") else d.what
+    # Hashes and counts have no distance: they are equal, or they are not.
     if not isinstance(d.ours, float) or not isinstance(d.theirs, float):
         return not (unsure and d.what.startswith("hash"))
     limit = 0.0
@@ -191,6 +192,7 @@ def tensors_apart(ours: Path, theirs: Path) -> tuple[list[str], int]:
     Returns a line for each tensor that differs, the furthest apart first, and the number of tensors
     that both have. Raises CheckpointError when one of them is damaged.
     """
+    # Loading verifies the checksums, so damage is reported and not taken for a difference.
     a = load(ours)
     b = load(theirs)
     count = 0
@@ -201,6 +203,7 @@ def tensors_apart(ours: Path, theirs: Path) -> tuple[list[str], int]:
             if y is None or x.shape != y.shape:
                 continue
             count += 1
+            # Bits, not values: NaN differs from itself, and -0.0 equals 0.0.
             if not torch.equal(bits_of(x), bits_of(y)):
                 apart.append((_distance(x, y), _apart(name, x, y)))
     apart.sort(key=lambda pair: -pair[0])
@@ -209,12 +212,14 @@ def tensors_apart(ours: Path, theirs: Path) -> tuple[list[str], int]:
 
 def _distance(x: Tensor, y: Tensor) -> float:
     """Return the relative distance of two tensors; infinite for values that are not finite."""
+    # In double precision, so that the difference of close numbers does not vanish.
     far = torch.nan_to_num((x.double() - y.double()).norm(), nan=torch.inf, posinf=torch.inf).item()
     return float(far / (min(x.double().norm().item(), y.double().norm().item()) + 1e-30))
 
 
 def _apart(name: str, x: Tensor, y: Tensor) -> str:
     """Write the elements in which two tensors of one shape differ, and the bit if it is only one."""
+    # A single flipped bit points at memory or transport, and not at arithmetic.
     flips = bits_of(x) ^ bits_of(y)
     (places,) = flips.nonzero(as_tuple=True)
     first = int(places[0])

@@ -61,15 +61,18 @@ class Witness:
         if self._debug:
             self._debug = False
             forward = model.forward
+            # On the instance, so that the class and other models keep their forward.
             model.__dict__["forward"] = lambda *args, **named: pdb.Pdb().runcall(
                 forward, *args, **named
             )
         try:
             value = loss(model, x, y)
         finally:
+            # Removed even after an error, or the debugger would stop again in the next micro batch.
             model.__dict__.pop("forward", None)
         if value is None:  # runcall returns nothing when the user quits
             raise bdb.BdbQuit
+        # On the CPU, so that the records do not take memory that the step needs.
         self.inputs.append(x.detach().cpu())
         self.targets.append(y.detach().cpu())
         self.losses.append(value.item())
