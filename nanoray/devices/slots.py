@@ -99,7 +99,7 @@ def cpu_share(node_cpus: list[float], workers: int) -> float:
     largest = math.floor(max(node_cpus, default=0))
     whole = [float(share) for share in range(largest, 0, -1)]
     fractions = [1 / ranks for ranks in range(2, MAX_RANKS_PER_CPU + 1)]
-    # Shares fall, so the first one with room for all ranks is the largest.
+    # Shares are sorted from large to small, so the first one with room for all ranks is the largest.
     for share in whole + fractions:
         if capacity(share) >= workers:
             return share

@@ -44,7 +44,6 @@ def rank_model(config: Config, classes: int, dtype: torch.dtype, place: Coords) 
     """Return the model of the rank at `place` on the meta device, before data parallelism cuts it."""
     with torch.device("meta"):
         model = build_model(config, classes).to(dtype)
-        # In the order of a real run, because each cut changes the shapes that the next one sees.
         if config.tp > 1:
             tp.cut(model, _axis("tp", config.tp, place.tp))
         if config.ep > 1:

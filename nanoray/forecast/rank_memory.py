@@ -147,7 +147,7 @@ def memory_line(
     1e9 bytes; the sizes are then written in the same unit.
     """
     mode: str = config.dp_mode
-    # With one replica nothing is sharded, so the name of the mode would mislead.
+    # With one replica data parallelism shards nothing, so the name of the mode would mislead.
     if batch.dp == 1:
         mode = "one data rank" if config.tp * config.pp > 1 else "one rank"
 

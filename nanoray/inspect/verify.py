@@ -126,7 +126,7 @@ def verify_model(
             f"{loss.item():.4f}",
         ),
     ]
-    # Not an error: a rare token or a dead ReLU has a gradient of zero in a single batch.
+    # Not an error: an expert that receives no token has a gradient of zero in this batch.
     zero = [name for name, g in gradients.items() if g is not None and not g.any()]
     optimizer = _optimizer_bytes(subject, model)
     return {

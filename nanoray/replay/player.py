@@ -68,7 +68,7 @@ class Witness:
         try:
             value = loss(model, x, y)
         finally:
-            # Removed even after an error, or the debugger would stop again in the next micro batch.
+            # Without this the debugger would stop again in the next micro batch.
             model.__dict__.pop("forward", None)
         if value is None:  # runcall returns nothing when the user quits
             raise bdb.BdbQuit
