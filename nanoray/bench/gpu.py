@@ -148,6 +148,7 @@ class GPUBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Climb the ladder of every preset, then train to the loss. Nothing that it starts outlives it."""
+        # Refuse what cannot be measured before anything is prepared.
         args.rounds = args.rounds or (2 if args.quick else 5)
         arms = chosen(args.arms, [*RUNGS, BABY])
         presets = chosen(args.presets, list(LADDERS), "preset")
@@ -161,18 +162,21 @@ class GPUBenchmark(Benchmark):
             raise ConfigError(
                 "device = cuda, but NVIDIA's driver shows no GPU here; use --device cpu to try it out"
             )
+        # One device: a whole GPU, else a slice, else the CPU.
         kind = "cpu" if args.device == "cpu" else "auto"  # a whole GPU, else a slice
         gpu = next(iter(local_slots(kind, 1, gpus, available_cpus()).devices), None)
         if args.device == "cuda" and gpu is None:
             # Says what to do about a GPU in MIG mode without slices
             local_slots("cuda", 1, gpus, available_cpus())
         report.conditions["device"] = f"{gpu.name} {gpu.profile}".strip() if gpu else "cpu"
+        # Runs, caches of compilers and tokens live in a folder that is deleted afterwards.
         with scratch_folder() as folder:
             if arms == [BABY]:
                 ladders = []
             else:
                 ladders = presets
             for name in ladders:
+                # No evaluation, checkpoint or TensorBoard: the ladder is about the step.
                 values = {
                     **LADDERS[name],
                     "out_dir": str(folder),
@@ -184,6 +188,7 @@ class GPUBenchmark(Benchmark):
                     "device": "cuda" if gpu else "cpu",
                     **data_flags(args),
                 }
+                # GPT-2's vocabulary matters for speed, its text does not: random tokens do.
                 if name == GPT2:
                     values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
                 config = load_config(preset=name, overrides=values | overrides)
@@ -195,6 +200,7 @@ class GPUBenchmark(Benchmark):
 
     def format_text(self, report: Report) -> list[str]:
         """Return a line per rung, the products, the seconds to the loss, and what was left out."""
+        # The rungs, then the products, the seconds to the loss, and what was skipped.
         found = aligned(
             [(*line, "") for line in _build_table(report, "quartiles")], right=set(range(1, 8))
         )
@@ -220,6 +226,7 @@ class GPUBenchmark(Benchmark):
         """Draw each ladder: tokens per second of its rungs, medians with their quartiles."""
         ladders = [name for name in LADDERS if report.row(f"{name}: {BASE}", TOKENS)]
         with figure(report, path, (11, 3.6), (1, max(1, len(ladders)))) as every:
+            # One ladder after the other, the base on top.
             for axes, name in zip(every, ladders, strict=False):
                 rows = measured(report, [f"{name}: {rung}" for rung in RUNGS], TOKENS)
                 names = [row.arm.partition(": ")[2] for row in rows]
@@ -255,6 +262,7 @@ class Ladder:
 
 def settings_at(rung: str) -> dict[str, Any]:
     """Return the settings of a rung: its own, and those of all before it that are kept."""
+    # Alternatives in brackets are left out of the rungs after them.
     settings: dict[str, Any] = {}
     for name, own in RUNGS.items():
         if name == rung or not _is_alternative(name):
@@ -281,6 +289,7 @@ def before(rungs: list[str]) -> dict[str, str]:
 def _measure_ladder(ladder: Ladder, rungs: list[str], report: Report) -> None:
     """Measure products of matrices in each precision, then every rung, and add their rows."""
     losses: dict[str, dict[int, float]] = {}
+    # What the device reaches with large products is the peak that a step can be compared with.
     for precision, dtype in (("fp32", "float32"), ("tf32", "float32"), ("bf16", "bfloat16")):
         if precision == "tf32" and not (ladder.gpu and ladder.gpu.bf16):
             continue
@@ -294,6 +303,7 @@ def _measure_ladder(ladder: Ladder, rungs: list[str], report: Report) -> None:
         }
         arm = f"{ladder.name}: {PRODUCTS} {precision}"
         values = []
+        # A failed measurement is reported, and the ladder goes on without this peak.
         try:
             values = [2 * size**3 / ms * 1e3 for ms in _run_process(ladder, order, arm)["step_ms"]]
             ladder.peaks[precision] = sorted(values)[len(values) // 2]
@@ -301,6 +311,7 @@ def _measure_ladder(ladder: Ladder, rungs: list[str], report: Report) -> None:
             report.failures.append(f"{arm}: {error}")
         found = tuple(value / 1e12 for value in values)
         report.rows.append(Row(arm, PRODUCTS, "TFLOP/s", found, f"matrices of {size} x {size}"))
+    # From the base on, each rung in a process of its own, which compiles anew.
     for rung in rungs:
         settings = settings_at(rung)
         why = _reason_to_skip(ladder, settings)
@@ -312,6 +323,7 @@ def _measure_ladder(ladder: Ladder, rungs: list[str], report: Report) -> None:
 
 def _reason_to_skip(ladder: Ladder, settings: Mapping[str, Any]) -> str:
     """Return why this device has no such rung, or ""."""
+    # Options that a device does not have are skipped by name, not measured as something else.
     if ladder.device == "cpu":
         for key, of_gpus in (
             ("precision", "tf32"),
@@ -337,6 +349,7 @@ def _measure_rung(
     from nanoray.models.costs import flops_per_token
     from nanoray.models.gpt import ModelShape
 
+    # Keys with an underscore change sizes; all others are keys of the configuration.
     times = settings.get("_batch", 1)
     larger = settings.get("_larger", 1)
     own = {key: value for key, value in settings.items() if not key.startswith("_")}
@@ -347,6 +360,7 @@ def _measure_rung(
     sizes["n_head"] = ladder.config.n_head // larger
     name = rung.strip("+ ()").replace(" ", "-")
     arm = _arm_name(ladder, rung)
+    # The rung trains with the real engine, in a process that answers how long blocks of steps take.
     try:
         config = make_config(
             ladder.config.model_dump() | own | sizes | {"name": f"{ladder.name}-{name}"}
@@ -362,6 +376,7 @@ def _measure_rung(
         report.failures.append(f"{arm}: {error}")
         report.rows.append(Row(arm, TOKENS, "1/s", (), error=str(error).splitlines()[0]))
         return
+    # Tokens per second compare rungs with different batches; milliseconds would not.
     tokens = config.global_batch_size * config.block_size
     rate = [1e3 * tokens / ms for ms in found["step_ms"]]
     ladder.say(f"{rung:<20} {found['step_ms'][-1]:.2f} ms, {rate[-1]:,.0f} tokens/s")
@@ -384,6 +399,7 @@ def _measure_rung(
     report.rows.append(
         Row(arm, READY, "s", (found["ready_s"],), "process, imports, model, compiling, warm-up")
     )
+    # The loss of each logged step, for the comparison with the base.
     records = read_json_lines(spec.folder / "metrics.jsonl")
     losses[rung] = {r["step"]: r["train/loss"] for r in records if "train/loss" in r}
 
@@ -401,6 +417,7 @@ def _measure_rung(
 
 def _run_process(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, Any]:
     """Run one process; return ms per step of each block, peak memory and start seconds."""
+    # The order travels as JSON on the command line.
     order |= {"device": ladder.device, "threads": max(1, int(available_cpus()))}
     name = re.sub("[^a-zA-Z0-9+]+", "-", arm)
     env = _make_environment(ladder.gpu, ladder.folder, name)
@@ -408,6 +425,7 @@ def _run_process(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, A
     begin = time.monotonic()
     argv = [sys.executable, "-m", "nanoray.bench.step_rank", json.dumps(order)]
     timeout_s = ladder.args.timeout_s
+    # The child says when it is ready, then times as many steps as it is asked for.
     with Child(argv, env, log, pipes=True) as child:
         child.answer(timeout_s)
         ready_s = time.monotonic() - begin
@@ -417,6 +435,7 @@ def _run_process(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, A
         for turn in range(-1, ladder.args.rounds):
             child.ask(str(steps))
             answers.append(child.answer(timeout_s))
+            # Blocks of equal time: a fast rung does more steps in a block.
             if turn < 0 and not ladder.args.quick:
                 steps = max(3, round(BLOCK_MS / answers[0]["step_ms"]))
     found = [answer["step_ms"] for answer in answers[1:]]
@@ -443,6 +462,7 @@ def _train_baby(
 
     Each run has a seed of its own.
     """
+    # Data are prepared before any clock starts.
     target = float(overrides.get("target_loss", BABY_LOSS))
     info = prepare(load_config(preset=CHAR, overrides=dict(data_flags(args))))  # before any clock
     report.conditions["data"] = info.note
@@ -452,6 +472,7 @@ def _train_baby(
         flags["dataset"] = info.name  # which `auto` would look for again
     runs = list[Found]()
     error = ""
+    # Three seeds, because one run may reach the loss by luck.
     for seed in range(1 if args.quick else 3):
         own = folder / f"baby-{seed}"
         try:
@@ -467,6 +488,7 @@ def _train_baby(
     seconds, losses = (
         [] if error else [getattr(run, key) for run in runs] for key in ("seconds", "loss")
     )
+    # A run that ends above the loss must not look fast.
     missed = sum(loss > target for loss in losses)
     if missed:
         note = f"from the command; {missed} of {len(losses)} ended above the loss"
@@ -492,11 +514,13 @@ def _arm_name(ladder: Ladder, rung: str) -> str:
 
 def _add_targets(report: Report, presets: list[str]) -> None:
     """Add each rung's ratio to the rung before it, and the targets of an H100 or H200."""
+    # Each rung against the newest one whose change it keeps.
     for preset in presets:
         rows = measured(report, [f"{preset}: {rung}" for rung in RUNGS], TOKENS)
         rungs = [row.arm.partition(": ")[2] for row in rows]
         for rung, other in before(rungs).items():
             report.compare(f"{preset}: {rung}", f"{preset}: {other}", TOKENS)
+    # The aims were set for two cards; elsewhere they are shown and not judged.
     if any(name in report.conditions["device"] for name in AIMED_AT):
         other = ""
     else:

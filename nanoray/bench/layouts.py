@@ -97,8 +97,10 @@ class LayoutsBenchmark(Benchmark):
                 f"{turns}, steps = {steps}: links are fitted at {BASE} ranks and more are started, without torchrun; 1 "
                 "is the least"
             )
+        # float32 on CPUs: what is checked is the model of time, not the kernels.
         config = load_config(preset=args.preset, overrides={"precision": "fp32", "device": "cpu"})
         arms = {n: arms_of(config, n) for n in ranks}
+        # Sizes of messages from which the links are fitted, four times larger each.
         size = [1 << 10, 1 << 16, 1 << 20] if quick else [4**i << 10 for i in range(7)]
         order = {
             "preset": args.preset,
@@ -109,6 +111,7 @@ class LayoutsBenchmark(Benchmark):
         }
         # (predicted, measured) of each round
         found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        # One pool of ranks for each number of ranks, kept over all rounds.
         with ExitStack() as stack:
             pools = {
                 n: stack.enter_context(RankPool(replace(where, workers=n)))
@@ -119,10 +122,12 @@ class LayoutsBenchmark(Benchmark):
                 raise ConfigError(
                     "layouts are checked on CPUs, where ranks share cores; add --device cpu"
                 )
+            # Links and compute are fitted anew in each round, because the machine's speed drifts.
             for turn in range(rounds):
                 here = _fit_machine(
                     list(pools[BASE].run("nanoray.bench.layouts:fit_rank", order)), config
                 )
+                # The order of the sizes rotates, so that none is always measured first.
                 for n in ranks[turn % len(ranks) :] + ranks[: turn % len(ranks)]:
                     for event in pools[n].run(
                         "nanoray.bench.layouts:time_rank", order | {"arms": arms[n]}
@@ -136,6 +141,7 @@ class LayoutsBenchmark(Benchmark):
                             f"round {turn}  {event['arm']:<30} {measured:.1f} ms, predicted "
                             f"{predicted:.1f}"
                         )
+                # The fit of the first round stands for all in the conditions.
                 if not turn:
                     report.conditions["fit"] = here.format_fit()
         _add_rows(report, found)
@@ -182,6 +188,7 @@ def _parse_ranks(text: str) -> list[int]:
 def arms_of(config: Config, ranks: int) -> dict[str, dict[str, Any]]:
     """Return the layouts and modes of `ranks` ranks for which the model can be cut."""
     arms = {}
+    # A layout needs a whole number of replicas and of heads.
     for tp in (tp for tp in TPS if ranks % tp == 0 and config.n_head % tp == 0):
         for mode in MODES[: 1 if tp == ranks else None]:  # one replica shares nothing
             name = f"{ranks} ranks: {Layout(dp=ranks // tp, tp=tp)}" + (
@@ -203,6 +210,7 @@ class Here:
     def cost(self, layout: Layout, axis: str, op: str, nbytes: float) -> Cost:
         """Return the cost of a collective, and the cores that it keeps busy."""
         ranks = getattr(layout, axis)
+        # A collective of one rank sends nothing.
         messages, moved = coefficients("backend", ranks, round(nbytes)) if ranks > 1 else (0.0, 0.0)
         latency_s = messages * self.links[op].alpha_s
         transfer_s = moved * self.links[op].beta_s_per_byte
@@ -227,6 +235,7 @@ class Here:
         from nanoray.models.gpt import ModelShape
         from nanoray.parallel.ddp import default_bucket_mb
 
+        # The job: sizes, micro batch and bucket of the run that is measured.
         own = config.model_copy(update={"dp_mode": mode, "tp": layout.tp})
         shape = ModelShape.of(config, VOCAB[config.tokenizer])
         cap = default_bucket_mb(torch.device("cpu"))
@@ -234,6 +243,7 @@ class Here:
         forward, backward = (
             flops * MICRO * shape.block_size for flops in flops_of(job, Layout(), 0)
         )
+        # Cutting a layer in two does not halve its time: `uncut` is the share that stays.
         whole = self.compute[1]
         split = self.compute[2]
         ratio = (split["forward_s"] + split["backward_s"]) / (
@@ -267,6 +277,8 @@ def _fit_machine(events: list[dict[str, Any]], config: Config) -> Here:
 
     A reduce-scatter or all-gather is fitted as a ring of its own.
     """
+    # Two fits for each collective: seconds on the clock, and seconds of CPU, which compute then
+    # lacks.
     points = {
         key: {op: [(e["nbytes"], e[key]) for e in events if e.get("op") == op] for op in OPS}
         for key in _TIMES
@@ -284,6 +296,7 @@ _PARTS = ("forward_s", "backward_s", "update_s")
 
 def _add_rows(report: Report, found: dict[str, list[tuple[float, float]]]) -> None:
     for arm, pairs in found.items():
+        # One error per round, so that the target judges a median and not the best case.
         error = Row(arm, ERROR, "ratio", tuple(abs(p / m - 1) for p, m in pairs))
         report.rows += [
             Row(
@@ -334,6 +347,7 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
     n = mesh.world_size
     work = _make_work(order)
     for nbytes in order["sizes"]:
+        # The calls of a training step, on buffers that exist before the clock starts.
         flat = torch.zeros(nbytes // 4)
         own = torch.zeros(nbytes // 4 // n)
         calls: dict[str, Callable[[], Any]] = {
@@ -346,6 +360,7 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
         for op, call in calls.items():
             times = []
             spent = []
+            # Compute between two calls keeps the caches as cold as in a step.
             for _ in range(order["turns"]):
                 mesh.barrier()
                 seconds = cpu_s = 0.0
@@ -358,10 +373,12 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
                     cpu_s = cpu_s + time.process_time() - cpu
                 times.append(seconds / order["calls"])
                 spent.append(cpu_s / order["calls"])
+            # The fastest turn of each rank, then the mean over ranks: they share the cores.
             worst = mesh.gather((min(times), min(spent)))
             if worst is not None:
                 seconds, cpu_s = (statistics.fmean(each) for each in zip(*worst, strict=True))
                 emit({"op": op, "nbytes": nbytes, "seconds": seconds, "cpu_s": cpu_s})
+    # Compute alone, of a whole model and of one that is cut in two.
     for tp in (1, 2):
         everyone = mesh.gather([_time_compute(mesh, order, tp) for _ in range(order["turns"])])
         if everyone is not None:  # a turn's time is that of its slowest rank, as a step's is
@@ -393,6 +410,7 @@ def _time_compute(mesh: Mesh, order: dict[str, Any], tp: int) -> dict[str, float
     from nanoray.models.gpt import GPT, ModelShape
     from nanoray.parallel.tp import cut
 
+    # The cut model needs an axis, but its sums would bring communication into the time.
     class Silent(Axis):
         """An axis whose sums are the rank's own tensors."""
 
@@ -408,6 +426,7 @@ def _time_compute(mesh: Mesh, order: dict[str, Any], tp: int) -> dict[str, float
     x = torch.randint(shape.vocab_size, (MICRO, shape.block_size))  # (B, T)
     spans = []
     mesh.barrier()
+    # Two more steps than are counted.
     for _ in range(order["steps"] + 2):
         marks = [time.perf_counter()]
         loss = model(x, x)
@@ -440,6 +459,7 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
     keep_freed_memory()
     arms = {}
     for name, own in order["arms"].items():
+        # Every rank has the same micro batch in every layout, so that steps compare.
         batch = {"global_batch_size": 0, "micro_batch_size": MICRO, "grad_accum_steps": 1}
         base = load_config(preset=order["preset"]).model_dump()
         config = Config(
@@ -447,6 +467,7 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
         )
         arms[name] = Arm(mesh, config, gpt)
     fastest = dict.fromkeys(arms, math.inf)
+    # Arms in turn, in another order each time.
     for turn in range(order["turns"]):
         for name in rotated(list(arms), turn):
             arm = arms[name]
@@ -458,6 +479,7 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
                 arm.plan.settle()
                 arm.plan.zero_grad()
                 times.append(time.perf_counter() - start)
+            # A step is as slow as its slowest rank.
             worst = mesh.all_reduce(
                 torch.tensor([statistics.median(times)], dtype=torch.float64), op="max"
             ).item()

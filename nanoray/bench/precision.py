@@ -112,6 +112,7 @@ class PrecisionBenchmark(Benchmark):
         """Run all experiments and fill the report."""
         steps = count_of(args.steps, args.quick, few=24, usual=100)
         rounds = count_of(args.rounds, args.quick, few=2, usual=10)
+        # Refuse before torch is imported, which takes seconds.
         if args.workers != 1:
             raise ConfigError(
                 f"workers = {args.workers}, but this bench studies arithmetic in one process; drop "
@@ -126,10 +127,13 @@ class PrecisionBenchmark(Benchmark):
         from nanoray.bench.precision_lab import Lab
         from nanoray.data.tokens import TokenData
 
+        # One thread: gradients are then summed in one order, so the shares repeat to the bit.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             settings = (TINY if args.quick else SETTINGS) | settings_of(args)
+            # The rate falls by a factor of 300, so the last steps have the small updates that 16
+            # bits lose.
             own = {
                 "dataset": args.dataset,
                 "tokenizer": "byte",
@@ -159,6 +163,7 @@ class PrecisionBenchmark(Benchmark):
     def format_markdown(self, report: Report) -> list[str]:
         """Return the tables of docs/precision.md."""
 
+        # One table of the page: a line for each arm, a column for each metric.
         def of(arms: list[str], metrics: dict[str, str], first: str) -> list[str]:
             if not any(report.row(arm, metric) for arm in arms for metric in metrics):
                 return []  # a GPU's report has the modes alone
@@ -174,6 +179,7 @@ class PrecisionBenchmark(Benchmark):
             KEPT: "kept for backward, MiB",
         }
         costs |= {KEPT_FORMULA: "with logits, by formula", LOSS: "final loss", SKIPPED: "skipped"}
+        # Two columns for each way to take the mean.
         sums = {
             f"{what}, {how}": f"{what}: {how}" for how in MEANS for what in ("overflow", "zero")
         }
@@ -237,6 +243,7 @@ class PrecisionBenchmark(Benchmark):
     def draw(self, report: Report, path: Path) -> None:
         """Draw one picture per claim."""
         with figure(report, path, (16, 11), (3, 3)) as axes:
+            # Share of lost gradients against the weight of the loss.
             _plot_lines(
                 axes[0],
                 report,
@@ -247,6 +254,7 @@ class PrecisionBenchmark(Benchmark):
             axes[0].set(
                 title="gradients that fp16 makes zero", xlabel="k of a loss × 2^-k", ylabel="%"
             )
+            # Zero and subnormal gradients of each layer, one bar on top of the other.
             layers = _layer_arms(report)
             bottom = [0.0] * len(_layer_arms(report))
             for metric, label in ((LATE, "zero"), (SMALL, "subnormal")):
@@ -261,6 +269,7 @@ class PrecisionBenchmark(Benchmark):
                 bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
             axes[1].tick_params(axis="x", rotation=30)
             axes[1].set(title="the same by layer, loss × 2^-8, no scale", ylabel="%")
+            # Updates that round to nothing, against the learning rate.
             rates = [f"lr {lr:.0e}" for lr in RATES]
             _plot_lines(axes[2], report, rates, RATES, [f"{WENT}, {name}" for name in UPDATES])
             axes[2].set(
@@ -269,6 +278,7 @@ class PrecisionBenchmark(Benchmark):
                 ylabel="% of float64's",
                 xscale="log",
             )
+            # Second moments below fp16's range make AdamW's updates wrong.
             arms = [f"gradients of 1e{e}" for e in EXPONENTS]
             _plot_lines(axes[3], report, arms, EXPONENTS, (PLAIN, ROOT))
             axes[3].set(
@@ -276,12 +286,15 @@ class PrecisionBenchmark(Benchmark):
                 xlabel="log10 of the gradient",
                 ylabel="%",
             )
+            # Attention's logits grow with the square of q and k.
             how = [r.metric for r in report.rows if r.arm == f"q and k of {HEADS[0]:g}"]
             _plot_lines(axes[4], report, [f"q and k of {h:g}" for h in HEADS], HEADS, how)
             axes[4].set(title="attention that is not finite", xlabel="size of q and k", ylabel="%")
+            # A sum over ranks overflows unless it is divided before.
             sums = [f"{what}, {how}" for how in MEANS for what in ("overflow", "zero")]
             _plot_lines(axes[5], report, [f"{n} ranks" for n in RANKS], RANKS, sums)
             axes[5].set(title="mean over ranks in fp16", xlabel="ranks", ylabel="%", xscale="log")
+            # Each overflow halves the scale, and only many good steps double it again.
             for count in OVERFLOWS:
                 row = report.row(f"{count} overflows", "scale")
                 if row:
@@ -292,6 +305,7 @@ class PrecisionBenchmark(Benchmark):
                 ylabel="scale",
                 yscale="log",
             )
+            # Rounding errors add up over the layers of the residual stream.
             _plot_lines(
                 axes[7],
                 report,
@@ -302,6 +316,7 @@ class PrecisionBenchmark(Benchmark):
             axes[7].set(
                 title="error of the residual stream", xlabel="layers", ylabel="%", xscale="log"
             )
+            # The losses of all modes on the same batches.
             for name in modes_of(report):
                 row = report.row(name, CURVE)
                 if row:
@@ -317,8 +332,10 @@ class PrecisionBenchmark(Benchmark):
 
 def study(lab: Lab, report: Report, steps: int, rounds: int, quick: bool) -> None:
     """Run the experiments in turn."""
+    # The studies that follow need trained weights: fresh ones have other gradients.
     trained = train_modes(lab, report, steps // rounds * rounds, rounds)
     add_targets(report)
+    # The studies are about arithmetic, which is the same on every device.
     if lab.device.type != "cpu":
         return
     say("gradients")
@@ -336,6 +353,7 @@ def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> dict[str, 
     from nanoray.bench.precision_lab import Training, rounds_of
     from nanoray.models.fp8 import in_hardware
 
+    # A GPU has modes of its own; fp8 is labelled where the device only emulates it.
     modes = MODES
     if lab.device.type == "cuda":
         modes = ON_GPUS | {
@@ -343,11 +361,13 @@ def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> dict[str, 
             for how, of in FP8.items()
         }
     runs = {name: Training(lab, **settings) for name, settings in modes.items()}
+    # Rounds of all modes in turn, so that a slow minute of the machine meets all of them.
     times: dict[str, list[float]] = {name: [] for name in runs}
     for name, ms in rounds_of(runs, steps, rounds):
         times[name].append(statistics.median(ms))
     for name, run in runs.items():
         say(f"{name:<24} {statistics.median(times[name]):.1f} ms, loss {run.losses[-1]:.3f}")
+        # Memory held and the formula's, side by side; the time is the median of each round.
         held = sum(run.held.values())
         formula = run.formula
         report.rows += [
@@ -382,6 +402,7 @@ def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -
     """Count gradients that fp16 makes zero: by loss scale, before and after training, by layer."""
     from nanoray.bench.precision_lab import gradients, largest_scale, lost, pieces_of, subnormal
 
+    # Fresh weights have large gradients. Late in training they are small, and fp16 loses more.
     first = lab.model()
     late = lab.model()
     late.load_state_dict(trained, strict=False)
@@ -394,6 +415,7 @@ def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -
         for number in range(batches):
             batch = lab.batch(1000 + number)
             for model, plain, cured in ((first, NO_SCALE, SCALED), (late, LATE, LATE_SCALED)):
+                # Against the gradients in float32 of the same batch: which of them became zero?
                 exact = gradients(model, batch, "fp32")
                 half = gradients(model, batch, "fp16", 2.0**-k)
                 scale = largest_scale(model, batch, 2.0**-k)
@@ -401,6 +423,7 @@ def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -
                 found[cured].append(lost(gradients(model, batch, "fp16", 2.0**-k * scale), exact))
                 if model is late:
                     scales.append(scale)
+                # One weight of the loss is broken down by layer.
                 if model is late and k == 8:
                     for name, (zeros, small) in layers.items():
                         zeros.append(lost(half, exact, name))
@@ -423,6 +446,7 @@ def updates(lab: Lab, report: Report, trained: dict[str, Any], steps: int) -> No
 
     for lr in RATES:
         for name, settings in UPDATES.items():
+            # The same update again and again, as in a long run with a small rate.
             stuck, went = move(lab, trained, lr, steps, **settings)
             report.rows.append(
                 Row(f"lr {lr:.0e}", f"{STUCK}, {name}", "%", (stuck,), f"in {steps} updates")
@@ -457,9 +481,11 @@ def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
         lost,
     )
 
+    # Softmax's inputs overflow before the division by the root of the head's size.
     for size in HEADS:
         for how, bad in attention_overflow(size).items():
             report.rows.append(Row(f"q and k of {size:g}", f"not finite, {how}", "%", (bad,)))
+    # Sums over ranks: of real gradients, not of random numbers.
     model = lab.model()
     batch = lab.batch(2000)
     model.load_state_dict(trained, strict=False)
@@ -474,6 +500,7 @@ def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
                 Row(f"{ranks} ranks", f"overflow, {how}", "%", (over,)),
                 Row(f"{ranks} ranks", f"zero, {how}", "%", (zero,)),
             ]
+    # A burst of overflows lowers the scale; gradients that are then zero are the price.
     for count in OVERFLOWS:
         scales = life_of_a_scale(count, 120, interval=20)
         low = gradients(model, batch, "fp16", min(scales))
@@ -497,6 +524,7 @@ def eight_bits(lab: Lab, report: Report, trained: dict[str, Any], batches: int) 
 
     from nanoray.bench.precision_lab import loss_error, stream_error
 
+    # An untrained model is enough: rounding in the stream does not depend on the weights' meaning.
     for layers in DEPTHS:
         for kind in KINDS:
             error = stream_error(lab, layers, kind)
@@ -509,6 +537,7 @@ def eight_bits(lab: Lab, report: Report, trained: dict[str, Any], batches: int) 
                     "residual stream, untrained",
                 )
             )
+    # Equal logits for all types, so that only the loss itself differs.
     model = lab.model()
     model.load_state_dict(trained, strict=False)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
@@ -531,6 +560,7 @@ def add_targets(report: Report) -> None:
         formula = report.row(mode, STATE_FORMULA)
         assert held
         assert formula
+        # Memory is a number without spread, so five equal values satisfy the rule of five rounds.
         off = abs(held.median / formula.median - 1)
         row = Row(mode, "state, error", "1", (off,) * 5, "one number: memory has no spread")
         report.targets.append(Target(f"{mode}: state held beside the formula", row, "<=", 0.01))
