@@ -106,6 +106,7 @@ class CheckpointBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Measure every arm in turns and fill the report. Everything that is written is removed again."""
+        # Refuse before a process starts or a byte is written.
         rounds = count_of(args.rounds, args.quick, few=3, usual=7)
         if "RANK" in os.environ:
             raise ConfigError(
@@ -122,6 +123,7 @@ class CheckpointBenchmark(Benchmark):
             )
         default = "shakespeare-char" if args.quick else "gpt2-124m"
         preset = args.preset or default
+        # A full disk in the middle of a round would fail every arm that follows.
         need = _bytes_of(preset)
         disk = args.folder or Path(tempfile.gettempdir())
         if not disk.is_dir() or not os.access(disk, os.W_OK):
@@ -137,6 +139,7 @@ class CheckpointBenchmark(Benchmark):
             "recipe": recipe,
             "disk": f"{file_system(disk)}, {free / 1e9:.0f} GB free",
         }
+        # The window is the time over which training's speed is measured before and after a save.
         order = {
             "preset": preset,
             "rounds": rounds,
@@ -145,11 +148,13 @@ class CheckpointBenchmark(Benchmark):
         }
         found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
         wrong: dict[str, int | None] = {}
+        # One rank saves; its folder is deleted with all that was written.
         with (
             tempfile.TemporaryDirectory(prefix="nanoray-checkpoint-", dir=disk) as folder,
             RankPool(Where(1, "processes", args.device, timeout_s=args.timeout_s)) as pool,
         ):
             describe(report, pool)
+            # Three kinds of events: the state's size, what read back wrong, and a measured save.
             try:
                 for event in pool.run(
                     "nanoray.bench.checkpoint:measure_rank", order | {"folder": folder}
@@ -171,6 +176,7 @@ class CheckpointBenchmark(Benchmark):
         """Return a table with a line per arm: medians with their quartiles."""
 
         table = [("", *COLUMNS.values(), "n", "wrong", "")]
+        # One line per arm, in the order of the report.
         for row in (r for r in report.rows if r.metric == DONE):
             wrong = "" if row.wrong is None else str(row.wrong)
             numbers = (report.cell(row.arm, metric) for metric in COLUMNS)
@@ -180,6 +186,7 @@ class CheckpointBenchmark(Benchmark):
     def format_markdown(self, report: Report) -> list[str]:
         """Return a table for a README: medians, with the range of the seconds."""
         table = []
+        # Seconds with their range; shares without.
         for row in measured(report, ARMS, DONE):
             cells = [row.arm]
             for metric in COLUMNS:
@@ -191,6 +198,7 @@ class CheckpointBenchmark(Benchmark):
     def draw(self, report: Report, path: Path) -> None:
         """Draw what a save costs training, and how fast it gets on disk; lines are min to max."""
 
+        # Horizontal bars of one metric, a bar per arm.
         def bars(axes: Any, arms: tuple[str, ...], metric: str, offset: float, label: str) -> None:
             rows = measured(report, arms, metric)
             at = [arms.index(r.arm) + offset for r in rows]
@@ -200,6 +208,8 @@ class CheckpointBenchmark(Benchmark):
         known = report.conditions
         note = f"{known.get('state', '')} · {known['recipe']} · {known['disk']}"
         with figure(report, path, note=note) as (left, right):
+            # The raw write costs training all of its time: it is a limit of the disk, not a way to
+            # save.
             savers = tuple(arm for arm in ARMS if arm != RAW)
             bars(left, savers, STALL, -0.19, "stall")
             bars(left, savers, LOST, 0.19, "all training time lost")
@@ -233,6 +243,7 @@ def _vocabulary(preset: str) -> int:
 
 def file_system(folder: Path) -> str:
     """Return the kind and mount point of the file system of `folder`; "" where Linux gives none."""
+    # Only Linux lists its mounts there.
     try:
         mounts = [
             line.split()[1:3]
@@ -241,6 +252,7 @@ def file_system(folder: Path) -> str:
     except OSError:
         return "file system unknown"
     real = folder.resolve()
+    # The longest mount point that contains the folder is the one that holds it.
     holding = [
         (len(at), kind, at) for at, kind in mounts if real == Path(at) or Path(at) in real.parents
     ]
@@ -264,7 +276,9 @@ def add_rows(
     def rates(events: list[dict[str, Any]]) -> list[float]:
         return [e["bytes"] / e["done_s"] / 1e9 for e in events]
 
+    # Nanoray's own synchronous save is what the shares refer to.
     sync = [e["stall_s"] for e in found[SYNC]]
+    # Rounds are paired: values of one round saw the same disk.
     for arm, events in found.items():
         note = f"{events[0]['bytes'] / 1e9:.3g} GB" if events else ""
         row(arm, DONE, "s", [e["done_s"] for e in events], note, wrong=wrong.get(arm))

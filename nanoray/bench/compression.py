@@ -96,6 +96,7 @@ class CompressionBenchmark(Benchmark):
                 f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the "
                 "least"
             )
+        # The arm that sends float32 always runs: every other one is compared with it.
         names = [PLAIN, *(name for name in chosen(args.arms, list(ARMS)) if name != PLAIN)]
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         with RankPool(where) as pool:
@@ -111,8 +112,11 @@ class CompressionBenchmark(Benchmark):
                 "preset": args.preset or ("gpt2-124m" if on_gpu else "shakespeare-cpu"),
                 "overrides": own,
             }
+            # One data set for all ranks: two that prepare it at once would write the same files.
             note = prepare(configuration(order)).note  # once, before the ranks ask for it
             order |= {"arms": names, "rounds": rounds, "steps": steps}
+            # Events arrive while the ranks train; a lost rank fails the report and keeps what came
+            # before.
             try:
                 for event in pool.run("nanoray.bench.compression:train_rank", order):
                     if "recipe" in event:
@@ -149,6 +153,7 @@ class CompressionBenchmark(Benchmark):
         """Draw step time over bytes, and how the loss of each arm goes away from that of float32."""
         note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
         with figure(report, path, (11, 4.6), note=note) as (left, right):
+            # On the left the bytes and the time, on the right how far the loss moves away.
             for i, row in enumerate(
                 r for r in report.rows if r.metric == STEP and r.unit == "ms" and r.values
             ):
@@ -192,6 +197,7 @@ def _add_rows(report: Report, name: str, events: list[dict[str, Any]], ranks: in
         report.rows.append(Row(name, metric, unit, tuple(values), note, **more))
         return report.rows[-1]
 
+    # Bytes and memory are the same in every round, so the last one stands for all.
     last = events[-1]
     plain = report.row(PLAIN, LOSS)
     step = row(STEP, "ms", (e["step_ms"] for e in events), wrong=last["wrong"])
@@ -209,11 +215,14 @@ def _add_rows(report: Report, name: str, events: list[dict[str, Any]], ranks: in
         (e["loss"] for e in events),
         f"mean of each round's steps; {last['trained']} in all",
     )
+    # What follows compares with float32, round by round.
     if name == PLAIN or plain is None:
         return
     off = [a - b for a, b in zip(loss.values, plain.values, strict=False)]
     row(OFF, "nat", off[-1:], f"of the last round, against {PLAIN}", extra={"by_round": off})
     report.compare(name, PLAIN, STEP, "paired by round")
+    # A slower arm still pays where its saved bytes take longer than its work: below this speed of a
+    # link.
     whole = report.row(PLAIN, STEP)
     sent = report.row(PLAIN, WIRE)
     if whole and sent:
@@ -234,6 +243,7 @@ def _wire_mb(collectives: dict[str, tuple[int, int]], ranks: int) -> float:
     total = 0.0
     for name, (_, size) in collectives.items():
         if name.endswith(" gradients"):
+            # nccl-tests' factor: the share of the buffer that crosses the busiest link.
             factor = busbw_factor(name.partition(" ")[0], ranks)
             if factor:  # None for one rank, which sends nothing
                 total += size * factor
@@ -249,6 +259,7 @@ def finding(report: Report) -> list[str]:
     }
     if not ratios:
         return []
+    # The smallest ratio, measured in the same rounds as its reference.
     best = min(ratios, key=lambda name: ratios[name].median)
     speed = ratios[best]
     off = report.row(best, OFF)
@@ -270,6 +281,7 @@ def _build_table(report: Report, spread: str) -> list[tuple[str, ...]]:
     columns |= {PAYS: "pays below, MB/s", KEPT: "kept, MiB"}
     table = [("sent", f"step / {PLAIN}", *columns.values())]
     for name in (r.arm for r in report.rows if r.metric == STEP and r.unit == "ms"):
+        # Only times have a spread worth printing.
         cells = [
             report.cell(name, metric, spread if metric in (STEP, EXPOSED) else "none")
             for metric in columns
@@ -292,11 +304,13 @@ def make_text_case(
     from nanoray.config import resolve_batch
     from nanoray.data.tokens import MicroBatches
 
+    # The model is that of `bench strategies`; only the data differ.
     case = gpt(mesh, config, precision, micro)
     batch = resolve_batch(config, mesh.world_size)
     batches = MicroBatches(data, batch, mesh.rank)
 
     def of(number: int) -> tuple[Tensor, Tensor]:
+        # The number counts micro batches, so the batch follows from it alone.
         step, part = divmod(number, batch.accum)
         return batches.get(step * batch.global_size, part)
 
@@ -313,16 +327,19 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
     from nanoray.devices.host import keep_freed_memory
     from nanoray.trace.recorder import wait_for
 
+    # Memory that is freed stays with the process, as in a training run.
     if mesh.device.type == "cpu":
         keep_freed_memory()
     config = configuration(order)
     data = TokenData(prepare(config), config.block_size, config.seed, mesh.device)
     make = partial(make_text_case, data=data)
+    # All arms share the data and start from the same weights.
     arms = {
         name: Arm(mesh, configuration(order, **ARMS[name]), make, traced=True)
         for name in order["arms"]
     }
     emit({"recipe": next(iter(arms.values())).recipe})
+    # Rounds of all arms, in another order each time: the machine's speed drifts.
     for turn in range(order["rounds"]):
         for name in rotated(list(arms), turn):
             arm = arms[name]
@@ -333,14 +350,18 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
                 arm.step()
                 arm.plan.zero_grad()
                 losses.append(arm.loss)
+            # On a GPU the clock stops when the device has done the steps, not when they are queued.
             wait_for(mesh.device)
             ms = 1e3 * (time.perf_counter() - start) / order["steps"]
+            # One traced step beside the timed ones: tracing takes time of its own.
             event = {"arm": name, "round": turn, **arm.traced_step()}
+            # The slowest rank sets the pace of all.
             times = torch.tensor([ms, event["busy_ms"], event["exposed_ms"]], device=mesh.device)
             event["step_ms"], event["busy_ms"], event["exposed_ms"] = mesh.all_reduce(
                 times, op="max"
             ).tolist()
             event["loss"] = mesh.all_reduce_mean(torch.stack(losses).mean()).item()
+            # Replicas that differ after a round are an error, whatever was sent.
             digests = arm.digests()
             event |= {
                 "trained": arm.trained,

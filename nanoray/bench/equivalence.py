@@ -88,12 +88,16 @@ class EquivalenceBenchmark(Benchmark):
         arms = arms_for(where.workers, checkpointing=not args.quick)
         with RankPool(where) as pool:
             describe(report, pool)
+            # A tiny model whose sizes divide badly: padding and uneven slices are part of what is
+            # compared.
             report.conditions["recipe"] = (
                 f"2 blocks of width 20, {samples} samples a step, {STEPS} steps, fp32, dropout 0"
             )
+            # Each case has an optimizer and a number of micro batches; the arms are the modes.
             for case, how in CASES.items():
                 found: dict[str, list[dict[str, Any]]] = {}
                 run = {arm: own for arm, own in arms.items() if fits(own, how["accum"])}
+                # A mode that fails ends the comparison: its ranks are gone.
                 try:
                     for event in pool.run(ENTRY, {"arms": run, "cases": [how], "alone": True}):
                         found[event["arm"]] = event["ranks"]
@@ -124,6 +128,7 @@ class EquivalenceBenchmark(Benchmark):
                 rows = [
                     row for row in report.rows if row.metric == f"{case}: {WEIGHT}" and row.values
                 ]
+                # One point per arm, at its largest difference of all ranks.
                 axes.plot(
                     [max(*row.values, 1e-9) for row in rows],
                     [row.arm for row in rows],
@@ -144,7 +149,9 @@ def samples_for(ranks: int) -> int:
 
 def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, Any]]:
     """Return the settings of every arm on `ranks` ranks: all modes, tp, pp, and experts."""
+    # Data parallelism alone, in every mode.
     arms = dict(MODES)
+    # Pipelines: every schedule where all ranks are stages, every mode where there are replicas.
     for pp in (2, 3, 4):
         piped = {"pp": pp, "n_layer": 2 * pp}  # two chunks of a block each, where there are chunks
         if workers == pp:
@@ -155,6 +162,7 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, An
                 for mode in ("ddp_by_hand", "zero1", "zero2")
             }
             arms |= {f"pp {pp} × tp 2": {**piped, "tp": 2}} if workers == 2 * pp else {}
+    # Tensor parallelism, likewise.
     for tp in (2, 4):
         if workers == tp:
             arms |= {
@@ -165,12 +173,14 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, An
             arms |= {
                 f"tp {tp} × {mode}": {"tp": tp, **settings} for mode, settings in MODES.items()
             }
+    # A mixture of experts, whole on each rank, then spread over ep ranks.
     experts = {f"experts × {mode}": EXPERTS | MODES[mode] for mode in ("ddp", *BY_HAND)}
     for ep in (2, 4):
         if workers % ep == 0:
             experts |= {
                 f"experts, ep {ep} × {mode}": EXPERTS | MODES[mode] | {"ep": ep} for mode in BY_HAND
             }
+    # Experts beside one other axis, and beside two.
     for axis, more in (("tp 2", {"tp": 2}), ("pp 2", {"pp": 2, "n_layer": 4})):
         if workers == 2:
             experts[f"experts, {axis}"] = EXPERTS | more
@@ -183,6 +193,7 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, An
     again = [arm for arm in arms if arms[arm].get("pp_schedule", "1f1b") == "1f1b"]
     again += [arm for arm in experts if arm.endswith("zero1")]
     arms |= experts
+    # Activation checkpointing must change no bit of the arm that it is added to.
     hows = ("selective", "block") if checkpointing else ()
     return arms | {
         f"{a} + {how}": {**arms[a], "activation_checkpointing": how} for a in again for how in hows
@@ -198,6 +209,7 @@ def _make_rows(
     case: str, how: dict[str, Any], arm: str, ranks: list[Any], found: dict[str, list[Any]]
 ) -> list[Row]:
     def row(metric: str, limit: float, values: list[float]) -> Row:
+        # NaN compares as neither larger nor smaller, so it would pass a limit.
         if not all(map(math.isfinite, values)):
             return Row(arm, f"{case}: {metric}", "", (), error="not finite")
         wrong = sum(value > limit for value in values)
@@ -205,17 +217,21 @@ def _make_rows(
         return Row(arm, f"{case}: {metric}", "", tuple(values), note, wrong=wrong)
 
     def furthest(key: str, relative: bool) -> list[float]:
+        # Each rank against one process that has all samples.
         pairs = [[*zip(rank[key], rank["alone"][key], strict=True)] for rank in ranks]
         return [
             largest([abs(a - b) / (abs(b) if relative else 1.0) for a, b in own]) for own in pairs
         ]
 
+    # Arms with the same bits after all steps, by the digest of the weights.
     same = [
         other
         for other, theirs in found.items()
         if other != arm and theirs[0]["digest"] == ranks[0]["digest"]
     ]
+    # Some arms must have the same bits: they take the same sums in the same order.
     missing = [other for other in must_equal(arm, how) if other in found and other not in same]
+    # The ranks of one arm must agree among themselves, whatever the arm.
     differ = len({(*rank["losses"], *rank["norms"], rank["digest"]) for rank in ranks}) - 1
     note = f"= {', '.join(same) or 'none'}" + (
         f"; must be = {', '.join(missing)}" if missing else ""
@@ -249,11 +265,13 @@ def must_equal(arm: str, how: dict[str, Any]) -> list[str]:
     over ranks first and micro batches last; and fsdp with AdamW, whose kernel rounds the last
     elements of a tensor otherwise.
     """
+    # The name says what it is: SPLIT × MODE + CHECKPOINTING.
     base, _, checkpointed = arm.partition(" + ")
     split, times, mode = base.rpartition(" × ")
     same = []
     if mode == "zero1" or (mode == "zero2" and how["accum"] == 1):
         same.append("ddp_by_hand")
+    # Schedules change the order of turns, not that of the sums.
     for kind in ("gpipe", "zero_bubble"):
         if mode.endswith(kind):
             same.append(mode.replace(kind, "1f1b"))
@@ -265,6 +283,7 @@ def must_equal(arm: str, how: dict[str, Any]) -> list[str]:
             same.append("fsdp full")
         else:
             same.append(mode)
+    # Compared within the same split of the model.
     others = [split + times + other for other in same]
     if checkpointed:
         others.insert(0, base)
@@ -282,15 +301,18 @@ def _largest_cell(rows: list[Row]) -> str:
 
 def _build_table(report: Report) -> list[tuple[str, ...]]:
     """Return a line per arm: its largest differences, and the modes with the same bits per case."""
+    # Columns: a case each for the bits, an optimizer each for the distances.
     cases = list(dict.fromkeys(row.metric.partition(":")[0] for row in report.rows))
     kinds = [(metric, kind) for metric in (LOSS, WEIGHT, NORM) for kind in ("SGD", "AdamW")]
     table = [("mode", *map(" ".join, kinds), *(f"bits of, {case}" for case in cases), "wrong")]
+    # The largest distance over all cases that share an optimizer.
     for arm in dict.fromkeys(row.arm for row in report.rows):
         own = [row for row in report.rows if row.arm == arm]
         far = []
         for metric, kind in kinds:
             rows = [r for r in own if r.metric.endswith(metric) and r.metric.startswith(kind)]
             far.append(_largest_cell(rows))
+        # Which arms had the same bits, by case.
         found = {
             row.metric.partition(":")[0]: row.extra["same"]
             for row in own
@@ -316,14 +338,18 @@ def small_gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     from nanoray.models.build import gpt_of
     from nanoray.models.gpt import ModelShape
 
+    # Samples of a step are numbered across ranks and micro batches, so every layout trains on the
+    # same.
     layout = Layout.of(config, mesh.world_size)
     d = layout.coords(mesh.rank).dp
     samples = micro * config.grad_accum_steps * layout.dp
+    # All ranks and the single process start from the same weights.
     torch.manual_seed(0)
     model = gpt_of(ModelShape.of(config, 65), config).to(mesh.device)
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
         step, part = divmod(number, config.grad_accum_steps)
+        # The step's samples follow from its number; each rank takes its own part.
         tokens = torch.randint(0, 65, (samples, 9), generator=torch.Generator().manual_seed(step))
         own = tokens[(part * layout.dp + d) * micro :][:micro].to(mesh.device)
         return own[:, :-1].contiguous(), own[:, 1:].contiguous()  # (B, T) each
@@ -338,6 +364,7 @@ def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, An
     """
     from nanoray.mesh.layout import Layout
 
+    # Sizes that no number of ranks divides evenly, and buckets of 4 KB, so that there are several.
     small = {
         "n_layer": 2,
         "n_head": 4,
@@ -352,11 +379,14 @@ def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, An
         "precision": "fp32",
         "timeout_s": 60.0,
     }
+    # The micro batch follows from the number of replicas, which the configuration decides.
     config = make_config(small | size | settings)
     size = {"micro_batch_size": samples // accum // Layout.of(config, mesh.world_size).dp}
     arm = Arm(mesh, config.model_copy(update=size), small_gpt)
     losses = []
     norms = []
+    # Losses and norms of each step are compared, too: equal weights may hide two errors that
+    # cancel.
     for _ in range(STEPS):
         arm.step()
         losses.append(mesh.all_reduce_mean(arm.loss.clone()).item())
@@ -364,6 +394,7 @@ def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, An
         gradients = sum(g.numel() for g in arm.plan.gradients)
         arm.plan.zero_grad()
     arm.plan.settle()
+    # What the ranks hold together must be the model of one process.
     weights = whole_weights(arm)
     arm.plan.close()
     return {
@@ -387,10 +418,12 @@ def whole_weights(arm: Arm) -> list[Tensor]:
 
     from nanoray.mesh.pieces import Piece, fill, is_cut, whole_pieces
 
+    # Sharded weights are gathered by torch's own DTensor.
     own = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
         for name, p in arm.case.model.named_parameters()
     }
+    # Pieces of tp, pp and ep are put together by their places.
     if is_cut(arm.case.model):
         mine = {
             n: [piece.to_json(), own[n].reshape(-1)]
@@ -413,6 +446,7 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
     """
     from nanoray.mesh.mesh import Mesh
 
+    # A mesh of one rank: the same code, without communication.
     single = Mesh(0, 1, 0, mesh.device, "none", "alone")
     samples = samples_for(mesh.world_size)
     for case in order["cases"]:
@@ -422,6 +456,7 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
             found = train(mesh, case["accum"], samples, **settings | own)
             weights = found.pop("weights")
             if order["alone"]:
+                # One process trains each model once; all layouts of it are compared with that.
                 model = {key: own[key] for key in (*EXPERTS, "n_layer") if key in own}
                 if str(model) not in alone_of:  # the same model, in one process
                     if mesh.rank == 0:
@@ -430,6 +465,7 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
                         of_one = None
                     alone_of[str(model)] = mesh.broadcast(of_one)
                 alone = alone_of[str(model)]
+                # The largest difference of any weight, by parameter.
                 far = [
                     (a - b).abs().max().item()
                     for a, b in zip(weights, alone["weights"], strict=True)
