@@ -128,7 +128,14 @@ def test_statistics_are_means_over_the_passes_that_a_norm_has_made(
     assert var == pytest.approx(y.var((0, 2, 3)), rel=0.35)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "ddp_by_hand", "zero1", "fsdp"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "ddp",
+        "fsdp",
+        *(pytest.param(mode, marks=pytest.mark.full) for mode in ("ddp_by_hand", "zero1")),
+    ],
+)
 def test_weights_in_channels_last_train_as_others_do(tmp_path: Path, mode: str) -> None:
     how = partial(images, how="trained")
     plain = trained(tmp_path / "plain", 2, how, dp_mode=mode, hash_every=1)

@@ -90,6 +90,7 @@ def test_naming_the_wrong_rank_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert wrong == {KILLED: 3, WAITS: 0, HUNG: 0}
 
 
+@pytest.mark.full
 def test_the_drivers_loop_on_a_real_ray(
     tmp_path: Path,
     forked_ray: dict[str, str],

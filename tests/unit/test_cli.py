@@ -284,7 +284,13 @@ def test_a_lost_stream_ends_no_command(
     assert Path(page).exists()
 
 
-@pytest.mark.parametrize("redirect", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize(
+    "redirect",
+    [
+        ">&- 2>&-",
+        *(pytest.param(stream, marks=pytest.mark.full) for stream in (">&-", "2>&-")),
+    ],
+)
 def test_training_needs_no_open_stream(recipe: Path, tmp_path: Path, redirect: str) -> None:
     flags = f"--config '{recipe}' --out_dir '{tmp_path}/runs' --max_steps 1"
     assert (
