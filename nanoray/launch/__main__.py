@@ -65,7 +65,7 @@ def launch(
 ) -> int:
     """Train the loaded configuration on Ray and return the exit code. Raises NanorayError.
 
-    `main` is a script's function that each rank calls with its Run (nanoray.train.runtime). `last`:
+    `main` is a script's function that each rank calls with its Run (nanoray.train.own.run). `last`:
     the caller ends this process with os._exit.
     """
     # Everything that needs no device comes first: a conflict fails within a second.
@@ -166,7 +166,7 @@ def _dry_run(
     dataset = prepare(config)
     config, notes = plan(replace(loaded, config=config), ranks, dataset)
     if main:
-        from nanoray.train.runtime import dry_run  # imports torch
+        from nanoray.train.own.program import dry_run  # imports torch
 
         dry_run(main, config, loaded.given, ranks, where)
         return 0
