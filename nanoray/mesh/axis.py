@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from nanoray.compat import all_gather_single
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.points import reached
@@ -166,7 +167,7 @@ class Axis:
             # The other slices arrive on the host, and are copied to the device at the end.
             own = own.cpu()
             whole = torch.empty_like(flat, device="cpu")
-        work = dist.all_gather_single(whole, own, group=self.group, async_op=True)
+        work = all_gather_single(whole, own, group=self.group, async_op=True)
         _call_at_end(work, report_end)
 
         def finish() -> None:
