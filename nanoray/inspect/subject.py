@@ -36,7 +36,8 @@ from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import weight_type
 from nanoray.models.resnet import ResNetShape
 from nanoray.state import StateDict
-from nanoray.train.runtime import OwnTask, call_until_fit
+from nanoray.train.own.program import call_until_fit
+from nanoray.train.own.task import OwnTask
 
 PROG = "nanoray inspect"
 
@@ -344,7 +345,7 @@ def outline(tensors: Mapping[str, Tensor], trained: Collection[str]) -> nn.Modul
         *path, last = name.split(".")
         module: nn.Module = root
         for part in path:
-            if part not in module._modules:
+            if part not in dict(module.named_children()):
                 module.add_module(part, Unknown())
             module = module.get_submodule(part)
         # On the meta device: a checkpoint of many gigabytes needs no second copy in memory.
