@@ -112,10 +112,10 @@ def test_a_script_under_a_launcher_of_one_rank_says_so_and_counts_to_its_own_ste
     with Command(str(script), env=ONE_THREAD | alone, cwd=tmp_path) as command:
         output, _ = command.communicate(timeout=200)
     assert command.returncode == 0, output
-    assert "ranks  1 by the environment (RANK, WORLD_SIZE); they meet at 127.0.0.1:1" in output
+    assert "ranks  1 by the environment (RANK, WORLD_SIZE); this process trains alone, " in output
     assert "step 1/3 | " in output
     assert "step 3/3 | " in output
-    assert output.count("eta 0:00") == 1
+    assert "1000" not in output
 
     # With a Ray's address it is not clear which of the two is wanted.
     both = ONE_THREAD | alone | {"RAY_ADDRESS": "127.0.0.1:1"}
