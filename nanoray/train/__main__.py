@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.resume import open_run
 from nanoray.cli import Loaded, handle_stop_signals, require_script, run_command
 from nanoray.config import Config, resolve_batch
@@ -24,6 +25,7 @@ from nanoray.devices.host import available_cpus
 from nanoray.errors import ConfigError, NanorayError, RendezvousError
 from nanoray.forecast.dry_run import dry_run_lines, plan
 from nanoray.forecast.scale import forecast_lines
+from nanoray.mapped import restore_missing
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import (
     Order,
@@ -39,6 +41,7 @@ from nanoray.train.own.run import Run
 from nanoray.train.recipe import train
 from nanoray.train.report import closing_lines
 from nanoray.train.watch.console import choose_console
+from nanoray.train.watch.observers import Callback
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,9 +86,9 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
     # Train. Rank 0 prints, and writes a summary also when the run fails.
     stop = StopSignals()
     is_first = rendezvous.rank == 0
-    watchers = []
+    watchers: list[Callback] = []
     if is_first:
-        watchers.append(choose_console(spec.config.max_steps, loaded.quiet))
+        watchers = [FolderWatch(spec), choose_console(spec.config.max_steps, loaded.quiet)]
     with summary_on_failure(spec) if is_first else nullcontext():
         outcome = run_rank(spec, rendezvous, watchers, stop.wanted, store)
 
@@ -205,6 +208,28 @@ def _with_backend(rendezvous: Rendezvous, config: Config, store: Any) -> Rendezv
     choice = choose_backend(cards, config.backend, nccl)
     env = tuple(choice.env.items())
     return replace(rendezvous, backend=choice.backend, backend_reason=choice.reason, env=env)
+
+
+class FolderWatch:
+    """An observer that makes anew what another program removes from the run's folder."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._keeper = FolderKeeper(spec)
+
+    def on_note(self, text: str) -> None:
+        """Look at the folder with the records alone."""
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Look at the folder, before the record is written into it."""
+        line = self._keeper.check(self._spec)
+        if line:
+            print(line, flush=True)
+        restore_missing()
+
+    def close(self) -> None:
+        """Look once more: the last checkpoint needs the run's configuration beside it."""
+        self.on_record({})
 
 
 class StopSignals:
