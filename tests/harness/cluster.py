@@ -415,7 +415,8 @@ def computed_with(run: Path) -> dict[str, set[Any]]:
     """
     groups = certificate.read(run).groups
     assert groups, f"{run} has no record of its groups"
-    return {key: {group[key] for group in groups} for key in ("threads", "hardware", "torch")}
+    keys = ("threads", "hardware", "kernels", "torch")
+    return {key: {group[key] for group in groups} for key in keys}
 
 
 def assert_same_losses(ours: Path, theirs: Path) -> None:
