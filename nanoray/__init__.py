@@ -4,7 +4,12 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_EXPORTED = {"RuntimeEngine", "Callback", "Run"}  # of nanoray.train.runtime, which imports torch
+# The public names, and the modules that define them. Those import torch.
+_EXPORTED = {
+    "RuntimeEngine": "nanoray.train.own.engine",
+    "Callback": "nanoray.train.own.callbacks",
+    "Run": "nanoray.train.own.run",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -12,7 +17,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name in _EXPORTED:
-        return getattr(import_module("nanoray.train.runtime"), name)
+        return getattr(import_module(_EXPORTED[name]), name)
     if name == "launch":  # a package that is also callable: nanoray.launch(...)
         return import_module("nanoray.launch")
     raise AttributeError(f"module nanoray has no attribute {name}")

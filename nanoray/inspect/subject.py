@@ -36,7 +36,8 @@ from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import weight_type
 from nanoray.models.resnet import ResNetShape
 from nanoray.state import StateDict
-from nanoray.train.runtime import OwnTask, call_until_fit
+from nanoray.train.own.program import call_until_fit
+from nanoray.train.own.task import OwnTask
 
 PROG = "nanoray inspect"
 

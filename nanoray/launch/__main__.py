@@ -65,7 +65,7 @@ def launch(
 ) -> int:
     """Train the loaded configuration on Ray and return the exit code. Raises NanorayError.
 
-    `main` is a script's function that each rank calls with its Run (nanoray.train.runtime). `last`:
+    `main` is a script's function that each rank calls with its Run (nanoray.train.own.run). `last`:
     the caller ends this process with os._exit.
     """
     # Everything that needs no device comes first: a conflict fails within a second.
@@ -139,7 +139,13 @@ def lasting_out_dir(config: Config) -> Config:
     """Move a relative out_dir out of a Ray job's working directory: Ray deletes that copy later."""
     if "runtime_resources" not in Path.cwd().parts or Path(config.out_dir).is_absolute():
         return config
-    lasting = Path.home() / "nanoray" / config.out_dir
+    home = os.path.expanduser("~")
+    if home == "~":
+        raise ConfigError(
+            f"out_dir = {config.out_dir} would be in the job's working directory, a copy that Ray "
+            "deletes, and this user has no home folder; give --out_dir an absolute path"
+        )
+    lasting = Path(home) / "nanoray" / config.out_dir
     print(
         f"out    {lasting}: the job's working directory is a copy that Ray deletes (--out_dir "
         "chooses)",
@@ -166,7 +172,7 @@ def _dry_run(
     dataset = prepare(config)
     config, notes = plan(replace(loaded, config=config), ranks, dataset)
     if main:
-        from nanoray.train.runtime import dry_run  # imports torch
+        from nanoray.train.own.program import dry_run  # imports torch
 
         dry_run(main, config, loaded.given, ranks, where)
         return 0

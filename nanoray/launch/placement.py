@@ -38,7 +38,8 @@ from nanoray.launch.ray_compat import available_per_node, prepared_processes
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.worker import bound_devices
 
-_TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
+# A container's user may have neither HOME nor an entry in passwd: then "~" stays, and nothing is there.
+_TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))
 START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources checks whether a stop was requested
 # After this long without a new node, the pods of a KubeRay cluster are assumed to be all there.

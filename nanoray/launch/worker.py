@@ -122,7 +122,7 @@ class Worker:
         try:
             # Collecting garbage among modules, which stay anyway, is a sixth of an import's time.
             gc.disable()
-            importlib.import_module("nanoray.train.runtime")
+            importlib.import_module("nanoray.train.own.program")
             gc.freeze()
             gc.enable()
             if self._rehearsal:
@@ -210,8 +210,8 @@ class Worker:
     def run(self, spec: dict[str, Any], rendezvous: Rendezvous) -> dict[str, Any]:
         """Train as one rank; return the outcome, or as data the failure and its kind."""
         self._importing.join()
+        from nanoray.train.own.program import Program
         from nanoray.train.recipe import log, train
-        from nanoray.train.runtime import Program
 
         assert self._rank is not None
         run = RunSpec.from_dict(spec)

@@ -34,9 +34,10 @@ from nanoray.mesh.rendezvous import (
     runtime_nccl_version,
 )
 from nanoray.run import RunSpec, lock_run, summary_on_failure, write_attempt, write_summary
+from nanoray.train.own.program import Program, dry_run
+from nanoray.train.own.run import Run
 from nanoray.train.recipe import train
 from nanoray.train.report import closing_lines
-from nanoray.train.runtime import Program, Run, dry_run
 from nanoray.train.watch.console import choose_console
 
 

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from nanoray.data.dataset import DatasetInfo
 from nanoray.run import RunSpec
-from nanoray.train.runtime import Program, Run, RuntimeEngine
+from nanoray.train.own.engine import RuntimeEngine
+from nanoray.train.own.program import Program
+from nanoray.train.own.run import Run
 from tests.harness.images import image_spec, small_dataset
 from tests.harness.ranks import run_ranks, series
 from tests.ranks.test_own import final, open_own, points

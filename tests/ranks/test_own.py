@@ -32,7 +32,9 @@ from nanoray.launch.own import DEFAULTS
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec
 from nanoray.sample import main as sample
-from nanoray.train.runtime import Program, Run, RuntimeEngine
+from nanoray.train.own.engine import RuntimeEngine
+from nanoray.train.own.program import Program
+from nanoray.train.own.run import Run
 from tests.harness.commands import run, torchrun
 from tests.harness.elastic import run_elastic
 from tests.harness.ranks import records, run_ranks, series

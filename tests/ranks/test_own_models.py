@@ -20,7 +20,9 @@ from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.launch.own import DEFAULTS
 from nanoray.run import RunSpec
-from nanoray.train.runtime import Program, Run, RuntimeEngine
+from nanoray.train.own.engine import RuntimeEngine
+from nanoray.train.own.program import Program
+from nanoray.train.own.run import Run
 from tests.harness.ranks import run_ranks, series
 
 SETTINGS: dict[str, Any] = {

@@ -21,7 +21,9 @@ from nanoray.data.stateful import KEPT, Stateful, is_stateful, pack, unpack
 from nanoray.errors import DataError
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec
-from nanoray.train.runtime import Program, Run, RuntimeEngine
+from nanoray.train.own.engine import RuntimeEngine
+from nanoray.train.own.program import Program
+from nanoray.train.own.run import Run
 from tests.harness import elastic
 from tests.harness.ranks import records, run_ranks, series
 from tests.ranks.test_own import final, open_own, trained

@@ -15,7 +15,8 @@ import nanoray
 from nanoray.forecast.memory import held_bytes
 from nanoray.forecast.own_models import kept_per_element
 from nanoray.forecast.trial import trial_on_fakes
-from nanoray.train.runtime import Run, RuntimeEngine
+from nanoray.train.own.engine import RuntimeEngine
+from nanoray.train.own.run import Run
 
 
 class Tower(nn.Module):

@@ -1,0 +1,203 @@
+"""The task (tasks.Task) of a model, an optimizer and data of a script."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoray.config import Batch, Config, resolve_batch
+from nanoray.data.own import LOADER, OwnData
+from nanoray.data.tokens import Samples
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.forecast.own_models import own_lines
+from nanoray.mesh.pieces import Shard
+from nanoray.run import RunSpec
+from nanoray.train.own.run import Run
+from nanoray.train.tasks import Loss, RankStates
+from nanoray.train.workload import Workload
+
+LossFn = Callable[[Any, Any], Tensor]  # (the model's output, targets) -> mean loss
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a script has given to its RuntimeEngine."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFn | None
+    groups: dict[str, int]  # the number of the optimizer's group of each parameter, by name
+    run: Run
+
+
+class OwnTask:
+    """The task (tasks.Task) of a model, an optimizer and data of a script."""
+
+    def __init__(
+        self,
+        given: Given,
+        spec: RunSpec,
+        train_data: Any,
+        val_data: Any,
+        steps: int | None,
+    ) -> None:
+        self._given = given
+        self._spec = spec
+        self._steps = steps
+        self._train_data = train_data
+        self._val_data = val_data
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keys of the configuration that the optimizer and the call of `fit` decide.
+
+        Raises ConfigError for learning rates that contradict each other.
+        """
+        # Keys that the script has set itself stay as they are.
+        keys = self._given.run.given
+        lr = self._given.optimizer.param_groups[0]["lr"]
+        if not lr > 0:
+            raise ConfigError(
+                f"the optimizer's first group has lr = {lr:g}, and the schedule sets all groups in "
+                "proportion to it; give it a rate above 0, and freeze weights with "
+                "requires_grad_(False)"
+            )
+        if "lr" not in keys and "min_lr" in keys and self._spec.config.min_lr > lr:
+            raise ConfigError(
+                f"min_lr = {self._spec.config.min_lr:g} is above the optimizer's lr = {lr:g}; "
+                "lower min_lr, or give the optimizer a larger lr"
+            )
+
+        settings: dict[str, Any] = {}
+        if "lr" not in keys:
+            settings["lr"] = lr
+            if "min_lr" not in keys:
+                settings["min_lr"] = 0.1 * lr
+        if self._steps is not None:
+            settings["max_steps"] = self._steps
+        if self._val_data is None:
+            settings["eval_every"] = 0
+        return settings
+
+    def model(self) -> nn.Module:
+        """Return the script's model, or a copy with fsdp, where each group cuts a model for good."""
+        model = self._given.model
+        if self._spec.config.dp_mode == "fsdp" and self._given.run.rejoin is not None:
+            model = copy.deepcopy(model)
+        # Weights in another memory format (channels_last) are laid out anew: ranks exchange, and
+        # cut, rows.
+        for p in model.parameters():
+            p.data = p.data.contiguous()
+        return model
+
+    def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
+        """Return the script's optimizer; for shards, one of its class with the same groups."""
+        own = self._given.optimizer
+        first_lr = own.param_groups[0]["lr"]
+        # The schedule sets the first group's rate, and keeps the ratios of the others to it.
+        for group in own.param_groups:
+            group.setdefault("lr_factor", group["lr"] / first_lr)
+        if shards is None:
+            return own
+
+        # torch refuses a group without parameters, and a rank may have no element of one.
+        groups: list[dict[str, Any]] = []
+        for number, group in enumerate(own.param_groups):
+            params = []
+            for shard in shards:
+                if self._given.groups.get(shard.piece.name) == number:
+                    params.append(shard.param)
+            if params:
+                groups.append({**group, "params": params})
+        if not groups:
+            raise ConfigError(
+                f"dp_mode = {self._spec.config.dp_mode} leaves rank {self._given.run.rank} no "
+                "element of this small model; use fewer ranks, or dp_mode ddp"
+            )
+        return type(own)(groups, lr=first_lr)  # type: ignore[call-arg]
+
+    def loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
+        loss_fn = self._given.loss_fn
+        if loss_fn is None:
+            return model(x, y)
+        return loss_fn(model(x), y)
+
+    def data(self, device: torch.device) -> Samples:
+        cfg = self._spec.config
+        ranks = self._given.run.rendezvous.slots
+        place = (self._given.run.rank, ranks)
+        batch = resolve_batch(cfg, ranks)
+        # Batches of a fixed size, or loaders that each rank has alone, fit one number of ranks.
+        self._data = OwnData(self._train_data, self._val_data, cfg.seed, batch.micro, device, place)
+        if self._data.in_batches and cfg.recovery == "shrink":
+            kind = "batches of a fixed size"
+            if self._data.stateful:
+                kind = f"a loader with a state, one of {ranks}"
+            raise ConfigError(
+                "recovery = shrink changes the number of ranks and the micro batch, but the train "
+                f"data are {kind}; use recovery in_place or restart, or give a dataset with len() "
+                "and []"
+            )
+        return self._data
+
+    def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
+        """Let the script's loader continue from this rank's state in a checkpoint.
+
+        Without such a state the loader starts over, and the samples that were used are read and
+        skipped, as with any iterable. Raises CheckpointError when another number of ranks has saved
+        the states.
+        """
+        if not self._data.stateful:
+            return ""
+        states, samples = saved()
+        ranks = self._given.run.rendezvous.slots
+        if not any(LOADER in state for state in states):
+            return (
+                "resume  the checkpoint has no state of the loader: it begins anew and skips what "
+                "was used"
+            )
+        if len(states) != ranks:
+            raise CheckpointError(
+                f"the checkpoint has the states of {len(states)} loaders, one of each rank, but "
+                f"now there are {ranks} ranks; resume with {len(states)} ranks, or give a dataset "
+                "with len() and [], which any number shares"
+            )
+        # Each rank continues its own loader.
+        self._data.load_state(states[self._given.run.rank], samples)
+        return f"resume  each rank's loader goes on from its own state after {samples} samples"
+
+    def workload(
+        self, loss: Loss, device: torch.device, precision: str, peak: float | None
+    ) -> Workload:
+        meta = {"model_shape": {}, "dataset": self._spec.dataset.to_dict()}
+        return Workload(
+            loss, 1, None, None, meta, unit="samples", draws=True, loader=self._data.state_at
+        )
+
+    def describe(self, batch: Batch) -> list[str]:
+        numbers = sum(p.numel() for p in self._given.model.parameters())
+        return [
+            "data   of the script",
+            f"batch  {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = "
+            f"{batch.global_size} samples/step"
+            f"      model {type(self._given.model).__name__}, {numbers / 1e6:.2f} M parameters",
+        ]
+
+    def example(self) -> tuple[Config, Batch, tuple[Any, Any]]:
+        """Return the configuration with the script's settings, its batch, and a micro batch."""
+        config = self._spec.config.model_copy(update=self.settings())
+        batch = resolve_batch(config, self._given.run.world_size)
+        return config, batch, self.data(torch.device("cpu")).train_batch(0, batch.micro)
+
+    def dry_run_lines(self, placement: str) -> list[str]:
+        """Return the lines of a dry run. Reads one micro batch."""
+        config, batch, example = self.example()
+        given = self._given
+        return own_lines(config, given.model, given.optimizer, self.loss, batch, example, placement)
+
+    def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
+        return None
