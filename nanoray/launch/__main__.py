@@ -139,7 +139,13 @@ def lasting_out_dir(config: Config) -> Config:
     """Move a relative out_dir out of a Ray job's working directory: Ray deletes that copy later."""
     if "runtime_resources" not in Path.cwd().parts or Path(config.out_dir).is_absolute():
         return config
-    lasting = Path.home() / "nanoray" / config.out_dir
+    home = os.path.expanduser("~")
+    if home == "~":
+        raise ConfigError(
+            f"out_dir = {config.out_dir} would be in the job's working directory, a copy that Ray "
+            "deletes, and this user has no home folder; give --out_dir an absolute path"
+        )
+    lasting = Path(home) / "nanoray" / config.out_dir
     print(
         f"out    {lasting}: the job's working directory is a copy that Ray deletes (--out_dir "
         "chooses)",

@@ -27,6 +27,12 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import ProcessGroup, TCPStore, Work
 
+from nanoray.compat import (
+    abort_process_groups,
+    collectives_of,
+    process_groups,
+    restart_group_names,
+)
 from nanoray.errors import RankDiffers, RendezvousError
 from nanoray.mesh import wire
 from nanoray.mesh.rendezvous import PATIENCE_S, Order, Rendezvous, T, connect_store, public_name
@@ -239,15 +245,11 @@ def _decoded(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
 
 def abandon_groups() -> None:
     """Abort and destroy all process groups of this process, also those of a failed `join`."""
-    from torch.distributed.distributed_c10d import _abort_process_group, _world
-
     _MEETINGS.clear()
-    for end in (_abort_process_group, dist.destroy_process_group):
+    for end in (abort_process_groups, dist.destroy_process_group):
         with suppress(Exception):  # a broken group may raise; close what can be closed
             end()
-    # torch names groups by this counter, which must be equal on all ranks of the next meeting. It
-    # also counts groups that were never completed.
-    _world.group_count = 0
+    restart_group_names()  # which must be equal on all ranks of the next meeting
 
 
 def abort_groups() -> None:
@@ -256,26 +258,18 @@ def abort_groups() -> None:
     gloo has no abort (torch 2.13: `ProcessGroup.abort` does nothing there), so its connections are
     shut down.
     """
-    from torch.distributed.distributed_c10d import _world
-
     # First mark the meetings as aborted: the results of an aborted communicator of NCCL must not be
     # used, and `require_unbroken` reads this mark.
     for meeting in list(_MEETINGS):
         meeting.abort()
-    for group in list(_world.pg_map):
+    for group in process_groups():
         with suppress(RuntimeError):  # it is being closed
             group.abort()
 
 
 def collectives_started() -> int:
     """Return how many collectives this process has started in its present groups. (any thread)"""
-    from torch.distributed.distributed_c10d import _world
-
-    started = 0
-    for group in list(_world.pg_map):
-        with suppress(RuntimeError):  # it is being closed
-            started += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    return started
+    return sum(collectives_of(group) for group in process_groups())
 
 
 class Vote(NamedTuple):

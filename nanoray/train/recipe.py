@@ -20,6 +20,7 @@ from torch import nn
 from nanoray.checkpoint.find import newest_rank_states, newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
+from nanoray.config.conflicts import refuse
 from nanoray.data.lengths import length_at
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import MicroBatches
@@ -189,6 +190,7 @@ def begin_run(spec: RunSpec, mesh: Mesh) -> Start:
     """Agree on precision and checkpoint at the start of a command. (all ranks)"""
     # (all ranks) The weakest device decides the precision.
     precision, why = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
+    refuse(spec.config, precision=precision, about=["precision"])
     # (all ranks) Rank 0 chooses the checkpoint: others may see an older listing of the folder.
     found = find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ())
     resume, resume_step, notes = mesh.broadcast(found)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from nanoray.compat import mark_as_stepped
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.optimizer_state import changed_groups, group_values, load_groups, members_of
 from nanoray.values import Unsupported, put_together, take_apart
@@ -69,7 +70,7 @@ class OwnSchedule:
         before = _values_of_groups(self._optimizer)
         for member in members_of(self._optimizer):
             # In a sharded mode another optimizer has stepped, and torch would warn.
-            member._opt_called = True  # type: ignore[attr-defined]
+            mark_as_stepped(member)
         for scheduler in self._by_step:
             scheduler.step()
         self._pass_on(before, optimizers)
