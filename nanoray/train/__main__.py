@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.resume import open_run
 from nanoray.cli import Loaded, handle_stop_signals, require_script, run_command
 from nanoray.config import Config, resolve_batch
@@ -30,6 +31,7 @@ from nanoray.errors import ConfigError, NanorayError, RendezvousError, WorkerFai
 from nanoray.faults.cause import is_collective_error
 from nanoray.forecast.dry_run import dry_run_lines, plan
 from nanoray.forecast.scale import forecast_lines
+from nanoray.mapped import restore_missing
 from nanoray.mesh.interfaces import require_interfaces
 from nanoray.mesh.launchers import place_of
 from nanoray.mesh.layout import Layout
@@ -48,6 +50,7 @@ from nanoray.train.own.run import Run
 from nanoray.train.recipe import train
 from nanoray.train.report import closing_lines
 from nanoray.train.watch.console import choose_console
+from nanoray.train.watch.observers import Callback
 
 log = logging.getLogger("nanoray")
 
@@ -100,9 +103,9 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
     stop = StopSignals()
     watch_launcher(place, stop.launcher_ended)
     is_first = rendezvous.rank == 0
-    watchers = []
+    watchers: list[Callback] = []
     if is_first:
-        watchers.append(choose_console(spec.config.max_steps, loaded.quiet))
+        watchers = [FolderWatch(spec), choose_console(spec.config.max_steps, loaded.quiet)]
     with (
         summary_on_failure(spec) if is_first else nullcontext(),
         _lost_peer_in_one_line(spec, rendezvous.rank),
@@ -244,6 +247,28 @@ def _with_backend(rendezvous: Rendezvous, config: Config, store: Any) -> Rendezv
     choice = choose_backend(cards, config.backend, nccl)
     env = tuple(choice.env.items())
     return replace(rendezvous, backend=choice.backend, backend_reason=choice.reason, env=env)
+
+
+class FolderWatch:
+    """An observer that makes anew what another program removes from the run's folder."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._keeper = FolderKeeper(spec)
+
+    def on_note(self, text: str) -> None:
+        """Look at the folder with the records alone."""
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Look at the folder, before the record is written into it."""
+        line = self._keeper.check(self._spec)
+        if line:
+            print(line, flush=True)
+        restore_missing()
+
+    def close(self) -> None:
+        """Look once more: the last checkpoint needs the run's configuration beside it."""
+        self.on_record({})
 
 
 class StopSignals:
