@@ -291,6 +291,34 @@ def test_a_taken_port_is_said() -> None:
             connect_store(master, 2)
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR = no-such-host.invalid does not "),
+        ({"RANK": "0"}, "cannot be opened on this host (Address already in use): end what uses it"),
+        ({}, "MASTER_ADDR and MASTER_PORT must name rank 0's host, and a port open to this one"),
+    ],
+)
+def test_the_variables_of_an_address_that_fails_are_named(
+    change: dict[str, str], text: str
+) -> None:
+    """In one line, with torch's own reason; the port belongs to a program that says nothing."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        rank = Rendezvous.from_env(env | {"MASTER_PORT": str(port)} | change)
+        with pytest.raises(RendezvousError) as error:
+            connect_store(rank, 1)
+    said = str(error.value)
+    assert said.startswith(
+        f"rank {rank.rank} cannot reach the store at {rank.master_addr}:{port}; "
+    )
+    assert text in said
+    assert "\n" not in said
+
+
 def test_the_kernel_picks_a_different_port_each_time() -> None:
     a, b = open_store("127.0.0.1", 1, 5), open_store("127.0.0.1", 1, 5)
     assert a.port != b.port
