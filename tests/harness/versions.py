@@ -46,11 +46,12 @@ RANKS = sorted(
     for path in (ROOT / "tests" / "ranks").glob("test_*.py")
     if not path.name.startswith("test_bench_")
 )
-# Placement, actors, a killed rank and its replacement; jobs; nodes that are drained.
+# Placement, actors, jobs; lost ranks and their replacement. Drained nodes are left out: an old Ray
+# does not drain its node at SIGTERM.
 CLUSTER = (
     "tests/cluster/test_own_on_ray.py",
     "tests/cluster/test_launch.py",
-    "tests/cluster/test_drained_nodes.py",
+    "tests/cluster/test_recovery.py",
 )
 FILES = (*RANKS, *CLUSTER)
 
