@@ -276,7 +276,13 @@ def test_a_step_that_is_not_finite_is_named_in_every_mode(
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"experts": 4}, {"experts": 4, "precision": "bf16"}], ids=str
+    "settings",
+    [
+        {},
+        pytest.param({"experts": 4}, marks=pytest.mark.full),
+        pytest.param({"experts": 4, "precision": "bf16"}, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_weights_that_are_gathered_in_bf16_train(
     text: Path, tmp_path: Path, settings: dict[str, Any]
