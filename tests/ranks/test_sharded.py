@@ -232,7 +232,10 @@ def test_what_cannot_be_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "mode",
-    ["ddp_by_hand", *(pytest.param(m, marks=pytest.mark.full) for m in ("zero1", "zero2")), "fsdp"],
+    [
+        *(pytest.param(m, marks=pytest.mark.full) for m in ("ddp_by_hand", "zero1", "zero2")),
+        "fsdp",
+    ],
 )
 def test_tracing_comparing_evaluating_and_sampling_work_in_every_mode(
     text: Path, tmp_path: Path, mode: str
