@@ -96,6 +96,7 @@ class RunSpec:
             "notes": list(self.notes),
             "nanoray": __version__,
             "command": sys.argv,
+            "cwd": _working_folder(),  # relative paths of the configuration begin here
         }
 
     @classmethod
@@ -182,6 +183,14 @@ def new_folder(out_dir: Path, name: str) -> Path:
     raise ConfigError(
         f"out_dir = {out_dir} already has 999 runs of this second; use another --name"
     )
+
+
+def _working_folder() -> str:
+    """Return this process's working folder; "" if it was deleted, as Ray does with a job's copy."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
 
 
 def lock_run(folder: Path) -> tuple[RunLock | None, str]:

@@ -109,6 +109,7 @@ def launch(
                 script = (main, loaded.given) if main else None
                 driver = Driver(spec, place, stop, script=script)
                 driver.console = console
+                report.count_steps = lambda: console.max_steps
                 outcome = driver.run()
                 report.state = outcome["exit_reason"]
         finally:
