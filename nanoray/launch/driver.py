@@ -27,6 +27,7 @@ from nanoray.launch.fault_log import FaultLog
 from nanoray.launch.placement import Placement
 from nanoray.launch.rank_end import end_hung
 from nanoray.launch.recover import Recoverer, Saving
+from nanoray.launch.script import Script
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.situation import (
     AwaitReplacements,
@@ -46,7 +47,7 @@ from nanoray.launch.situation import (
     exit_code_after_giving_up,
     next_step,
 )
-from nanoray.launch.worker import Heartbeat, Script
+from nanoray.launch.worker import Heartbeat
 from nanoray.launch.worker_group import SETTLE_S, WorkerGroup
 from nanoray.points import reached
 from nanoray.run import RunSpec
@@ -67,7 +68,7 @@ class Driver:
         stop: Stop,
         api: Any = ray,
         clock: Any = time,
-        script: Script = None,
+        script: Script | None = None,
     ) -> None:
         """`api` and `clock` are the modules ray and time, or a test's stand-ins for them."""
         self.place = place

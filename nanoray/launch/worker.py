@@ -30,6 +30,7 @@ from nanoray.faults.cause import is_collective_error
 from nanoray.faults.proc import start_time
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.launch.gauges import MessageQueue, RayMetrics
+from nanoray.launch.script import Script
 from nanoray.launch.silence import DriverSilence
 from nanoray.mapped import restore_missing
 from nanoray.mesh.rendezvous import Order, Rendezvous
@@ -46,9 +47,6 @@ ORPHAN_S = 60.0
 
 CHECK_S = 0.005  # how often `heartbeat` checks whether the step that it waits for has passed
 _STDERR = 2
-
-# A user's function that trains, and the configuration keys that the user has set.
-Script = tuple[Callable[[Any], Any], frozenset[str]] | None
 
 
 class LostPeer(RuntimeError):
@@ -77,7 +75,7 @@ class Worker:
         run_name: str,
         rank: int | None,
         rehearsal: dict[str, Any] | None = None,
-        script: Script = None,
+        script: Script | None = None,
         train: Callable[..., dict[str, Any]] | None = None,
         api: Any = ray,
     ) -> None:
@@ -240,7 +238,7 @@ class Worker:
 
             trainer: Callable[..., dict[str, Any]] = self._train or train
             if self._script:
-                trainer = Program(*self._script)
+                trainer = Program(self._script.unpack(), self._script.given)
             outcome = trainer(run, rendezvous, watchers, self._next_order, store, rejoin)
             self._end_if_orphaned()
             return {"ok": True, **outcome}

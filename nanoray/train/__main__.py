@@ -16,7 +16,7 @@ import torch
 
 from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.resume import open_run
-from nanoray.cli import Loaded, handle_stop_signals, require_script, run_command
+from nanoray.cli import Loaded, require_script, run_command, stop_signals
 from nanoray.config import Config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.devices.choose import require_compiler
@@ -84,12 +84,12 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
     spec = _shared_spec(loaded, rendezvous, store, started)
 
     # Train. Rank 0 prints, and writes a summary also when the run fails.
-    stop = StopSignals()
+    stop = StopSignals(ends_process=main is None or rendezvous.world_size > 1)
     is_first = rendezvous.rank == 0
     watchers: list[Callback] = []
     if is_first:
         watchers = [FolderWatch(spec), choose_console(spec.config.max_steps, loaded.quiet)]
-    with summary_on_failure(spec) if is_first else nullcontext():
+    with stop_signals(stop), summary_on_failure(spec) if is_first else nullcontext():
         outcome = run_rank(spec, rendezvous, watchers, stop.wanted, store)
 
     # All ranks report a stop by signal, also those without one, so that a supervisor treats them in
@@ -235,16 +235,19 @@ class FolderWatch:
 class StopSignals:
     """Turn SIGINT, SIGTERM and SIGHUP into a request to stop after this step.
 
-    A second SIGINT ends the process at once.
+    A second SIGINT ends the process at once. Where that is the user's own, such as a notebook's, it
+    raises KeyboardInterrupt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_process: bool) -> None:
         self._signal = 0
-        handle_stop_signals(self._handle)
+        self._ends_process = ends_process
 
-    def _handle(self, signum: int, frame: Any) -> None:
+    def __call__(self, signum: int, frame: Any) -> None:
         if self._signal and signum == signal.SIGINT:
-            os._exit(130)
+            if self._ends_process:
+                os._exit(130)
+            raise KeyboardInterrupt
         self._signal = self._signal or signum
         with suppress(OSError):  # the terminal may be gone
             os.write(2, b"\nstopping after this step, with a checkpoint (once more: stop now)\n")

@@ -1,5 +1,5 @@
 """A script's own model on Ray: a killed rank is replaced, and the script's function runs again in
-the new process.
+the new process. The program that launches it goes on as it was.
 """
 
 from __future__ import annotations
@@ -26,31 +26,29 @@ def main(run):
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
     model = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.1), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    nanoray.RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(data, data, steps=30)
+    nanoray.RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(data, data)
 
 if __name__ == "__main__":
     raise SystemExit(nanoray.launch(main, json.loads(sys.argv[1])))
 """
 
+SETTINGS: dict[str, object] = {
+    "global_batch_size": 12,
+    "workers": 2,
+    "cpus_per_worker": 0.5,
+    "log_every": 1,
+    "checkpoint_every": 10,
+    "max_steps": 30,
+    "spares": 0,
+    "tensorboard": False,
+    "placement_timeout_s": 60,
+}
+
 
 def launched(cluster: Cluster, folder: Path, out: Path, **settings: object) -> str:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    config = {
-        "global_batch_size": 12,
-        "workers": 2,
-        "cpus_per_worker": 0.5,
-        "log_every": 1,
-        "checkpoint_every": 10,
-    }
-    config |= {
-        "max_steps": 30,
-        "spares": 0,
-        "tensorboard": False,
-        "out_dir": str(out),
-        "placement_timeout_s": 60,
-    }
-    config |= settings
+    config = SETTINGS | {"out_dir": str(out)} | settings
     done = run(
         str(script),
         json.dumps(config),
@@ -72,4 +70,76 @@ def test_a_killed_rank_of_a_script_is_replaced(cluster: Cluster, tmp_path: Path,
     assert losses(tmp_path / "out") == losses(tmp_path / "clean")
     ours, theirs = weights(tmp_path / "out"), weights(tmp_path / "clean")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert no_actors_left(cluster)
+
+
+PROGRAM = """
+import json, os, sys, threading
+import ray, nanoray
+from script import main
+
+ray.init(namespace="mine", log_to_driver=False)
+
+@ray.remote(num_cpus=0)
+class Counter:
+    count = 0
+
+    def add(self):
+        self.count += 1
+        return self.count
+
+counter = Counter.options(name="counter").remote()
+mine = ray.put("mine")
+before = dict(os.environ)
+config = json.loads(sys.argv[1])
+
+def launch(name, **more):
+    code = nanoray.launch(main, config | {"name": name} | more)
+    print(f"{name}: exit code {code}", flush=True)
+    return code
+
+def unpicklable(run, lock=threading.Lock()):
+    main(run)
+
+@ray.remote(num_cpus=0)
+def task():
+    return launch("task")
+
+launch("script")
+launch("elsewhere", ray_address="192.0.2.77:6379")
+print("locked: exit code", nanoray.launch(unpicklable, config))
+thread = threading.Thread(target=launch, args=("thread",))
+thread.start()
+thread.join()
+print("task: exit code", ray.get(task.remote()))
+
+assert ray.get(mine) == "mine"
+assert ray.get(ray.get_actor("counter").add.remote()) == 1
+assert ray.get_runtime_context().namespace == "mine"
+assert dict(os.environ) == before
+print("all is as it was")
+"""
+
+
+def test_the_ray_of_a_program_is_used_and_stays_as_it_was(cluster: Cluster, tmp_path: Path) -> None:
+    """From the main thread, another one, and a Ray task; its objects and actors are still there."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    config = SETTINGS | {"out_dir": str(tmp_path / "out"), "max_steps": 5, "checkpoint_every": 0}
+    env = os.environ | cluster.env | {"RAY_ADDRESS": cluster.address}
+    done = run(str(program), json.dumps(config), env=env)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "all is as it was" in done.stdout
+    for name, code in (("script", 0), ("elsewhere", 2), ("locked", 2), ("thread", 0), ("task", 0)):
+        assert f"{name}: exit code {code}\n" in done.stdout, output
+    assert done.stdout.count("ray    the one that this program is connected to") == 2
+    assert "ray_address = 192.0.2.77:6379, but this process is connected to the Ray at" in output
+    assert (
+        "unpicklable cannot be sent to the ranks (TypeError: cannot pickle '_thread.lock' "
+        in output
+    )
+    assert "note   launched outside of the main thread" in done.stdout
+    assert "Traceback" not in output
     assert no_actors_left(cluster)
