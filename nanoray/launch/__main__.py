@@ -31,6 +31,7 @@ from nanoray.launch.job_report import JobReport
 from nanoray.launch.placement import Placement, bounded, connected, using
 from nanoray.launch.script import Script
 from nanoray.launch.signals import catch_signals
+from nanoray.launch.silence import OwnTime
 from nanoray.mesh.layout import Layout
 from nanoray.run import summary_on_failure, write_summary
 from nanoray.train.report import closing_lines
@@ -105,9 +106,13 @@ def launch(
             console = choose_console(config.max_steps, loaded.quiet)
             with summary_on_failure(spec), JobReport(spec) as report, closing(console):
                 Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
-                driver = Driver(spec, place, stop, script=script)
-                driver.console = console
-                outcome = driver.run()
+                # Time in which this process is frozen is no silence of head or ranks.
+                with OwnTime() as clock:
+                    driver = Driver(
+                        spec, place, stop, clock=clock, script=script, cluster_clock=clock
+                    )
+                    driver.console = console
+                    outcome = driver.run()
                 report.state = outcome["exit_reason"]
         finally:
             bounded(lambda: remove_placement_group(place.group))

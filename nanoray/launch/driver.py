@@ -47,7 +47,7 @@ from nanoray.launch.situation import (
     exit_code_after_giving_up,
     next_step,
 )
-from nanoray.launch.worker import Heartbeat
+from nanoray.launch.worker import DRIVER_SILENT_S, Heartbeat
 from nanoray.launch.worker_group import SETTLE_S, WorkerGroup
 from nanoray.points import reached
 from nanoray.run import RunSpec
@@ -69,8 +69,12 @@ class Driver:
         api: Any = ray,
         clock: Any = time,
         script: Script | None = None,
+        cluster_clock: Any = time,
     ) -> None:
-        """`api` and `clock` are the modules ray and time, or a test's stand-ins for them."""
+        """`api` and `clock` are the modules ray and time, or what takes their place.
+
+        cluster_clock: for the questions to the head, which is a real one also in tests.
+        """
         self.place = place
         self.stop = stop
         self._script = script
@@ -78,7 +82,8 @@ class Driver:
         self._clock = clock
 
         self.console = Console(spec.config.max_steps)
-        self.cluster = ClusterWatch(place, api, head_timeout_s=spec.config.head_timeout_s)
+        head_timeout_s = spec.config.head_timeout_s
+        self.cluster = ClusterWatch(place, api, cluster_clock, head_timeout_s)
         self.faults = FaultLog(spec.folder, clock)
         self.recoverer = Recoverer(spec, place, stop, self.cluster, self.faults, clock)
         self._drains = Drains(self.cluster)
@@ -453,9 +458,18 @@ class Driver:
             self.faults.close_as_recovered()
         if outcome["exit_reason"] != "stopped":
             return outcome | {"exit_code": 0, "why": ""}
-        # A rank also stops by itself, when its driver is silent for too long.
-        exit_code = self.stop.exit_code or 128 + signal.SIGTERM
-        return outcome | {"exit_code": exit_code, "why": self.stop.reason}
+        if self.stop.requested:
+            return outcome | {"exit_code": self.stop.exit_code, "why": self.stop.reason}
+
+        # Ranks also stop by themselves, when their driver is silent for too long.
+        silent_s = outcome.get("silent_s", DRIVER_SILENT_S)
+        why = (
+            f"no call of this driver reached the ranks for {silent_s:.0f} s: it was frozen (Ctrl-Z, "
+            f"a sleeping or paused machine) or cut off. They saved at step {outcome['step']} and ended; "
+            f"no failure is counted. --resume {self.spec.folder} continues"
+        )
+        print(f"\nstop     {why}", flush=True)
+        return outcome | {"exit_code": 128 + signal.SIGTERM, "why": why}
 
     def _ended_untrained(self) -> dict[str, Any]:
         """Return the outcome of a stop while the ranks were starting.

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from nanoray.atomic import write_json
 from nanoray.devices.choose import require_compiler
 from nanoray.errors import NanorayError, RankDiffers, RendezvousError
 from nanoray.faults import exit_record
@@ -223,6 +224,7 @@ class Worker:
         # Files of an earlier process in this slot must not be read as this one's.
         run.progress(self._rank).unlink(missing_ok=True)
         run.exit_record(self._rank).unlink(missing_ok=True)
+        run.last_word(self._rank).unlink(missing_ok=True)
         exit_record.watch(run.exit_record(self._rank))
 
         try:
@@ -240,11 +242,12 @@ class Worker:
             if self._script:
                 trainer = Program(self._script.unpack(), self._script.given)
             outcome = trainer(run, rendezvous, watchers, self._next_order, store, rejoin)
-            self._end_if_orphaned()
-            return {"ok": True, **outcome}
+            result = {"ok": True, **outcome}
+            self._end_if_orphaned(result)
+            return result
         except Exception as error:  # the driver compares it with what other ranks report
             log.exception("rank %d failed", self._rank)
-            self._end_if_orphaned()
+            self._end_if_orphaned(None)
             position = ProgressFile.read_own(run.progress(self._rank))
             step, phase, _, _ = position or (0, "init", UNKNOWN, 0.0)
             return {
@@ -314,11 +317,12 @@ class Worker:
             return Order.REGROUP
         return Order.GO_ON
 
-    def _end_if_orphaned(self) -> None:
+    def _end_if_orphaned(self, result: dict[str, Any] | None) -> None:
         """End this process if the driver is silent, before `run` returns.
 
         Ray ends actors only once it has noticed that their driver is dead. The rank whose patience
-        ended first stops all of them; the others wait here for the driver's next call.
+        ended first stops all of them; the others wait here for the driver's next call. A driver
+        that was only frozen finds the result on disk; None: this rank has failed.
         """
         while True:
             silent_s = self._silence.seconds
@@ -326,8 +330,19 @@ class Worker:
             if silent_s <= patience_s / 2:
                 return
             if self._silence.seconds > patience_s:
+                self._leave_word(result)
                 os._exit(0)
             time.sleep(CHECK_S)
+
+    def _leave_word(self, result: dict[str, Any] | None) -> None:
+        """Write what `run` would have returned, for a driver that takes up its work again."""
+        assert self._spec
+        assert self._rank is not None
+        path = self._spec.last_word(self._rank)
+        word = {"pid": os.getpid(), "silent_s": self._silence.seconds, "result": result}
+        with suppress(OSError, TypeError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, word)
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self, patience_s: float, waiting: bool, after: int | None) -> Heartbeat:
