@@ -303,6 +303,9 @@ class Driver:
             for kind, slot, value in group.events(POLL_S):
                 if kind == "ended":
                     watchdog.ended(slot)
+                    # What a script printed before an error comes before the error.
+                    if slot == group.members[0]:
+                        group.print_messages(self.console, wait_s=1.0)
                     self.recoverer.note_end(group, collector, slot, value)
                 elif kind == "heartbeat" and slot in group.runs and slot in members:
                     self._on_heartbeat(group, collector, watchdog, slot, value)

@@ -144,7 +144,7 @@ class Recoverer:
             self.start_replacements(group, collector, [failure])
             reached("replacing")
         elif slot == group.members[0] or (result and "silent_s" in result and not self.outcome):
-            # Of ranks that waited for this driver in vain, any one may have saved for all.
+            # Of ranks that waited for this driver, any one may have saved for all.
             self.outcome = result
             collector.rank_0_finished(self.clock.monotonic())
 

@@ -31,6 +31,7 @@ from nanoray.faults.cause import is_collective_error
 from nanoray.faults.proc import start_time
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.launch.gauges import MessageQueue, RayMetrics
+from nanoray.launch.rank_output import RankOutput
 from nanoray.launch.script import Script
 from nanoray.launch.silence import DriverSilence
 from nanoray.mapped import restore_missing
@@ -91,9 +92,11 @@ class Worker:
         self._script = script
         self._train = train
         self._api = api
+        self._captures = api is ray  # a test's stand-in has no process of its own
 
         self._messages: deque[tuple[str, Any]] = deque()
         self._metrics: RayMetrics | None = None
+        self._output: RankOutput | None = None
         self._store: Any = None
 
         # Orders of the driver: stop, leave the groups of this attempt, take up the next attempt.
@@ -228,6 +231,8 @@ class Worker:
         exit_record.watch(run.exit_record(self._rank))
 
         try:
+            if self._captures:
+                self._output = RankOutput(run.log(self._rank), self._send_line, self._is_first)
             require_compiler(run.config, rendezvous.device)
             self._metrics = RayMetrics(self._name, self._rank)
             watchers = [MessageQueue(self._messages, self._metrics)]
@@ -242,11 +247,15 @@ class Worker:
             if self._script:
                 trainer = Program(self._script.unpack(), self._script.given)
             outcome = trainer(run, rendezvous, watchers, self._next_order, store, rejoin)
+            if self._output:
+                self._output.finish()
             result = {"ok": True, **outcome}
             self._end_if_orphaned(result)
             return result
         except Exception as error:  # the driver compares it with what other ranks report
             log.exception("rank %d failed", self._rank)
+            if self._output:
+                self._output.finish()
             self._end_if_orphaned(None)
             position = ProgressFile.read_own(run.progress(self._rank))
             step, phase, _, _ = position or (0, "init", UNKNOWN, 0.0)
@@ -354,6 +363,8 @@ class Worker:
         deadline = time.monotonic() + patience_s
         self._silence.note_call(next_within_s=patience_s)
         # Another program may have removed the file that shows this rank's position to others.
+        if self._output:
+            self._output.restore()
         for path in restore_missing():
             logging.getLogger("nanoray").warning("%s was removed; it is written anew", path)
         while True:
@@ -398,10 +409,20 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def poll(self) -> list[tuple[str, Any]]:
-        """Return the notes and records since the last call."""
+        """Return the notes, records and printed lines since the last call."""
         if self._metrics:
             self._metrics.hold()
+        if self._output:
+            self._output.polled()
         return [self._messages.popleft() for _ in range(len(self._messages))]
+
+    def _send_line(self, stream: str, line: str) -> None:
+        """Let the driver print a line of this rank's script."""
+        self._messages.append((stream, line))
+
+    def _is_first(self) -> bool:
+        """Return whether the driver's console shows what this rank's script prints."""
+        return self._script is not None and self._rendezvous.rank == 0
 
     @ray.method(concurrency_group="control")
     def pause(self, attempt: int) -> None:

@@ -11,17 +11,28 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.cluster import Cluster, fired, losses, no_actors_left, reports, weights
+from tests.harness.cluster import (
+    Cluster,
+    fired,
+    losses,
+    no_actors_left,
+    only_run,
+    reports,
+    weights,
+)
 from tests.harness.commands import run
 
 pytestmark = [pytest.mark.slow]
 SCRIPT = """
-import json, sys
+import json, logging, os, sys, warnings
 import torch
 from torch import nn
 import nanoray
 
 def main(run):
+    print("printed by rank", run.rank)
+    logging.warning("logged by rank %d", run.rank)
+    os.write(1, f"written by rank {run.rank} as C does\\n".encode())
     x = torch.randn(200, 3, generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
     model = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.1), nn.Linear(16, 1))
@@ -64,6 +75,14 @@ def test_a_killed_rank_of_a_script_is_replaced(cluster: Cluster, tmp_path: Path,
     launched(cluster, tmp_path, tmp_path / "clean", dp_mode=mode)
     faults = "kill@rank=1,step=14,phase=backward"
     output = launched(cluster, tmp_path, tmp_path / "out", dp_mode=mode, faults=faults)
+
+    # Rank 0's output is on the console, every rank's in its log, also that of the new process.
+    assert output.count("printed by rank 0\n") == 1
+    assert "by rank 1" not in output
+    for rank, times in ((0, 1), (1, 2)):
+        log = (only_run(tmp_path / "out") / "logs" / f"rank{rank}.log").read_text()
+        for line in (f"printed by rank {rank}\n", f"logged by rank {rank}\n", "as C does\n"):
+            assert log.count(line) == times, log
     assert fired(tmp_path / "out") == ["kill"], output
     found = [(report["recovery"], report["steps_repeated"]) for report in reports(tmp_path / "out")]
     assert found == [("in_place", 0)], output
@@ -98,6 +117,10 @@ def launch(name, **more):
     print(f"{name}: exit code {code}", flush=True)
     return code
 
+def failing(run):
+    print("printed before the error")
+    raise ValueError("of the script")
+
 def unpicklable(run, lock=threading.Lock()):
     main(run)
 
@@ -107,6 +130,7 @@ def task():
 
 launch("script")
 launch("elsewhere", ray_address="192.0.2.77:6379")
+print("failing: exit code", nanoray.launch(failing, config | {"max_failures": 0}), flush=True)
 print("locked: exit code", nanoray.launch(unpicklable, config))
 thread = threading.Thread(target=launch, args=("thread",))
 thread.start()
@@ -121,6 +145,16 @@ print("all is as it was")
 """
 
 
+CODES = (
+    ("script", 0),
+    ("elsewhere", 2),
+    ("failing", 1),
+    ("locked", 2),
+    ("thread", 0),
+    ("task", 0),
+)
+
+
 def test_the_ray_of_a_program_is_used_and_stays_as_it_was(cluster: Cluster, tmp_path: Path) -> None:
     """From the main thread, another one, and a Ray task; its objects and actors are still there."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -132,14 +166,21 @@ def test_the_ray_of_a_program_is_used_and_stays_as_it_was(cluster: Cluster, tmp_
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     assert "all is as it was" in done.stdout
-    for name, code in (("script", 0), ("elsewhere", 2), ("locked", 2), ("thread", 0), ("task", 0)):
+    for name, code in CODES:
         assert f"{name}: exit code {code}\n" in done.stdout, output
-    assert done.stdout.count("ray    the one that this program is connected to") == 2
+    assert done.stdout.count("ray    the one that this program is connected to") == 3
     assert "ray_address = 192.0.2.77:6379, but this process is connected to the Ray at" in output
     assert (
         "unpicklable cannot be sent to the ranks (TypeError: cannot pickle '_thread.lock' "
         in output
     )
     assert "note   launched outside of the main thread" in done.stdout
-    assert "Traceback" not in output
+    assert "signal only works in main thread" not in output
+
+    # What the script prints comes before its error; logging goes to stderr.
+    before, error, _ = done.stdout.partition("failed in init of step 0: ValueError: of the script")
+    assert error, output
+    assert "printed before the error\n" in before
+    assert 'raise ValueError("of the script")' in done.stdout
+    assert "WARNING:root:logged by rank 0\n" in done.stderr
     assert no_actors_left(cluster)
