@@ -32,6 +32,8 @@ from nanoray.launch.placement import Placement, bounded, connected, using
 from nanoray.launch.script import Script
 from nanoray.launch.signals import catch_signals
 from nanoray.launch.silence import OwnTime
+from nanoray.mesh.interfaces import require_interfaces
+from nanoray.mesh.launchers import refuse_many_starts
 from nanoray.mesh.layout import Layout
 from nanoray.run import summary_on_failure, write_summary
 from nanoray.train.report import closing_lines
@@ -77,6 +79,8 @@ def launch(
         print("\n".join(forecast_lines(loaded, loaded.scale)))
         return 0
 
+    refuse_many_starts(os.environ, "`nanoray launch`")
+
     # Where the run goes, and on how many ranks: on this machine that is known now.
     config = lasting_out_dir(loaded.config)
     attached = caller_address(config)
@@ -86,6 +90,8 @@ def launch(
         workers = None if config.workers == "auto" else config.workers
         slots = local_slots(config.device, workers, discover_gpus(), available_cpus())
         config = config.model_copy(update={"workers": slots.workers})
+        if slots.workers > 1:
+            require_interfaces(os.environ)
     if loaded.dry_run:
         return _dry_run(loaded, config, address, slots, main)
     if config.workers != "auto" and config.scaling == "none":
@@ -148,7 +154,13 @@ def lasting_out_dir(config: Config) -> Config:
     """Move a relative out_dir out of a Ray job's working directory: Ray deletes that copy later."""
     if "runtime_resources" not in Path.cwd().parts or Path(config.out_dir).is_absolute():
         return config
-    lasting = Path.home() / "nanoray" / config.out_dir
+    home = os.path.expanduser("~")
+    if home == "~":
+        raise ConfigError(
+            f"out_dir = {config.out_dir} would be in the job's working directory, a copy that Ray "
+            "deletes, and this user has no home folder; give --out_dir an absolute path"
+        )
+    lasting = Path(home) / "nanoray" / config.out_dir
     print(
         f"out    {lasting}: the job's working directory is a copy that Ray deletes (--out_dir "
         "chooses)",

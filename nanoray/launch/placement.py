@@ -34,11 +34,12 @@ from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import Slots, cpu_share
 from nanoray.environment import environment, restored
 from nanoray.errors import PlacementError
-from nanoray.launch.ray_compat import available_per_node, prepared_processes
+from nanoray.launch.ray_compat import available_per_node, has_tokens, prepared_processes
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.worker import bound_devices
 
-_TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
+# A container's user may have neither HOME nor an entry in passwd: then "~" stays, and nothing is there.
+_TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))
 # Variables that `ray.init` or `_local_options` sets in this process
 _SET_BY_RAY = ("RAY_USAGE_STATS_ENABLED", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE")
 START_TIMEOUT_S = 90.0  # for a process to start and answer
@@ -89,6 +90,12 @@ def connected(
             if context.dashboard_url:
                 where += f" · dashboard http://{context.dashboard_url}"
             print(f"ray    {where}", flush=True)
+            if temp and not has_tokens():
+                print(
+                    f"warning  Ray {ray.__version__} cannot ask for a token, so this local Ray runs "
+                    "the code of anyone who reaches its ports; use Ray 2.52 or newer",
+                    flush=True,
+                )
             if handles_signals:
                 stop.install()  # Ray has put its own handler for SIGTERM in the place of ours
             yield

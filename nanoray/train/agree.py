@@ -31,7 +31,7 @@ from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.fp8 import EMULATED, in_hardware
 from nanoray.run import RunSpec
-from nanoray.train.hardware import hardware
+from nanoray.train.hardware import cpu_kernels, hardware
 from nanoray.train.tasks import Task
 
 log = logging.getLogger("nanoray")
@@ -138,6 +138,7 @@ def describe_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
         "device": mesh.device.type,
         "threads": torch.get_num_threads(),
         "hardware": hardware(mesh),
+        "kernels": cpu_kernels(),
         "torch": str(torch.__version__),
         "code": code_hash(),
         "config": spec.config.model_dump(),

@@ -268,7 +268,8 @@ class Console:
             parts.append(f"val {record['val/loss']:.4f}")
         if "val/accuracy" in record:
             parts.append(f"accuracy {100 * record['val/accuracy']:.1f} %")
-        parts.append(f"lr {record['train/lr']:.1e}")
+        if "train/lr" in record:
+            parts.append(f"lr {record['train/lr']:.1e}")
         parts.append(f"gnorm {record.get('train/grad_norm', nan):.2f}")
         if "time/step_ms" in record:
             parts.append(f"{record['time/step_ms']:.3g} ms")
