@@ -566,6 +566,13 @@ def load_optimizer_tensors(
         )
 
     params = {shard.piece.name: shard.param for shard in shards}
+
+    # What has had no gradient yet has no state. A rollback goes back to such a time, too.
+    with_state = {name.split(".", 1)[1] for name in tensors}
+    for name, param in params.items():
+        if name not in with_state:
+            optimizer.state.pop(param, None)
+
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     for name, tensor in tensors.items():
         key, param_name = name.split(".", 1)

@@ -119,22 +119,24 @@ def deal(
     sources = _by_place(held_pairs)
     targets = _by_place(wanted_pairs)
 
-    # (all ranks) Exchange: spans held, sizes and types of the places needed, kinds of state.
+    # (all ranks) Exchange: spans held, sizes and types of the places needed, kinds of state of
+    # each place. A parameter that has had no gradient yet has no state.
     own_spans = [shard.span for kept in sources.values() for shard, _ in kept]
     own_sizes = {}
     for place, kept in targets.items():
         shard, _ = kept[0]
         own_sizes[place] = (shard.origin.numel, shard.param.dtype)
-    everyone = mesh.all_gather((own_spans, own_sizes, _kinds_of(held)))
+    own_kinds = {place: _kinds_of(kept) for place, kept in sources.items()}
+    everyone = mesh.all_gather((own_spans, own_sizes, own_kinds))
 
     # All ranks must derive the same order of broadcasts: by the sorted names of places.
     spans_of_ranks = []
     all_sizes: dict[str, tuple[int, torch.dtype]] = {}
-    kinds: dict[str, tuple[bool, torch.dtype]] = {}
+    kinds: dict[str, dict[str, tuple[bool, torch.dtype]]] = {}
     for spans_of_rank, sizes_of_rank, kinds_of_rank in everyone:
         spans_of_ranks.append(spans_of_rank)
         all_sizes |= sizes_of_rank
-        kinds = kinds or kinds_of_rank
+        kinds |= kinds_of_rank
     sizes = dict(sorted(all_sizes.items()))
     numbers = {place: size for place, (size, _) in sizes.items()}
 
@@ -142,7 +144,7 @@ def deal(
     for (place, begin, end), rank in senders(spans_of_ranks, numbers):
         own = _cut(sources[place], begin, end) if rank == mesh.rank else {}
         _, weight_type = sizes[place]
-        for key, (single, dtype) in {"": (False, weight_type), **kinds}.items():
+        for key, (single, dtype) in {"": (False, weight_type), **kinds[place]}.items():
             if own:
                 part = own[key]
             else:
@@ -190,16 +192,19 @@ def _pairs_of(holdings: Sequence[Holding]) -> list[Kept]:
     return [(shard, holding.optimizer) for holding in holdings for shard in holding.shards]
 
 
-def _kinds_of(held: Sequence[Holding]) -> dict[str, tuple[bool, torch.dtype]]:
-    """Return the kinds of an optimizer's state: key -> (one number for a parameter, its type)."""
-    for holding in held:
-        for state in holding.optimizer.state.values():
-            kinds = {}
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    kinds[key] = (value.dim() == 0, value.dtype)
-            return kinds  # every parameter has the same ones
-    return {}
+def _kinds_of(kept: Sequence[Kept]) -> dict[str, tuple[bool, torch.dtype]]:
+    """Return the kinds of a place's optimizer state: key -> (one number for a parameter, its type).
+
+    All shards of a parameter get their first gradient in the same step, and so the same kinds.
+    """
+    shard, optimizer = kept[0]
+    kinds: dict[str, tuple[bool, torch.dtype]] = {}
+    if optimizer is None:
+        return kinds
+    for key, value in optimizer.state.get(shard.param, {}).items():
+        if isinstance(value, Tensor):
+            kinds[key] = (value.dim() == 0, value.dtype)
+    return kinds
 
 
 def _by_place(kept: Sequence[Kept]) -> dict[str, list[Kept]]:
