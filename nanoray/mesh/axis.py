@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from nanoray.compat import all_gather_single
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.points import reached
@@ -70,7 +71,7 @@ class Axis:
         reached(f"exchange_{what}")
         # A message is read from memory as it lies there, so rows must follow each other.
         sent = rows.cpu() if self.through_host(rows) else rows.contiguous()
-        # The caller has exchanged the counts: this rank knows how many rows will come.
+        # The caller has exchanged the counts: the numbers of rows are known on both sides.
         received = sent.new_empty(sum(receive), *sent.shape[1:])
         with self.noted("all_to_all", what, sent):
             dist.all_to_all_single(received, sent, list(receive), list(send), group=self.group)
@@ -166,7 +167,7 @@ class Axis:
             # The other slices arrive on the host, and are copied to the device at the end.
             own = own.cpu()
             whole = torch.empty_like(flat, device="cpu")
-        work = dist.all_gather_single(whole, own, group=self.group, async_op=True)
+        work = all_gather_single(whole, own, group=self.group, async_op=True)
         _call_at_end(work, report_end)
 
         def finish() -> None:

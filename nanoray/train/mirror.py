@@ -27,6 +27,7 @@ from nanoray.errors import StateLost
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.models.precision import step_unless
+from nanoray.optimizer_state import elements_of, put_element
 from nanoray.parallel.norm import clip_to
 from nanoray.points import reached
 from nanoray.state import Holding, TrainState, Update, fetch
@@ -35,6 +36,8 @@ log = logging.getLogger("nanoray")
 # A place (the part of a parameter that a model has), and where elements of it begin and end
 Span = tuple[str, int, int]
 Kept = tuple[Shard, Optimizer | None]  # a shard, and its optimizer
+# The kinds of an optimizer's state for a place: key -> (one number for a parameter, its type)
+Kinds = dict[str, tuple[bool, torch.dtype]]
 
 
 def recover(
@@ -119,24 +122,23 @@ def deal(
     sources = _by_place(held_pairs)
     targets = _by_place(wanted_pairs)
 
-    # (all ranks) Exchange: spans held, sizes and types of the places needed, kinds of state of
-    # each place. A parameter that has had no gradient yet has no state.
+    # (all ranks) Exchange: spans held, sizes and types of the places needed, kinds of state.
     own_spans = [shard.span for kept in sources.values() for shard, _ in kept]
     own_sizes = {}
     for place, kept in targets.items():
         shard, _ = kept[0]
         own_sizes[place] = (shard.origin.numel, shard.param.dtype)
-    own_kinds = {place: _kinds_of(kept) for place, kept in sources.items()}
-    everyone = mesh.all_gather((own_spans, own_sizes, own_kinds))
+    everyone = mesh.all_gather((own_spans, own_sizes, _kinds_of(sources)))
 
     # All ranks must derive the same order of broadcasts: by the sorted names of places.
     spans_of_ranks = []
     all_sizes: dict[str, tuple[int, torch.dtype]] = {}
-    kinds: dict[str, dict[str, tuple[bool, torch.dtype]]] = {}
+    kinds: dict[str, Kinds] = {}
     for spans_of_rank, sizes_of_rank, kinds_of_rank in everyone:
         spans_of_ranks.append(spans_of_rank)
         all_sizes |= sizes_of_rank
-        kinds |= kinds_of_rank
+        for place, of_place in kinds_of_rank.items():
+            kinds[place] = kinds.get(place) or of_place
     sizes = dict(sorted(all_sizes.items()))
     numbers = {place: size for place, (size, _) in sizes.items()}
 
@@ -192,18 +194,16 @@ def _pairs_of(holdings: Sequence[Holding]) -> list[Kept]:
     return [(shard, holding.optimizer) for holding in holdings for shard in holding.shards]
 
 
-def _kinds_of(kept: Sequence[Kept]) -> dict[str, tuple[bool, torch.dtype]]:
-    """Return the kinds of a place's optimizer state: key -> (one number for a parameter, its type).
-
-    All shards of a parameter get their first gradient in the same step, and so the same kinds.
-    """
-    shard, optimizer = kept[0]
-    kinds: dict[str, tuple[bool, torch.dtype]] = {}
-    if optimizer is None:
-        return kinds
-    for key, value in optimizer.state.get(shard.param, {}).items():
-        if isinstance(value, Tensor):
-            kinds[key] = (value.dim() == 0, value.dtype)
+def _kinds_of(held: Mapping[str, Sequence[Kept]]) -> dict[str, Kinds]:
+    """Return by place which kinds of state an optimizer keeps for it."""
+    kinds: dict[str, Kinds] = {}
+    for place, kept in held.items():
+        shard, optimizer = kept[0]
+        assert optimizer is not None
+        of_place = {}
+        for key, tensor in elements_of(optimizer.state.get(shard.param, {})).items():
+            of_place[key] = (tensor.dim() == 0, tensor.dtype)
+        kinds[place] = of_place
     return kinds
 
 
@@ -222,7 +222,7 @@ def _cut(held: Sequence[Kept], begin: int, end: int) -> dict[str, Tensor]:
             continue
         parts = {"": shard.param.detach()}
         if optimizer:
-            parts |= optimizer.state.get(shard.param, {})
+            parts |= elements_of(optimizer.state.get(shard.param, {}))
         for key, tensor in parts.items():
             if tensor.dim():  # a step counter is one number for all elements
                 parts[key] = tensor.view(-1)[begin - first : end - first]
@@ -241,15 +241,18 @@ def _paste(
     if low >= high or (key and optimizer is None):
         return
 
-    target = shard.param
+    target: Tensor = shard.param
     if key:
         assert optimizer
         state = optimizer.state[shard.param]
         if not part.dim():
-            state[key] = part.clone()
+            put_element(state, key, part.clone())
             return
         # The optimizer of a new shard has no state before its first step.
-        if key not in state:
-            state[key] = torch.zeros(shard.param.shape, dtype=part.dtype, device=part.device)
-        target = state[key]
+        kept = elements_of(state)
+        if key not in kept:
+            zeros = torch.zeros(shard.param.shape, dtype=part.dtype, device=part.device)
+            put_element(state, key, zeros)
+            kept[key] = zeros
+        target = kept[key]
     target.view(-1)[low - first : high - first].copy_(part[low - begin : high - begin])
