@@ -47,8 +47,8 @@ class AbsentGradients(StepHook):
     def add_up(self) -> None:
         """Find the parameters that no rank has a gradient of, and set theirs to None. (all ranks)
 
-        It comes before the norm. So a rank that knows the norm also knows these parameters, and a
-        step can be finished without a lost rank.
+        It comes before the norm, which is the commit point: once one rank has the norm, all ranks
+        have this result, and can finish the step without a lost rank.
         """
         self._require_frozen()
 

@@ -66,7 +66,8 @@ class FSDP(DataParallel):
         _shard_fully(model, axis, config)
         # A script's own model may skip parameters, each rank others.
         self._computed: set[str] = set()
-        if config.model == "own" and axis.size > 1:
+        self._may_skip = config.model == "own" and axis.size > 1
+        if self._may_skip:
             self._sum_skipped(model)
 
         # What is updated: this rank's rows, as flat views of the DTensors' local parts.
@@ -111,7 +112,7 @@ class FSDP(DataParallel):
         return shards
 
     def _sum_skipped(self, model: nn.Module) -> None:
-        """Let the ranks sum all parameters alike, also where a rank skips some.
+        """Sum all parameters on every rank, also those that this rank skips.
 
         torch sums only those with a gradient on this rank, which would match others elsewhere.
         """
@@ -168,6 +169,9 @@ class FSDP(DataParallel):
                 continue
             assert isinstance(grad, DTensor)
             shard.param.grad = grad.to_local().view(-1)
+            # A hook of a script may have set a gradient without a backward that computes it.
+            if self._may_skip and shard.piece.name not in self._computed and grad.to_local().any():
+                self._computed.add(shard.piece.name)
 
     def sum_of(self, p: nn.Parameter) -> Tensor:
         raise NotImplementedError("a pipeline has no fsdp")
@@ -275,6 +279,11 @@ def refuse_to_cut(model: nn.Module, gather: str) -> None:
             raise ConfigError(
                 f"dp_mode = fsdp cuts parameters by rows, but {names[p]} is a single number; give "
                 "it the shape (1,), or use dp_mode zero2"
+            )
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"dp_mode = fsdp replaces parameters by their rows, and {names[p]} has a hook on "
+                "its gradient, which would be lost; use dp_mode zero2"
             )
         if len(units) > 1:
             raise ConfigError(
