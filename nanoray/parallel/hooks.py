@@ -7,6 +7,7 @@ tied embedding of a pipeline              pp.TiedEmbedding
 gradients of a rank's own positions       stream.PartialGradients
 running statistics of batch norms         statistics.RunningStatistics
 error feedback of compressed gradients    compress.Compressor
+gradients that no rank has computed       absent.AbsentGradients
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, whole_shards
 from nanoray.parallel import ep, pp, tp
+from nanoray.parallel.absent import AbsentGradients
 from nanoray.parallel.buckets import BY_HAND, Buckets
 from nanoray.parallel.compress import Compressor
 from nanoray.parallel.ddp import TorchDDP
@@ -109,6 +110,9 @@ class Plan:
             self._hooks.append(RunningStatistics(model, self.data, config.sync_batchnorm))
         if self._compressor is not None:
             self._hooks.append(self._compressor)
+        # A script's own model may leave parameters without a gradient; nanoray's never do.
+        if config.model == "own" and self.data.size > 1:
+            self._hooks.append(AbsentGradients(model, self._mode, mesh, self._compressor))
 
         # The losses that `forward_backward` has returned in the newest step
         self.own_losses: list[Tensor] = []
@@ -270,7 +274,8 @@ class Plan:
         if self._mode.has_twin():
             self._mode.trace(True)
             for _ in range(2):
-                self._backward(x, y)
+                with self._mode.backward(last=True):
+                    self._backward(x, y)
                 self.zero_grad()
             self.no_sync_backward(x, y, nullcontext())
 
