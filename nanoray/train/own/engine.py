@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanoray.checkpoint.storable import unstorable
 from nanoray.errors import ConfigError
 from nanoray.forecast.own_models import DryRunEnded
 from nanoray.mesh.rendezvous import Rendezvous
@@ -55,6 +56,8 @@ class RuntimeEngine:
         replace_norms(model)
         groups = group_of(model, optimizer)
         require_plain_state(optimizer)
+        for line in unstorable(model, optimizer, run.config.sharded):
+            raise ConfigError(line)
         self._given = Given(model, optimizer, loss_fn, groups, run)
 
     def fit(
