@@ -51,15 +51,17 @@ def evaluate(
     training = [module for module in state.model.modules() if module.training]
     state.model.eval()
     try:
-        for first in range(0, longest, batches.batch.micro):
-            phase("eval")  # a long evaluation must show progress
-            starts = own_windows[first : first + batches.batch.micro]
-            counts = len(starts) > 0
-            x, y = data.val_batch(starts if counts else windows[:1])
-            scores = workload.score(par.whole, x, y)
-            if counts and par.knows_loss:
-                terms = [*scores, torch.ones_like(scores[0])]
-                total += torch.stack([term * len(starts) for term in terms])
+        # An evaluation changes nothing: its passes do not count in a module's buffers.
+        with par.undisturbed():
+            for first in range(0, longest, batches.batch.micro):
+                phase("eval")  # a long evaluation must show progress
+                starts = own_windows[first : first + batches.batch.micro]
+                counts = len(starts) > 0
+                x, y = data.val_batch(starts if counts else windows[:1])
+                scores = workload.score(par.whole, x, y)
+                if counts and par.knows_loss:
+                    terms = [*scores, torch.ones_like(scores[0])]
+                    total += torch.stack([term * len(starts) for term in terms])
     finally:
         for module in training:
             module.training = True
