@@ -114,7 +114,11 @@ def parse_args(
     parser = _build_parser(prog, description)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        refuse_old([unknown[0].split("=")[0].removeprefix("--")])
+        # `--key=value`, or `--key value`
+        key, _, value = unknown[0].removeprefix("--").partition("=")
+        if not value and len(unknown) > 1:
+            value = unknown[1]
+        refuse_old({key: value})
         names = [f"--{key}" for key in (*_flags(), *_COMMAND_FLAGS)]
         refuse_unknown(unknown[0].split("=")[0], names, "flag")
 

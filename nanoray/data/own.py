@@ -94,13 +94,14 @@ class OwnData:
 
     def divide(self, batch: Batch, rank: int) -> None:
         """Note how the data ranks share a step from now on, and which one of them this is."""
+        # The workers of another division have read ahead what this rank does not need.
+        if (batch.micro, rank, batch.dp) != (self._micro, self._rank, self._ranks):
+            self._close_ahead()
         self._micro = batch.micro
         self._rank = rank
         self._ranks = batch.dp
         # Alone in its step, a batch with fewer samples has the right mean already.
         self._counts = self.may_have_short_batches and batch.accum * batch.dp > 1
-        # The workers of another division have read ahead what this rank does not need.
-        self._close_ahead()
 
     @property
     def may_have_short_batches(self) -> bool:
@@ -176,14 +177,15 @@ class OwnData:
             self._val = self._val.first(limit)
         windows = evenly_spaced(len(self._val) - 1, min(limit, len(self._val)))
         if self._val.workers:
-            self._plan_evaluation(windows, self._val)
+            own = windows[self._rank :: self._ranks].tolist()
+            plan = [own[i : i + self._micro] for i in range(0, len(own), self._micro)]
+            self._begin_evaluation(plan, self._val)
         return windows
 
-    def _plan_evaluation(self, windows: np.ndarray, source: Items) -> None:
-        """Let worker processes read this rank's batches of the evaluation that follows."""
+    def _begin_evaluation(self, plan: list[list[int]], source: Items) -> None:
+        """Let worker processes read the batches of an evaluation, by the numbers of its samples."""
         assert source.workers
-        own = windows[self._rank :: self._ranks].tolist()
-        self._val_plan = [own[i : i + self._micro] for i in range(0, len(own), self._micro)]
+        self._val_plan = plan
 
         def samples_of(number: int) -> list[Sample] | None:
             if number >= len(self._val_plan):
@@ -197,10 +199,7 @@ class OwnData:
         assert isinstance(self._val, Items)
         numbers = starts.tolist()
         try:
-            if self._val_ahead is not None and numbers in self._val_plan:
-                pair = as_pair(self._val_ahead.batch(self._val_plan.index(numbers)))
-            else:
-                pair = self._val.items(numbers)
+            pair = self._read_validation(self._val, numbers)
         except Exception as error:
             if not (self.keeps_errors and self._newest):
                 raise
@@ -208,6 +207,15 @@ class OwnData:
             inputs, targets = self._repeated()
             pair = inputs, targets.targets if isinstance(targets, Counted) else targets
         return self._on_device(pair)
+
+    def _read_validation(self, source: Items, numbers: list[int]) -> tuple[Any, Any]:
+        if not source.workers:
+            return source.items(numbers)
+        # In a worker also what is read alone: a dataset may open its files in its first process.
+        if self._val_ahead is None or numbers not in self._val_plan:
+            self._begin_evaluation([numbers], source)
+        assert self._val_ahead
+        return as_pair(self._val_ahead.batch(self._val_plan.index(numbers)))
 
     @property
     def in_batches(self) -> bool:
@@ -436,7 +444,6 @@ class Batches:
 
 def source_of(data: Any, split: str, micro: int, seed: int = 0) -> Items | Batches:
     """Return data as items with an index, or as batches. Raises DataError when it is neither."""
-    _refuse_arrays(data, split)
     # A loader that iterates in a way of its own is an iterable like any other.
     is_torchs = isinstance(data, DataLoader) and type(data).__iter__ is DataLoader.__iter__
     if is_torchs and _is_dataset(data.dataset):
@@ -456,16 +463,6 @@ def source_of(data: Any, split: str, micro: int, seed: int = 0) -> Items | Batch
         f"the {split} data are a {kind}; give a dataset (len and []), a DataLoader or an iterable "
         "of batches"
     )
-
-
-def _refuse_arrays(data: Any, split: str) -> None:
-    """Raise DataError for inputs, or inputs and targets, that are arrays without a dataset."""
-    parts = data if isinstance(data, (tuple, list)) and len(data) == 2 else [data]
-    if all(isinstance(part, (Tensor, np.ndarray)) for part in parts):
-        raise DataError(
-            f"the {split} data are {len(parts)} array(s), and an item must be a pair of inputs and "
-            "targets; give torch.utils.data.TensorDataset(inputs, targets), of tensors"
-        )
 
 
 def _is_dataset(data: Any) -> bool:

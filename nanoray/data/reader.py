@@ -102,18 +102,19 @@ class Ahead:
         self._samples_of = samples_of
         self._next = -1  # the number of the batch that the workers return next; -1: not begun
         self._iterator: Iterator[Any] | None = None
+        self._newest: tuple[int, Any] = (-1, None)  # the number of the newest batch, and the batch
 
     def batch(self, number: int) -> Any:
         """Return a batch; in the order of their numbers the workers have read it already."""
-        # A step that is repeated: the workers are further, and go on from there.
-        if self._iterator is not None and number < self._next:
-            samples = self._samples_of(number)
-            assert samples is not None
-            return self._reader.read(samples)
+        # The first batch is read several times: by the trial, the warm-up and the first step.
+        if number == self._newest[0]:
+            return self._newest[1]
+        # A step that is repeated, or a rollback.
         if number != self._next or self._iterator is None:
             self._begin(number)
         assert self._iterator is not None
         batch = next_of(self._iterator)
+        self._newest = number, batch
         self._next += 1
         return batch
 
@@ -122,6 +123,7 @@ class Ahead:
         # torch's iterator ends them when nothing refers to it.
         self._iterator = None
         self._next = -1
+        self._newest = -1, None
 
     def _begin(self, number: int) -> None:
         self.close()
@@ -160,7 +162,7 @@ def next_of(iterator: Iterator[Any]) -> Any:
     try:
         return next(iterator, None)
     except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
+        if not str(error).startswith(("DataLoader worker (pid", "DataLoader timed out")):
             raise
         raise DataError(
             f"a worker process of the DataLoader ended ({str(error).splitlines()[0]}); look for a "

@@ -345,7 +345,7 @@ def outline(tensors: Mapping[str, Tensor], trained: Collection[str]) -> nn.Modul
         *path, last = name.split(".")
         module: nn.Module = root
         for part in path:
-            if part not in module._modules:
+            if part not in dict(module.named_children()):
                 module.add_module(part, Unknown())
             module = module.get_submodule(part)
         # On the meta device: a checkpoint of many gigabytes needs no second copy in memory.

@@ -13,11 +13,9 @@ import json
 import os
 import threading
 from contextlib import suppress
-from typing import Any
-
-from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
 from nanoray.launch.placement import bounded
+from nanoray.launch.ray_compat import JobRecord
 from nanoray.run import RunSpec, newest_record
 from nanoray.train.watch.observers import progress
 
@@ -87,12 +85,8 @@ class JobReport:
             self._write(self.facts())
 
     def _write(self, facts: dict[str, str]) -> None:
-        from ray._private.ray_constants import KV_NAMESPACE_JOB
-        from ray.dashboard.modules.job.common import JobInfoStorageClient
-
-        store: Any = internal_kv_get_gcs_client()
-        key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=self._job).encode()
-        info = json.loads(store.internal_kv_get(key, namespace=KV_NAMESPACE_JOB, timeout=WRITE_S))
+        record = JobRecord(self._job)
+        info = json.loads(record.read(WRITE_S))
         # Ray writes the record itself before the driver starts and after it has ended.
         if info["status"] != "RUNNING":
             return
@@ -107,6 +101,4 @@ class JobReport:
 
         details = [f"{name} {value}" for name, value in facts.items() if name != "state"]
         info["message"] = " · ".join([facts["state"], *details])
-        store.internal_kv_put(
-            key, json.dumps(info).encode(), True, namespace=KV_NAMESPACE_JOB, timeout=WRITE_S
-        )
+        record.write(json.dumps(info).encode(), WRITE_S)

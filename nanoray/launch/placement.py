@@ -17,8 +17,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import Slots, cpu_share
 from nanoray.environment import environment
 from nanoray.errors import PlacementError
+from nanoray.launch.ray_compat import available_per_node, has_tokens, prepared_processes
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.worker import bound_devices
 
-_TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
+# A container's user may have neither HOME nor an entry in passwd: then "~" stays, and nothing is there.
+_TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))
 START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources checks whether a stop was requested
 # After this long without a new node, the pods of a KubeRay cluster are assumed to be all there.
@@ -84,6 +87,12 @@ def connected(
             if context.dashboard_url:
                 where += f" · dashboard http://{context.dashboard_url}"
             print(f"ray    {where}", flush=True)
+            if temp and not has_tokens():
+                print(
+                    f"warning  Ray {ray.__version__} cannot ask for a token, so this local Ray runs "
+                    "the code of anyone who reaches its ports; use Ray 2.52 or newer",
+                    flush=True,
+                )
             if handles_signals:
                 stop.install()  # Ray has put its own handler for SIGTERM in the place of ours
             yield
@@ -185,29 +194,13 @@ def _end_processes_of(temp: str) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-@contextmanager
-def _own_process_groups() -> Iterator[None]:
+def _own_process_groups() -> AbstractContextManager[None]:
     """Start Ray's processes in process groups of their own.
 
     A terminal that closes, `timeout` and batch systems send a signal to the whole process group of
     a command. In it Ray's head would end at once, and the ranks with it, before they have saved.
-    Ray has no setting for that.
     """
-    services: Any = ray._private.services
-    popen = services.ConsolePopen
-
-    def start(command: list[str], preexec_fn: Callable[[], None], **options: Any) -> Any:
-        def prepare() -> None:
-            os.setpgid(0, 0)
-            preexec_fn()
-
-        return popen(command, preexec_fn=prepare, **options)
-
-    services.ConsolePopen = start
-    try:
-        yield
-    finally:
-        services.ConsolePopen = popen
+    return prepared_processes(partial(os.setpgid, 0, 0))
 
 
 def bounded(cleanup: Callable[[], object], seconds: float = CLEANUP_TIMEOUT_S) -> threading.Thread:
@@ -503,7 +496,7 @@ def strategy(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrat
 
 def nodes_of(api: Any) -> list[dict[str, Any]]:
     """Return id, address, total and available resources of each node that is alive."""
-    available = api._private.state.available_resources_per_node()  # Ray has no public call for this
+    available = available_per_node(api)
     return [
         {
             "id": node["NodeID"],

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nanoray.compat import foreach_mul_
 from nanoray.errors import TrainingDiverged
 from nanoray.models.weighted import LossValue
 
@@ -129,7 +130,7 @@ class LossScaler:
     def unscale(self, grads: list[Tensor]) -> None:
         """Divide the gradients by the scale, in place; with `late` nothing happens."""
         if self.enabled and not self.late:
-            torch._foreach_mul_(grads, 1.0 / self._state[0])
+            foreach_mul_(grads, 1.0 / self._state[0])
 
     def norm(self, norm: Tensor) -> Tensor:
         """Return the norm of the unscaled gradients, given the norm of the gradients in memory."""

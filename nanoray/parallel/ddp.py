@@ -22,6 +22,7 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
+from nanoray.compat import NO_BUFFER_SYNC
 from nanoray.config import Config
 from nanoray.mesh.algorithms import AsyncAllReduce
 from nanoray.mesh.axis import Axis, data_axis
@@ -163,7 +164,7 @@ def apply_ddp(
         bucket_cap_mb=bucket_mb or default_bucket_mb(mesh.device),
         gradient_as_bucket_view=True,  # gradients live in the buckets, which saves a copy of each
         init_sync=False,
-        forward_sync_buffers=False,  # running statistics are equal on all ranks (statistics.py)
+        **NO_BUFFER_SYNC,  # running statistics are equal on all ranks (statistics.py)
     )
 
     # Without a hook DDP averages buckets in C++, and Python does not run between them.

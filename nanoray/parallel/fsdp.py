@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from nanoray.compat import all_gather_single
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
@@ -261,9 +262,7 @@ class _AllGather(_Memory):
             self._axis.start_all_gather(output_tensor, "weights")()
             return None
         with self._axis.noted("all_gather", "weights", output_tensor):
-            return dist.all_gather_single(
-                output_tensor, input_tensor, group=group, async_op=async_op
-            )
+            return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _ReduceScatter(_Memory):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoray.compat import foreach_add_
 from nanoray.config import Batch, Config
 from nanoray.data.tokens import MicroBatches
 from nanoray.faults.plan import Injector
@@ -122,14 +123,14 @@ class InTurn(TorchDDP):
             if self._micro == len(self._sums):
                 self._sums.append(grads)
             else:
-                torch._foreach_add_(self._sums[self._micro], grads)
+                foreach_add_(self._sums[self._micro], grads)
             self._micro += 1
 
     def finish(self) -> None:
         """Put the sum over all ranks into the parameters' gradients."""
         total, *others = self._sums
         for other in others:
-            torch._foreach_add_(total, other)
+            foreach_add_(total, other)
         for p, grad in zip(self._params, total, strict=True):
             p.grad = grad
         self._sums = []

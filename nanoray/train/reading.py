@@ -54,10 +54,7 @@ class Reading:
         everyone = self._mesh.all_gather((own, self._data.fingerprint if error is None else 0))
         for number, (text, _) in enumerate(everyone):
             if text:
-                where = f"rank {number} cannot read its first batch: "
-                if isinstance(error, DataError):
-                    raise error
-                raise DataError(where + text) from error
+                raise DataError(f"rank {number} cannot read its first batch: {text}") from error
         if len({fingerprint for _, fingerprint in everyone}) > 1:
             raise DataError(
                 "the sampler of the train data draws another order on each rank; let it draw from "

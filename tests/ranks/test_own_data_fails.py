@@ -10,11 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.errors import DataFailed
@@ -143,22 +142,18 @@ refused = partial(Case, step=0, error="DataError")
 REFUSED = {
     "the first item": refused(
         lambda: three(Broken("at once")),
-        "rank 0 cannot read its first batch: OSError: [Errno 5] the",
+        "reading the train data failed in the trial before step 1: OSError: [Errno 5] the disk; mend",
+        error="ConfigError",
     ),
     "validation at once": refused(
         lambda: three(DATA),
-        "rank 0 cannot read its first batch: OSError",
+        "reading the validation data failed in the trial before step 1: OSError: [Errno 5] the di",
+        error="ConfigError",
         val_data=lambda: Broken("at once"),
     ),
     "a sampler": refused(
         lambda: three(DATA, sampler=EachRank()),
         "the sampler of the train data draws another order on each rank; let it draw from",
-    ),
-    "two arrays": refused(
-        lambda: (np.zeros((48, 3)), np.zeros((48, 1))), "the train data are 2 array(s), and an item"
-    ),
-    "one array": refused(
-        lambda: torch.zeros(48, 3), "the train data are 1 array(s), and an item m"
     ),
     "drop_last leaves none": refused(
         lambda: DataLoader(points(2, 1), batch_size=3, drop_last=True),
@@ -216,13 +211,6 @@ def test_data_that_fail_cost_no_step_and_say_why(tmp_path: Path) -> None:
     assert 'raise KeyError("no such image")' in outcomes[0][0]["message"], "the user's own line"
     assert "a worker process of the DataLoader ended" in outcomes[2][0]["message"]
     assert DataFailed.exit_code == 1
-
-
-def mended(run: Run) -> None:
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss)
-    engine.fit(three(TensorDataset(*DATA.tensors)), None, STEPS)
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -7,6 +7,8 @@ from __future__ import annotations
 import itertools
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -483,3 +485,30 @@ def test_ranks_leave_a_drained_node_when_others_have_room_or_time_is_short() -> 
         assert cluster.avoided(0) == set(), "its bundle is on a node that stays"
         assert cluster.avoided(1) == {"node2"}
         assert cluster.avoided(1) == set(), "the room is taken"
+
+
+def test_a_user_without_a_home_folder_can_launch(tmp_path: Path) -> None:
+    """As in a container that runs under any number: neither HOME nor an entry in passwd."""
+    folder = tmp_path / "runtime_resources"  # as of the working directory of a Ray job
+    folder.mkdir()
+    program = """
+import os, pwd
+def unknown(uid): raise KeyError(uid)
+pwd.getpwuid = unknown
+os.environ.pop("HOME", None)
+from nanoray.config import make_config
+from nanoray.errors import ConfigError
+from nanoray.launch.__main__ import lasting_out_dir
+config = make_config({"micro_batch_size": 1})
+try:
+    lasting_out_dir(config)
+except ConfigError as error:
+    print(error)
+print(lasting_out_dir(config.model_copy(update={"out_dir": "/data"})).out_dir)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True
+    )
+    refusal, kept = done.stdout.splitlines()
+    assert "no home folder; give --out_dir an absolute path" in refusal
+    assert kept == "/data"

@@ -21,9 +21,26 @@ from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.batch_norm import replace_norms
 from nanoray.run import RunSpec
 from nanoray.train.own.callbacks import Callback, Observer
-from nanoray.train.own.optimizer import group_of, require_plain_state
+from nanoray.train.own.checks import (
+    lazy_parameters,
+    require_dataset,
+    require_loss_fn,
+    require_module,
+    require_trainable,
+)
+from nanoray.train.own.optimizer import (
+    optimizer_of,
+    require_all_parameters,
+    require_elementwise,
+)
 from nanoray.train.own.run import Run
+from nanoray.train.own.schedule import (
+    OwnSchedule,
+    require_no_other_scheduler,
+    schedulers_of,
+)
 from nanoray.train.own.task import Given, LossFn, OwnTask
+from nanoray.train.own.trial import fill_lazy_parameters
 from nanoray.train.recipe import train
 
 
@@ -33,29 +50,40 @@ class RuntimeEngine:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         run: Run,
         loss_fn: LossFn | None = None,
         callbacks: Sequence[Callback] = (),
+        scheduler: Any = None,
     ) -> None:
         """Take a model and the optimizer of its parameters. All ranks start from rank 0's weights.
 
         The loss of a batch is loss_fn(model(inputs), targets), a mean over the batch; without
-        `loss_fn`, model(inputs, targets). The optimizer keeps its rates and groups; `lr` and
-        `schedule` of the configuration replace the rate of its first group, and the others keep
-        their ratio to it. torch's BatchNorm is replaced, in place, by one whose running statistics
-        are equal on all ranks (models/batch_norm.py).
+        `loss_fn`, model(inputs, targets). Several optimizers are stepped in their order. They keep
+        their rates and groups, unless the configuration sets `lr`, `schedule` or `warmup_steps`:
+        then the rate of the first group follows it, and the others keep their ratio to it. A
+        `scheduler` of torch, a list of them, or a function that returns the factor of the rate
+        after a number of steps, is stepped once per optimizer step. torch's BatchNorm is replaced, in
+        place, by one whose running statistics are equal on all ranks (models/batch_norm.py).
         """
+        require_module(model)
+        require_loss_fn(loss_fn)
         self.model = model
         self.optimizer = optimizer
         self.run = run
         self.loss_fn = loss_fn
         self.callbacks = callbacks
-        # torch's BatchNorm would let running statistics drift apart.
-        replace_norms(model)
-        groups = group_of(model, optimizer)
-        require_plain_state(optimizer)
-        self._given = Given(model, optimizer, loss_fn, groups, run)
+        one = optimizer_of(optimizer)
+        updated = require_all_parameters(model, one)
+        schedulers = schedulers_of(scheduler, one)
+        require_no_other_scheduler(one, schedulers)
+        if run.config.sharded:
+            require_elementwise(one, run.config.dp_mode)
+        self._given = Given(model, one, loss_fn, updated, run, OwnSchedule(schedulers, one))
+        # torch's BatchNorm would let running statistics drift apart. A lazy norm has no channels
+        # before its first batch.
+        if not lazy_parameters(model):
+            replace_norms(model)
 
     def fit(
         self, train_data: Any, val_data: Any = None, steps: int | None = None
@@ -70,6 +98,14 @@ class RuntimeEngine:
         run = self.run
         if run.outcome is not None:
             raise ConfigError("fit was called twice in one run; launch a run for each of them")
+        require_dataset(train_data, "train", val_data)
+        require_dataset(val_data, "validation")
+        if lazy_parameters(self.model):
+            task = OwnTask(self._given, run.spec, train_data, val_data, steps)
+            fill_lazy_parameters(self.model, self.loss_fn, *task.first_batch())
+            replace_norms(self.model)
+        require_trainable(self.model, run.config)
+
         # A dry run, or `nanoray inspect`, ends the script here.
         if run.on_fit:
             run.on_fit(OwnTask(self._given, run.spec, train_data, val_data, steps))

@@ -11,21 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import Batch, Config, resolve_batch
-from nanoray.data.own import LOADER, Counted, NamedBatch, OwnData, batch_size_of
-from nanoray.data.tokens import Samples
+from nanoray.data.own import LOADER, Counted, OwnData, batch_size_of
+from nanoray.data.tokens import MicroBatches, Samples
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.own_models import own_lines
+from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.models.weighted import LossValue, Weighted, mean_of
 from nanoray.run import RunSpec
+from nanoray.train.own.call import loss_of
 from nanoray.train.own.run import Run
+from nanoray.train.own.schedule import OwnSchedule
+from nanoray.train.own.shards import cut_optimizer, follow_parameters
+from nanoray.train.own.trial import Subject, try_model
 from nanoray.train.tasks import Loss, RankStates
 from nanoray.train.workload import Workload
 
+# Keys of the configuration that set the learning rates
+RATES = ("lr", "min_lr", "schedule", "warmup_steps", "decay_fraction")
 # (the model's output, targets) -> mean loss, or its sum and weight
 LossFn = Callable[[Any, Any], LossValue]
-
-
 UNKNOWN = -1  # the size of the data's batches, before they were looked at
 
 
@@ -36,8 +41,9 @@ class Given:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss_fn: LossFn | None
-    groups: dict[str, int]  # the number of the optimizer's group of each parameter, by name
+    updated: dict[str, nn.Parameter]  # the optimizer's parameters, by their names in the model
     run: Run
+    schedule: OwnSchedule
 
 
 class OwnTask:
@@ -59,35 +65,60 @@ class OwnTask:
         self._batch_size: int | None = UNKNOWN  # of the data; None: they have none of their own
         self._has_weights: bool | None = None  # whether losses come with weights; not known yet
 
+    @property
+    def schedule(self) -> OwnSchedule | None:
+        """The script's own rates; None: the configuration sets them.
+
+        Raises ConfigError where both do.
+        """
+        own = self._given.schedule
+        set_by_config = [key for key in RATES if key in self._given.run.given]
+        if set_by_config and own.has_state:
+            raise ConfigError(
+                f"the configuration sets {', '.join(set_by_config)}, and the script gives a "
+                "scheduler; set the rates by one of them"
+            )
+        return None if set_by_config else own
+
     def settings(self) -> dict[str, Any]:
         """Return the keys of the configuration that the optimizer and the call of `fit` decide.
 
         Raises ConfigError for learning rates that contradict each other.
         """
+        settings = self._size_of_batches()
+        if self._steps is not None:
+            settings["max_steps"] = self._steps
+        if self._val_data is None:
+            settings["eval_every"] = 0
+        cfg = self._spec.config.model_copy(update=settings)
+
+        # The script's own rates. Those of the configuration are for the record alone then.
+        lr = self._given.optimizer.param_groups[0].get("lr", 0.0)
+        if self.schedule is not None:
+            self.schedule.require_fit(cfg.max_steps, cfg.eval_every)
+            if lr > 0:
+                settings["lr"] = float(lr)
+                settings["min_lr"] = float(lr)
+            return settings
+
         # Keys that the script has set itself stay as they are.
         keys = self._given.run.given
-        lr = self._given.optimizer.param_groups[0]["lr"]
         if not lr > 0:
             raise ConfigError(
                 f"the optimizer's first group has lr = {lr:g}, and the schedule sets all groups in "
                 "proportion to it; give it a rate above 0, and freeze weights with "
                 "requires_grad_(False)"
             )
-        if "lr" not in keys and "min_lr" in keys and self._spec.config.min_lr > lr:
+        lr = float(lr)
+        if "lr" not in keys and "min_lr" in keys and cfg.min_lr > lr:
             raise ConfigError(
-                f"min_lr = {self._spec.config.min_lr:g} is above the optimizer's lr = {lr:g}; "
+                f"min_lr = {cfg.min_lr:g} is above the optimizer's lr = {lr:g}; "
                 "lower min_lr, or give the optimizer a larger lr"
             )
-
-        settings = self._size_of_batches()
         if "lr" not in keys:
             settings["lr"] = lr
             if "min_lr" not in keys:
                 settings["min_lr"] = 0.1 * lr
-        if self._steps is not None:
-            settings["max_steps"] = self._steps
-        if self._val_data is None:
-            settings["eval_every"] = 0
         return settings
 
     def _size_of_batches(self) -> dict[str, Any]:
@@ -121,7 +152,7 @@ class OwnTask:
         """Return the script's model, or a copy with fsdp, where each group cuts a model for good."""
         model = self._given.model
         if self._spec.config.dp_mode == "fsdp" and self._given.run.rejoin is not None:
-            model = copy.deepcopy(model)
+            model = copied(model)
         # Weights in another memory format (channels_last) are laid out anew: ranks exchange, and
         # cut, rows.
         for p in model.parameters():
@@ -129,37 +160,38 @@ class OwnTask:
         return model
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
-        """Return the script's optimizer; for shards, one of its class with the same groups."""
+        """Return the script's optimizer; for shards, a copy of it over them."""
         own = self._given.optimizer
-        first_lr = own.param_groups[0]["lr"]
-        # The schedule sets the first group's rate, and keeps the ratios of the others to it.
         for group in own.param_groups:
-            group.setdefault("lr_factor", group["lr"] / first_lr)
+            if group.get("capturable") and not any(p.is_cuda for p in group["params"]):
+                raise ConfigError(
+                    "the optimizer is capturable, which works on a GPU only, but this rank trains "
+                    "on a CPU; make it without capturable=True"
+                )
+        # The schedule of the configuration sets the first group's rate, and keeps the ratios of the
+        # others to it.
+        if self.schedule is None:
+            first_lr = float(own.param_groups[0]["lr"])
+            for group in own.param_groups:
+                group.setdefault("lr_factor", float(group["lr"]) / first_lr)
         if shards is None:
+            follow_parameters(own)
             return own
 
-        # torch refuses a group without parameters, and a rank may have no element of one.
-        groups: list[dict[str, Any]] = []
-        for number, group in enumerate(own.param_groups):
-            params = []
-            for shard in shards:
-                if self._given.groups.get(shard.piece.name) == number:
-                    params.append(shard.param)
-            if params:
-                groups.append({**group, "params": params})
-        if not groups:
+        held = {shard.piece.name: shard for shard in shards}
+        if not held.keys() & self._given.updated.keys():
             raise ConfigError(
                 f"dp_mode = {self._spec.config.dp_mode} leaves rank {self._given.run.rank} no "
                 "element of this small model; use fewer ranks, or dp_mode ddp"
             )
-        return type(own)(groups, lr=first_lr)  # type: ignore[call-arg]
+        return cut_optimizer(own, self._given.updated, held)
 
     def loss(self, model: nn.Module, x: Any, y: Any) -> LossValue:
         """Return the loss of a batch. Raises ConfigError where a later one is of another kind."""
         samples = None
         if isinstance(y, Counted):
             y, samples = y
-        loss = self._loss_of(model, x, y)
+        loss = loss_of(model, self._given.loss_fn, x, y)
 
         # All ranks add up weights, or none does.
         has_weight = isinstance(loss, Weighted)
@@ -179,16 +211,6 @@ class OwnTask:
         if samples == 0:
             return Weighted(sum=loss.sum * 0, weight=0)
         return loss
-
-    def _loss_of(self, model: nn.Module, x: Any, y: Any) -> LossValue:
-        # A batch that is a dict has the model's arguments by their names.
-        loss_fn = self._given.loss_fn
-        if isinstance(x, NamedBatch):
-            output = model(**x)
-            if loss_fn is None:
-                return getattr(output, "loss", output)
-            return loss_fn(output, y)
-        return model(x, y) if loss_fn is None else loss_fn(model(x), y)
 
     def mean_loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
         """Return the mean loss of a batch alone."""
@@ -218,6 +240,40 @@ class OwnTask:
                 f"DataLoader's batch_size decides it; give micro_batch_size = {batch.micro}"
             )
         return self._data
+
+    def try_out(self, model: nn.Module, mesh: Mesh, config: Config, batch: Batch) -> list[str]:
+        """Try the model on its first micro batch; return notes. (all ranks)
+
+        `config` has the run's precision. Raises ConfigError for a mistake of the script.
+        """
+        data = self._data
+        # A loader with a state would be read from its start, and not from where the run goes on.
+        if data.stateful and self._spec.resume:
+            return []
+        batches = MicroBatches(data, batch, mesh.rank)
+        val_batch = None
+        if config.eval_every and self._val_data is not None:
+
+            def val_batch() -> tuple[Any, Any]:
+                return data.val_batch(data.val_windows(config.eval_samples)[: batch.micro])
+
+        subject = Subject(model, self._given.loss_fn, lambda: batches.get(0, 0), val_batch)
+        return try_model(subject, config, mesh)
+
+    def first_batch(self) -> tuple[Any, Any]:
+        """Return inputs and targets of the first micro batch, on the CPU, before the run begins.
+
+        Raises ConfigError for a loader with a state, which would not yield that batch again.
+        """
+        data = self.data(torch.device("cpu"))
+        if self._data.stateful:
+            raise ConfigError(
+                "the model has lazy modules, whose shapes follow from a batch, and the train data "
+                "are a loader with a state; run the model on one batch before RuntimeEngine"
+            )
+        config = self._spec.config.model_copy(update=self._size_of_batches())
+        batch = resolve_batch(config, self._given.run.world_size)
+        return data.train_batch(self._given.run.rank * batch.micro, batch.micro)
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         """Let the script's loader continue from this rank's state in a checkpoint.
@@ -278,3 +334,15 @@ class OwnTask:
 
     def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
         return None
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a script's model. Raises ConfigError for one that cannot be copied."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # any attribute of a script's module may refuse it
+        raise ConfigError(
+            f"dp_mode = fsdp on Ray trains a copy of the model, but copy.deepcopy fails on "
+            f"{type(model).__name__} ({type(error).__name__}: {error}); keep what cannot be copied "
+            "outside of the model, or use dp_mode zero2"
+        ) from error
