@@ -63,11 +63,13 @@ class OwnData:
         micro: int,
         device: torch.device,
         place: tuple[int, int] = (0, 1),
+        begun: Batches | None = None,
     ) -> None:
         """Choose how to read each split.
 
-        `micro` is the number of samples of a batch, `place` the (index, number) of the data ranks.
-        Raises DataError for data that cannot be read in any of these ways.
+        `micro` is the number of samples of a batch, `place` the (index, number) of the data ranks,
+        `begun` the training batches where the first one was read already. Raises DataError for data
+        that cannot be read in any of these ways.
         """
         self._device = device
         self._micro = micro
@@ -79,7 +81,9 @@ class OwnData:
 
         self._train: Stateful | Items | Batches
         if is_stateful(train):
-            self._train = Stateful(train)
+            self._train = Stateful(train, seed, self._rank)
+        elif begun is not None:
+            self._train = begun
         else:
             self._train = source_of(train, "train", micro, seed)
         self._val: Items | Batches | None = None
@@ -406,16 +410,18 @@ class Batches:
             if batch is None or count_samples(as_pair(batch)) > 0:
                 return batch
 
-    def first_size(self) -> int:
-        """Return the number of samples of the first batch."""
+    def adopt_size(self) -> int:
+        """Take the number of samples of the first batch for micro_batch_size, and return it."""
         self._next = 0
         self._epoch = -1
         self._begin_epoch()
         batch = self._next_with_samples()
-        self.close()
         if batch is None:
             raise DataError(f"the {self._split} data yield no batch; give at least one sample")
-        return count_samples(as_pair(batch))
+        self._kept[0] = as_pair(batch)
+        self._next = 1
+        self._micro = count_samples(self._kept[0])
+        return self._micro
 
     def first(self, limit: int) -> Items:
         """Return about `limit` samples from the start as a dataset with an index."""
@@ -452,7 +458,7 @@ def source_of(data: Any, split: str, micro: int, seed: int = 0) -> Items | Batch
         return items_of(data, split, seed)
     if isinstance(data, Iterable):
         # A generator, or another iterator, cannot begin again.
-        if iter(data) is data:
+        if not isinstance(data, DataLoader) and iter(data) is data:
             raise DataError(
                 f"the {split} data can be iterated once only; give a class whose __iter__ begins "
                 "anew, or a dataset with len() and [], so that a resumed run can start again"
@@ -495,22 +501,23 @@ def _items_of_loader(loader: DataLoader[Any], split: str, micro: int, seed: int)
     )
 
 
-def batch_size_of(data: Any, seed: int) -> int | None:
+def batch_size_of(data: Any, seed: int) -> tuple[int | None, Batches | None]:
     """Return the samples of a batch, where the training data decide it; else None.
 
-    Of an iterable, and of a batch_sampler, this is the size of the first batch.
+    Of an iterable, and of a batch_sampler, this is the size of the first batch. An iterable is
+    returned as well: it has begun.
     """
     if isinstance(data, DataLoader) and isinstance(data.batch_size, int):
-        return data.batch_size
+        return data.batch_size, None
     # Reading a batch would move a loader with a state.
     if is_stateful(data):
-        return None
+        return None, None
     source = source_of(data, "train", 0, seed)
     if isinstance(source, Batches):
-        return source.first_size()
+        return source.adopt_size(), source
     if source.in_batches:
-        return count_samples(source.read(source.samples_at(0, 1)))
-    return None
+        return count_samples(source.read(source.samples_at(0, 1))), None
+    return None, None
 
 
 def require_size(batch: Any, number: int, split: str, micro: int) -> tuple[Any, Any]:

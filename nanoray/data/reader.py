@@ -161,11 +161,13 @@ def next_of(iterator: Iterator[Any]) -> Any:
     """Return the next batch; None at the end. Raises DataError when a worker process has ended."""
     try:
         return next(iterator, None)
-    except RuntimeError as error:
-        if not str(error).startswith(("DataLoader worker (pid", "DataLoader timed out")):
+    except (RuntimeError, OSError, EOFError) as error:
+        # What the dataset raises in a worker arrives as "Caught ... in DataLoader worker process".
+        has_workers = hasattr(iterator, "_workers")
+        if not has_workers or str(error).startswith("Caught "):
             raise
         raise DataError(
-            f"a worker process of the DataLoader ended ({str(error).splitlines()[0]}); look for a "
+            f"a worker process of the DataLoader ended ({_first_line(error)}); look for a "
             "lack of memory, or use num_workers=0 to see its error"
         ) from error
 
@@ -214,6 +216,10 @@ class _Sequence:
                 return
             yield samples
             number += 1
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _unchanged(batch: Any) -> Any:

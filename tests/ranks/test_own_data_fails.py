@@ -61,7 +61,7 @@ class BrokenLater(Dataset[Any]):
 
     def __getitem__(self, i: int) -> Any:
         self.reads += 1
-        if self.reads > 12:
+        if self.reads > 10:  # 3 in the trial, 1 before the first step, 6 of each evaluation
             raise ValueError("validation is gone")
         return DATA[i]
 
@@ -167,7 +167,9 @@ REFUSED = {
         lambda: three(DATA, num_workers=1, in_order=False),
         "the DataLoader of the train data has in_",
     ),
-    "an empty stream": refused(lambda: three(Once()), "the train data yield no batch"),
+    "an empty stream": refused(
+        lambda: three(Once()), "the train data yield no batch", error="ConfigError"
+    ),
     "a batch_size that does not divide": refused(
         lambda: DataLoader(DATA, batch_size=5),
         "global_batch_size = 12 is not a multiple of micro_batch_size*ranks = 5*2 = 10; try global_b",

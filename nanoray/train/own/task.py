@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import Batch, Config, resolve_batch
-from nanoray.data.own import LOADER, Counted, OwnData, batch_size_of
+from nanoray.data.own import LOADER, Batches, Counted, OwnData, batch_size_of
 from nanoray.data.tokens import MicroBatches, Samples
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.own_models import own_lines
@@ -63,6 +63,7 @@ class OwnTask:
         self._train_data = train_data
         self._val_data = val_data
         self._batch_size: int | None = UNKNOWN  # of the data; None: they have none of their own
+        self._begun: Batches | None = None  # of an iterable, whose first batch was read for that
         self._has_weights: bool | None = None  # whether losses come with weights; not known yet
 
     @property
@@ -128,7 +129,7 @@ class OwnTask:
         """
         config = self._spec.config
         if self._batch_size == UNKNOWN:
-            self._batch_size = batch_size_of(self._train_data, config.seed)
+            self._batch_size, self._begun = batch_size_of(self._train_data, config.seed)
         size = self._batch_size
         if size is None:
             return {}
@@ -222,7 +223,9 @@ class OwnTask:
         place = (self._given.run.rank, ranks)
         batch = resolve_batch(cfg, ranks)
         # Batches of a fixed size, or loaders that each rank has alone, fit one number of ranks.
-        self._data = OwnData(self._train_data, self._val_data, cfg.seed, batch.micro, device, place)
+        self._data = OwnData(
+            self._train_data, self._val_data, cfg.seed, batch.micro, device, place, self._begun
+        )
         if self._data.in_batches and cfg.recovery == "shrink":
             kind = "batches of a fixed size"
             if self._data.stateful:
