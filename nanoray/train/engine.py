@@ -17,6 +17,7 @@ from typing import Any
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
+from nanoray.data.own import OwnData
 from nanoray.data.tokens import MicroBatches
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
@@ -34,6 +35,7 @@ from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import BadStep, Guards
 from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.optim.groups import lr_at, set_lr
+from nanoray.train.reading import Reading
 from nanoray.train.record import StepRecorder, outcome
 from nanoray.train.saving import pack_for_checkpoint, read_checkpoint, save_checkpoint
 from nanoray.train.watch.instruments import Watch
@@ -81,6 +83,11 @@ class Engine:
             self.cfg.stats_every,
         )
         self.regular_intervals = [every for every in intervals if every]
+
+        # A script's data can fail in the middle of a run.
+        self.reading: Reading | None = None
+        if isinstance(self.batches.data, OwnData):
+            self.reading = Reading(self.mesh, self.batches.data, self.batch)
 
         every = self.cfg.audit_every
         self.audit: Audit | None = None
@@ -146,7 +153,15 @@ class Engine:
             # (all ranks) Forward and backward over the micro batches. The last backward averages
             # the gradients over the data ranks.
             micro_batches = self.batches.step(state.samples)
+            if self.reading:
+                end = state.samples + samples_per_step
+                micro_batches = self.reading.watch(micro_batches, end)
             own_loss = par.forward_backward(micro_batches, phase, seed)
+
+            # (all ranks) Where a script's data could not be read on a rank, no rank updates.
+            if self.reading and self.reading.fails():
+                order = self.leave_out(vote)
+                break
 
             # (all ranks) Where two ranks disagree on a gradient, the step is done again.
             if self.audit:
@@ -236,6 +251,8 @@ class Engine:
         if state.step > state.session.begun:
             self.compare()
             self.save(final=True)
+        if self.reading and self.reading.has_failed:
+            self.reading.raise_failure(state.step, saved=state.step > state.session.begun)
         self.phase("done")
         return outcome(self.spec, mesh, state, self.exit_reason(order), watch.summary())
 
@@ -247,6 +264,12 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run a forward and backward whose results are thrown away. (all ranks)"""
+        # (all ranks) One rank's data that cannot be read end all ranks before the first step.
+        if self.reading:
+            evaluates = self.cfg.eval_every > 0
+            self.reading.begin(
+                self.state.samples, self.batches.rank, evaluates, self.cfg.eval_samples
+            )
         # The next step's own batch: a script's loader may not be able to go back.
         x, y = self.batches.get(self.state.samples, 0)
         # The warm-up draws dropout masks, and the first step must not notice.
@@ -418,6 +441,7 @@ class Engine:
             self.workload,
             self.cfg.eval_samples,
             self.phase,
+            self.reading,
         )
         if state.schedule is not None and state.scalars.val_loss is not None:
             state.schedule.see_loss(state.scalars.val_loss, state.optimizers)

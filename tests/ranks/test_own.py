@@ -107,7 +107,7 @@ def fit(run: Run, how: str = "dataset", steps: int | None = None) -> None:
     optimizer = kind(groups) if kind.__name__ == how else kind(groups, fused=how != "not fused")
     data: Any = points(50, 1)
     if how == "loader":
-        data = DataLoader(data, batch_size=5, shuffle=True)
+        data = DataLoader(data, batch_size=2, shuffle=True)
     if how == "batches":
         data = Batched(run.config.global_batch_size // run.world_size)
     RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(data, points(20, 2), steps)

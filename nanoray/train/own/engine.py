@@ -59,13 +59,14 @@ class RuntimeEngine:
     ) -> None:
         """Take a model and the optimizer of its parameters. All ranks start from rank 0's weights.
 
-        The loss of a batch is loss_fn(model(inputs), targets), a mean over the batch; without
-        `loss_fn`, model(inputs, targets). Several optimizers are stepped in their order. They keep
-        their rates and groups, unless the configuration sets `lr`, `schedule` or `warmup_steps`:
-        then the rate of the first group follows it, and the others keep their ratio to it. A
-        `scheduler` of torch, a list of them, or a function that returns the factor of the rate
-        after a number of steps, is stepped once per optimizer step. torch's BatchNorm is replaced, in
-        place, by one whose running statistics are equal on all ranks (models/batch_norm.py).
+        The loss of a batch is loss_fn(model(inputs), targets), a mean over the batch or a
+        nanoray.Weighted; without `loss_fn`, model(inputs, targets). Several optimizers are stepped
+        in their order. They keep their rates and groups, unless the configuration sets `lr`,
+        `schedule` or `warmup_steps`: then the rate of the first group follows it, and the others
+        keep their ratio to it. A `scheduler` of torch, a list of them, or a function that returns
+        the factor of the rate after a number of steps, is stepped once per optimizer step. torch's
+        BatchNorm is replaced, in place, by one whose running statistics are equal on all ranks
+        (models/batch_norm.py).
         """
         require_module(model)
         require_loss_fn(loss_fn)
@@ -94,8 +95,8 @@ class RuntimeEngine:
         """Train for `steps` optimizer steps, and return the outcome. (all ranks)
 
         Without `steps` they are max_steps of the configuration. `train_data` and `val_data`: a
-        dataset with len() and [], a DataLoader (its dataset is taken), or an iterable of batches of
-        micro_batch_size samples. Items and batches are pairs (inputs, targets). Raises ConfigError
+        dataset with len() and [], a DataLoader, or an iterable of batches. Items and batches are
+        pairs (inputs, targets), or dicts of the model's arguments. Raises ConfigError
         for a second call, and NanorayError when the run cannot start or continue.
         """
         run = self.run
