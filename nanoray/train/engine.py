@@ -34,6 +34,7 @@ from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import BadStep, Guards
 from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.optim.groups import lr_at, set_lr
+from nanoray.train.optim.modes import evaluated_weights, set_mode
 from nanoray.train.record import StepRecorder, outcome
 from nanoray.train.saving import pack_for_checkpoint, read_checkpoint, save_checkpoint
 from nanoray.train.watch.instruments import Watch
@@ -106,6 +107,7 @@ class Engine:
         # (all ranks) Warm up. Then finish the newest step: the last group may have broken between
         # its update and its record.
         self.phase("init")
+        set_mode(state.optimizers, "train")
         self.warm_up()
         self.finish_step()
         watch.begin_run()
@@ -236,6 +238,7 @@ class Engine:
         if state.step > state.session.begun:
             self.compare()
             self.save(final=True)
+        set_mode(state.optimizers, "eval")
         self.phase("done")
         return outcome(self.spec, mesh, state, self.exit_reason(order), watch.summary())
 
@@ -335,6 +338,7 @@ class Engine:
         # Until mirrors have gone back, too, no lost rank's share may be taken from one.
         state.whole = state.mirror is None
         state.rewind(saved, state.samples + self.batch.global_size)
+        set_mode(state.optimizers, "train")
         copy_to_mirror(state, self.mesh)
         state.whole = True
         self.par.zero_grad()
@@ -407,15 +411,17 @@ class Engine:
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss of the newest step, and its other scores. (all ranks)"""
         state = self.state
-        scores = evaluate(
-            self.mesh,
-            self.par,
-            state,
-            self.batches,
-            self.workload,
-            self.cfg.eval_samples,
-            self.phase,
-        )
+        with evaluated_weights(state.optimizers):
+            scores = evaluate(
+                self.mesh,
+                self.par,
+                state,
+                self.batches,
+                self.workload,
+                self.cfg.eval_samples,
+                self.phase,
+            )
+        # Nothing communicates from the loss to here, so an evaluation is done as a whole.
         if state.schedule is not None and state.scalars.val_loss is not None:
             state.schedule.see_loss(state.scalars.val_loss, state.optimizers)
         return scores
@@ -429,7 +435,10 @@ class Engine:
     def save(self, final: bool = False) -> float:
         """Save a checkpoint of the newest step; return the seconds that it took. (all ranks)"""
         self.phase("checkpoint")
-        return save_checkpoint(self.spec, self.mesh, self.state, self.workload, self.writer, final)
+        with evaluated_weights(self.state.optimizers, back=not final):
+            return save_checkpoint(
+                self.spec, self.mesh, self.state, self.workload, self.writer, final
+            )
 
     def compare(self, again: bool = False) -> None:
         """Compare the replicas, and heal a minority; once a step, or `again`. (all ranks)"""
