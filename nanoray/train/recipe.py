@@ -125,15 +125,17 @@ def train(
     mirrors = rejoin is not None and config.mirrors(mesh.backend)
     recipe = Recipe(group, watchers, wanted, injector, task, mirrors)
 
-    # A new command prints its settings; a process that joins prints that it has joined (rejoined).
-    if start.source is None:
-        recipe.observers.open(mesh.rank, start.resume_step)
-        batch = recipe.batch_for(mesh)
-        for line in describe_run(spec, batch, mesh, recipe.device, start.why_precision, task):
-            recipe.observers.note(line)
-
     wait_for_orders = partial(recipe.wait_for_orders, rejoin) if rejoin else None
     try:
+        # A new command prints its settings, and tries a script's own model (all ranks). A process
+        # that joins prints that it has joined (rejoined).
+        if start.source is None:
+            recipe.observers.open(mesh.rank, start.resume_step)
+            batch = recipe.batch_for(mesh)
+            lines = describe_run(spec, batch, mesh, recipe.device, start.why_precision, task)
+            lines += task.try_out(recipe.model, mesh, config, batch)
+            for line in lines:
+                recipe.observers.note(line)
         outcome = train_in_groups(group, recipe.state, recipe.build, meet_others, wait_for_orders)
         if recipe.observers.callbacks and outcome["exit_reason"] == "finished":  # rank 0 only
             recipe.add_sample(outcome, spec)

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanoray.config import Batch
+from nanoray.config import Batch, Config
 from nanoray.data.images import ImageData
 from nanoray.data.lengths import format_lengths
 from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.data.tokens import Samples, TokenData
+from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.models import costs, resnet_costs
 from nanoray.models.build import build_model
@@ -52,6 +53,9 @@ class Task(Protocol):
 
     def data(self, device: torch.device) -> Samples:
         """Open the dataset."""
+
+    def try_out(self, model: nn.Module, mesh: Mesh, config: Config, batch: Batch) -> list[str]:
+        """Try the model on a micro batch before a new command trains; return notes. (all ranks)"""
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         """Let a loader with a state continue where it was at a checkpoint; return a note, or "".
@@ -93,6 +97,9 @@ class ConfiguredTask:
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
         return make_optimizer(model, self.spec.config, shards)
+
+    def try_out(self, model: nn.Module, mesh: Mesh, config: Config, batch: Batch) -> list[str]:
+        return []
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         return ""

@@ -21,6 +21,13 @@ from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.batch_norm import replace_norms
 from nanoray.run import RunSpec
 from nanoray.train.own.callbacks import Callback, Observer
+from nanoray.train.own.checks import (
+    lazy_parameters,
+    require_dataset,
+    require_loss_fn,
+    require_module,
+    require_trainable,
+)
 from nanoray.train.own.optimizer import (
     optimizer_of,
     require_all_parameters,
@@ -33,6 +40,7 @@ from nanoray.train.own.schedule import (
     schedulers_of,
 )
 from nanoray.train.own.task import Given, LossFn, OwnTask
+from nanoray.train.own.trial import fill_lazy_parameters
 from nanoray.train.recipe import train
 
 
@@ -55,16 +63,16 @@ class RuntimeEngine:
         their rates and groups, unless the configuration sets `lr`, `schedule` or `warmup_steps`:
         then the rate of the first group follows it, and the others keep their ratio to it. A
         `scheduler` of torch, a list of them, or a function from the step to the factor of the rate,
-        is stepped once per optimizer step. torch's BatchNorm is replaced, in
-        place, by one whose running statistics are equal on all ranks (models/batch_norm.py).
+        is stepped once per optimizer step. torch's BatchNorm is replaced, in place, by one whose
+        running statistics are equal on all ranks (models/batch_norm.py).
         """
+        require_module(model)
+        require_loss_fn(loss_fn)
         self.model = model
         self.optimizer = optimizer
         self.run = run
         self.loss_fn = loss_fn
         self.callbacks = callbacks
-        # torch's BatchNorm would let running statistics drift apart.
-        replace_norms(model)
         one = optimizer_of(optimizer)
         updated = require_all_parameters(model, one)
         schedulers = schedulers_of(scheduler, one)
@@ -72,6 +80,10 @@ class RuntimeEngine:
         if run.config.sharded:
             require_elementwise(one, run.config.dp_mode)
         self._given = Given(model, one, loss_fn, updated, run, OwnSchedule(schedulers, one))
+        # torch's BatchNorm would let running statistics drift apart. A lazy norm has no channels
+        # before its first batch.
+        if not lazy_parameters(model):
+            replace_norms(model)
 
     def fit(
         self, train_data: Any, val_data: Any = None, steps: int | None = None
@@ -86,6 +98,14 @@ class RuntimeEngine:
         run = self.run
         if run.outcome is not None:
             raise ConfigError("fit was called twice in one run; launch a run for each of them")
+        require_dataset(train_data, "train", val_data)
+        require_dataset(val_data, "validation")
+        if lazy_parameters(self.model):
+            task = OwnTask(self._given, run.spec, train_data, val_data, steps)
+            fill_lazy_parameters(self.model, self.loss_fn, *task.first_batch())
+            replace_norms(self.model)
+        require_trainable(self.model, run.config)
+
         # A dry run, or `nanoray inspect`, ends the script here.
         if run.on_fit:
             run.on_fit(OwnTask(self._given, run.spec, train_data, val_data, steps))

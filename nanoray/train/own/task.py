@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from nanoray.config import Batch, Config, resolve_batch
 from nanoray.data.own import LOADER, OwnData
-from nanoray.data.tokens import Samples
+from nanoray.data.tokens import MicroBatches, Samples
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.own_models import own_lines
+from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.run import RunSpec
 from nanoray.train.own.run import Run
 from nanoray.train.own.schedule import OwnSchedule
 from nanoray.train.own.shards import cut_optimizer, follow_parameters
+from nanoray.train.own.trial import Subject, try_model
 from nanoray.train.tasks import Loss, RankStates
 from nanoray.train.workload import Workload
 
@@ -117,7 +119,7 @@ class OwnTask:
         """Return the script's model, or a copy with fsdp, where each group cuts a model for good."""
         model = self._given.model
         if self._spec.config.dp_mode == "fsdp" and self._given.run.rejoin is not None:
-            model = copy.deepcopy(model)
+            model = copied(model)
         # Weights in another memory format (channels_last) are laid out anew: ranks exchange, and
         # cut, rows.
         for p in model.parameters():
@@ -174,6 +176,39 @@ class OwnTask:
                 "and []"
             )
         return self._data
+
+    def try_out(self, model: nn.Module, mesh: Mesh, config: Config, batch: Batch) -> list[str]:
+        """Try the model on its first micro batch; return notes. (all ranks)
+
+        `config` has the run's precision. Raises ConfigError for a mistake of the script.
+        """
+        data = self._data
+        # A loader with a state would be read from its start, and not from where the run goes on.
+        if data.stateful and self._spec.resume:
+            return []
+        batches = MicroBatches(data, batch, mesh.rank)
+        val_batch = None
+        if config.eval_every and self._val_data is not None:
+
+            def val_batch() -> tuple[Any, Any]:
+                return data.val_batch(data.val_windows(config.eval_samples)[: batch.micro])
+
+        subject = Subject(model, self._given.loss_fn, lambda: batches.get(0, 0), val_batch)
+        return try_model(subject, config, mesh)
+
+    def first_batch(self) -> tuple[Any, Any]:
+        """Return inputs and targets of the first micro batch, on the CPU, before the run begins.
+
+        Raises ConfigError for a loader with a state, which would not yield that batch again.
+        """
+        data = self.data(torch.device("cpu"))
+        if self._data.stateful:
+            raise ConfigError(
+                "the model has lazy modules, whose shapes follow from a batch, and the train data "
+                "are a loader with a state; run the model on one batch before RuntimeEngine"
+            )
+        batch = resolve_batch(self._spec.config, self._given.run.world_size)
+        return data.train_batch(self._given.run.rank * batch.micro, batch.micro)
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         """Let the script's loader continue from this rank's state in a checkpoint.
@@ -232,3 +267,15 @@ class OwnTask:
 
     def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
         return None
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a script's model. Raises ConfigError for one that cannot be copied."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # any attribute of a script's module may refuse it
+        raise ConfigError(
+            f"dp_mode = fsdp on Ray trains a copy of the model, but copy.deepcopy fails on "
+            f"{type(model).__name__} ({type(error).__name__}: {error}); keep what cannot be copied "
+            "outside of the model, or use dp_mode zero2"
+        ) from error
