@@ -118,9 +118,12 @@ class Engine:
             order = mesh.start_vote(self.wanted()).result()
 
         last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
-        while state.step < last and order is Order.GO_ON:
+        while state.step < last and order <= Order.SAVE:
             if cfg.target_loss and self.on_target:
                 break
+            # (all ranks) A script has asked for a checkpoint of the newest step.
+            if order is Order.SAVE:
+                self.save_at_once()
 
             step = state.step + 1  # counted from 1; state.step is the number of completed steps
             state.session.current = step
@@ -432,6 +435,14 @@ class Engine:
         self.state.session.reported = self.state.step
         self.observers.record(record)
 
+    def save_at_once(self) -> None:
+        """Save a checkpoint of the newest step, unless there is one. (all ranks)"""
+        state = self.state
+        if state.session.saved != state.step:
+            # No checkpoint may contain a state on which ranks disagree.
+            self.compare()
+            self.watch.pause(self.save())
+
     def save(self, final: bool = False) -> float:
         """Save a checkpoint of the newest step; return the seconds that it took. (all ranks)"""
         self.phase("checkpoint")
@@ -474,6 +485,8 @@ class Engine:
             return "finished"
         if order is Order.STOP:
             return "stopped"
+        if order is Order.FINISH:
+            return "stopped_by_script"
         if self.on_target:
             return "target_loss"
         return "stop_at"
