@@ -5,7 +5,7 @@ WRONG lists them: a name, the program, and the words that the message must conta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -209,6 +209,54 @@ class Renormalises(nn.Module):
         return self.head(rows)
 
 
+class OneRow(Model):
+    """Has a row of weights for one rank alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Late(Model):
+    """Makes a layer in its first forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "second"):
+            self.second = nn.Linear(1, 1)
+        return self.second(self.layer(x))
+
+
+class Shifts(Model):
+    """Changes its inputs in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x -= 1
+        return self.layer(x)
+
+
+class Overlapping(nn.Module):
+    """Two parameters over one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Parameter(torch.randn(4, 1))
+        self.half = nn.Parameter(self.all.data[:2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.all + x[:, :2] @ self.half
+
+
+class Teacher(Model):
+    """Moves the average of its weights in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Linear(4, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.weight.data = 0.9 * self.average.weight.data + 0.1 * self.layer.weight.data
+        return self.layer(x) - self.average(x)
+
+
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return network()
@@ -294,6 +342,18 @@ def empty(output: Tensor, y: Tensor) -> Any:
 
 
 # --- data ---
+
+
+class InBatches:
+    """An iterable of batches, each made once."""
+
+    def __init__(self) -> None:
+        x = inputs()
+        y = x.sum(1, keepdim=True)
+        self.batches = [(x[i : i + 6], y[i : i + 6]) for i in range(0, 24, 6)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 class Items:
@@ -523,6 +583,39 @@ WRONG: dict[str, Wrong] = {
         "train on one rank",
         model=Renormalises,
         worlds=(2,),
+    ),
+    "frozen weights that forward writes": wrong(
+        "the forward writes the frozen weight average.weight",
+        "keep it as a buffer",
+        model=Teacher,
+        worlds=EVERY,
+    ),
+    "a layer made in forward": wrong(
+        "the forward makes the parameter second.bias",
+        "make it in __init__",
+        model=Late,
+        worlds=EVERY,
+    ),
+    "inputs changed in place": wrong(
+        "the forward of Shifts changes its inputs in place",
+        "x = x - 1",
+        model=Shifts,
+        data=InBatches(),
+        settings={"micro_batch_size": 6},
+    ),
+    "two weights over one memory": wrong(
+        "all and half are two parameters over the same memory",
+        "one parameter under two names",
+        model=Overlapping,
+        worlds=(2,),
+        settings={"dp_mode": "zero1"},
+    ),
+    "too small for the ranks": wrong(
+        "fsdp leaves rank 1 no element",
+        "use fewer ranks",
+        model=OneRow,
+        worlds=(2, 3),
+        settings=FSDP,
     ),
     # The loss
     "loss of a vector": wrong(

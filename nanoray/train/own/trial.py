@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import nanoray
 from nanoray.config import Config
@@ -27,7 +27,7 @@ from nanoray.errors import ConfigError, NanorayError
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import autocast
 from nanoray.train.own.checks import describe, lazy_parameters
-from nanoray.train.own.untouched import untouched
+from nanoray.train.own.untouched import equal_bits, untouched
 
 # Frames of a traceback that are not the script's
 LIBRARIES = tuple(
@@ -49,6 +49,8 @@ class Subject:
     loss_fn: Callable[[Any, Any], Any] | None
     train_batch: Callable[[], tuple[Any, Any]]  # the first micro batch of this rank
     val_batch: Callable[[], tuple[Any, Any]] | None  # None: there is no evaluation
+    # Whether a batch is read once and used again, and not made anew from samples
+    batches_are_kept: bool = False
 
 
 def try_model(subject: Subject, config: Config, mesh: Mesh) -> list[str]:
@@ -76,7 +78,10 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
     """Try the model; raise Unfit for the first mistake."""
     model = subject.model
     with _explained("reading the train data", "mend the dataset"):
-        x, y = subject.train_batch()
+        given = subject.train_batch()
+    # A copy, because a forward may change its inputs, and step 1 gets the same batch.
+    x, y = _copied(given)
+    names = {name for name, _ in model.named_parameters()}
 
     with warnings.catch_warnings(record=True) as seen:
         # Eager: compiled layers are compiled in the warm-up, for the wrapped model.
@@ -89,7 +94,13 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
                 _try_again(subject, config, mesh, x, y)
             if subject.val_batch is not None:
                 _evaluate(subject, config, mesh)
-        _require_unwritten(model, written, config, mesh)
+        _require_unwritten(model, written, mesh)
+    _require_same_names(model, names)
+    if subject.batches_are_kept and not _equal(given, (x, y)):
+        raise Unfit(
+            f"the forward of {type(model).__name__} changes its inputs in place, and nanoray keeps "
+            "a batch to repeat a step with it; write x = x - 1 instead of x -= 1"
+        )
 
     texts = dict.fromkeys(str(warning.message).split("\n", 1)[0] for warning in seen)
     return [f"note    the first batch warns: {text}" for text in list(texts)[:WARNINGS]]
@@ -131,7 +142,7 @@ def _require_arguments(subject: Subject, arguments: tuple[Any, ...]) -> None:
     """Raise Unfit for a forward or a loss_fn that does not take what it is given."""
     model = subject.model
     name = type(model).__name__
-    if getattr(type(model).forward, "__name__", "") == "_forward_unimplemented":
+    if getattr(model.forward, "__name__", "") == "_forward_unimplemented":
         raise Unfit(f"{name} has no forward; define forward(self, inputs) in it")
     refusal = _why_not_called(model.forward, arguments)
     if refusal and subject.loss_fn is None:
@@ -276,23 +287,49 @@ def _evaluate(subject: Subject, config: Config, mesh: Mesh) -> None:
     _require_loss(loss, f"in eval mode {source}", "return what it returns in training")
 
 
-def _require_unwritten(model: nn.Module, written: list[str], config: Config, mesh: Mesh) -> None:
-    """Raise Unfit for weights that the forward writes, where ranks would come to differ."""
-    if mesh.world_size == 1 or not written:
-        return
+def _require_unwritten(model: nn.Module, written: list[str], mesh: Mesh) -> None:
+    """Raise Unfit for weights that the forward writes: frozen ones, or on several ranks."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name in written:
-        if name in trained:
+        if name not in trained:
+            raise Unfit(
+                f"the forward writes the frozen weight {name}, and a step that is repeated after a "
+                "fault would write it twice; keep it as a buffer (register_buffer), which nanoray "
+                "restores"
+            )
+        if mesh.world_size > 1:
             raise Unfit(
                 f"the forward writes {name}, as max_norm of nn.Embedding does: each rank would "
                 "write its own values, of its own samples; normalise what is read, not what is "
                 "kept, or train on one rank"
             )
-        if config.dp_mode == "fsdp":
-            raise Unfit(
-                f"the forward writes the frozen {name}, but with dp_mode fsdp a rank has only a "
-                "temporary copy of it; use dp_mode zero2"
-            )
+
+
+def _require_same_names(model: nn.Module, before: set[str]) -> None:
+    """Raise Unfit for parameters that a forward has added or removed."""
+    after = {name for name, _ in model.named_parameters()}
+    if after - before:
+        raise Unfit(
+            f"the forward makes the parameter {min(after - before)}, which no optimizer updates; "
+            "make it in __init__, or with a lazy module such as nn.LazyLinear"
+        )
+    if before - after:
+        raise Unfit(
+            f"the forward removes the parameter {min(before - after)}; remove it in __init__, or "
+            "leave it unused"
+        )
+
+
+def _copied(batch: Any) -> Any:
+    """Return a batch with copies of its tensors."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _equal(batch: Any, other: Any) -> bool:
+    """Return whether the tensors of two batches have the same bits."""
+    pairs = zip(tree_leaves(batch), tree_leaves(other), strict=True)
+    tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    return all(equal_bits(a, b) for a, b in tensors)
 
 
 @contextmanager

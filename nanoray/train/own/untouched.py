@@ -47,7 +47,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[list[str]]:
     finally:
         for name, p in model.named_parameters():
             p.grad = gradients.get(name)
-            if name in weights and not _equal_bits(p.detach().cpu(), weights[name]):
+            if name in weights and not equal_bits(p.detach().cpu(), weights[name]):
                 written.append(name)
                 p.data.copy_(weights[name])
         for kept in modules:
@@ -107,13 +107,13 @@ def _write(tensor: Tensor, value: Tensor) -> None:
     """Write a value of before, where it has changed."""
     data = tensor.data
     if data.shape == value.shape:
-        if not _equal_bits(data, value):
+        if not equal_bits(data, value):
             data.copy_(value)
     else:
         tensor.data = value
 
 
-def _equal_bits(a: Tensor, b: Tensor) -> bool:
+def equal_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same bits; NaN equals itself.
 
     Tensors without plain memory (sparse, quantised, of another library) pass for equal.
