@@ -36,6 +36,7 @@ __all__ = [
     "foreach_add",
     "foreach_add_",
     "foreach_mul_",
+    "mark_as_stepped",
     "node_sequence",
     "operator_of",
     "process_groups",
@@ -141,3 +142,8 @@ def current_node() -> Any:
 def node_sequence(node: Any) -> int:
     """Return the number that a node of autograd got when it was made."""
     return cast(int, node._sequence_nr())
+
+
+def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Keep a scheduler from its warning that the optimizer must be stepped before it."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -6,6 +6,8 @@ remedy.
     ├── DataError            the dataset is missing, damaged, too short, or not text     exit 2
     ├── PlacementError       the machine or the cluster cannot hold the request          exit 3
     ├── RendezvousError      the ranks did not meet, or do not agree with each other     exit 3
+    │   ├── RankDiffers      this rank has other code, settings or versions              exit 3
+    │   └── GroupNotFormed   the ranks met, but could not connect to each other          exit 3
     ├── CheckpointError      a checkpoint is damaged, or does not fit this model         exit 4
     ├── TrainingDiverged     a loss that is not finite, or an exhausted loss scale       exit 5
     ├── StateDiverged        the ranks' weights differ, and no majority agrees           exit 1, retried
@@ -53,6 +55,10 @@ class RankDiffers(RendezvousError):
     """This rank has other code, another configuration or other versions than the other ranks."""
 
 
+class GroupNotFormed(RendezvousError):
+    """The ranks met, but could not connect to each other."""
+
+
 class CheckpointError(NanorayError):
     """A checkpoint is damaged, missing, or does not fit this model."""
 
@@ -93,6 +99,7 @@ REMEDIES: dict[type[NanorayError], str] = {
     PlacementError: "lower `--workers`, or add nodes; `nanoray check` shows what would run where",
     RendezvousError: "same code, versions and configuration on all ranks; `logs/rankN.log` of the absent rank",
     RankDiffers: "update that node, or let the run go on without it (`--recovery shrink`)",
+    GroupNotFormed: "`logs/rankN.log` of a rank that was lost meanwhile; `*_SOCKET_IFNAME` for another interface",
     CheckpointError: "`nanoray checkpoint verify RUN` names the damaged ones; `--resume` an older one",
     TrainingDiverged: "lower `--lr`; `--on_nan rollback` leaves the batch out; `--precision bf16` or `fp32`",
     StateDiverged: "repeated on one rank: a faulty device, whose node should leave the cluster",

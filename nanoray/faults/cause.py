@@ -363,13 +363,21 @@ _COLLECTIVE_SIGNS = (
     "nccl",
     "gloo",
 )
+# Of torch.distributed, and ours for groups that a lost peer kept from forming
+_COLLECTIVE_ERRORS = {
+    "DistError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "GroupNotFormed",
+}
 
 
 def is_collective_error(error: BaseException) -> bool:
     """Return whether `error` reports a lost peer of a group: a consequence, never the cause."""
     # By name, because the driver does not import torch.
     names = {cls.__name__ for cls in type(error).__mro__}
-    if names & {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}:
+    if names & _COLLECTIVE_ERRORS:
         return True
     # Gloo raises plain RuntimeErrors.
     message = str(error).lower()

@@ -29,6 +29,8 @@ from nanoray.launch.driver import Driver
 from nanoray.launch.job_report import JobReport
 from nanoray.launch.placement import Placement, bounded, connected
 from nanoray.launch.signals import catch_signals
+from nanoray.mesh.interfaces import require_interfaces
+from nanoray.mesh.launchers import refuse_many_starts
 from nanoray.mesh.layout import Layout
 from nanoray.run import summary_on_failure, write_summary
 from nanoray.train.report import closing_lines
@@ -74,6 +76,8 @@ def launch(
         print("\n".join(forecast_lines(loaded, loaded.scale)))
         return 0
 
+    refuse_many_starts(os.environ, "`nanoray launch`")
+
     # Where the run goes, and on how many ranks: on this machine that is known now.
     config = lasting_out_dir(loaded.config)
     address = ray_address(config)
@@ -82,6 +86,8 @@ def launch(
         workers = None if config.workers == "auto" else config.workers
         slots = local_slots(config.device, workers, discover_gpus(), available_cpus())
         config = config.model_copy(update={"workers": slots.workers})
+        if slots.workers > 1:
+            require_interfaces(os.environ)
     if loaded.dry_run:
         return _dry_run(loaded, config, address, slots, main)
     if config.workers != "auto" and config.scaling == "none":

@@ -292,6 +292,7 @@ class Driver:
             group.request_heartbeat(slot, after=self.faults.target)
 
         while not collector.complete(self._clock.monotonic()) and not self.recoverer.too_late:
+            self.recoverer.keep_folder()
             self._send_orders(group, collector)
             for kind, slot, value in group.events(POLL_S):
                 if kind == "ended":

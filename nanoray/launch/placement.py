@@ -34,7 +34,7 @@ from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import Slots, cpu_share
 from nanoray.environment import environment
 from nanoray.errors import PlacementError
-from nanoray.launch.ray_compat import available_per_node, prepared_processes
+from nanoray.launch.ray_compat import available_per_node, has_tokens, prepared_processes
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.worker import bound_devices
 
@@ -87,6 +87,12 @@ def connected(
             if context.dashboard_url:
                 where += f" · dashboard http://{context.dashboard_url}"
             print(f"ray    {where}", flush=True)
+            if temp and not has_tokens():
+                print(
+                    f"warning  Ray {ray.__version__} cannot ask for a token, so this local Ray runs "
+                    "the code of anyone who reaches its ports; use Ray 2.52 or newer",
+                    flush=True,
+                )
             if handles_signals:
                 stop.install()  # Ray has put its own handler for SIGTERM in the place of ours
             yield

@@ -28,7 +28,6 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.faults.proc import start_time
-from nanoray.faults.progress import ProgressFile
 from nanoray.launch.fault_log import end_of_log
 from nanoray.launch.placement import bounded
 from nanoray.launch.worker_group import WorkerGroup
@@ -191,6 +190,7 @@ class RankEnd:
     slot: int
     facts: dict[str, Any]  # pid, node, ip, devices
     spec: RunSpec
+    position: Position  # the newest that is known
     clock: Any = time
 
     @property
@@ -219,7 +219,7 @@ class RankEnd:
 
         record_by: monotonic seconds until which its exit record is awaited.
         """
-        step, phase = self._position()
+        step, phase = self.position
         log = end_of_log(self.spec.log(self.slot))
         failure = Failure(self.slot, "killed", "", step, phase, log, facts=self.facts)
 
@@ -257,7 +257,7 @@ class RankEnd:
 
     def by_silence(self) -> Failure:
         """Return the failure of a rank that did not leave its broken group, or never reached it."""
-        step, phase = self._position()
+        step, phase = self.position
         title = (
             f"{self.name} did not leave the group that broke, in {phase} of step {step}; "
             "it was ended"
@@ -266,13 +266,10 @@ class RankEnd:
 
     def by_drain(self, notice: str) -> Failure:
         """Return the failure of a rank that left its group because its node will be taken away."""
-        step, phase = self._position()
+        step, phase = self.position
         completed = max(0, step - 1)
         title = f"{self.name} left after step {completed}: its node is being drained{notice}"
         return Failure(self.slot, "drained", title, step, phase, facts=self.facts)
-
-    def _position(self) -> tuple[int, str]:
-        return ProgressFile.read(self.spec.progress(self.slot)) or (0, "init")
 
     def _exit_record(self, record_by: float) -> dict[str, Any]:
         """Return how the process ended, waiting for its record; empty if none is written."""
@@ -287,4 +284,6 @@ class RankEnd:
 
 
 def _rank_end(group: WorkerGroup, slot: int) -> RankEnd:
-    return RankEnd(slot, group.facts[slot], group.spec, group.clock)
+    known = group.position(slot)
+    position = Position(0, "init") if known is None else known[0]
+    return RankEnd(slot, group.facts[slot], group.spec, position, group.clock)

@@ -13,6 +13,14 @@ from typing import Any
 import ray
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
+TOKENS_SINCE = (2, 52)  # the first Ray that can ask for a token
+
+
+def has_tokens(version: str = ray.__version__) -> bool:
+    """Return whether a Ray of this version can ask for a token."""
+    major, minor = version.split(".")[:2]
+    return (int(major), int(minor)) >= TOKENS_SINCE
+
 
 def draining_nodes(api: Any) -> dict[str, Any]:
     """Return the nodes that Ray is draining, by their id. A frozen head blocks this call."""

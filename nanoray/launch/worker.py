@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import logging
 import os
 import queue
 import threading
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -29,6 +31,7 @@ from nanoray.faults.proc import start_time
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.launch.gauges import MessageQueue, RayMetrics
 from nanoray.launch.silence import DriverSilence
+from nanoray.mapped import restore_missing
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.run import RunSpec, recovers_in_place
 
@@ -244,7 +247,8 @@ class Worker:
         except Exception as error:  # the driver compares it with what other ranks report
             log.exception("rank %d failed", self._rank)
             self._end_if_orphaned()
-            step, phase = ProgressFile.read(run.progress(self._rank)) or (0, "init")
+            position = ProgressFile.read_own(run.progress(self._rank))
+            step, phase, _, _ = position or (0, "init", UNKNOWN, 0.0)
             return {
                 "ok": False,
                 "kind": _kind_of(error, rendezvous),
@@ -299,6 +303,7 @@ class Worker:
         mark = self._spec.folder / "logs" / name
         # O_EXCL: of several ranks that create the file at once, one succeeds.
         with suppress(OSError):
+            mark.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             return True
         return False
@@ -335,6 +340,9 @@ class Worker:
         """
         deadline = time.monotonic() + patience_s
         self._silence.note_call(next_within_s=patience_s)
+        # Another program may have removed the file that shows this rank's position to others.
+        for path in restore_missing():
+            logging.getLogger("nanoray").warning("%s was removed; it is written anew", path)
         while True:
             # Read the spec before `waiting`: `_rejoin` clears `waiting` before it sets the next
             # spec, so no heartbeat says that a rank waits in the attempt that it has just joined.
@@ -342,7 +350,7 @@ class Worker:
             position = None
             attempt = -1
             if spec:
-                position = ProgressFile.read_all(spec.progress(self._rank or 0))
+                position = ProgressFile.read_own(spec.progress(self._rank or 0))
                 attempt = spec.attempt
             step, phase, base, written_at = position or (0, "init", UNKNOWN, 0.0)
             heartbeat = Heartbeat(step, phase, base, written_at, attempt, self._waiting.is_set())
@@ -362,7 +370,9 @@ class Worker:
         """Append the stacks of all threads to the log; return the number of started collectives."""
         from nanoray.mesh.mesh import collectives_started
 
-        with open(log_file, "a", encoding="utf-8") as file:
+        path = Path(log_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
             file.write("stacks of all threads of this rank, because no rank makes progress:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)

@@ -33,8 +33,9 @@ from nanoray.compat import (
     process_groups,
     restart_group_names,
 )
-from nanoray.errors import RankDiffers, RendezvousError
+from nanoray.errors import GroupNotFormed, NanorayError, RankDiffers, RendezvousError
 from nanoray.mesh import wire
+from nanoray.mesh.interfaces import own_interfaces, require_interfaces
 from nanoray.mesh.rendezvous import PATIENCE_S, Order, Rendezvous, T, connect_store, public_name
 from nanoray.mesh.wire import SealedStore
 from nanoray.points import reached
@@ -297,7 +298,8 @@ def join(
     """Meet the other ranks, check that all have the same `facts`, and form the groups. (all ranks)
 
     `store` is the server that rank 0 opened with `open_store`, if any. Raises RendezvousError with
-    the absent ranks, or with the fact that differs and both values.
+    the absent ranks, or with the fact that differs and both values; ConfigError for an interface
+    that this host does not have.
     """
     r = rendezvous
     device = torch.device(r.device)
@@ -307,6 +309,9 @@ def join(
     if r.world_size == 1:
         reason = "one rank: no process group"
         return Mesh(0, 1, 0, device, "none", reason, slot=r.slot, slots=r.slots)
+
+    # What fails in the same way each time is refused before anyone waits for this rank.
+    require_interfaces(os.environ, r.backend)
 
     # Meet in the store, under a name and with a seal that only ranks of this run can make.
     deadline = time.monotonic() + init_timeout_s
@@ -321,22 +326,18 @@ def join(
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     _roll_call(sealed, r, facts, deadline)
 
-    # The group of all ranks, for gradients. Its addresses are sealed, too, but for NCCL, whose
-    # threads call the store even at exit: it gets the plain one.
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        r.backend,
-        store=dist.PrefixStore("default", plain if is_nccl else sealed),
-        rank=r.rank,
-        world_size=r.world_size,
-        timeout=timeout,
-        device_id=device if is_nccl else None,
-    )
-    reached("groups")
-
-    patience = timedelta(seconds=max(timeout_s, PATIENCE_S))
-    control_group = dist.new_group(backend="gloo", timeout=timeout)
-    patient_group = dist.new_group(backend="gloo", timeout=patience)
+    try:
+        control_group, patient_group = _form_groups(r, sealed, plain, timeout_s, device)
+    except NanorayError:
+        raise
+    except Exception as error:  # torch raises several types here, with texts of C++
+        reason = " ".join(str(error).split())[:300]
+        raise GroupNotFormed(
+            f"rank {r.rank} of {r.world_size} met the others, but could not connect to them over "
+            f"{r.backend} ({reason}); look at their logs; if they offer addresses that cannot be "
+            "reached from here, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on each host to one "
+            f"of its interfaces (here: {', '.join(own_interfaces())})"
+        ) from error
     return Mesh(
         rank=r.rank,
         world_size=r.world_size,
@@ -352,6 +353,34 @@ def join(
         slots=r.slots,
         abortable=r.abortable,
     )
+
+
+def _form_groups(
+    r: Rendezvous,
+    sealed: SealedStore,
+    plain: dist.PrefixStore,
+    timeout_s: float,
+    device: torch.device,
+) -> tuple[ProcessGroup, ProcessGroup]:
+    """Form the default group; return the control group and the patient group. (all ranks)"""
+    # The group of all ranks, for gradients. Its addresses are sealed, too, but for NCCL, whose
+    # threads call the store even at exit: it gets the plain one.
+    is_nccl = r.backend == "nccl"
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        r.backend,
+        store=dist.PrefixStore("default", plain if is_nccl else sealed),
+        rank=r.rank,
+        world_size=r.world_size,
+        timeout=timeout,
+        device_id=device if is_nccl else None,
+    )
+    reached("groups")
+
+    patience = timedelta(seconds=max(timeout_s, PATIENCE_S))
+    control_group = dist.new_group(backend="gloo", timeout=timeout)
+    patient_group = dist.new_group(backend="gloo", timeout=patience)
+    return control_group, patient_group
 
 
 def _roll_call(store: Any, r: Rendezvous, facts: Mapping[str, str], deadline: float) -> None:

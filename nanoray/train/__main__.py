@@ -1,19 +1,25 @@
-"""`python -m nanoray.train`: train in this process, alone or as a rank of torchrun. No Ray."""
+"""`python -m nanoray.train`: train in this process, alone or as a launcher's rank. No Ray.
+
+Launchers are torchrun, srun, mpirun, or others that set RANK and WORLD_SIZE: mesh/launchers.py.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
+import shlex
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.resume import open_run
 from nanoray.cli import Loaded, handle_stop_signals, require_script, run_command
 from nanoray.config import Config, resolve_batch
@@ -21,9 +27,13 @@ from nanoray.data.prepare import prepare
 from nanoray.devices.choose import require_compiler
 from nanoray.devices.gpus import take_own_slice
 from nanoray.devices.host import available_cpus
-from nanoray.errors import ConfigError, NanorayError, RendezvousError
+from nanoray.errors import ConfigError, NanorayError, RendezvousError, WorkerFailed
+from nanoray.faults.cause import is_collective_error
 from nanoray.forecast.dry_run import dry_run_lines, plan
 from nanoray.forecast.scale import forecast_lines
+from nanoray.mapped import restore_missing
+from nanoray.mesh.interfaces import require_interfaces
+from nanoray.mesh.launchers import place_of
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import (
     Order,
@@ -34,21 +44,25 @@ from nanoray.mesh.rendezvous import (
     runtime_nccl_version,
 )
 from nanoray.run import RunSpec, lock_run, summary_on_failure, write_attempt, write_summary
+from nanoray.train.launcher import watch_launcher
 from nanoray.train.own.program import Program, dry_run
 from nanoray.train.own.run import Run
 from nanoray.train.recipe import train
 from nanoray.train.report import closing_lines
 from nanoray.train.watch.console import choose_console
+from nanoray.train.watch.observers import Callback
+
+log = logging.getLogger("nanoray")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `python -m nanoray.train` and return the exit code."""
-    what = "Train in this process; under torchrun, as one rank of many. No Ray."
+    what = "Train in this process; under torchrun, srun or mpirun, as one rank of many. No Ray."
     return run_command(run_here, argv, "python -m nanoray.train", what)
 
 
 def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None = None) -> int:
-    """Train in this process, as the only rank or as one of torchrun's; return the exit code.
+    """Train in this process, as the only rank or as one of a launcher's; return the exit code.
 
     `main` is a script's function that trains a model of its own.
     """
@@ -57,6 +71,7 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
         print("\n".join(forecast_lines(loaded, loaded.scale)))
         return 0
     run_rank = Program(main, loaded.given) if main else train
+    place = place_of(os.environ)
     rendezvous = _local_rendezvous(loaded.config)
     config, ranks = loaded.config, rendezvous.world_size
     if config.workers not in ("auto", rendezvous.world_size):
@@ -68,25 +83,33 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
     if loaded.dry_run:
         print_dry_run(loaded, rendezvous, main)
         return 0
+    if ranks > 1:
+        require_interfaces(os.environ)
 
     # An impossible batch fails before the ranks meet. With scaling it is not known yet.
     if config.scaling == "none":
         resolve_batch(config, Layout.of(config, ranks).dp)
 
-    # (all ranks) Agree on backend and run folder, in torchrun's store.
+    # (all ranks) Agree on backend and run folder, in the launcher's store or in rank 0's.
     store = None
     if rendezvous.world_size > 1 or rendezvous.agent_store:
         store = connect_store(rendezvous, config.init_timeout_s)
     rendezvous = _with_backend(rendezvous, config, store)
     spec = _shared_spec(loaded, rendezvous, store, started)
+    if place:
+        spec = replace(spec, notes=(place.describe(), *spec.notes))
 
     # Train. Rank 0 prints, and writes a summary also when the run fails.
     stop = StopSignals()
+    watch_launcher(place, stop.launcher_ended)
     is_first = rendezvous.rank == 0
-    watchers = []
+    watchers: list[Callback] = []
     if is_first:
-        watchers.append(choose_console(spec.config.max_steps, loaded.quiet))
-    with summary_on_failure(spec) if is_first else nullcontext():
+        watchers = [FolderWatch(spec), choose_console(spec.config.max_steps, loaded.quiet)]
+    with (
+        summary_on_failure(spec) if is_first else nullcontext(),
+        _lost_peer_in_one_line(spec, rendezvous.rank),
+    ):
         outcome = run_rank(spec, rendezvous, watchers, stop.wanted, store)
 
     # All ranks report a stop by signal, also those without one, so that a supervisor treats them in
@@ -104,6 +127,25 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+@contextmanager
+def _lost_peer_in_one_line(spec: RunSpec, rank: int) -> Iterator[None]:
+    """Raise WorkerFailed for a collective that lost its peer; its traceback goes to the log."""
+    try:
+        yield
+    except NanorayError:
+        raise
+    except Exception as error:
+        if not is_collective_error(error):
+            raise
+        log.exception("rank %d lost a peer", rank)
+        reason = " ".join(str(error).split())[:200]
+        raise WorkerFailed(
+            f"rank {rank} lost another rank ({reason}); look at the output of the one that ended "
+            f"first, and at {spec.log(rank)}; then start the command again with --resume "
+            f"{shlex.quote(str(spec.folder))}"
+        ) from error
 
 
 def print_dry_run(
@@ -207,10 +249,32 @@ def _with_backend(rendezvous: Rendezvous, config: Config, store: Any) -> Rendezv
     return replace(rendezvous, backend=choice.backend, backend_reason=choice.reason, env=env)
 
 
-class StopSignals:
-    """Turn SIGINT, SIGTERM and SIGHUP into a request to stop after this step.
+class FolderWatch:
+    """An observer that makes anew what another program removes from the run's folder."""
 
-    A second SIGINT ends the process at once.
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._keeper = FolderKeeper(spec)
+
+    def on_note(self, text: str) -> None:
+        """Look at the folder with the records alone."""
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Look at the folder, before the record is written into it."""
+        line = self._keeper.check(self._spec)
+        if line:
+            print(line, flush=True)
+        restore_missing()
+
+    def close(self) -> None:
+        """Look once more: the last checkpoint needs the run's configuration beside it."""
+        self.on_record({})
+
+
+class StopSignals:
+    """Turn SIGINT, SIGTERM, SIGHUP and the end of the launcher into a request to stop.
+
+    The run stops after this step. A second SIGINT ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -227,6 +291,14 @@ class StopSignals:
     def wanted(self) -> Order:
         """Return STOP after a signal, else GO_ON."""
         return Order.STOP if self._signal else Order.GO_ON
+
+    def launcher_ended(self, launcher: str) -> None:
+        """Stop as SIGTERM would: the launcher that started this rank is gone. (any thread)"""
+        line = f"{launcher}, which started this rank, is gone: stopping after this step"
+        log.warning(line)
+        self._signal = self._signal or signal.SIGTERM
+        with suppress(OSError):  # the terminal may be gone, too
+            os.write(2, f"\n{line}, with a checkpoint\n".encode())
 
     @property
     def exit_code(self) -> int:

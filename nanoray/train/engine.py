@@ -25,7 +25,7 @@ from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state import TrainState, Update, rng_state, set_rng_state
+from nanoray.state import Rate, TrainState, Update, rng_state, set_rng_state
 from nanoray.train.evaluate import evaluate
 from nanoray.train.guard import replicas
 from nanoray.train.guard.audit import Audit
@@ -129,9 +129,13 @@ class Engine:
             # is read when the step is done.
             vote = mesh.start_vote(self.wanted())
 
-            # The learning rate is a function of the step alone, so a resume needs no schedule.
-            lr = lr_at(state.step, cfg)
-            set_lr(state.optimizers, lr)
+            # The learning rate is a function of the step alone, so a resume needs no schedule. Or a
+            # script's own schedulers have set the rates after the step before.
+            if state.schedule is not None:
+                lr = state.schedule.lr
+            else:
+                lr = lr_at(state.step, cfg)
+                set_lr(state.optimizers, lr)
 
             # (all ranks) In an audited step this rank first computes a micro batch of the next one.
             # Seeds depend on the data rank, so both must get the same bits.
@@ -200,6 +204,8 @@ class Engine:
                 par.clip(cfg.grad_clip, norm)
             left_out = self.scaler.step(state.optimizer, verdict.leave_out, state.optimizers[1:])
             state.advance(samples_per_step, Update(norm, left_out))
+            if state.schedule is not None:
+                state.schedule.step(state.optimizers)
 
             # (all ranks) With sharded optimizer state the owners of the weights send them to the
             # others, beside the work that follows.
@@ -295,11 +301,16 @@ class Engine:
         # describe() fills in the mean loss of all ranks.
         step = (
             f"at step {bad.step} the loss is {{loss:.4g}} and the gradient norm {bad.norm:.4g} "
-            f"(lr {lr_at(bad.step - 1, self.cfg):.3g}, samples {start} to {start + size - 1}); "
-            f"{repeated}"
+            f"({self.rate_of(bad.step)}samples {start} to {start + size - 1}); {repeated}"
         )
         finding = Finding(bad.loss, layer, self.batches.describe(start, micro))
         return describe(self.mesh, step, finding)
+
+    def rate_of(self, step: int) -> str:
+        """Return the learning rate of a step for a message; of a script's own, nothing is known."""
+        if self.state.schedule is not None:
+            return ""
+        return f"lr {lr_at(step - 1, self.cfg):.3g}, "
 
     def roll_back(self, why: str) -> None:
         """Load the newest valid checkpoint; continue with the data after this step. (all ranks)"""
@@ -337,13 +348,15 @@ class Engine:
         self.watch.end_step()
         return order
 
-    def begin_record(self, loss: float, lr: float, grad_norm: float) -> None:
+    def begin_record(self, loss: float, lr: Rate, grad_norm: float) -> None:
         """Begin the record of the newest step. (all ranks)
 
         Raises TrainingDiverged when the fp16 loss scale is exhausted.
         """
         state = self.state
         session = state.session
+        if lr is not None:
+            lr = float(lr)  # a script may have given a tensor
         record = self.recorder.values(loss, lr, grad_norm, self.is_regular(state.step))
         session.record = record
         if self.scaler.enabled:
@@ -393,15 +406,19 @@ class Engine:
 
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss of the newest step, and its other scores. (all ranks)"""
-        return evaluate(
+        state = self.state
+        scores = evaluate(
             self.mesh,
             self.par,
-            self.state,
+            state,
             self.batches,
             self.workload,
             self.cfg.eval_samples,
             self.phase,
         )
+        if state.schedule is not None and state.scalars.val_loss is not None:
+            state.schedule.see_loss(state.scalars.val_loss, state.optimizers)
+        return scores
 
     def report(self, record: dict[str, Any]) -> None:
         """Pass the newest record to the observers; all ranks keep it, in case rank 0 is lost."""

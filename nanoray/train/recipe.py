@@ -254,6 +254,7 @@ class Recipe:
         fp16_scaler = self.scaler if self.scaler.enabled else None
         self.guards = Guards(cfg, self.batch_for(mesh), mesh.device, fp16_scaler)
         self.state = TrainState(model, task.optimizer(model, None), self.scaler, self.guards)
+        self.state.schedule = task.schedule
         self.data = self.task.data(mesh.device)
 
         # Whatever observes.

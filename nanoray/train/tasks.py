@@ -22,6 +22,7 @@ from nanoray.models.precision import autocast
 from nanoray.models.resnet import ResNetShape, loss_and_accuracy
 from nanoray.models.sampling import generate
 from nanoray.run import RunSpec
+from nanoray.state import Schedule
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.watch.observers import short
 from nanoray.train.workload import Workload
@@ -41,6 +42,10 @@ class Task(Protocol):
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
         """Return the optimizer of the model's parameters, or of these shards of them."""
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The rates of a script's optimizer; None: the configuration sets them in each step."""
 
     @property
     def loss(self) -> Loss | None:
@@ -79,6 +84,7 @@ class ConfiguredTask:
     """The base of the tasks whose model and optimizer the configuration describes."""
 
     loss: Loss | None = None  # the model returns its mean loss, given targets
+    schedule: Schedule | None = None  # the configuration sets the rates
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec

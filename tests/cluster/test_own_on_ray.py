@@ -9,9 +9,8 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.harness.cluster import Cluster, fired, losses, no_actors_left, reports, weights
+from tests.harness.cluster import Cluster, assert_same_run, fired, no_actors_left, reports
 from tests.harness.commands import run
 
 pytestmark = [pytest.mark.slow]
@@ -69,7 +68,5 @@ def test_a_killed_rank_of_a_script_is_replaced(cluster: Cluster, tmp_path: Path,
     assert fired(tmp_path / "out") == ["kill"], output
     found = [(report["recovery"], report["steps_repeated"]) for report in reports(tmp_path / "out")]
     assert found == [("in_place", 0)], output
-    assert losses(tmp_path / "out") == losses(tmp_path / "clean")
-    ours, theirs = weights(tmp_path / "out"), weights(tmp_path / "clean")
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_run(tmp_path / "out", tmp_path / "clean")
     assert no_actors_left(cluster)

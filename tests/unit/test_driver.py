@@ -8,6 +8,7 @@ faults is tried.
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,53 @@ def test_a_hung_rank_is_ended_and_replaced(tmp_path: Path, frozen: bool, why: st
         in report["title"]
     )
     assert report["detect_s"] == pytest.approx(60, abs=1.5)
+
+
+# What other programs remove.
+
+
+@pytest.mark.parametrize("gone", ["progress", "logs", "folder"])
+def test_a_rank_whose_files_are_removed_is_not_taken_for_hung(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: str
+) -> None:
+    """Its position is then that of its heartbeats. The folders are made anew, with one line."""
+
+    def remove() -> None:
+        if gone == "progress":
+            run.spec.progress(1).unlink()
+        elif gone == "logs":
+            shutil.rmtree(run.spec.folder / "logs")
+        else:
+            run.spec.folder.rename(tmp_path / "moved")
+
+    run = Run(tmp_path / "run", hang_timeout=2.0)
+    run.ray.at(10.3, remove)
+    # A rank that reports step 0 for good would be ended 2 s later.
+    run.ray.at(20.3, run.ray.die, 2, how="memory")
+    assert ended_well(run())
+    assert run.causes == [(2, "out_of_memory")]
+    (report,) = run.reports
+    assert (report["step"], report["phase"]) == (21, "backward")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(lines) == (gone != "progress"), lines
+    if lines:
+        assert "made anew, and training goes on" in lines[0]
+        assert (run.spec.folder / "checkpoints").is_dir()
+
+
+def test_the_position_of_a_dead_rank_without_a_file_is_that_of_its_last_heartbeat(
+    tmp_path: Path,
+) -> None:
+    def remove_and_die() -> None:
+        run.spec.progress(1).unlink()
+        run.ray.die(1, how="memory")
+
+    run = Run(tmp_path)
+    # A rank that has died writes no file anew.
+    run.ray.at(10.3, remove_and_die)
+    assert ended_well(run())
+    (report,) = run.reports
+    assert (report["step"], report["phase"], report["steps_repeated"]) == (11, "backward", 0)
 
 
 def test_refused_is_not_tried_again_and_keeps_its_exit_code(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from nanoray.launch import ray_compat
+
 ROOT = Path(__file__).resolve().parents[2]
 COMPATIBILITY = {"nanoray/compat.py", "nanoray/launch/ray_compat.py"}
 SOURCES = {
@@ -105,6 +107,13 @@ def pinned() -> dict[str, Version]:
         if equals:
             found[name] = Version(version.strip())
     return found
+
+
+@pytest.mark.parametrize(
+    ("version", "has"), [("2.50.0", False), ("2.51.2", False), ("2.52.0", True), ("3.0.0rc1", True)]
+)
+def test_rays_that_can_ask_for_a_token(version: str, has: bool) -> None:
+    assert ray_compat.has_tokens(version) == has
 
 
 @pytest.mark.parametrize("name", ["torch", "ray"])

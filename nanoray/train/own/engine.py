@@ -28,8 +28,17 @@ from nanoray.train.own.checks import (
     require_module,
     require_trainable,
 )
-from nanoray.train.own.optimizer import group_of, require_plain_state
+from nanoray.train.own.optimizer import (
+    optimizer_of,
+    require_all_parameters,
+    require_elementwise,
+)
 from nanoray.train.own.run import Run
+from nanoray.train.own.schedule import (
+    OwnSchedule,
+    require_no_other_scheduler,
+    schedulers_of,
+)
 from nanoray.train.own.task import Given, LossFn, OwnTask
 from nanoray.train.own.trial import fill_lazy_parameters
 from nanoray.train.recipe import train
@@ -41,18 +50,21 @@ class RuntimeEngine:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         run: Run,
         loss_fn: LossFn | None = None,
         callbacks: Sequence[Callback] = (),
+        scheduler: Any = None,
     ) -> None:
         """Take a model and the optimizer of its parameters. All ranks start from rank 0's weights.
 
         The loss of a batch is loss_fn(model(inputs), targets), a mean over the batch; without
-        `loss_fn`, model(inputs, targets). The optimizer keeps its rates and groups; `lr` and
-        `schedule` of the configuration replace the rate of its first group, and the others keep
-        their ratio to it. torch's BatchNorm is replaced, in place, by one whose running statistics
-        are equal on all ranks (models/batch_norm.py).
+        `loss_fn`, model(inputs, targets). Several optimizers are stepped in their order. They keep
+        their rates and groups, unless the configuration sets `lr`, `schedule` or `warmup_steps`:
+        then the rate of the first group follows it, and the others keep their ratio to it. A
+        `scheduler` of torch, a list of them, or a function that returns the factor of the rate
+        after so many steps, is stepped once per optimizer step. torch's BatchNorm is replaced, in
+        place, by one whose running statistics are equal on all ranks (models/batch_norm.py).
         """
         require_module(model)
         require_loss_fn(loss_fn)
@@ -61,10 +73,15 @@ class RuntimeEngine:
         self.run = run
         self.loss_fn = loss_fn
         self.callbacks = callbacks
-        groups = group_of(model, optimizer)
-        require_plain_state(optimizer)
-        self._given = Given(model, optimizer, loss_fn, groups, run)
-        # A lazy norm has no channels before its first batch.
+        one = optimizer_of(optimizer)
+        updated = require_all_parameters(model, one)
+        schedulers = schedulers_of(scheduler, one)
+        require_no_other_scheduler(one, schedulers)
+        if run.config.sharded:
+            require_elementwise(one, run.config.dp_mode)
+        self._given = Given(model, one, loss_fn, updated, run, OwnSchedule(schedulers, one))
+        # torch's BatchNorm would let running statistics drift apart. A lazy norm has no channels
+        # before its first batch.
         if not lazy_parameters(model):
             replace_norms(model)
 

@@ -19,10 +19,14 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.run import RunSpec
 from nanoray.train.own.run import Run
+from nanoray.train.own.schedule import OwnSchedule
+from nanoray.train.own.shards import cut_optimizer, follow_parameters
 from nanoray.train.own.trial import Subject, try_model
 from nanoray.train.tasks import Loss, RankStates
 from nanoray.train.workload import Workload
 
+# Keys of the configuration that set the learning rates
+RATES = ("lr", "min_lr", "schedule", "warmup_steps", "decay_fraction")
 LossFn = Callable[[Any, Any], Tensor]  # (the model's output, targets) -> mean loss
 
 
@@ -33,8 +37,9 @@ class Given:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss_fn: LossFn | None
-    groups: dict[str, int]  # the number of the optimizer's group of each parameter, by name
+    updated: dict[str, nn.Parameter]  # the optimizer's parameters, by their names in the model
     run: Run
+    schedule: OwnSchedule
 
 
 class OwnTask:
@@ -54,35 +59,60 @@ class OwnTask:
         self._train_data = train_data
         self._val_data = val_data
 
+    @property
+    def schedule(self) -> OwnSchedule | None:
+        """The script's own rates; None: the configuration sets them.
+
+        Raises ConfigError where both do.
+        """
+        own = self._given.schedule
+        set_by_config = [key for key in RATES if key in self._given.run.given]
+        if set_by_config and own.has_state:
+            raise ConfigError(
+                f"the configuration sets {', '.join(set_by_config)}, and the script gives a "
+                "scheduler; set the rates by one of them"
+            )
+        return None if set_by_config else own
+
     def settings(self) -> dict[str, Any]:
         """Return the keys of the configuration that the optimizer and the call of `fit` decide.
 
         Raises ConfigError for learning rates that contradict each other.
         """
+        settings: dict[str, Any] = {}
+        if self._steps is not None:
+            settings["max_steps"] = self._steps
+        if self._val_data is None:
+            settings["eval_every"] = 0
+        cfg = self._spec.config.model_copy(update=settings)
+
+        # The script's own rates. Those of the configuration are for the record alone then.
+        lr = self._given.optimizer.param_groups[0].get("lr", 0.0)
+        if self.schedule is not None:
+            self.schedule.require_fit(cfg.max_steps, cfg.eval_every)
+            if lr > 0:
+                settings["lr"] = float(lr)
+                settings["min_lr"] = float(lr)
+            return settings
+
         # Keys that the script has set itself stay as they are.
         keys = self._given.run.given
-        lr = self._given.optimizer.param_groups[0]["lr"]
         if not lr > 0:
             raise ConfigError(
                 f"the optimizer's first group has lr = {lr:g}, and the schedule sets all groups in "
                 "proportion to it; give it a rate above 0, and freeze weights with "
                 "requires_grad_(False)"
             )
-        if "lr" not in keys and "min_lr" in keys and self._spec.config.min_lr > lr:
+        lr = float(lr)
+        if "lr" not in keys and "min_lr" in keys and cfg.min_lr > lr:
             raise ConfigError(
-                f"min_lr = {self._spec.config.min_lr:g} is above the optimizer's lr = {lr:g}; "
+                f"min_lr = {cfg.min_lr:g} is above the optimizer's lr = {lr:g}; "
                 "lower min_lr, or give the optimizer a larger lr"
             )
-
-        settings: dict[str, Any] = {}
         if "lr" not in keys:
             settings["lr"] = lr
             if "min_lr" not in keys:
                 settings["min_lr"] = 0.1 * lr
-        if self._steps is not None:
-            settings["max_steps"] = self._steps
-        if self._val_data is None:
-            settings["eval_every"] = 0
         return settings
 
     def model(self) -> nn.Module:
@@ -97,30 +127,31 @@ class OwnTask:
         return model
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
-        """Return the script's optimizer; for shards, one of its class with the same groups."""
+        """Return the script's optimizer; for shards, a copy of it over them."""
         own = self._given.optimizer
-        first_lr = own.param_groups[0]["lr"]
-        # The schedule sets the first group's rate, and keeps the ratios of the others to it.
         for group in own.param_groups:
-            group.setdefault("lr_factor", group["lr"] / first_lr)
+            if group.get("capturable") and not any(p.is_cuda for p in group["params"]):
+                raise ConfigError(
+                    "the optimizer is capturable, which works on a GPU only, but this rank trains "
+                    "on a CPU; make it without capturable=True"
+                )
+        # The schedule of the configuration sets the first group's rate, and keeps the ratios of the
+        # others to it.
+        if self.schedule is None:
+            first_lr = float(own.param_groups[0]["lr"])
+            for group in own.param_groups:
+                group.setdefault("lr_factor", float(group["lr"]) / first_lr)
         if shards is None:
+            follow_parameters(own)
             return own
 
-        # torch refuses a group without parameters, and a rank may have no element of one.
-        groups: list[dict[str, Any]] = []
-        for number, group in enumerate(own.param_groups):
-            params = []
-            for shard in shards:
-                if self._given.groups.get(shard.piece.name) == number:
-                    params.append(shard.param)
-            if params:
-                groups.append({**group, "params": params})
-        if not groups:
+        held = {shard.piece.name: shard for shard in shards}
+        if not held.keys() & self._given.updated.keys():
             raise ConfigError(
                 f"dp_mode = {self._spec.config.dp_mode} leaves rank {self._given.run.rank} no "
                 "element of this small model; use fewer ranks, or dp_mode ddp"
             )
-        return type(own)(groups, lr=first_lr)  # type: ignore[call-arg]
+        return cut_optimizer(own, self._given.updated, held)
 
     def loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
         loss_fn = self._given.loss_fn

@@ -288,7 +288,10 @@ class MemoryTimeline:
         return [local_of(grad) for grad in (*own, *self._par.gradients)]
 
     def _optimizer(self) -> list[Any]:
-        return [value for kept in self._state.optimizer.state.values() for value in kept.values()]
+        tensors = []
+        for kept in self._state.optimizer.state.values():
+            tensors += [value for value in kept.values() if isinstance(value, Tensor)]
+        return tensors
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._inside.append(name)

@@ -64,7 +64,8 @@ class JsonlWriter:
     """metrics.jsonl: one line per logged step, written before the step's checkpoint.
 
     Opening it at `resume_step` drops the records after that step, which the resumed run writes
-    again. While the disk is full, records wait in memory.
+    again. While the disk is full, records wait in memory. A file that another program removes or
+    moves is written anew, with all its records: this process still has the removed one open.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -115,10 +116,24 @@ class JsonlWriter:
         self._write()
 
     def _write(self) -> None:
+        if self._waiting:
+            self._restore()
         # In order, and a record leaves the queue only when it is written.
         while self._waiting:
             write_whole(self._fd, self._waiting[0][1])
             self._waiting.popleft()
+
+    def _restore(self) -> None:
+        """Write the file anew if it is missing, and open another one that took its place."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
+                return
+        if not self._path.exists():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            records = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+            replace_bytes(self._path, records, sync=False)
+        os.close(self._fd)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND)
 
     def close(self) -> None:
         """Write what waits, and close the file. Raises OSError."""
@@ -248,7 +263,8 @@ class Console:
             parts.append(f"val {record['val/loss']:.4f}")
         if "val/accuracy" in record:
             parts.append(f"accuracy {100 * record['val/accuracy']:.1f} %")
-        parts.append(f"lr {record['train/lr']:.1e}")
+        if "train/lr" in record:
+            parts.append(f"lr {record['train/lr']:.1e}")
         parts.append(f"gnorm {record.get('train/grad_norm', nan):.2f}")
         if "time/step_ms" in record:
             parts.append(f"{record['time/step_ms']:.3g} ms")
