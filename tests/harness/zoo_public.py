@@ -24,6 +24,20 @@ LENGTH = 6
 MODES = ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp")
 
 
+def one_optimizer(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return SGD of all that is trained: it shows a wrong factor, and a gradient of zeros."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [torch.optim.SGD(trained, lr=0.05, momentum=0.9, weight_decay=0.1)]
+
+
+def two_optimizers(model: Any) -> list[torch.optim.Optimizer]:
+    """Return an optimizer for each of the networks of a GAN."""
+    return [
+        torch.optim.SGD(model.critic.parameters(), lr=0.05, momentum=0.5),
+        torch.optim.AdamW(model.generator.parameters(), lr=0.01, weight_decay=0.1),
+    ]
+
+
 @dataclass(frozen=True)
 class Kind(Exhibit):
     """A kind of module, with what a user should know of it."""
@@ -33,6 +47,7 @@ class Kind(Exhibit):
     apart: bool = False
     note: str = ""
     everyday: bool = False  # part of the tests that run with each change
+    optimizers: Callable[[nn.Module], list[torch.optim.Optimizer]] = one_optimizer
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -366,6 +381,23 @@ def vae_loss(output: tuple[Tensor, Tensor, Tensor], y: Tensor) -> Tensor:
     decoded, mean, log_var = output
     code = 0.5 * (mean.square() + log_var.exp() - 1 - log_var).sum(1).mean()
     return F.mse_loss(decoded, y.expand(-1, WIDTH)) + 0.1 * code
+
+
+class Gan(nn.Module):
+    """A generator and a critic, each with a loss of its own in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+        self.critic = nn.Sequential(nn.Linear(WIDTH, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made = self.generator(torch.randn(len(x), 4, device=x.device))
+        of_critic = F.softplus(-self.critic(x)) + F.softplus(self.critic(made.detach()))
+        # The generator's loss passes through the critic, and leaves its weights alone.
+        fixed = {name: p.detach() for name, p in self.critic.named_parameters()}
+        rated = torch.func.functional_call(self.critic, fixed, (made,))
+        return of_critic.mean() + F.softplus(-rated).mean()
 
 
 class TwoHeads(nn.Module):
@@ -736,6 +768,17 @@ PUBLIC: list[Kind] = [
     ),
     Kind("frozen base in 16 bits", bf16_base, vectors),
     Kind("VAE, two losses", Vae, vectors, vae_loss, apart=True, note=DRAWS),
+    Kind(
+        "GAN, two optimizers",
+        Gan,
+        vectors,
+        None,
+        apart=True,
+        note="one forward with the losses of both, each detached from the other's weights",
+        everyday=True,
+        optimizers=two_optimizers,
+        tolerance=1e-4,
+    ),
     Kind("several heads, dict output", TwoHeads, vectors, two_tasks),
     Kind("siamese, shared towers", Siamese, pairs, margin),
     Kind("weight norm", Audio, waves),
@@ -745,7 +788,6 @@ PUBLIC: list[Kind] = [
         Spectral,
         vectors,
         note="each forward improves the estimate in its buffers",
-        everyday=True,
     ),
     Kind("parametrization", Parametrized, vectors),
     Kind("nn.ParameterList, nn.ParameterDict", Containers, vectors),

@@ -32,6 +32,7 @@ from nanoray.train.own.optimizer import (
     optimizer_of,
     require_all_parameters,
     require_elementwise,
+    require_resumable,
 )
 from nanoray.train.own.run import Run
 from nanoray.train.own.schedule import (
@@ -77,8 +78,6 @@ class RuntimeEngine:
         updated = require_all_parameters(model, one)
         schedulers = schedulers_of(scheduler, one)
         require_no_other_scheduler(one, schedulers)
-        if run.config.sharded:
-            require_elementwise(one, run.config.dp_mode)
         self._given = Given(model, one, loss_fn, updated, run, OwnSchedule(schedulers, one))
         # torch's BatchNorm would let running statistics drift apart. A lazy norm has no channels
         # before its first batch.
@@ -105,6 +104,9 @@ class RuntimeEngine:
             fill_lazy_parameters(self.model, self.loss_fn, *task.first_batch())
             replace_norms(self.model)
         require_trainable(self.model, run.config)
+        require_resumable(self._given.optimizer)
+        if run.config.sharded:
+            require_elementwise(self._given.optimizer, run.config.dp_mode)
 
         # A dry run, or `nanoray inspect`, ends the script here.
         if run.on_fit:
