@@ -1,6 +1,7 @@
 """Programs with a mistake that a user makes: each must be refused before step 1, in one line.
 
-WRONG lists them: a name, the program, and the words that the message must contain, in this order.
+The three tables list them: a name, the program, and the words that the message must contain, in this
+order.
 """
 
 from __future__ import annotations
@@ -239,10 +240,10 @@ class Overlapping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.all = nn.Parameter(torch.randn(4, 1))
-        self.half = nn.Parameter(self.all.data[:2])
+        self.part = nn.Parameter(self.all.data[:2])
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.all + x[:, :2] @ self.half
+        return x @ self.all + x[:, :2] @ self.part
 
 
 class Teacher(Model):
@@ -427,8 +428,7 @@ EVERY = (1, 2)
 _X = torch.zeros(4)
 _Y = torch.zeros(1)
 
-WRONG: dict[str, Wrong] = {
-    # The model
+WRONG_MODELS: dict[str, Wrong] = {
     "a function as the model": Wrong(
         partial(given_as, model=a_function, trained=nn.Linear(4, 1)),
         (
@@ -604,7 +604,7 @@ WRONG: dict[str, Wrong] = {
         settings={"micro_batch_size": 6},
     ),
     "two weights over one memory": wrong(
-        "all and half are two parameters over the same memory",
+        "all and part are two parameters over the same memory",
         "one parameter under two names",
         model=Overlapping,
         worlds=(2,),
@@ -617,7 +617,8 @@ WRONG: dict[str, Wrong] = {
         worlds=(2, 3),
         settings=FSDP,
     ),
-    # The loss
+}
+WRONG_LOSSES: dict[str, Wrong] = {
     "loss of a vector": wrong(
         "loss_fn returns a float32 tensor of shape",
         "not one number",
@@ -692,7 +693,8 @@ WRONG: dict[str, Wrong] = {
         "give RuntimeEngine a loss_fn",
         loss_fn=None,
     ),
-    # The data
+}
+WRONG_DATA: dict[str, Wrong] = {
     "an array": wrong(
         "the train data are a float32 array of shape (24, 4)",
         "TensorDataset(inputs, targets)",
@@ -793,3 +795,4 @@ WRONG: dict[str, Wrong] = {
         data=TensorDataset(inputs().long(), inputs().sum(1, keepdim=True)),
     ),
 }
+WRONG = WRONG_MODELS | WRONG_LOSSES | WRONG_DATA

@@ -1,6 +1,8 @@
 """Modules of the kinds that people train: in every mode and at any number of ranks as in plain torch.
 
 Each is trained to half of its steps, resumed to the end, and compared with one process.
+`python -m tests.ranks.test_zoo_public` writes the table of docs/own-models.md, which shows what these
+tests and those of the trial hold.
 """
 
 from __future__ import annotations
@@ -25,8 +27,12 @@ from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
 from tests.harness.lasting_ranks import LastingRanks
+from tests.harness.wrong_inputs import WRONG_DATA, WRONG_LOSSES, WRONG_MODELS
 from tests.harness.zoo_public import MODES, PUBLIC, Kind
 
+DOC = Path(__file__).resolve().parents[2] / "docs" / "own-models.md"
+BEGIN = "<!-- begin: python -m tests.ranks.test_zoo_public -->"
+END = "<!-- end -->"
 CPU = torch.device("cpu")
 BATCH = 12
 STEPS = 6
@@ -149,3 +155,46 @@ def test_kinds_of_modules_train_and_resume_as_in_plain_torch(tmp_path: Path, wor
 def test_all_kinds_do_so(tmp_path: Path, world: int) -> None:
     lines = wrong_kinds(PUBLIC, world, tmp_path)
     assert not lines, "\n".join(lines)
+
+
+# --- the table in the docs ---
+
+
+def table() -> str:
+    """Return what happens to each kind of module, and the mistakes that are refused."""
+    lines = [
+        "| kind of module | ddp, ddp_by_hand, zero1, zero2 | fsdp | |",
+        "| --- | --- | --- | --- |",
+    ]
+    for kind in PUBLIC:
+        cells = [cell(kind, MODES[:-1]), cell(kind, MODES[-1:])]
+        lines.append(f"| {kind.name} | {cells[0]} | {cells[1]} | {kind.note} |")
+
+    lines += ["", "| refused before step 1 | |", "| --- | --- |"]
+    mistakes = {"model": WRONG_MODELS, "loss": WRONG_LOSSES, "data": WRONG_DATA}
+    for what, wrong in mistakes.items():
+        lines.append(f"| {what} | {'; '.join(wrong)} |")
+    return "\n".join(lines)
+
+
+def cell(kind: Kind, modes: tuple[str, ...]) -> str:
+    """Return whether these modes train a kind."""
+    refusing = [mode for mode in modes if mode in kind.refused]
+    if not refusing:
+        return "as plain torch"
+    if len(refusing) == len(modes):
+        return "refused"
+    return f"as plain torch; refused by {', '.join(refusing)}"
+
+
+def test_the_docs_show_this_table() -> None:
+    _, _, rest = DOC.read_text("utf-8").partition(f"{BEGIN}\n")
+    shown, _, _ = rest.partition(f"\n{END}")
+    assert shown == table(), "run python -m tests.ranks.test_zoo_public"
+
+
+if __name__ == "__main__":
+    text = DOC.read_text("utf-8")
+    before, _, rest = text.partition(f"{BEGIN}\n")
+    _, _, after = rest.partition(f"\n{END}")
+    DOC.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", "utf-8")
