@@ -25,6 +25,7 @@ from nanoray.mesh.axis import Axis, axes_of, data_axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, whole_shards
+from nanoray.models.weighted import mean_of
 from nanoray.parallel import ep, pp, tp
 from nanoray.parallel.buckets import BY_HAND, Buckets
 from nanoray.parallel.compress import Compressor
@@ -36,6 +37,7 @@ from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import norm_of_owned
 from nanoray.parallel.statistics import RunningStatistics, has_statistics
 from nanoray.parallel.stream import PartialGradients
+from nanoray.parallel.weighted_flow import WeightedFlow
 
 Axes = Mapping[str, Axis]  # by name: dp, tp, pp, ep, and edp where ep cuts experts
 SHARDED = ("zero1", "zero2", "fsdp")  # modes in which a rank updates a part of the parameters
@@ -126,6 +128,11 @@ class Plan:
         return self._flow.whole
 
     @property
+    def is_weighted(self) -> bool:
+        """Whether losses come with weights; known after the warm-up."""
+        return isinstance(self._flow, WeightedFlow)
+
+    @property
     def knows_loss(self) -> bool:
         """Whether `whole` returns the loss on this rank: in a pipeline it does on the last stage."""
         return self._flow.has_loss
@@ -174,12 +181,10 @@ class Plan:
         # A plain run has no hooks: its step is the flow, and the mode in it.
         for hook in self._hooks:
             hook.begin()
-        total = self._flow.run(self._mode, micro_batches, phase, seed)
+        loss = self._flow.run(self._mode, micro_batches, phase, seed)
         for hook in self._hooks:
             hook.add_up()
 
-        # Every micro batch has the same size, so the mean of their means is the mean of all.
-        loss = total / self._accum
         self.own_losses = [loss]
         return loss
 
@@ -247,7 +252,7 @@ class Plan:
         a model that is whole on this rank.
         """
         # torch.autograd.grad leaves `.grad` and its hooks alone, so no bucket is filled.
-        loss = self._loss(self.model, x, y) / (self._accum * self._mode.divisor)
+        loss = mean_of(self._loss(self.model, x, y)) / (self._accum * self._mode.divisor)
         trained = self.trained
         gradients = torch.autograd.grad(
             self._scale(loss), list(trained.values()), allow_unused=True
@@ -265,6 +270,17 @@ class Plan:
         """
         self._flow.warm_up(self._mode, x, y)
         self.zero_grad()
+        # The first loss shows whether a script's losses come with weights.
+        if self._flow.found_weights and not self.is_weighted:
+            self._flow = WeightedFlow(
+                self.model,
+                self._accum,
+                self._loss,
+                self._scale,
+                self._mesh.device,
+                self.data,
+                self._compressor,
+            )
 
         # The second wrapper has buckets of its own, which are regrouped at its second forward.
         if self._mode.has_twin():
@@ -285,7 +301,7 @@ class Plan:
         self.zero_grad()
 
     def _backward(self, x: Tensor, y: Tensor) -> None:
-        self._scale(self._loss(self._mode.wrapped, x, y)).backward()
+        self._scale(mean_of(self._loss(self._mode.wrapped, x, y))).backward()
 
     # Measuring, and the end.
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from nanoray.models.weighted import Weighted
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.run import Run
 
@@ -328,6 +329,22 @@ def backward_inside(output: Tensor, y: Tensor) -> Any:
     loss = F.mse_loss(output, y)
     loss.backward()
     return loss
+
+
+def pair(output: Tensor, y: Tensor) -> Any:
+    return F.mse_loss(output, y, reduction="sum"), len(y)
+
+
+def weightless(output: Tensor, y: Tensor) -> Any:
+    return Weighted(F.mse_loss(output, y, reduction="sum"), None)  # type: ignore[arg-type]
+
+
+def below_zero(output: Tensor, y: Tensor) -> Any:
+    return Weighted(F.mse_loss(output, y, reduction="sum"), torch.tensor(-1.0))
+
+
+def vector_and_weight(output: Tensor, y: Tensor) -> Any:
+    return Weighted(F.mse_loss(output, y, reduction="none"), len(y))
 
 
 def raising(output: Tensor, y: Tensor) -> Any:
@@ -692,6 +709,18 @@ WRONG_LOSSES: dict[str, Wrong] = {
         "Sequential takes (input)",
         "give RuntimeEngine a loss_fn",
         loss_fn=None,
+    ),
+    "a pair of sum and weight": wrong(
+        "loss_fn returns a tuple", "nanoray.Weighted(sum=..., weight=...)", loss_fn=pair
+    ),
+    "weight is None": wrong(
+        "Weighted whose weight is None", "the number of targets", loss_fn=weightless
+    ),
+    "weight below 0": wrong(
+        "Weighted whose weight is the number -1.0", "0 or more", loss_fn=below_zero
+    ),
+    "sum of a vector": wrong(
+        "Weighted whose sum is a float32 tensor", "not one number", loss_fn=vector_and_weight
     ),
 }
 WRONG_DATA: dict[str, Wrong] = {

@@ -17,6 +17,7 @@ from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.own_models import own_lines
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
+from nanoray.models.weighted import LossValue, Weighted, mean_of
 from nanoray.run import RunSpec
 from nanoray.train.own.run import Run
 from nanoray.train.own.schedule import OwnSchedule
@@ -27,7 +28,8 @@ from nanoray.train.workload import Workload
 
 # Keys of the configuration that set the learning rates
 RATES = ("lr", "min_lr", "schedule", "warmup_steps", "decay_fraction")
-LossFn = Callable[[Any, Any], Tensor]  # (the model's output, targets) -> mean loss
+# (the model's output, targets) -> mean loss, or its sum and weight
+LossFn = Callable[[Any, Any], LossValue]
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class OwnTask:
         self._steps = steps
         self._train_data = train_data
         self._val_data = val_data
+        self._has_weights: bool | None = None  # whether losses come with weights; not known yet
 
     @property
     def schedule(self) -> OwnSchedule | None:
@@ -153,11 +156,25 @@ class OwnTask:
             )
         return cut_optimizer(own, self._given.updated, held)
 
-    def loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
+    def loss(self, model: nn.Module, x: Any, y: Any) -> LossValue:
+        """Return the loss of a batch. Raises ConfigError where a later one is of another kind."""
         loss_fn = self._given.loss_fn
-        if loss_fn is None:
-            return model(x, y)
-        return loss_fn(model(x), y)
+        loss = model(x, y) if loss_fn is None else loss_fn(model(x), y)
+
+        # All ranks add up weights, or none does.
+        has_weight = isinstance(loss, Weighted)
+        if self._has_weights is None:
+            self._has_weights = has_weight
+        if has_weight != self._has_weights:
+            raise ConfigError(
+                "the loss is nanoray.Weighted for some batches and a mean for others; return "
+                "nanoray.Weighted(sum=..., weight=...) for all of them"
+            )
+        return loss
+
+    def mean_loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
+        """Return the mean loss of a batch alone."""
+        return mean_of(self.loss(model, x, y))
 
     def data(self, device: torch.device) -> Samples:
         cfg = self._spec.config
@@ -265,7 +282,9 @@ class OwnTask:
         """Return the lines of a dry run. Reads one micro batch."""
         config, batch, example = self.example()
         given = self._given
-        return own_lines(config, given.model, given.optimizer, self.loss, batch, example, placement)
+        return own_lines(
+            config, given.model, given.optimizer, self.mean_loss, batch, example, placement
+        )
 
     def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
         return None

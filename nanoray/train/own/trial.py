@@ -8,6 +8,7 @@ again from their start. It costs one micro batch.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import traceback
 import warnings
@@ -26,6 +27,7 @@ from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import autocast
+from nanoray.models.weighted import Weighted
 from nanoray.train.own.checks import describe, lazy_parameters
 from nanoray.train.own.untouched import equal_bits, untouched
 
@@ -132,10 +134,10 @@ def _forward(subject: Subject, x: Any, y: Any) -> Tensor:
             loss = subject.loss_fn(output, y)
         if any(p.grad is not None for p in model.parameters()):
             raise Unfit("loss_fn calls backward, which nanoray does; let it return the loss alone")
-    _require_loss(loss, source, hint)
-    if not loss.requires_grad:
+    scalar = _scalar_of(loss, source, hint)
+    if not scalar.requires_grad:
         raise Unfit(_why_no_gradient(subject, output))
-    return loss
+    return scalar
 
 
 def _require_arguments(subject: Subject, arguments: tuple[Any, ...]) -> None:
@@ -180,29 +182,48 @@ def _why_not_called(function: Callable[..., Any], arguments: tuple[Any, ...]) ->
     return ""
 
 
-def _require_loss(loss: Any, source: str, hint: str) -> None:
-    """Raise Unfit unless a loss is one real number, as a tensor."""
+def _scalar_of(loss: Any, source: str, hint: str) -> Tensor:
+    """Return a loss, or the sum of one with a weight. Raises Unfit for anything else."""
+    if not isinstance(loss, Weighted):
+        if isinstance(loss, (tuple, list)) and len(loss) == 2:
+            hint = f"{hint}, or nanoray.Weighted(sum=..., weight=...)"
+        _require_loss(loss, f"{source} returns", hint)
+        return loss
+    found = f"{source} returns a nanoray.Weighted whose sum is"
+    _require_loss(loss.sum, found, "give the sum over its targets")
+    weight = loss.weight
+    if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
+        weight = weight.item()
+    is_number = isinstance(weight, (bool, int, float))
+    if not is_number or not 0 <= weight < math.inf:
+        raise Unfit(
+            f"{source} returns a nanoray.Weighted whose weight is {describe(weight)}; give "
+            "the number of targets that the sum adds up, 0 or more"
+        )
+    return loss.sum
+
+
+def _require_loss(loss: Any, found: str, hint: str) -> None:
+    """Raise Unfit unless a loss is one real number, as a tensor. `found`: where, and a verb."""
     if isinstance(loss, (bool, int, float)):
         raise Unfit(
-            f"{source} returns {describe(loss)}, through which no gradient flows; return the "
+            f"{found} {describe(loss)}, through which no gradient flows; return the "
             "tensor, without .item()"
         )
     if loss is None:
-        raise Unfit(f"{source} returns None; end it with `return loss`")
+        raise Unfit(f"{found} None; end it with `return loss`")
     if not isinstance(loss, Tensor):
         attribute = ", such as its .loss" if hasattr(loss, "loss") else ""
-        raise Unfit(f"{source} returns {describe(loss)}; {hint}, as one tensor{attribute}")
+        raise Unfit(f"{found} {describe(loss)}; {hint}, as one tensor{attribute}")
     if not loss.is_floating_point():
         raise Unfit(
-            f"{source} returns {describe(loss)}, and only a real floating point number has a "
+            f"{found} {describe(loss)}, and only a real floating point number has a "
             f"gradient; {hint}"
         )
     if loss.numel() != 1:
-        raise Unfit(
-            f"{source} returns {describe(loss)}, which is not one number; {hint}: loss.mean()"
-        )
+        raise Unfit(f"{found} {describe(loss)}, which is not one number; {hint}: loss.mean()")
     if loss.dim():
-        raise Unfit(f"{source} returns {describe(loss)}; return a single number: loss.squeeze()")
+        raise Unfit(f"{found} {describe(loss)}; return a single number: loss.squeeze()")
 
 
 def _why_no_gradient(subject: Subject, output: Any) -> str:
@@ -284,7 +305,7 @@ def _evaluate(subject: Subject, config: Config, mesh: Mesh) -> None:
             else:
                 loss = subject.loss_fn(model(x), y)
     source = "loss_fn" if subject.loss_fn else name
-    _require_loss(loss, f"in eval mode {source}", "return what it returns in training")
+    _scalar_of(loss, f"in eval mode {source}", "return what it returns in training")
 
 
 def _require_unwritten(model: nn.Module, written: list[str], mesh: Mesh) -> None:
