@@ -343,7 +343,7 @@ class Trial(NamedTuple):
 
 
 def small_shape(dim: int) -> tuple[int, ...]:
-    """Return the shape of a trial's parameter of so many dimensions; of PROBE for a number."""
+    """Return the shape of a trial's parameter with `dim` dimensions; of PROBE for a number."""
     if dim == 0:
         return PROBE
     if dim == 1:

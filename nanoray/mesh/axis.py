@@ -71,7 +71,7 @@ class Axis:
         reached(f"exchange_{what}")
         # A message is read from memory as it lies there, so rows must follow each other.
         sent = rows.cpu() if self.through_host(rows) else rows.contiguous()
-        # The caller has exchanged the counts: this rank knows how many rows will come.
+        # The caller has exchanged the counts: the numbers of rows are known on both sides.
         received = sent.new_empty(sum(receive), *sent.shape[1:])
         with self.noted("all_to_all", what, sent):
             dist.all_to_all_single(received, sent, list(receive), list(send), group=self.group)

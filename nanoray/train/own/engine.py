@@ -64,7 +64,7 @@ class RuntimeEngine:
         their rates and groups, unless the configuration sets `lr`, `schedule` or `warmup_steps`:
         then the rate of the first group follows it, and the others keep their ratio to it. A
         `scheduler` of torch, a list of them, or a function that returns the factor of the rate
-        after so many steps, is stepped once per optimizer step. torch's BatchNorm is replaced, in
+        after a number of steps, is stepped once per optimizer step. torch's BatchNorm is replaced, in
         place, by one whose running statistics are equal on all ranks (models/batch_norm.py).
         """
         require_module(model)
