@@ -621,7 +621,7 @@ WRONG_MODELS: dict[str, Wrong] = {
         settings={"micro_batch_size": 6},
     ),
     "two weights over one memory": wrong(
-        "all and part are two parameters over the same memory",
+        "part and all are two parameters over the same memory",
         "one parameter under two names",
         model=Overlapping,
         worlds=(2,),
