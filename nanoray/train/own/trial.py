@@ -87,7 +87,7 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
 
     with warnings.catch_warnings(record=True) as seen:
         # Eager: compiled layers are compiled in the warm-up, for the wrapped model.
-        with untouched(model, mesh.device) as written, torch.compiler.set_stance("force_eager"):
+        with untouched(model, mesh.device) as traces, torch.compiler.set_stance("force_eager"):
             with autocast(mesh.device.type, config.precision):
                 loss = _forward(subject, x, y)
             _backward(subject, loss, x)
@@ -96,7 +96,7 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
                 _try_again(subject, config, mesh, x, y)
             if subject.val_batch is not None:
                 _evaluate(subject, config, mesh)
-        _require_unwritten(model, written, mesh)
+        _require_unwritten(model, traces.written, mesh)
     _require_same_names(model, names)
     if subject.batches_are_kept and not _equal(given, (x, y)):
         raise Unfit(
@@ -105,7 +105,14 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
         )
 
     texts = dict.fromkeys(str(warning.message).split("\n", 1)[0] for warning in seen)
-    return [f"note    the first batch warns: {text}" for text in list(texts)[:WARNINGS]]
+    notes = [f"note    the first batch warns: {text}" for text in list(texts)[:WARNINGS]]
+    for name in traces.drawn:
+        notes.append(
+            f"note    the forward draws from the generator {name}, whose state no checkpoint has: "
+            "after a resume it draws other numbers; draw from the default generator, which nanoray "
+            "seeds for each micro batch"
+        )
+    return notes
 
 
 def _forward(subject: Subject, x: Any, y: Any) -> Tensor:

@@ -14,6 +14,7 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,36 +23,44 @@ from torch import Tensor, nn
 
 from nanoray.state import rng_state, set_rng_state
 
+GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 # Of nn.Module itself: parameters and buffers are restored by value
 _INTERNAL = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
+@dataclass
+class Traces:
+    """What a forward has left, found when it is undone."""
+
+    written: list[str] = field(default_factory=list)  # names of weights
+    drawn: list[str] = field(default_factory=list)  # names of generators that modules have
+
+
 @contextmanager
-def untouched(model: nn.Module, device: torch.device) -> Iterator[list[str]]:
+def untouched(model: nn.Module, device: torch.device) -> Iterator[Traces]:
     """Restore the model and the random generators at the end.
 
-    Yields a list that is filled then: the names of the weights that were written inside. Costs a
-    copy of the weights in host memory.
+    Yields traces that are filled then. Costs a copy of the weights in host memory.
     """
-    written: list[str] = []
+    traces = Traces()
     generators = rng_state(device)
     numpy_state = np.random.get_state()
     python_state = random.getstate()
     weights = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    modules = [_Kept(module) for module in _plain_modules(model)]
+    modules = [_Kept(name, module) for name, module in _plain_modules(model)]
     for p in model.parameters():
         p.grad = None
     try:
-        yield written
+        yield traces
     finally:
         for name, p in model.named_parameters():
             p.grad = gradients.get(name)
             if name in weights and not equal_bits(p.detach().cpu(), weights[name]):
-                written.append(name)
+                traces.written.append(name)
                 p.data.copy_(weights[name])
         for kept in modules:
-            kept.restore()
+            traces.drawn += kept.restore()
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         set_rng_state(generators, device)
@@ -60,7 +69,8 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[list[str]]:
 class _Kept:
     """One module's buffers, attributes and extra state."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
         self._module = module
         self._buffers = dict(module._buffers)
         self._not_saved = set(module._non_persistent_buffers_set)
@@ -73,13 +83,24 @@ class _Kept:
         for name, value in self._attributes.items():
             if isinstance(value, Tensor):
                 self._tensors[name] = value.detach().clone()
+        self._generators = {}
+        for name, value in self._attributes.items():
+            if isinstance(value, GENERATORS):
+                self._generators[name] = _state_of(value)
         self._extra: Any = None
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             self._extra = copy.deepcopy(module.get_extra_state())
 
-    def restore(self) -> None:
-        """Give the module back what it had."""
+    def restore(self) -> list[str]:
+        """Give the module back what it had; return the names of the generators that were used."""
         module = self._module
+        used = []
+        for name, state in self._generators.items():
+            generator = self._attributes[name]
+            if not _same_state(_state_of(generator), state):
+                used.append(f"{self._name}.{name}" if self._name else name)
+                _set_state(generator, state)
+
         for name in set(vars(module)) - set(self._attributes) - set(_INTERNAL):
             del vars(module)[name]
         vars(module).update(self._attributes)
@@ -96,11 +117,41 @@ class _Kept:
             _write(buffer, value)
         if self._extra is not None:
             module.set_extra_state(self._extra)
+        return used
 
 
-def _plain_modules(model: nn.Module) -> list[nn.Module]:
+def _plain_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules whose attributes are Python's. A scripted module has its own."""
-    return [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    named = model.named_modules()
+    return [(name, m) for name, m in named if not isinstance(m, torch.jit.ScriptModule)]
+
+
+def _state_of(generator: Any) -> Any:
+    """Return a copy of the state of a random generator."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return copy.deepcopy(generator.bit_generator.state)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _same_state(state: Any, other: Any) -> bool:
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
+    # As text, because numpy's states are dicts with arrays. Long arrays would be shown in part.
+    with np.printoptions(threshold=1 << 20):
+        return repr(state) == repr(other)
 
 
 def _write(tensor: Tensor, value: Tensor) -> None:
