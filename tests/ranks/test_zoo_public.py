@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.resume import open_run
@@ -60,12 +60,18 @@ def train(run: Run, name: str) -> None:
     engine.fit(exhibit.dataset())
 
 
+def put_buffers(model: nn.Module, values: list[Tensor]) -> None:
+    for buffer, value in zip(model.buffers(), values, strict=True):
+        buffer.data.copy_(value)
+
+
 @cache
 def alone(name: str, pieces: int) -> dict[str, Tensor]:
     """Train in this process, with plain torch; return the weights and buffers.
 
     A step's batch is computed in so many pieces, whose gradients are averaged: what a rank draws,
-    normalises or compares is its own piece.
+    normalises or compares is its own piece. As under torch's DDP, each piece begins with the same
+    buffers, and those of the first one are kept.
     """
     exhibit = BY_NAME[name]
     model = exhibit.model()
@@ -74,12 +80,17 @@ def alone(name: str, pieces: int) -> dict[str, Tensor]:
     size = BATCH // pieces
     for step in range(STEPS):
         model.zero_grad()
+        begin = [buffer.clone() for buffer in model.buffers()]
+        of_first: list[Tensor] = []
         for piece in range(pieces):
+            put_buffers(model, begin)
             inputs, targets = data.train_batch(step * BATCH + piece * size, size)
             seed_generators(derive_seed(SEED, step, 0, piece), CPU)
             with torch.compiler.set_stance("force_eager"):
                 loss = exhibit.loss_of(model, inputs, targets)
             (loss / pieces).backward()
+            of_first = of_first or [buffer.clone() for buffer in model.buffers()]
+        put_buffers(model, of_first)
         for optimizer in optimizers:
             optimizer.step()
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

@@ -56,8 +56,8 @@ def require_loss_fn(loss_fn: Any) -> None:
         )
 
 
-def require_trainable(model: nn.Module, config: Config) -> None:
-    """Raise ConfigError for parameters that no step could train, or dp_mode not cut."""
+def require_trainable(model: nn.Module, config: Config, ranks: int) -> None:
+    """Raise ConfigError for parameters that no step could train, or dp_mode not cut on `ranks`."""
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ConfigError(
@@ -82,6 +82,8 @@ def require_trainable(model: nn.Module, config: Config) -> None:
             f"none of the {len(parameters)} parameters of {type(model).__name__} requires a "
             "gradient, so there is nothing to train; call requires_grad_(True) on some"
         )
+    if ranks == 1:
+        return  # nothing is cut
     if config.dp_mode == "fsdp":
         _require_one_type(trained)
     if config.sharded:

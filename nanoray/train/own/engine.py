@@ -103,7 +103,7 @@ class RuntimeEngine:
             task = OwnTask(self._given, run.spec, train_data, val_data, steps)
             fill_lazy_parameters(self.model, self.loss_fn, *task.first_batch())
             replace_norms(self.model)
-        require_trainable(self.model, run.config)
+        require_trainable(self.model, run.config, run.world_size)
         require_resumable(self._given.optimizer)
         if run.config.sharded:
             require_elementwise(self._given.optimizer, run.config.dp_mode)
