@@ -259,6 +259,19 @@ class Teacher(Model):
         return self.layer(x) - self.average(x)
 
 
+class BadState(Model):
+    """Has a state that cannot be asked for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def get_extra_state(self) -> Any:
+        raise LookupError("no state yet")
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return network()
@@ -627,6 +640,7 @@ WRONG_MODELS: dict[str, Wrong] = {
         worlds=(2,),
         settings={"dp_mode": "zero1"},
     ),
+    "get_extra_state raises": wrong("LookupError: no state yet", "mend", model=BadState),
     "too small for the ranks": wrong(
         "fsdp leaves rank 1 no element",
         "use fewer ranks",

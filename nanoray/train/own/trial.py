@@ -7,6 +7,7 @@ again from their start. It costs one micro batch.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
@@ -31,9 +32,11 @@ from nanoray.models.weighted import Weighted
 from nanoray.train.own.checks import describe, lazy_parameters
 from nanoray.train.own.untouched import equal_bits, untouched
 
-# Frames of a traceback that are not the script's
-LIBRARIES = tuple(
-    f"{Path(file).resolve().parent}{os.sep}" for file in (nanoray.__file__, torch.__file__)
+# Where the frames of a traceback lie that are not the script's
+LIBRARIES = (
+    f"{Path(nanoray.__file__).resolve().parent}{os.sep}",
+    f"{Path(torch.__file__).resolve().parent}{os.sep}",
+    contextlib.__file__,
 )
 FRAMES = 8  # of the script's traceback, the innermost ones
 WARNINGS = 3  # notes on what torch warns of
@@ -63,7 +66,10 @@ def try_model(subject: Subject, config: Config, mesh: Mesh) -> list[str]:
     fault = ""
     notes: list[str] = []
     try:
-        notes = _try_on_this_rank(subject, config, mesh)
+        # Whatever the script's code raises, also in a hook or in get_extra_state.
+        name = type(subject.model).__name__
+        with _explained(name, "mend what the traceback names"):
+            notes = _try_on_this_rank(subject, config, mesh)
     except Unfit as unfit:
         fault = str(unfit)
 
@@ -126,8 +132,8 @@ def _forward(subject: Subject, x: Any, y: Any) -> Tensor:
         output = model(*arguments)
     if any(p.grad is not None for p in model.parameters()):
         raise Unfit(
-            f"the forward of {name} calls backward, and its gradients would be added to those of the loss; use "
-            "torch.autograd.grad in it, and leave the loss's backward to nanoray"
+            f"the forward of {name} calls backward, and its gradients would be added to those of "
+            "the loss; use torch.autograd.grad in it, and leave the loss's backward to nanoray"
         )
     if subject.loss_fn is None:
         loss = output

@@ -1,11 +1,13 @@
 """Run a model, and leave it as it was: the trial before step 1 may change nothing of a run.
 
-weights       compared with a copy afterwards: a forward may write them, also through `.data`
-buffers       every one, also those that are not saved, replaced, added or set to None
-attributes    what a forward binds anew on a module: counters, a hidden state, the mode
-extra state   what get_extra_state returns
-gradients     those of before, usually None
-generators    torch's on CPU and GPU, numpy's, Python's
+    weights       compared with a copy afterwards: a forward may write them, also through `.data`
+    buffers       every one, also those that are not saved, replaced, added or set to None
+    attributes    what a forward binds anew on a module: counters, a hidden state, the mode
+    extra state   what get_extra_state returns
+    gradients     those of before, usually None
+    generators    torch's on CPU and GPU, numpy's, Python's, and those that modules have
+
+What a forward changes inside of a list, a dict or another object of its own stays changed.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[Traces]:
     python_state = random.getstate()
     weights = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
     gradients = {name: p.grad for name, p in model.named_parameters()}
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     modules = [_Kept(name, module) for name, module in _plain_modules(model)]
     for p in model.parameters():
         p.grad = None
@@ -58,26 +61,24 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[Traces]:
             p.grad = gradients.get(name)
             if name in weights and not equal_bits(p.detach().cpu(), weights[name]):
                 traces.written.append(name)
-                p.data.copy_(weights[name])
+                _write(p, weights[name].to(p.device))
         for kept in modules:
             traces.drawn += kept.restore()
+        for buffer, value in buffers:
+            _write(buffer, value)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
         set_rng_state(generators, device)
 
 
 class _Kept:
-    """One module's buffers, attributes and extra state."""
+    """Which buffers one module has, its attributes and its extra state."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
         self._module = module
         self._buffers = dict(module._buffers)
         self._not_saved = set(module._non_persistent_buffers_set)
-        self._values = {}
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                self._values[name] = buffer.detach().clone()
         self._attributes = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
         self._tensors = {}
         for name, value in self._attributes.items():
@@ -111,10 +112,6 @@ class _Kept:
         module._buffers.clear()
         module._buffers.update(self._buffers)
         module._non_persistent_buffers_set = self._not_saved
-        for name, value in self._values.items():
-            buffer = self._buffers[name]
-            assert buffer is not None
-            _write(buffer, value)
         if self._extra is not None:
             module.set_extra_state(self._extra)
         return used
