@@ -6,6 +6,7 @@ order.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -267,6 +268,42 @@ class BadState(Model):
 
     def get_extra_state(self) -> Any:
         raise LookupError("no state yet")
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class Float4(Model):
+    """Has a weight of a type that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        four_bits = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        self.packed = nn.Parameter(four_bits, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class SparseBuffer(Model):
+    """Keeps a sparse matrix as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(4).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer((self.graph @ x.T).T)  # type: ignore[operator]
+
+
+class StateOfObjects(Model):
+    """Has an extra state that is no data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def get_extra_state(self) -> Any:
+        return {"lock": threading.Lock()}
 
     def set_extra_state(self, state: Any) -> None:
         pass
@@ -640,7 +677,14 @@ WRONG_MODELS: dict[str, Wrong] = {
         worlds=(2,),
         settings={"dp_mode": "zero1"},
     ),
-    "get_extra_state raises": wrong("LookupError: no state yet", "mend", model=BadState),
+    "get_extra_state raises": wrong(
+        "the state_dict of BadState", "LookupError: no state yet", "mend", model=BadState
+    ),
+    "weights of 4 bits": wrong("packed has the dtype float4_e2m1fn_x2", "cast it", model=Float4),
+    "a sparse buffer": wrong("graph has the layout sparse_coo", "to_dense", model=SparseBuffer),
+    "extra state of objects": wrong(
+        "_extra_state/lock is or contains a _thread.lock", "return numbers", model=StateOfObjects
+    ),
     "too small for the ranks": wrong(
         "fsdp leaves rank 1 no element",
         "use fewer ranks",

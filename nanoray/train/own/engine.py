@@ -41,7 +41,7 @@ from nanoray.train.own.schedule import (
     schedulers_of,
 )
 from nanoray.train.own.task import Given, LossFn, OwnTask
-from nanoray.train.own.trial import fill_lazy_parameters
+from nanoray.train.own.trial import fill_lazy_parameters, require_storable
 from nanoray.train.recipe import train
 
 
@@ -104,6 +104,7 @@ class RuntimeEngine:
             fill_lazy_parameters(self.model, self.loss_fn, *task.first_batch())
             replace_norms(self.model)
         require_trainable(self.model, run.config, run.world_size)
+        require_storable(self.model, self._given.optimizer, run.config.sharded)
         require_resumable(self._given.optimizer)
         if run.config.sharded:
             require_elementwise(self._given.optimizer, run.config.dp_mode)

@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 import nanoray
+from nanoray.checkpoint.storable import unstorable
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.mesh.mesh import Mesh
@@ -403,6 +405,22 @@ def _frames(error: BaseException) -> list[str]:
         if not frame.filename.startswith(LIBRARIES):
             frames.append(frame)
     return [text.rstrip() for text in traceback.format_list(frames[-FRAMES:])]
+
+
+def require_storable(model: nn.Module, optimizer: Optimizer, sharded: bool) -> None:
+    """Raise ConfigError for what a checkpoint could not hold, or not restore exactly.
+
+    sharded: of a mode in which ranks save parts of the model.
+    """
+    name = type(model).__name__
+    try:
+        with _explained(f"the state_dict of {name}", "mend what the traceback names"):
+            lines = unstorable(model, optimizer, sharded)
+    except Unfit as unfit:
+        raise ConfigError(str(unfit)) from None
+    if lines:
+        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        raise ConfigError(f"{lines[0]}{more}")
 
 
 def fill_lazy_parameters(

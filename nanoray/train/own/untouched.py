@@ -1,11 +1,10 @@
 """Run a model, and leave it as it was: the trial before step 1 may change nothing of a run.
 
     weights       compared with a copy afterwards: a forward may write them, also through `.data`
-    buffers       every one, also those that are not saved, replaced, added or set to None
-    attributes    what a forward binds anew on a module: counters, a hidden state, the mode
-    extra state   what get_extra_state returns
     gradients     those of before, usually None
-    generators    torch's on CPU and GPU, numpy's, Python's, and those that modules have
+    attributes    what a forward binds anew on a module, of any type
+    generators    also those that modules have
+    buffers, extra states, modes: module_state.Undisturbed, as around every other pass
 
 What a forward changes inside of a list, a dict or another object of its own stays changed.
 """
@@ -23,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanoray.state import rng_state, set_rng_state
+from nanoray.module_state import Undisturbed, assign
+from nanoray.state import undisturbed_generators
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-# Of nn.Module itself: parameters and buffers are restored by value
+# Of nn.Module itself; Undisturbed restores the buffers
 _INTERNAL = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
@@ -45,75 +45,55 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[Traces]:
     Yields traces that are filled then. Costs a copy of the weights in host memory.
     """
     traces = Traces()
-    generators = rng_state(device)
-    numpy_state = np.random.get_state()
-    python_state = random.getstate()
     weights = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    modules = [_Kept(name, module) for name, module in _plain_modules(model)]
+    modules = [_Attributes(name, module) for name, module in _plain_modules(model)]
     for p in model.parameters():
         p.grad = None
-    try:
-        yield traces
-    finally:
-        for name, p in model.named_parameters():
-            p.grad = gradients.get(name)
-            if name in weights and not equal_bits(p.detach().cpu(), weights[name]):
-                traces.written.append(name)
-                _write(p, weights[name].to(p.device))
-        for kept in modules:
-            traces.drawn += kept.restore()
-        for buffer, value in buffers:
-            _write(buffer, value)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        set_rng_state(generators, device)
+    with undisturbed_generators(device), Undisturbed(model):
+        try:
+            yield traces
+        finally:
+            for name, p in model.named_parameters():
+                p.grad = gradients.get(name)
+                if name in weights and not equal_bits(p.detach().cpu(), weights[name]):
+                    traces.written.append(name)
+                    assign(p.data, weights[name])
+            for attributes in modules:
+                traces.drawn += attributes.restore()
 
 
-class _Kept:
-    """Which buffers one module has, its attributes and its extra state."""
+class _Attributes:
+    """The attributes of one module, and the values of the tensors and generators among them."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
         self._module = module
-        self._buffers = dict(module._buffers)
-        self._not_saved = set(module._non_persistent_buffers_set)
-        self._attributes = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
+        self._before = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
         self._tensors = {}
-        for name, value in self._attributes.items():
-            if isinstance(value, Tensor):
-                self._tensors[name] = value.detach().clone()
         self._generators = {}
-        for name, value in self._attributes.items():
+        for key, value in self._before.items():
+            if isinstance(value, Tensor):
+                self._tensors[key] = value.detach().clone()
             if isinstance(value, GENERATORS):
-                self._generators[name] = _state_of(value)
-        self._extra: Any = None
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            self._extra = copy.deepcopy(module.get_extra_state())
+                self._generators[key] = _state_of(value)
 
     def restore(self) -> list[str]:
         """Give the module back what it had; return the names of the generators that were used."""
-        module = self._module
         used = []
-        for name, state in self._generators.items():
-            generator = self._attributes[name]
+        for key, state in self._generators.items():
+            generator = self._before[key]
             if not _same_state(_state_of(generator), state):
-                used.append(f"{self._name}.{name}" if self._name else name)
+                used.append(f"{self._name}.{key}" if self._name else key)
                 _set_state(generator, state)
 
-        for name in set(vars(module)) - set(self._attributes) - set(_INTERNAL):
-            del vars(module)[name]
-        vars(module).update(self._attributes)
-        for name, value in self._tensors.items():
-            _write(self._attributes[name], value)
-
-        # The same tensor objects, because other modules may share them.
-        module._buffers.clear()
-        module._buffers.update(self._buffers)
-        module._non_persistent_buffers_set = self._not_saved
-        if self._extra is not None:
-            module.set_extra_state(self._extra)
+        attributes = vars(self._module)
+        for key in attributes.keys() - self._before.keys() - set(_INTERNAL):
+            del attributes[key]
+        attributes.update(self._before)
+        for key, value in self._tensors.items():
+            if not equal_bits(self._before[key], value):
+                assign(self._before[key], value)
         return used
 
 
@@ -149,16 +129,6 @@ def _same_state(state: Any, other: Any) -> bool:
     # As text, because numpy's states are dicts with arrays. Long arrays would be shown in part.
     with np.printoptions(threshold=1 << 20):
         return repr(state) == repr(other)
-
-
-def _write(tensor: Tensor, value: Tensor) -> None:
-    """Write a value of before, where it has changed."""
-    data = tensor.data
-    if data.shape == value.shape:
-        if not equal_bits(data, value):
-            data.copy_(value)
-    else:
-        tensor.data = value
 
 
 def equal_bits(a: Tensor, b: Tensor) -> bool:
