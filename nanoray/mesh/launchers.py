@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 from nanoray.errors import ConfigError
@@ -148,6 +148,22 @@ def place_of(env: Mapping[str, str]) -> Place | None:
     if "RANK" in env or "WORLD_SIZE" in env:
         return _place_of_torch(env, VARIABLES)
     return None
+
+
+def set_torch_variables(env: MutableMapping[str, str]) -> None:
+    """Set RANK, WORLD_SIZE and the others for a rank of srun or mpirun, as torchrun would.
+
+    For programs that read these alone. Raises ConfigError as `place_of` does.
+    """
+    place = place_of(env)
+    if place is None or place.launcher in (TORCHRUN, VARIABLES):
+        return
+    env["RANK"] = str(place.rank)
+    env["WORLD_SIZE"] = str(place.world_size)
+    env["LOCAL_RANK"] = str(place.local_rank)
+    env["LOCAL_WORLD_SIZE"] = str(place.local_world_size)
+    env["MASTER_ADDR"] = place.master_addr
+    env["MASTER_PORT"] = str(place.master_port)
 
 
 def describe_variables(env: Mapping[str, str], place: Place) -> str:

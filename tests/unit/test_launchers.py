@@ -9,7 +9,7 @@ import pytest
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.launch.own import refuse_both
-from nanoray.mesh.launchers import first_host, place_of, refuse_many_starts
+from nanoray.mesh.launchers import first_host, place_of, refuse_many_starts, set_torch_variables
 from nanoray.mesh.rendezvous import Rendezvous
 
 TORCH = {
@@ -104,6 +104,24 @@ def test_each_launcher_is_recognised(
     meets = f"{r.master_addr}:{r.master_port}"
     assert said.endswith(meets if r.world_size > 1 else "this process trains alone, without Ray")
     assert place.supervised == (launcher != "variables")
+
+
+@pytest.mark.parametrize("env", [SRUN, OPEN_MPI, HYDRA])
+def test_a_program_for_torchrun_is_also_one_for_srun_and_mpirun(env: dict[str, str]) -> None:
+    """The variables of both agree, so the same rank is read from them."""
+    before = Rendezvous.from_env(env)
+    both = dict(env)
+    set_torch_variables(both)
+    assert both["RANK"] == str(before.rank)
+    assert Rendezvous.from_env(both) == before
+    torchs = {key: value for key, value in both.items() if key not in env}
+    alone = Rendezvous.from_env(torchs)
+    assert (alone.rank, alone.world_size, alone.local_rank, alone.master_port) == (
+        before.rank,
+        before.world_size,
+        before.local_rank,
+        before.master_port,
+    )
 
 
 @pytest.mark.parametrize(
