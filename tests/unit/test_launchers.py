@@ -44,6 +44,7 @@ OPEN_MPI = {
     "PMIX_NAMESPACE": "prterun-a-17@1",
 }
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+CRAY = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
 MVAPICH = {
     "MV2_COMM_WORLD_RANK": "1",
     "MV2_COMM_WORLD_SIZE": "2",
@@ -76,6 +77,7 @@ FAR = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
         (DAEMONS | TORCHRUN, "torchrun", (3, 4, 1, 2, 1), "10.0.0.1:29500"),
         (OPEN_MPI, "Open MPI", (1, 2, 1, 2, 0), "127.0.0.1:"),
         (HYDRA, "Intel MPI or MPICH", (1, 2, 1, 2, 0), "127.0.0.1:"),
+        (CRAY, "Intel MPI or MPICH", (1, 2, 1, 2, 0), "127.0.0.1:"),
         (MVAPICH, "MVAPICH", (1, 2, 1, 2, 0), "127.0.0.1:"),
         (OPEN_MPI | ADDRESS, "Open MPI", (1, 2, 1, 2, 0), "a:1234"),
         (DAEMONS | OPEN_MPI | FAR | ADDRESS, "Open MPI", (5, 8, 1, 2, 2), "a:1234"),
@@ -188,6 +190,12 @@ def test_the_ranks_of_a_job_meet_at_one_port_and_two_jobs_at_two() -> None:
             OPEN_MPI | FAR,
             "(Open MPI) are ranks on several hosts, and nothing says where rank 0 is: MASTER_ADDR "
             "or MASTER_PORT is not set; mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
+        ),
+        # Without its number on the host each rank would take the first GPU.
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2"} | ADDRESS,
+            "none of MPI_LOCALRANKID, PMI_LOCAL_RANK, PALS_LOCAL_RANKID says which rank of its "
+            "host this is, and so which GPU it has; set LOCAL_RANK",
         ),
         (HYDRA | {"PMI_SIZE": "4", "MASTER_ADDR": "a"}, "MASTER_ADDR or MASTER_PORT is not set"),
         (
