@@ -1,7 +1,7 @@
 """The program that started this process as one rank of many, recognised by its variables.
 
     torchrun, or RANK and WORLD_SIZE of a StatefulSet    ─┐
-    mpirun: Open MPI, MVAPICH, Intel MPI and MPICH        ├─► place_of(environment) ─► Place, or None
+    mpirun: Open MPI, MVAPICH, Intel MPI, MPICH, Cray     ├─► place_of(environment) ─► Place, or None
     srun: a step of SLURM with more than one task        ─┘
 
 Launchers nest: srun starts torchrun on each node, and mpirun starts its daemons with srun. Variables
@@ -175,10 +175,11 @@ def describe_variables(env: Mapping[str, str], place: Place) -> str:
 
 def refuse_many_starts(env: Mapping[str, str], command: str) -> None:
     """Raise ConfigError if a launcher starts a command several times that is to be started once."""
-    try:
-        place = place_of(env)
-    except ConfigError:  # left-over variables, which this command does not read
+    outer = _outer_launcher(env)
+    complete = all(name in env for name in _TORCH)
+    if not outer and not complete:  # what is left over of torch's variables is not read
         return
+    place = place_of(env)
     if place and place.world_size > 1:
         by = place.launcher.command or "torchrun"
         raise ConfigError(

@@ -271,6 +271,11 @@ def test_a_command_that_starts_ranks_itself_is_started_once(env: dict[str, str])
         refuse_many_starts(env, "it")
 
 
+def test_nor_if_its_variables_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="RANK = 0, but SLURM_PROCID = 3"):
+        refuse_many_starts(SRUN | ALONE, "it")
+
+
 @pytest.mark.parametrize("env", [{}, ALONE, BATCH, {"RANK": "3"}])
 def test_it_does_not_mind_what_is_left_over(env: dict[str, str]) -> None:
     refuse_many_starts(env, "it")
