@@ -36,8 +36,7 @@ class Pair(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-# The lowest versions that pyproject.toml allows, and the newest that the tests have seen. With click
-# 8.3 or newer `ray job submit` of Ray 2.50 takes --no-wait for given, and returns at once with 0.
+# The lowest versions that pyproject.toml allows, and the newest that the tests have seen.
 PAIRS = (Pair("2.11.0", "2.50.0", ("click<8.3",)), Pair("2.14.1", "2.60.0"))
 
 # The benchmarks are left out: they measure the same code as the tests of what they measure.
