@@ -31,7 +31,7 @@ from nanoray.config import Config
 from nanoray.devices.choose import choose_precision
 from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import Slots, cpu_share
-from nanoray.environment import environment
+from nanoray.environment import environment, restored
 from nanoray.errors import PlacementError
 from nanoray.launch.ray_compat import available_per_node, has_tokens, prepared_processes
 from nanoray.launch.signals import Stop, StopRequested
@@ -41,6 +41,8 @@ from nanoray.launch.worker import bound_devices
 _TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))
 START_TRIES = 5  # of a local Ray, each of 30 s
 START_NICE = -10  # of its processes until it is up
+# Variables that `ray.init` or `_local_options` sets in this process
+_SET_BY_RAY = ("RAY_USAGE_STATS_ENABLED", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE")
 START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources checks whether a stop was requested
 # After this long without a new node, the pods of a KubeRay cluster are assumed to be all there.
@@ -65,8 +67,6 @@ def connected(
     PlacementError.
     """
     options: dict[str, Any] = {
-        # Two runs of one name on a cluster must not see each other's actors.
-        "namespace": f"nanoray-{secrets.token_hex(4)}",
         "log_to_driver": False,  # ranks log to their own files; only the driver prints
         "logging_level": logging.ERROR,
         "configure_logging": True,
@@ -75,6 +75,9 @@ def connected(
     stop = stop or Stop()
     temp: str | None = None
     with ExitStack() as devices:
+        # A program that goes on afterwards finds its environment as it was: with the token of a
+        # Ray that is gone it could connect to no other.
+        devices.enter_context(restored(*_SET_BY_RAY))
         # The devices stay restricted until the end: another launch of this process may use others.
         if slots is not None:
             temp = _make_temp_folder()
@@ -100,6 +103,13 @@ def connected(
         finally:
             if temp or not last:
                 _disconnect(temp)
+
+
+@contextmanager
+def using(address: str) -> Iterator[None]:
+    """Use the Ray that the calling program is connected to, and leave it connected."""
+    print(f"ray    the one that this program is connected to, at {address}", flush=True)
+    yield
 
 
 def _make_temp_folder() -> str:

@@ -28,13 +28,13 @@ from nanoray.data.dataset import own_data
 from nanoray.data.own import KEPT, Batches, OwnData
 from nanoray.data.stateful import is_stateful
 from nanoray.errors import ConfigError, DataError
-from nanoray.launch.own import DEFAULTS
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec
 from nanoray.sample import main as sample
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
+from nanoray.train.own.settings import DEFAULTS
 from tests.harness.commands import run, torchrun
 from tests.harness.elastic import run_elastic
 from tests.harness.ranks import records, run_ranks, series
@@ -107,7 +107,7 @@ def fit(run: Run, how: str = "dataset", steps: int | None = None) -> None:
     optimizer = kind(groups) if kind.__name__ == how else kind(groups, fused=how != "not fused")
     data: Any = points(50, 1)
     if how == "loader":
-        data = DataLoader(data, batch_size=5, shuffle=True)
+        data = DataLoader(data, batch_size=2, shuffle=True)
     if how == "batches":
         data = Batched(run.config.global_batch_size // run.world_size)
     RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(data, points(20, 2), steps)

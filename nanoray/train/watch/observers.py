@@ -264,6 +264,11 @@ class Console:
         """Print one aligned line."""
         self.on_note(self.line(record))
 
+    def on_output(self, name: str, line: str) -> None:
+        """Print a line that a script on rank 0 has written to its stdout or stderr."""
+        stream = sys.stderr if name == "stderr" else self._stream
+        print(line, file=stream, flush=True)
+
     def line(self, record: dict[str, Any]) -> str:
         """Return the line of a record. Steps increase from call to call, but for a restart."""
         step = record["step"]
