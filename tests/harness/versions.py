@@ -98,7 +98,10 @@ def outcome(python: Path, file: str) -> dict[str, Any]:
             failed.append(str(case.get("name")))
         elif "skipped" in kinds:
             skipped += 1
+    revision = ("git", "rev-parse", "--short", "HEAD")
+    commit = subprocess.run(revision, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
+        "commit": commit,
         "passed": len(cases) - len(failed) - skipped,
         "failed": len(failed),
         "skipped": skipped,
