@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from nanoray.compat import all_gather_single, has_gradient_hooks
+from nanoray.compat import all_gather_single, has_gradient_hooks, sum_unused_parameters
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
@@ -117,8 +117,7 @@ class FSDP(DataParallel):
 
         torch sums only those with a gradient on this rank, which would match others elsewhere.
         """
-        assert isinstance(model, FSDPModule)
-        model.set_reduce_scatter_unused_params(True)
+        sum_unused_parameters(model)
 
         # Which parameters have a gradient of this rank: hooks on those that a forward uses, which
         # are not the model's own rows. They exist when torch's hook has gathered them.
