@@ -52,12 +52,21 @@ class AbsentGradients(StepHook):
         """
         self._require_frozen()
 
-        # (all ranks) A byte for each parameter, in the same order on all ranks.
+        # (all ranks) A byte for each parameter, in the same order on all ranks. The bytes of the
+        # checksum, and what they lack to 255: the two maxima add up to 255 where all are equal.
         computed = self._mode.computed
-        flags = torch.tensor([name in computed for name in self._names], dtype=torch.uint8)
-        flags = self._mesh.any_of(flags)
+        check = [*self._mode.checksum.to_bytes(4, "big")]
+        rest = [255 - byte for byte in check]
+        own = [name in computed for name in self._names]
+        flags = torch.tensor([*own, *check, *rest], dtype=torch.uint8)
+        *present, a, b, c, d, e, f, g, h = self._mesh.max_of(flags).tolist()
+        if (a + e, b + f, c + g, d + h) != (255, 255, 255, 255):
+            raise ConfigError(
+                "dp_mode = fsdp: the ranks called the model's layers in different orders, or one "
+                "under no_grad on some ranks only, so they gathered different weights. No weight "
+                "has changed in this step; use dp_mode zero2"
+            )
 
-        present = flags.tolist()
         absent = {
             name for name, is_present in zip(self._names, present, strict=True) if not is_present
         }

@@ -268,6 +268,7 @@ class Plan:
         memory, before the first step.
         """
         self._flow.warm_up(self._mode, x, y)
+        self._mode.learn()
         self.zero_grad()
 
         # The second wrapper has buckets of its own, which are regrouped at its second forward.

@@ -4,7 +4,7 @@ weights       compared with a copy afterwards: a forward may write them, also th
 buffers       every one, also those that are not saved, replaced, added or set to None
 attributes    what a forward binds anew on a module: counters, a hidden state, the mode
 extra state   what get_extra_state returns
-gradients     those of before, usually None
+gradients     those of before, usually None; and which weights require one
 generators    torch's on CPU and GPU, numpy's, Python's
 """
 
@@ -39,6 +39,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[list[str]]:
     python_state = random.getstate()
     weights = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
     gradients = {name: p.grad for name, p in model.named_parameters()}
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
     modules = [_Kept(module) for module in _plain_modules(model)]
     for p in model.parameters():
         p.grad = None
@@ -47,6 +48,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[list[str]]:
     finally:
         for name, p in model.named_parameters():
             p.grad = gradients.get(name)
+            p.requires_grad_(trained.get(name, p.requires_grad))
             if name in weights and not _equal_bits(p.detach().cpu(), weights[name]):
                 written.append(name)
                 p.data.copy_(weights[name])
