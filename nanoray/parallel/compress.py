@@ -79,6 +79,8 @@ class Compressor(StepHook):
         device = next(iter(self._names)).device
         one = torch.ones((), device=device)
         self._scale = None if scale(one) is one else lambda: scale(one)
+        # A factor that the gradients of this step still have (weighted_flow.py); None: 1
+        self.unit: Tensor | None = None
 
         # Which parameters leave an error: with int8 all, with powersgd the matrices of low rank. In
         # 16 bits a gradient is rounded once and its error is forgotten.
@@ -175,17 +177,25 @@ class Compressor(StepHook):
         """
         work = torch.zeros(size, device=sent.flat.device)
         work[: sent.flat.numel()] = sent.flat
-        scale = self._scale() if self._scale and self._error else None
+        scale = self._factor() if self._error else None
         for p, start in zip(sent.params, sent.starts, strict=True):
             if p in self._error:
                 error = self._error[p]
                 work[start : start + p.numel()] += error if scale is None else error * scale
         return work
 
+    def _factor(self) -> Tensor | None:
+        """Return the factor between the memory and the gradients in memory; None for 1."""
+        scale = self._scale() if self._scale else None
+        if self.unit is None:
+            return scale
+        return self.unit if scale is None else self.unit * scale
+
     def _keep(self, sent: Sent, left: Tensor) -> None:
         """Note the errors of a bucket, (size,); they enter the memory with the update."""
-        if self._scale:
-            left = left / self._scale()
+        factor = self._factor()
+        if factor is not None:
+            left = left / factor
         for p, start in zip(sent.params, sent.starts, strict=True):
             if p in self._error:
                 self._changes.append((p, self._error[p], left[start : start + p.numel()]))
