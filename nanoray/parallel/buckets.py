@@ -393,6 +393,15 @@ class Buckets(DataParallel):
             bucket.missing = len(bucket.params)
 
     @property
+    def notes(self) -> list[str]:
+        if not self._in_parts:
+            return []
+        return [
+            "note    backward computes a gradient in several parts (a layer in two recomputed "
+            "segments): gradients are sent after backward, and not beside it"
+        ]
+
+    @property
     def computed(self) -> set[str]:
         if self._late:
             raise ConfigError(

@@ -35,6 +35,7 @@ from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Piece, Shard, whole_pieces
 from nanoray.models.batch_norm import BatchNorm
+from nanoray.parallel.absent import unfrozen
 from nanoray.parallel.fsdp_order import LayerOrder
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import clip_to, norm_of_owned
@@ -71,7 +72,10 @@ class FSDP(DataParallel):
         # A script's own model may skip parameters, each rank others.
         self._computed: set[str] = set()
         self._layers: LayerOrder | None = None
-        self._gathered: list[nn.Parameter] = []  # whole parameters, as forwards use them
+        self._skips = False  # the ranks called different layers in the warm-up
+        # Whole parameters, as forwards use them: those that are trained, and the others
+        self._gathered: list[nn.Parameter] = []
+        self._frozen: list[tuple[str, nn.Parameter]] = []
         self._may_skip = config.model == "own" and axis.size > 1
         if self._may_skip:
             self._sum_skipped(model, bool(config.compile))
@@ -134,6 +138,7 @@ class FSDP(DataParallel):
         hooked: set[int] = set()
         computed = self._computed
         gathered = self._gathered
+        frozen = self._frozen
         for unit in units:
             assert isinstance(unit, nn.Module)
 
@@ -142,6 +147,9 @@ class FSDP(DataParallel):
                     return
                 hooked.add(id(unit))
                 for name, p in _own_params(unit, names[id(unit)]):
+                    if not p.requires_grad:
+                        frozen.append((name, p))
+                        continue
                     gathered.append(p)
                     p.register_post_accumulate_grad_hook(partial(_note, computed, name))
 
@@ -149,7 +157,18 @@ class FSDP(DataParallel):
 
     def learn(self) -> None:
         if self._layers is not None:
-            self._layers.learn(self._axis.mesh.all_gather(self._layers.calls))
+            calls_of_ranks = self._axis.mesh.all_gather(self._layers.calls)
+            self._layers.learn(calls_of_ranks)
+            self._skips = any(calls != calls_of_ranks[0] for calls in calls_of_ranks)
+
+    @property
+    def notes(self) -> list[str]:
+        if not self._skips:
+            return []
+        return [
+            "note    the ranks call different layers, and fsdp gathers the weights of all of them "
+            "on every rank: dp_mode zero2 sends less"
+        ]
 
     @property
     def checksum(self) -> int:
@@ -172,6 +191,9 @@ class FSDP(DataParallel):
         """Run a backward inside; the last one sums the gradients of all micro batches. (all ranks)"""
         assert isinstance(self._model, FSDPModule)
         self._model.set_requires_gradient_sync(last)
+        for name, p in self._frozen:
+            if p.requires_grad:  # its gradient would have no counterpart on other ranks
+                raise unfrozen(name)
         # A parameter that the script has frozen on this rank takes part in the sum with zeros.
         frozen = [p for p in self._gathered if not p.requires_grad]
         for p in frozen:
@@ -335,9 +357,9 @@ def units_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _own_params(unit: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters that are gathered with a unit, by their names in the model."""
+    """Return the parameters that are gathered with a unit, by their names in the model."""
     for name, p in unit.named_parameters(prefix):
-        if p.requires_grad and not isinstance(p, DTensor):
+        if not isinstance(p, DTensor):
             yield name, p
 
 

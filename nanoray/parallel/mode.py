@@ -62,6 +62,11 @@ class DataParallel:
         """The gradients that this rank updates with."""
         raise NotImplementedError
 
+    @property
+    def notes(self) -> list[str]:
+        """What the warm-up has shown that costs time, a line each."""
+        return []
+
     def learn(self) -> None:
         """Take from the warm-up in which order the ranks call layers. (all ranks)"""
 

@@ -172,6 +172,11 @@ class Plan:
         return [*self._mode.mirror_frozen]
 
     @property
+    def notes(self) -> list[str]:
+        """What the warm-up has shown that costs time, a line each."""
+        return self._mode.notes
+
+    @property
     def compresses(self) -> bool:
         """Whether gradients are compressed: one data rank sends none."""
         return self._compressor is not None

@@ -261,6 +261,20 @@ class Freezing(Base):
         return self.head(torch.tanh(h + x[:, :1] * self.extra(h)))
 
 
+class Unfreezing(Base):
+    """Begins with a frozen layer, and lets it train from the first marked sample on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.marked(x):
+            self.extra.requires_grad_(True)
+        h = torch.tanh(self.into(x))
+        return self.head(torch.tanh(self.extra(h)))
+
+
 class Layered(nn.Module):
     """Layers in a list, which fsdp gathers one by one; each rank skips others of them."""
 
@@ -322,11 +336,26 @@ ZOO: list[Exhibit] = [
     Exhibit("checkpoint", lambda: Checkpointed(reentrant=False), vectors),
     Exhibit("checkpoint, reentrant", lambda: Checkpointed(reentrant=True), vectors),
     Exhibit("checkpoint, shared", lambda: Checkpointed(reentrant=False, shared=True), vectors),
+    Exhibit(
+        "checkpoint, reentrant, shared",
+        lambda: Checkpointed(reentrant=True, shared=True),
+        vectors,
+        refused={"ddp": "backward computes the gradient of a parameter in two parts"},
+    ),
     Exhibit("gradient penalty", GradientPenalty, vectors, loss=None),
     Exhibit("expanded gradients", ExpandedGradient, vectors),
     Exhibit("wider gradients", Halves, vectors),
     Exhibit("undefined gradient", UndefinedGradient, vectors),
     Exhibit("frozen in some steps", Freezing, vectors),
+    Exhibit(
+        "unfrozen during the run",
+        Unfreezing,
+        vectors,
+        refused=dict.fromkeys(
+            ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"),
+            "extra.weight had requires_grad = False when the run began",
+        ),
+    ),
     Exhibit("layers left out", lambda: Layered("some"), vectors),
     Exhibit("experts in a list", lambda: Layered("chosen"), vectors),
     Exhibit(

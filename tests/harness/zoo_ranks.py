@@ -187,7 +187,7 @@ def _open(folder: Path, settings: dict[str, Any], resume: bool) -> Any:
     from nanoray.checkpoint.resume import open_run
     from nanoray.config import make_config
     from nanoray.data.dataset import own_data
-    from nanoray.launch.own import DEFAULTS
+    from nanoray.train.own.settings import DEFAULTS
 
     more = {"out_dir": str(folder), "resume": "auto" if resume else "none"}
     spec = open_run(make_config(DEFAULTS | SETTINGS | more | settings), own_data(), time.time())
