@@ -18,7 +18,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 __all__ = [
     "CPU_ATTENTION",
@@ -36,6 +42,7 @@ __all__ = [
     "foreach_add",
     "foreach_add_",
     "foreach_mul_",
+    "has_gradient_hooks",
     "mark_as_stepped",
     "node_sequence",
     "operator_of",
@@ -43,9 +50,12 @@ __all__ = [
     "restart_group_names",
     "scaled_mm",
     "storage_key",
+    "sum_unused_parameters",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_unflatten",
 ]
 
 # ---- newer than torch 2.11 ----
@@ -148,3 +158,37 @@ def node_sequence(node: Any) -> int:
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Keep a scheduler from its warning that the optimizer must be stepped before it."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def has_gradient_hooks(p: torch.Tensor) -> bool:
+    """Return whether a script has attached hooks to the gradient of a parameter."""
+    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
+
+
+def sum_unused_parameters(model: Any) -> None:
+    """Let a model under fully_shard sum zeros for parameters without a gradient on this rank."""
+    # torch 2.13 and later; before, a rank sums only the parameters that it has gradients of.
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)
+        return
+    for module in model.modules():
+        if not hasattr(module, "_get_fsdp_state"):
+            continue
+        group = module._get_fsdp_state()._fsdp_param_group
+        if group is not None:
+            group.post_backward = _after_zeros(group, group.post_backward)
+
+
+def _after_zeros(group: Any, post_backward: Any) -> Any:
+    """Return `post_backward` of a group of parameters, which sums their gradients, after zeros."""
+
+    def run(*unused: Any) -> None:
+        for fsdp_param in group.fsdp_params if group.reduce_grads else ():
+            p: Any = getattr(fsdp_param, "_unsharded_param", None)
+            if p is None or not p.requires_grad:
+                continue
+            if p.grad is None and fsdp_param.unsharded_accumulated_grad is None:
+                p.grad = torch.zeros_like(p)
+        post_backward(*unused)
+
+    return run

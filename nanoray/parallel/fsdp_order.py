@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from nanoray.compat import current_node, tree_flatten, tree_unflatten
 
 
 class LayerOrder:
@@ -166,7 +167,7 @@ class LayerOrder:
 
 def _in_backward() -> bool:
     """Whether a layer is computed again by activation checkpointing."""
-    return torch._C._current_graph_task_id() != -1
+    return current_node() is not None
 
 
 class _Identity(torch.autograd.Function):
