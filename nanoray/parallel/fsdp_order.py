@@ -31,15 +31,17 @@ class LayerOrder:
     """Lets a rank gather the layers of a model in the order of the other ranks."""
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
-        """Attach to a model whose `units` are sharded, in the order of their definition."""
-        self._units = [*units]
-        self._number = {unit: number for number, unit in enumerate(units)}
+        """Attach to a model whose `units` are sharded."""
+        # In the order of their definition, in which layers within a layer follow it.
+        wanted = set(units)
+        self._units = [module for module in model.modules() if module in wanted]
+        self._number = {unit: number for number, unit in enumerate(self._units)}
         self._inside: list[set[int]] = []  # by unit: the units within it
-        for unit in units:
+        for unit in self._units:
             within = {self._number[m] for m in unit.modules() if m in self._number}
             self._inside.append(within - {self._number[unit]})
 
-        self._order = [*range(len(units))]
+        self._order = [*range(len(self._units))]
         self._next = 0  # the position in the order of the next call
         self._last = -1  # the unit that was called last
         self._joining = False  # a unit is called as the identity
