@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -51,6 +52,7 @@ __all__ = [
     "scaled_mm",
     "storage_key",
     "sum_unused_parameters",
+    "transient_buffers",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -127,6 +129,19 @@ def collectives_of(group: Any) -> int:
     return 0
 
 
+def transient_buffers(module: nn.Module) -> set[str]:
+    """Return the live set of names of a module's buffers that its state_dict leaves out.
+
+    A scripted module has none.
+    """
+    return getattr(module, "_non_persistent_buffers_set", set())
+
+
+def has_gradient_hooks(p: Tensor) -> bool:
+    """Return whether a function would be called with the gradient of a parameter."""
+    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number of a storage, also of a fake one.
 
@@ -158,11 +173,6 @@ def node_sequence(node: Any) -> int:
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Keep a scheduler from its warning that the optimizer must be stepped before it."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def has_gradient_hooks(p: torch.Tensor) -> bool:
-    """Return whether a script has attached hooks to the gradient of a parameter."""
-    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
 def sum_unused_parameters(model: Any) -> None:
