@@ -21,7 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 __all__ = [
     "CPU_ATTENTION",
@@ -49,9 +55,11 @@ __all__ = [
     "storage_key",
     "sum_unused_parameters",
     "transient_buffers",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_unflatten",
 ]
 
 # ---- newer than torch 2.11 ----
