@@ -122,7 +122,7 @@ EXIT_CODES = {
     5: "training diverged: the last checkpoint is from before",
     129: "stopped by SIGHUP, with a checkpoint",
     130: "stopped by Ctrl-C, with a checkpoint; by a second Ctrl-C at once, without",
-    143: "stopped by SIGTERM, `ray job stop` or a lost head, with a checkpoint",
+    143: "stopped by SIGTERM, `ray job stop`, a lost head or a frozen driver, with a checkpoint",
 }
 
 

@@ -479,7 +479,9 @@ def load_tensors(
         if owner and "/" not in key:
             of_parameters[name] = tensor
     saved_keys = {name.partition(".")[0] for name in of_parameters}
-    if form.keys is not None and not form.required <= saved_keys <= form.keys:
+    # The pieces of one rank may all be of parameters that have had no gradient yet.
+    has_state = bool(of_parameters) or not cut
+    if has_state and form.keys is not None and not form.required <= saved_keys <= form.keys:
         where = ", in its precision" if form.declared else ""
         raise CheckpointError(
             f"optimizer state holds {sorted(saved_keys) or 'nothing'}, but "

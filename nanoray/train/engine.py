@@ -21,12 +21,12 @@ from nanoray.data.own import OwnData
 from nanoray.data.tokens import MicroBatches
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
-from nanoray.models.dropout import derive_seed, seed_generators
+from nanoray.models.dropout import derive_seed, seed_generators, seed_host_generators
 from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state import Rate, TrainState, Update, rng_state, set_rng_state
+from nanoray.state import Rate, TrainState, Update, undisturbed_generators
 from nanoray.train.evaluate import evaluate
 from nanoray.train.guard import replicas
 from nanoray.train.guard.audit import Audit
@@ -270,12 +270,11 @@ class Engine:
             self.reading.begin(
                 self.state.samples, self.batches.rank, evaluates, self.cfg.eval_samples
             )
-        # The warm-up draws dropout masks, and the first step must not notice.
-        generators = rng_state(self.mesh.device)
         # The next step's own batch: a script's loader may not be able to go back.
         x, y = self.batches.get(self.state.samples, 0)
-        self.par.warm_up(x, y)
-        set_rng_state(generators, self.mesh.device)
+        # The warm-up draws dropout masks, and the first step must not notice.
+        with undisturbed_generators(self.mesh.device):
+            self.par.warm_up(x, y)
         log.info("warmed up")
 
     def seed_dropout(self, step: int, micro: int, rank: int | None = None) -> None:
@@ -288,7 +287,11 @@ class Engine:
         if not (self.cfg.dropout or self.workload.draws):
             return
         data_rank = self.batches.rank if rank is None else rank
-        seed_generators(derive_seed(self.cfg.seed, step, micro, data_rank), self.mesh.device)
+        seed = derive_seed(self.cfg.seed, step, micro, data_rank)
+        seed_generators(seed, self.mesh.device)
+        # A script's modules may draw from numpy or Python, to skip layers for example.
+        if self.workload.draws:
+            seed_host_generators(seed)
 
     def is_logged(self, step: int, last: int) -> bool:
         """Return whether a step is recorded: regular ones, and the first and last of a command."""
@@ -311,11 +314,10 @@ class Engine:
 
         # The first sample of that step, which may lie some steps back on a GPU.
         start = state.samples - (state.step - bad.step + 1) * size
-        generators = rng_state(self.mesh.device)
         batch = partial(self.batches.get, start)
         seed = partial(self.seed_dropout, bad.step - 1)
-        layer, micro = replay(state.model, batch, self.par.repeat, seed)
-        set_rng_state(generators, self.mesh.device)
+        with undisturbed_generators(self.mesh.device):
+            layer, micro = replay(state.model, batch, self.par.repeat, seed)
 
         repeated = "repeated"
         weights_have_changed = self.cfg.on_nan == "skip" and bad.step <= state.step
@@ -351,6 +353,8 @@ class Engine:
 
         self.guards.rolled_back(path, why)
         self.note(f"warning  {why}. Rolling back to {path} and continuing with the data after it")
+        # First what the forwards of this step have changed, then the checkpoint.
+        self.par.zero_grad()
         shape = self.workload.meta["model_shape"]
         saved = read_checkpoint(path, self.spec, self.mesh, state, shape, self.par, self.note)
         self.par.settle()
@@ -360,7 +364,6 @@ class Engine:
         state.rewind(saved, state.samples + self.batch.global_size)
         copy_to_mirror(state, self.mesh)
         state.whole = True
-        self.par.zero_grad()
         self.observers.rewind(state.step)
 
     def leave_out(self, vote: Vote) -> Order:

@@ -55,21 +55,23 @@ def evaluate(
     training = [module for module in state.model.modules() if module.training]
     state.model.eval()
     try:
-        for first in range(0, longest, batches.batch.micro):
-            phase("eval")  # a long evaluation must show progress
-            starts = own_windows[first : first + batches.batch.micro]
-            counts = len(starts) > 0
-            x, y = data.val_batch(starts if counts else windows[:1])
-            scores = workload.score(par.whole, x, y)
-            if not (counts and par.knows_loss):
-                continue
+        # An evaluation changes nothing: its passes do not count in a module's buffers.
+        with par.undisturbed():
+            for first in range(0, longest, batches.batch.micro):
+                phase("eval")  # a long evaluation must show progress
+                starts = own_windows[first : first + batches.batch.micro]
+                counts = len(starts) > 0
+                x, y = data.val_batch(starts if counts else windows[:1])
+                scores = workload.score(par.whole, x, y)
+                if not (counts and par.knows_loss):
+                    continue
 
-            # A mean counts once for each window; a loss with a weight has its own.
-            values = [mean_of(score) for score in scores]
-            weight = torch.full_like(values[0], len(starts))
-            if isinstance(scores[0], Weighted):
-                weight = weight_of(scores[0])
-            total += torch.stack([*(value * weight for value in values), weight])
+                # A mean counts once for each window; a loss with a weight has its own.
+                values = [mean_of(score) for score in scores]
+                weight = torch.full_like(values[0], len(starts))
+                if isinstance(scores[0], Weighted):
+                    weight = weight_of(scores[0])
+                total += torch.stack([*(value * weight for value in values), weight])
     finally:
         for module in training:
             module.training = True

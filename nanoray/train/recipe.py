@@ -412,10 +412,10 @@ class Recipe:
         # A rank that has a state already keeps its optimizer until the new one is filled.
         of_whole_model = par.shards is None and not self.state.whole
         optimizer = make_optimizer(self.model, None if of_whole_model else own)
-        holdings = [Holding(own, optimizer, rank)]
+        holdings = [Holding(own, optimizer, rank, par.frozen)]
         if par.mirror_shards is not None:
             optimizer = make_optimizer(self.model, par.mirror_shards)
-            holdings.append(Holding(par.mirror_shards, optimizer, owner))
+            holdings.append(Holding(par.mirror_shards, optimizer, owner, par.mirror_frozen))
         return holdings
 
     def hold(self, par: Plan, holdings: Sequence[Holding]) -> None:

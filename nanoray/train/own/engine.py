@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanoray.checkpoint.storable import unstorable
 from nanoray.errors import ConfigError
 from nanoray.forecast.own_models import DryRunEnded
 from nanoray.mesh.rendezvous import Rendezvous
@@ -80,6 +81,8 @@ class RuntimeEngine:
         require_no_other_scheduler(one, schedulers)
         if run.config.sharded:
             require_elementwise(one, run.config.dp_mode)
+        for line in unstorable(model, one, run.config.sharded):
+            raise ConfigError(line)
         self._given = Given(model, one, loss_fn, updated, run, OwnSchedule(schedulers, one))
         # torch's BatchNorm would let running statistics drift apart. A lazy norm has no channels
         # before its first batch.

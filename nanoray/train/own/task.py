@@ -155,9 +155,9 @@ class OwnTask:
         if self._spec.config.dp_mode == "fsdp" and self._given.run.rejoin is not None:
             model = copied(model)
         # Weights in another memory format (channels_last) are laid out anew: ranks exchange, and
-        # cut, rows.
-        for p in model.parameters():
-            p.data = p.data.contiguous()
+        # cut, rows. An expanded buffer gets memory for each of its elements.
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.data = tensor.data.contiguous()
         return model
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
@@ -315,6 +315,7 @@ class OwnTask:
     def describe(self, batch: Batch) -> list[str]:
         numbers = sum(p.numel() for p in self._given.model.parameters())
         return [
+            *mode_notes(self._given.model),
             f"data   of the script: {self._data.describe()}",
             f"batch  {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = "
             f"{batch.global_size} samples/step"
@@ -349,3 +350,19 @@ def copied(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} ({type(error).__name__}: {error}); keep what cannot be copied "
             "outside of the model, or use dp_mode zero2"
         ) from error
+
+
+def mode_notes(model: nn.Module) -> list[str]:
+    """Return a line on modules that were handed over in eval mode, and stay in it."""
+    in_eval = [name for name, module in model.named_modules() if not module.training]
+    if not in_eval:
+        return []
+    effect = "without dropout, and with fixed running statistics"
+    if not model.training:
+        return [
+            f"note    {type(model).__name__} was handed over in eval mode and trains in it, "
+            f"{effect}; call model.train() before RuntimeEngine if that is not meant"
+        ]
+    more = f" and {len(in_eval) - 1} more modules" if len(in_eval) > 1 else ""
+    verb = "are" if more else "is"
+    return [f"note    {in_eval[0]}{more} {verb} in eval mode and stay so, {effect}"]

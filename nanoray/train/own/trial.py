@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 import nanoray
+from nanoray.compat import tree_leaves
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.mesh.mesh import Mesh
