@@ -86,7 +86,7 @@ class OwnData:
             self._train = begun
         else:
             self._train = source_of(train, "train", micro, seed)
-        self._val: Items | Batches | None = None
+        self._val: Items | Batches | Kept | None = None
         if val is not None:
             self._val = source_of(val, "val", micro, seed ^ VALIDATION)
         self._val_plan: list[list[int]] = []  # the samples of each batch of an evaluation
@@ -180,7 +180,7 @@ class OwnData:
             # Validation batches are read once and kept: every evaluation uses the same samples.
             self._val = self._val.first(limit)
         windows = evenly_spaced(len(self._val) - 1, min(limit, len(self._val)))
-        if self._val.workers:
+        if isinstance(self._val, Items) and self._val.workers:
             own = windows[self._rank :: self._ranks].tolist()
             plan = [own[i : i + self._micro] for i in range(0, len(own), self._micro)]
             self._begin_evaluation(plan, self._val)
@@ -200,7 +200,7 @@ class OwnData:
 
     def val_batch(self, starts: np.ndarray) -> tuple[Any, Any]:
         """Return inputs and targets of these validation samples, on the device."""
-        assert isinstance(self._val, Items)
+        assert isinstance(self._val, Items | Kept)
         numbers = starts.tolist()
         try:
             pair = self._read_validation(self._val, numbers)
@@ -212,14 +212,19 @@ class OwnData:
             pair = inputs, targets.targets if isinstance(targets, Counted) else targets
         return self._on_device(pair)
 
-    def _read_validation(self, source: Items, numbers: list[int]) -> tuple[Any, Any]:
-        if not source.workers:
+    def _read_validation(self, source: Items | Kept, numbers: list[int]) -> tuple[Any, Any]:
+        if isinstance(source, Kept) or not source.workers:
             return source.items(numbers)
         # In a worker also what is read alone: a dataset may open its files in its first process.
         if self._val_ahead is None or numbers not in self._val_plan:
             self._begin_evaluation([numbers], source)
         assert self._val_ahead
         return as_pair(self._val_ahead.batch(self._val_plan.index(numbers)))
+
+    @property
+    def windows_at_once(self) -> int:
+        """The most validation windows that one call of `val_batch` reads."""
+        return 1 if isinstance(self._val, Kept) else self._micro
 
     @property
     def in_batches(self) -> bool:
@@ -335,6 +340,21 @@ class Items:
         return self._of_validation
 
 
+class Kept:
+    """Validation batches that are kept as they are, each with its number of samples."""
+
+    def __init__(self, pairs: list[tuple[Any, Any]]) -> None:
+        self._pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def items(self, numbers: list[int]) -> tuple[Any, Any]:
+        """Return a batch by its number."""
+        inputs, targets = self._pairs[numbers[0]]
+        return inputs, Counted(targets, count_samples((inputs, targets)))
+
+
 class Batches:
     """An iterable of batches, read in its order; the newest ones are kept."""
 
@@ -423,9 +443,13 @@ class Batches:
         self._micro = count_samples(self._kept[0])
         return self._micro
 
-    def first(self, limit: int) -> Items:
-        """Return about `limit` samples from the start as a dataset with an index."""
+    def first(self, limit: int) -> Items | Kept:
+        """Return about `limit` samples from the start as a dataset with an index.
+
+        Where batches are padded to different lengths they stay as they are.
+        """
         samples: list[Any] = []
+        pairs: list[tuple[Any, Any]] = []
         self._next = 0
         self._epoch = -1
         self._begin_epoch()
@@ -434,6 +458,7 @@ class Batches:
             if batch is None:
                 break
             pair = as_pair(batch)
+            pairs.append(pair)
             count = count_samples(pair)
             inputs, targets = pair
             for i in range(count):
@@ -445,6 +470,8 @@ class Batches:
         self.close()
         if not samples:
             raise DataError(f"the {self._split} data yield no batch")
+        if len({_shapes_of(sample) for sample in samples}) > 1:
+            return Kept(pairs)
         return items_of(samples[:limit], self._split, self._seed)
 
 
@@ -601,6 +628,17 @@ def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, (tuple, list)):
         return _like(value, [_to(item, device) for item in value])
     return value
+
+
+def _shapes_of(value: Any) -> tuple[Any, ...]:
+    """Return the shapes of the tensors and arrays in nested lists, tuples and dicts."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return tuple(value.shape)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return tuple(_shapes_of(part) for part in value)
+    return ()
 
 
 def _like(value: Any, parts: list[Any]) -> Any:

@@ -64,6 +64,11 @@ class Reading:
         # From here on an error waits for the other ranks.
         self._data.keeps_errors = True
 
+    @property
+    def windows_at_once(self) -> int:
+        """The most windows of an evaluation that are read together."""
+        return self._data.windows_at_once
+
     def watch(self, micro_batches: Iterator[Any], end: int) -> Iterator[Any]:
         """Yield a step's micro batches; start the vote with the last one. (all ranks)
 

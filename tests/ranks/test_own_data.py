@@ -102,6 +102,16 @@ class Listed:
                 yield DATA[0:0]
 
 
+class Padded:
+    """Validation batches of different lengths, and one of fewer samples."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        x, y = DATA.tensors
+        yield x[:6].view(2, 3, 3), y[:6].view(2, 3, 1)
+        yield x[6:16].view(2, 5, 3), y[6:16].view(2, 5, 1)
+        yield x[16:20].view(1, 4, 3), y[16:20].view(1, 4, 1)
+
+
 class Streamed(IterableDataset[Any]):
     """A stream of samples, shared by the workers of a loader."""
 
@@ -203,7 +213,11 @@ def train_on(run: Run, name: str) -> None:
     model: nn.Module = WithNames() if case.named else network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine = RuntimeEngine(model, optimizer, run, None if case.named else nn.functional.mse_loss)
-    val_data = two(Named()) if case.named else two(DATA, num_workers=1)
+    val_data: Any = two(DATA, num_workers=1)
+    if case.named:
+        val_data = two(Named())
+    elif name == "an iterable":
+        val_data = Padded()
     engine.fit(case.data(), val_data, STEPS)
 
 
@@ -238,7 +252,12 @@ def losses_of_table(folder: Path, world: int, stop: int) -> dict[str, dict[int, 
     for name, of_ranks in zip(TABLE, outcomes, strict=True):
         assert not [rank for rank in of_ranks if "error" in rank], (name, of_ranks)
         assert {rank["step"] for rank in of_ranks} == {STEPS}
-    return {name: series(turn.spec) for name, turn in zip(TABLE, turns, strict=True)}
+    losses = {}
+    for name, turn in zip(TABLE, turns, strict=True):
+        losses[name] = series(turn.spec)
+        losses[f"{name}: validation"] = series(turn.spec, "val/loss")
+        assert [*losses[f"{name}: validation"]] == [STEPS]
+    return losses
 
 
 def check_table(found: dict[str, dict[int, float]]) -> None:
