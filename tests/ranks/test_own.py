@@ -28,13 +28,13 @@ from nanoray.data.dataset import own_data
 from nanoray.data.own import KEPT, Batches, OwnData
 from nanoray.data.stateful import is_stateful
 from nanoray.errors import ConfigError, DataError
-from nanoray.launch.own import DEFAULTS
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec
 from nanoray.sample import main as sample
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
+from nanoray.train.own.settings import DEFAULTS
 from tests.harness.commands import run, torchrun
 from tests.harness.elastic import run_elastic
 from tests.harness.ranks import records, run_ranks, series

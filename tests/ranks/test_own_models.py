@@ -18,11 +18,11 @@ from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
-from nanoray.launch.own import DEFAULTS
 from nanoray.run import RunSpec
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
+from nanoray.train.own.settings import DEFAULTS
 from tests.harness.ranks import run_ranks, series
 
 SETTINGS: dict[str, Any] = {

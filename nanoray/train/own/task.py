@@ -262,7 +262,9 @@ class OwnTask:
                 inputs, targets = data.val_batch(windows[: data.windows_at_once])
                 return inputs, targets.targets if isinstance(targets, Counted) else targets
 
-        subject = Subject(model, self._given.loss_fn, lambda: batches.get(0, 0), val_batch)
+        subject = Subject(
+            model, self._given.loss_fn, lambda: batches.get(0, 0), val_batch, data.in_batches
+        )
         return try_model(subject, config, mesh)
 
     def first_batch(self) -> tuple[Any, Any]:
