@@ -10,17 +10,29 @@ none of this.
 
 from __future__ import annotations
 
+import os
+import re
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+import nanoray
 from nanoray.config import Batch
 from nanoray.data.own import Failure, OwnData
 from nanoray.errors import DataError, DataFailed
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
+
+# Frames of a traceback that are not the script's, and how a frame looks as text
+LIBRARIES = tuple(
+    f"{Path(file).resolve().parent}{os.sep}" for file in (nanoray.__file__, torch.__file__)
+)
+FRAME = re.compile(r'  File "(?P<file>.+)", line \d+, in .+\n(    .*\n)*')
+FRAMES = 8  # of the script's traceback, the innermost ones
 
 
 class Reading:
@@ -109,9 +121,17 @@ class Reading:
 
 
 def _describe(error: Exception) -> str:
-    """Return an error as one line, and with the script's traceback where it is not nanoray's."""
-    if isinstance(error, DataError):
-        return str(error)
-    lines = "".join(traceback.format_exception(error))
+    """Return an error as one line, and the script's own lines of the traceback after it."""
     first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}\n{lines}"
+    if isinstance(error, DataError) and not first.startswith("Caught "):
+        return str(error)
+    text = "".join(traceback.format_exception(error))
+    line = f"{type(error).__name__}: {first}"
+    if first.startswith("Caught "):  # torch's text for what was raised in a worker process
+        line = text.rstrip().splitlines()[-1]
+
+    frames = []
+    for found in FRAME.finditer(text):
+        if not found["file"].startswith(LIBRARIES):
+            frames.append(found[0].rstrip())
+    return "\n".join([line, *frames[-FRAMES:]])

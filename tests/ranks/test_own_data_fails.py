@@ -115,7 +115,7 @@ STARTED = {
     "an item": Case(
         lambda: three(Broken("raises")),
         "after step 3 rank 1 could not read the script's data; the 3 steps before it are saved: mend "
-        "the data, and resume. KeyError: 'no such image'\nTraceback",
+        "the data, and resume. KeyError: 'no such image'\n  File",
     ),
     "an item of a worker": Case(
         lambda: three(Broken("raises"), num_workers=1), "after step 3 rank 1 could not read the scr"
@@ -127,6 +127,11 @@ STARTED = {
         lambda: three(Broken("lies")),
         "after step 3 rank 1 could not read the script's data; the 3 steps before it are saved: mend "
         "the data, and resume. the dataset has len() = 48, but [45] raises IndexError",
+    ),
+    "a len that lies to a worker": Case(
+        lambda: three(Broken("lies"), num_workers=1),
+        "after step 3 rank 1 could not read the script's data; the 3 steps before it are saved: mend "
+        "the data, and resume. nanoray.errors.DataError: the dataset has len() = 48, but [45] raises",
     ),
     "another shape": Case(
         lambda: three(Broken("other shape")), "after step 3 rank 1 could not read the script's data"
@@ -210,7 +215,10 @@ def test_data_that_fail_cost_no_step_and_say_why(tmp_path: Path) -> None:
         newest, _damaged = newest_valid(turn.spec.checkpoints)
         saved = newest.state.meta["step"] if newest else 0
         assert saved == case.step, name
-    assert 'raise KeyError("no such image")' in outcomes[0][0]["message"], "the user's own line"
+    for outcome in (outcomes[0][0], outcomes[1][0]):
+        assert "KeyError: 'no such image'\n  File" in outcome["message"]
+        assert 'raise KeyError("no such image")' in outcome["message"], "the user's own line"
+        assert outcome["message"].count("File") == 1, "and no other"
     assert "a worker process of the DataLoader ended" in outcomes[2][0]["message"]
     assert DataFailed.exit_code == 1
 
