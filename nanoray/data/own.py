@@ -93,6 +93,9 @@ class OwnData:
         self._ahead: Ahead | None = None
         self._val_ahead: Ahead | None = None
 
+        self._pins = False
+        if isinstance(self._train, Items):
+            self._pins = self._train.pins and device.type == "cuda"
         if isinstance(self._train, Items) and self._train.workers:
             self._ahead = Ahead(self._train.reader, self._train.workers, self._samples_of_batch)
 
@@ -280,12 +283,12 @@ class OwnData:
     def _on_device(self, pair: tuple[Any, Any]) -> tuple[Any, Any]:
         inputs, targets = pair
         if isinstance(inputs, NamedBatch):
-            inputs = NamedBatch(_to(dict(inputs), self._device))
+            inputs = NamedBatch(_to(dict(inputs), self._device, self._pins))
             if isinstance(targets, Counted):
                 return inputs, Counted(inputs, targets.samples)
             return inputs, inputs
         # A named tuple, so the parts of Counted move as well.
-        return _to(inputs, self._device), _to(targets, self._device)
+        return _to(inputs, self._device, self._pins), _to(targets, self._device, self._pins)
 
 
 class Items:
@@ -297,13 +300,18 @@ class Items:
         epochs: Epochs,
         workers: Workers | None = None,
         in_batches: bool = False,
+        pins: bool = False,
         description: str = "a dataset with an index",
     ) -> None:
-        """`in_batches`: the loader decides which items form a batch, and a batch has one place."""
+        """`in_batches`: the loader decides which items form a batch, and a batch has one place.
+
+        `pins`: batches are copied to a GPU from pinned memory.
+        """
         self.reader = reader
         self.epochs = epochs
         self.workers = workers
         self.in_batches = in_batches
+        self.pins = pins
         self.description = description
         self._of_validation: list[Sample] | None = None
 
@@ -524,6 +532,7 @@ def _items_of_loader(loader: DataLoader[Any], split: str, micro: int, seed: int)
         plan.epochs,
         plan.workers,
         in_batches=plan.batch_size is None,
+        pins=loader.pin_memory and not loader.num_workers,  # workers' batches are pinned already
         description=plan.description,
     )
 
@@ -617,16 +626,21 @@ def _sample_of(value: Any, i: int, count: int) -> Any:
     return value[i]
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    """Move tensors in nested lists, tuples and dicts to the device."""
+def _to(value: Any, device: torch.device, pins: bool) -> Any:
+    """Copy tensors in nested lists, tuples and dicts to the device, with `pins` by pinned memory."""
     if isinstance(value, Tensor):
+        if pins:
+            value = value.pin_memory()
         # A copy also on the CPU: batches are kept, and a model may change its inputs in place. It is
         # asynchronous only from pinned memory.
         return value.to(device, non_blocking=True, copy=True)
     if isinstance(value, Mapping):
-        return {key: _to(item, device) for key, item in value.items()}
+        return {key: _to(item, device, pins) for key, item in value.items()}
+    # A packed sequence, or a batch of another library, moves itself.
+    if callable(getattr(value, "to", None)):
+        return value.to(device)
     if isinstance(value, (tuple, list)):
-        return _like(value, [_to(item, device) for item in value])
+        return _like(value, [_to(item, device, pins) for item in value])
     return value
 
 

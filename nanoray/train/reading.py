@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import nanoray
@@ -45,19 +44,14 @@ class Reading:
         self._vote: Vote | None = None
         self.has_failed = False  # on some rank
 
-    def begin(self, samples: int, rank: int, evaluates: bool, eval_samples: int) -> None:
-        """Read the first micro batches of this command. (all ranks)
+    def begin(self, samples: int, rank: int) -> None:
+        """Read the first micro batch of this group. (all ranks)
 
         Raises DataError on all ranks where a rank cannot read, or draws another order than others.
         """
         error: Exception | None = None
         try:
             self._data.train_batch(samples + rank * self._batch.micro, self._batch.micro)
-            windows = np.empty(0, np.int64)
-            if evaluates:
-                windows = self._data.val_windows(eval_samples)
-            if len(windows):
-                self._data.val_batch(windows[:1])
         except Exception as raised:
             error = raised
 
