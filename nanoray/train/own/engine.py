@@ -40,6 +40,7 @@ from nanoray.train.own.optimizer import (
     optimizer_of,
     require_all_parameters,
     require_elementwise,
+    require_no_draws,
 )
 from nanoray.train.own.run import Run
 from nanoray.train.own.schedule import (
@@ -143,6 +144,8 @@ class RuntimeEngine:
         return self._fit(run, train_data, val_data, steps)
 
     def _fit(self, run: Run, train_data: Any, val_data: Any, steps: int | None) -> dict[str, Any]:
+        if run.world_size > 1:
+            require_no_draws(self._one)
         given = Given(self.model, self._one, self.loss_fn, self._updated, run, self._schedule)
         require_dataset(train_data, "train", val_data)
         require_dataset(val_data, "validation")

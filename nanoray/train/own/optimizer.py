@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -80,7 +81,8 @@ def optimizer_of(given: Any) -> Optimizer:
 def require_resumable(optimizer: Optimizer) -> None:
     """Raise ConfigError for an optimizer whose resume would not be exact, or whose step fails."""
     name = _name(optimizer)
-    needed = needed_arguments(optimizer.step)
+    # Of the class: a scheduler has replaced the method of the object.
+    needed = needed_arguments(type(optimizer).step)
     if needed:
         raise ConfigError(
             f"{name}.step() needs {', '.join(needed)}, but nanoray computes gradients once and "
@@ -152,6 +154,24 @@ def require_elementwise(optimizer: Optimizer, dp_mode: str) -> None:
             raise ConfigError(
                 f"dp_mode = {dp_mode} gives the optimizer flat pieces of the parameters, but "
                 f"{_name(member)} {problem}; use dp_mode ddp or ddp_by_hand"
+            )
+
+
+def require_no_draws(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer whose update is random: it would differ between ranks."""
+    for member in members_of(optimizer):
+        with torch.random.fork_rng(devices=[]):
+            trial = _trial(member, trial_of)
+            for probe in trial.probes:
+                probe.grad = torch.zeros_like(probe)
+            before = torch.get_rng_state()
+            with suppress(Exception):  # `require_resumable` has tried it
+                trial.optimizer.step()
+            draws = not torch.equal(before, torch.get_rng_state())
+        if draws:
+            raise ConfigError(
+                f"{_name(member)} draws random numbers in its step, which differ between ranks, so "
+                "their weights would drift apart; train it on one rank, or use another optimizer"
             )
 
 
