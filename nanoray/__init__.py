@@ -10,6 +10,7 @@ _EXPORTED = {
     "Callback": "nanoray.train.own.callbacks",
     "Run": "nanoray.train.own.run",
     "Config": "nanoray.config",
+    "Weighted": "nanoray.models.weighted",
 }
 
 

@@ -522,8 +522,10 @@ def load_tensors(
         if owner and "/" not in key:
             of_parameters[name] = tensor
     saved_keys = {name.partition(".")[0] for name in of_parameters}
+    # The pieces of one rank may all be of parameters that have had no gradient yet.
+    has_state = bool(of_parameters) or not cut
     fits = form.keys is None or form.required <= saved_keys <= form.keys
-    if not fits and not form.declared:
+    if has_state and not fits and not form.declared:
         # Some optimizers keep other things for a large parameter than for a small one.
         shapes = set()
         for name in of_parameters:
@@ -532,7 +534,7 @@ def load_tensors(
                 shapes.add(tuple(params[owner].shape))
         form = state_format(optimizer, shapes)
         fits = form.keys is None or form.required <= saved_keys <= form.keys
-    if not fits:
+    if has_state and not fits:
         where = ", in its precision" if form.declared else ""
         raise CheckpointError(
             f"optimizer state holds {sorted(saved_keys) or 'nothing'}, but "

@@ -280,7 +280,7 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
                 model,
                 OwnShape(),
                 example,
-                task.loss,
+                task.mean_loss,
                 optimizer,
             )
         )

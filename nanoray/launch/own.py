@@ -17,10 +17,13 @@ from nanoray.train.own.settings import loaded_of
 def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool = True) -> int:
     """Call `main(run)` on every rank of a new run, print errors, and return the exit code.
 
+    A stop by Ctrl-C or SIGTERM returns its code, too, so the program that calls this goes on. A Ray
+    that the program is connected to is used, and stays connected.
+
     `config` has keys of nanoray's configuration (`nanoray launch --help`), such as workers,
     micro_batch_size, dp_mode, checkpoint_every, resume, and quiet. Under torchrun, srun or mpirun
-    this process is one rank. Without `ray` it trains alone. With the key dry_run, `main` is called in this process
-    and ends at `fit`, which prints the memory of a rank by part.
+    this process is one rank. Without `ray` it trains alone. With the key dry_run, `main` is called
+    in this process and ends at `fit`, which prints the memory of a rank by part.
     """
     started = time.time()
     return exit_code_of(lambda: _launch(main, dict(config), ray, started))
@@ -34,10 +37,17 @@ def _launch(main: Callable[[Any], Any], config: dict[str, Any], ray: bool, start
     if place or not ray:
         from nanoray.train.__main__ import run_here
 
-        return run_here(loaded, started, main)
+        try:
+            return run_here(loaded, started, main)
+        except KeyboardInterrupt:  # the second Ctrl-C
+            return 130
     from nanoray.launch.__main__ import launch
 
-    return launch(loaded, started, main)
+    # In a program of the user's, such as a notebook, a stop ends the run and not the program.
+    try:
+        return launch(loaded, started, main)
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
 
 
 def refuse_both(place: Place, config: Config, given: frozenset[str]) -> None:

@@ -12,7 +12,6 @@ import platform
 import shlex
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -22,7 +21,7 @@ import torch
 
 from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.resume import open_run
-from nanoray.cli import Loaded, handle_stop_signals, require_script, run_command
+from nanoray.cli import Loaded, require_script, run_command, stop_signals
 from nanoray.config import Config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.devices.choose import require_compiler
@@ -129,13 +128,14 @@ def train_here(
         spec = replace(spec, notes=(place.describe(), *spec.notes))
 
     # Train. Rank 0 prints, and writes a summary also when the run fails.
-    stop = StopSignals()
+    stop = StopSignals(ends_process=main is None or rendezvous.world_size > 1)
     watch_launcher(place, stop.launcher_ended)
     is_first = rendezvous.rank == 0
     watchers: list[Callback] = []
     if is_first:
         watchers = [FolderWatch(spec), choose_console(spec.config.max_steps, loaded.quiet)]
     with (
+        stop_signals(stop),
         summary_on_failure(spec) if is_first else nullcontext(),
         _lost_peer_in_one_line(spec, rendezvous.rank),
     ):
@@ -312,18 +312,19 @@ class FolderWatch:
 class StopSignals:
     """Turn SIGINT, SIGTERM, SIGHUP and the end of the launcher into a request to stop.
 
-    The run stops after this step. A second SIGINT ends the process at once.
+    The run stops after this step. A second SIGINT ends the process at once. Where that is the user's
+    own, such as a notebook's, it raises KeyboardInterrupt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_process: bool) -> None:
         self._signal = 0
-        # Python lets the main thread alone set a handler.
-        if threading.current_thread() is threading.main_thread():
-            handle_stop_signals(self._handle)
+        self._ends_process = ends_process
 
-    def _handle(self, signum: int, frame: Any) -> None:
+    def __call__(self, signum: int, frame: Any) -> None:
         if self._signal and signum == signal.SIGINT:
-            os._exit(130)
+            if self._ends_process:
+                os._exit(130)
+            raise KeyboardInterrupt
         self._signal = self._signal or signum
         with suppress(OSError):  # the terminal may be gone
             os.write(2, b"\nstopping after this step, with a checkpoint (once more: stop now)\n")

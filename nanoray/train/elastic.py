@@ -105,6 +105,7 @@ def train_in_groups(
             engine.writer.hold()
             if engine.audit:
                 engine.audit.forget()
+            engine.par.undo()
         del engine
         reached("leave")
         leave(group, state)

@@ -276,8 +276,15 @@ class Strange(Styled):
         state["window"] = range(3)
 
 
+class Wide(Styled):
+    """Its moments have a type that safetensors lacks."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        state["moment"] = grad.to(torch.complex128)
+
+
 class Complex(Styled):
-    """Its moments are complex, a type that safetensors lacks."""
+    """Its moments are complex, and of the whole parameter."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         state["spectrum"] = torch.fft.fft(grad)

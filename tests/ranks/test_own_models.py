@@ -133,9 +133,8 @@ def test_statistics_are_means_over_the_passes_that_a_norm_has_made(
 @pytest.mark.parametrize(
     "mode",
     [
-        "ddp",
         "fsdp",
-        *(pytest.param(mode, marks=pytest.mark.full) for mode in ("ddp_by_hand", "zero1")),
+        *(pytest.param(mode, marks=pytest.mark.full) for mode in ("ddp", "ddp_by_hand", "zero1")),
     ],
 )
 def test_weights_in_channels_last_train_as_others_do(tmp_path: Path, mode: str) -> None:

@@ -109,6 +109,9 @@ class Engine:
     def forget(self) -> None:
         """An audit in progress is broken off."""
 
+    def undo(self) -> None:
+        """A step in progress leaves no trace in the model's buffers."""
+
     def close(self) -> None:
         self._groups.events.append("close")
 

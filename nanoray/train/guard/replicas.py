@@ -16,6 +16,7 @@ from torch import Tensor
 from nanoray.errors import StateDiverged
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import is_cut
+from nanoray.module_state import plain_memory
 from nanoray.state import TrainState, optimizer_tensors, share
 from nanoray.train.guard.certificate import format_hash
 
@@ -206,7 +207,7 @@ def _compare_mirrors(state: TrainState, mesh: Mesh) -> None:
 
 def bits_of(tensor: Tensor) -> Tensor:
     """Return a tensor's elements in a row, as integers of their size: equal where all bits are."""
-    return tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
+    return plain_memory(tensor).view(_INTEGERS.get(tensor.element_size(), torch.int64))
 
 
 def hash_tensors(tensors: dict[str, Tensor]) -> tuple[list[str], list[int]]:

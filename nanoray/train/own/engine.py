@@ -41,6 +41,7 @@ from nanoray.train.own.optimizer import (
     require_all_parameters,
     require_elementwise,
     require_no_draws,
+    require_resumable,
 )
 from nanoray.train.own.run import Run
 from nanoray.train.own.schedule import (
@@ -50,7 +51,7 @@ from nanoray.train.own.schedule import (
 )
 from nanoray.train.own.settings import loaded_of
 from nanoray.train.own.task import Given, LossFn, OwnTask
-from nanoray.train.own.trial import fill_lazy_parameters
+from nanoray.train.own.trial import fill_lazy_parameters, require_storable
 from nanoray.train.recipe import train
 
 
@@ -69,23 +70,21 @@ class RuntimeEngine:
         """Take a model and the optimizer of its parameters. All ranks start from rank 0's weights.
 
         `run` is what nanoray.launch passes to a function; or, in a plain script, the configuration.
-        The loss of a batch is loss_fn(model(inputs), targets), a mean over the batch; without
-        `loss_fn`, model(inputs, targets). Several optimizers are stepped in their order. They keep
-        their rates and groups, unless the configuration sets `lr`, `schedule` or `warmup_steps`:
-        then the rate of the first group follows it, and the others keep their ratio to it. A
-        `scheduler` of torch, a list of them, or a function from the step to the factor of the rate,
-        is stepped once per optimizer step. torch's BatchNorm is replaced, in place, by one whose
-        running statistics are equal on all ranks (models/batch_norm.py).
+        The loss of a batch is loss_fn(model(inputs), targets), a mean over the batch or a
+        nanoray.Weighted; without `loss_fn`, model(inputs, targets). Several optimizers are stepped
+        in their order. They keep their rates and groups, unless the configuration sets `lr`,
+        `schedule` or `warmup_steps`: then the rate of the first group follows it, and the others
+        keep their ratio to it. A `scheduler` of torch, a list of them, or a function from the step
+        to the factor of the rate, is stepped once per optimizer step. torch's BatchNorm is replaced,
+        in place, by one whose running statistics are equal on all ranks (models/batch_norm.py).
         """
         self._loaded: Loaded | None = None
         if isinstance(run, Run):
             self._run: Run | None = run
-            config = run.config
         else:
             end_in_one_line()
             self._run = None
             self._loaded = loaded_of(run)
-            config = self._loaded.config
         require_module(model)
         require_loss_fn(loss_fn)
         self.model = model
@@ -96,8 +95,6 @@ class RuntimeEngine:
         self._updated = require_all_parameters(model, self._one)
         schedulers = schedulers_of(scheduler, self._one)
         require_no_other_scheduler(self._one, schedulers)
-        if config.sharded:
-            require_elementwise(self._one, config.dp_mode)
         self._schedule = OwnSchedule(schedulers, self._one)
         self._is_cut = False  # whether a fit has left the optimizer's state to its shards
         # torch's BatchNorm would let running statistics drift apart. A lazy norm has no channels
@@ -118,16 +115,17 @@ class RuntimeEngine:
         """Train for `steps` optimizer steps, and return the outcome. (all ranks)
 
         Without `steps` they are max_steps of the configuration. `train_data` and `val_data`: a
-        dataset with len() and [], a DataLoader (its dataset is taken), or an iterable of batches of
-        micro_batch_size samples. Items and batches are pairs (inputs, targets). With a
-        configuration, a second call is a new run, which goes on with the weights and the optimizer
-        as they are. Raises ConfigError for a second call in a run of nanoray.launch, and
-        NanorayError when the run cannot start or continue.
+        dataset with len() and [], a DataLoader, or an iterable of batches. Items and batches are
+        pairs (inputs, targets), or dicts of the model's arguments. With a configuration, a second
+        call is a new run, which goes on with the weights and the optimizer as they are. Raises
+        ConfigError for a second call in a run of nanoray.launch, and NanorayError when the run
+        cannot start or continue.
         """
 
         def fit_as(run: Run) -> None:
             self._run = run
             self._fit(run, train_data, val_data, steps)
+            self._is_cut = run.config.sharded
 
         if self._loaded is not None:
             if self._is_cut:
@@ -135,7 +133,6 @@ class RuntimeEngine:
                     f"dp_mode = {self._loaded.config.dp_mode} has cut the state of the optimizer in "
                     "the first fit; fit once, or start anew with resume auto and more steps"
                 )
-            self._is_cut = self._loaded.config.sharded
             return fit_here(self._loaded, steps, fit_as)
 
         run = self.run
@@ -144,8 +141,6 @@ class RuntimeEngine:
         return self._fit(run, train_data, val_data, steps)
 
     def _fit(self, run: Run, train_data: Any, val_data: Any, steps: int | None) -> dict[str, Any]:
-        if run.world_size > 1:
-            require_no_draws(self._one)
         given = Given(self.model, self._one, self.loss_fn, self._updated, run, self._schedule)
         require_dataset(train_data, "train", val_data)
         require_dataset(val_data, "validation")
@@ -153,7 +148,13 @@ class RuntimeEngine:
             task = OwnTask(given, run.spec, train_data, val_data, steps)
             fill_lazy_parameters(self.model, self.loss_fn, *task.first_batch())
             replace_norms(self.model)
-        require_trainable(self.model, run.config)
+        require_trainable(self.model, run.config, run.world_size)
+        require_storable(self.model, self._one, run.config.sharded)
+        require_resumable(self._one)
+        if run.world_size > 1:
+            require_no_draws(self._one)
+        if run.config.sharded:
+            require_elementwise(self._one, run.config.dp_mode)
 
         # A dry run, or `nanoray inspect`, ends the script here.
         if run.on_fit:
