@@ -241,8 +241,18 @@ def check(ranks: LastingRanks, folder: Path, optimizer: str, scheduler: str, mod
         assert torch.allclose(theirs[name], p, atol=1e-5), name
 
 
-@pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp"])
-@pytest.mark.parametrize("optimizer", IN_PIECES)
+def in_modes() -> list[Any]:
+    """Every optimizer in every mode; without `full`, each in one mode and two of them in all."""
+    cases = []
+    for i, optimizer in enumerate(IN_PIECES):
+        for j, mode in enumerate(("ddp", "zero1", "fsdp")):
+            is_short = i % 3 == j or optimizer in ("Lion", "two")
+            marks = () if is_short else pytest.mark.full
+            cases.append(pytest.param(optimizer, mode, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("optimizer", "mode"), in_modes())
 def test_an_optimizer_trains_as_a_plain_loop_and_resumes_to_the_bit(
     ranks: LastingRanks, tmp_path: Path, optimizer: str, mode: str
 ) -> None:
@@ -256,11 +266,19 @@ def test_an_optimizer_of_whole_parameters_does_so_with_ddp(
     check(ranks, tmp_path, optimizer, "none", "ddp")
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "mode"),
-    [(name, "zero1" if i % 2 else "ddp") for i, name in enumerate(SCHEDULERS) if name != "none"]
-    + [("OneCycleLR", "zero1"), ("two", "fsdp")],
-)
+def scheduled() -> list[Any]:
+    """Every scheduler in one mode; without `full`, those whose state or steps are of a kind."""
+    cases = [("OneCycleLR", "zero1"), ("MultiStepLR", "ddp"), ("function", "ddp")]
+    cases += [("sequential", "zero1"), ("plateau", "ddp"), ("two", "fsdp")]
+    marked = [pytest.param(*case) for case in cases]
+    for i, name in enumerate(SCHEDULERS):
+        case = (name, "zero1" if i % 2 else "ddp")
+        if name != "none" and case not in cases:
+            marked.append(pytest.param(*case, marks=pytest.mark.full))
+    return marked
+
+
+@pytest.mark.parametrize(("scheduler", "mode"), scheduled())
 def test_a_scheduler_is_stepped_saved_and_restored(
     ranks: LastingRanks, tmp_path: Path, scheduler: str, mode: str
 ) -> None:
