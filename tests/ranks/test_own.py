@@ -435,7 +435,7 @@ def of_another_model(run: Run) -> None:
 
 def with_a_closure(run: Run) -> None:
     model = network()
-    RuntimeEngine(model, torch.optim.LBFGS(model.parameters()), run)
+    RuntimeEngine(model, torch.optim.LBFGS(model.parameters()), run).fit(points(50, 1))
 
 
 def of_half_a_model(run: Run) -> None:
