@@ -115,8 +115,9 @@ def _translated_lines(model: nn.Module) -> list[str]:
     """
     own = {id(tensor): tensor for _, tensor in _tensors_of(model)}
     names: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     for name in buffer_names(model):
-        names[name] = model.get_buffer(name)
+        names[name] = buffers[name]
 
     entries = model.state_dict(keep_vars=True)
     entries = {name: value for name, value in entries.items() if not name.endswith(EXTRA)}
