@@ -1,5 +1,5 @@
-# make train | make test | make test-all | make test-fast | make test-gpu | make test-kube | make lint | make bench |
-# make bench-gpu.
+# make train | make test | make test-all | make test-fast | make test-gpu | make test-kube | make test-versions |
+# make lint | make bench | make bench-gpu.
 # Each sets up .venv first; the second time that takes no time.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
@@ -8,7 +8,7 @@ PY := .venv/bin/python
 # The stamp's name holds what the environment depends on: this folder, the pins and the interpreter.
 STAMP := .venv/installed-$(shell { pwd; cat pyproject.toml constraints.txt; "$(PYTHON)" -V; } 2>/dev/null | cksum | cut -d' ' -f1)
 
-.PHONY: train test test-all test-fast test-gpu test-kube compiled lint bench bench-gpu docs site setup clean
+.PHONY: train test test-all test-fast test-gpu test-kube test-versions compiled lint bench bench-gpu docs site setup clean
 
 train: setup
 	@$(PY) examples/train_shakespeare.py $(ARGS)
@@ -43,6 +43,11 @@ test-gpu: setup
 # cluster needs no internet. Half an hour or more.
 test-kube: setup
 	@NANORAY_TEST_KUBE=1 $(PY) -m pytest tests/cluster/test_kube_live.py $(ARGS)
+
+# With the oldest and the newest torch and Ray, each pair in an environment of its own under build/versions: downloads of
+# gigabytes, an hour. ARGS="--pair 0 --files tests/ranks/test_own.py" runs a part. Writes docs/results/versions.json.
+test-versions: setup
+	@nice $(PY) -m tests.harness.versions $(ARGS)
 
 lint: setup
 	@$(PY) -m ruff check .

@@ -11,7 +11,6 @@ compare by hash.
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,11 +35,19 @@ from nanoray.module_state import (
     tensors_within,
     write_buffers,
 )
+from nanoray.optimizer_state import (
+    changed_groups,
+    group_values,
+    load_groups,
+    load_tensors,
+    tensors_of,
+    values_of,
+)
 
 # The key of each rank's memory of compressed gradients, beside its generators
 MEMORY = "compression"
-PROBE = (2, 8)  # the parameter that an optimizer is tried on
 EMA_DECAY = 0.99  # per step, of the smoothed loss
+Rate = float | Tensor | None  # a learning rate; a tensor may lie on a GPU
 
 # The kinds of a model's tensors: weights, persistent buffers, and other entries of its state_dict
 TRAINED = "trained"
@@ -62,6 +69,30 @@ class Part(Protocol):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that must be equal on all replicas."""
+
+
+class Schedule(Protocol):
+    """The learning rates of a script's optimizer, which the configuration does not set."""
+
+    @property
+    def lr(self) -> Rate:
+        """The rate of the first group in the next update; None: the optimizer has none."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there are schedulers, whose state belongs to a checkpoint."""
+
+    def step(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Set the rates of the next update in these optimizers. Nothing communicates."""
+
+    def see_loss(self, loss: float, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Give the validation loss to the schedulers that follow it. Nothing communicates."""
+
+    def values(self) -> dict[str, Any]:
+        """Return the state of the schedulers as JSON."""
+
+    def load_values(self, values: dict[str, Any] | None, step: int) -> None:
+        """Restore what `values` returned after a step; None: it was saved without schedulers."""
 
 
 @dataclass
@@ -150,6 +181,10 @@ class TrainState:
         self.optimizer = optimizer
         self.scaler = scaler
         self.guards = guards
+        # A script's own learning rates; None: the configuration's schedule sets them in each step
+        self.schedule: Schedule | None = None
+        # The values of the optimizer's groups, to see which ones it changes
+        self._group_values = group_values(optimizer)
         self.step = 0  # completed optimizer steps
         self.samples = 0  # sequences consumed by them: the one cursor of the data
         self.scalars = Scalars()
@@ -188,12 +223,15 @@ class TrainState:
         sharded: other ranks have the optimizer state of other shards. weights: the parts of the
         model's weights that this rank holds; None: all.
         """
+        groups = self._changed_groups()
         self.shards = own.shards
         self.optimizer = own.optimizer
         self.frozen = own.frozen
         self.mirror = mirror
         self.sharded = sharded
         self.weights = weights
+        for optimizer in self.optimizers:
+            load_groups(optimizer, groups)
 
     def leave_model(self) -> None:
         """Release a model that a group of ranks has cut, and keep its buffers and extra states.
@@ -247,6 +285,26 @@ class TrainState:
         """
         found = buffers_of(self.model, persistent=True)
         return {name: buffer.tensor for name, buffer in found.items()}
+
+    def _changed_groups(self) -> list[list[dict[str, Any]]]:
+        """Return the values of the optimizer's groups that have changed since the start, as JSON."""
+        # Without a schedule of the script, the rate is a function of the step.
+        skip = ("lr_factor",) if self.schedule else ("lr", "lr_factor")
+        return changed_groups(self.optimizer, self._group_values, skip)
+
+    def _optimizer_values(self) -> dict[str, Any]:
+        """Return as JSON what belongs to the optimizers' state and is no tensor of a parameter."""
+        values: dict[str, Any] = {}
+        groups = self._changed_groups()
+        if groups:
+            values["groups"] = groups
+        # Of a sharded state, no parameter has such values.
+        kept = values_of(self.optimizer, _names_of(self.shards))
+        if kept:
+            values["state"] = kept
+        if self.schedule and self.schedule.has_state:
+            values["schedule"] = self.schedule.values()
+        return values
 
     def advance(self, samples: int, update: Update | None = None) -> None:
         """Count a completed step of `samples` sequences."""
@@ -356,11 +414,12 @@ class TrainState:
         """
         scalars = self.scalars
         is_evaluated = self.session.evaluated == self.step
+        optimizer_values = self._optimizer_values()
         # Tensors that a group of ranks has cut are in the shards.
         entries = self.model.state_dict()
         whole = {name: value for name, value in entries.items() if not _is_dtensor(value)}
         tensors, values = split(whole)
-        return StateDict(
+        packed = StateDict(
             model=tensors,
             optimizer={} if self.sharded else optimizer_tensors(self.optimizer, self.shards),
             rng=rng or [],
@@ -376,6 +435,9 @@ class TrainState:
                 "tensors": self._listed_now(tensors),
             },
         )
+        if optimizer_values:
+            packed.meta["optimizer"] = optimizer_values
+        return packed
 
     def _listed_now(self, tensors: dict[str, Tensor]) -> Listing:
         """Return the listing of a checkpoint: the weights of the whole model, and what else it has.
@@ -405,8 +467,21 @@ class TrainState:
 
         # Before its first step an optimizer has no state.
         meta = saved.meta
-        if optimizer and (saved.optimizer or meta["step"] > 0):
-            load_optimizer_tensors(self.optimizer, self.shards, saved.optimizer)
+        values = meta.get("optimizer", {})
+        if optimizer and (saved.optimizer or values or meta["step"] > 0):
+            kept = values.get("state", {})
+            load_optimizer_tensors(
+                self.optimizer, self.shards, saved.optimizer, kept, cut=self.sharded
+            )
+        for each in self.optimizers:
+            load_groups(each, values.get("groups", []))
+        if self.schedule:
+            self.schedule.load_values(values.get("schedule"), meta["step"])
+        elif "schedule" in values:
+            raise CheckpointError(
+                "the checkpoint has the state of a scheduler, but the script gives none; give "
+                "RuntimeEngine the same scheduler, or start anew with resume none"
+            )
         self.scaler.load_values(saved.scaler)
 
         # A checkpoint of an older nanoray has no scalars of its own: they are in its meta.
@@ -721,127 +796,24 @@ def optimizer_tensors(
     optimizer: torch.optim.Optimizer, shards: Sequence[Shard]
 ) -> dict[str, Tensor]:
     """Return the optimizer's state as one flat dict with names such as `exp_avg.<parameter>`."""
-    names: dict[Tensor, str] = {shard.param: shard.piece.name for shard in shards}
-    tensors = {}
-    for p, state in optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"{key}.{names[p]}"] = value
-    return tensors
-
-
-class StateFormat(NamedTuple):
-    """What an optimizer keeps for a parameter, and how."""
-
-    keys: set[str] | None  # None: not known
-    scalars: set[str]  # keys of single numbers
-    scalars_on_host: bool  # also where a fused kernel updates the parameter
-    declared: bool  # whether the optimizer itself names its keys, as nanoray's own do
-    dtype: torch.dtype | None  # of its tensors; None: see `_dtype_of`
-
-
-def state_format(optimizer: torch.optim.Optimizer) -> StateFormat:
-    """Return what an optimizer keeps: as it declares it, else as one step of a copy shows it."""
-    on_host = getattr(optimizer, "scalars_on_host", False)
-    dtype = getattr(optimizer, "state_type", None)
-    declared_keys = getattr(optimizer, "state_keys", None)
-    if declared_keys is not None:
-        return StateFormat(set(declared_keys), {"step"}, on_host, True, dtype)
-
-    kept = kept_alone(optimizer)
-    if kept is None:
-        return StateFormat(None, {"step"}, on_host, False, dtype)
-    scalars = {key for key, value in kept.items() if value.dim() == 0}
-    return StateFormat(set(kept), scalars | {"step"}, on_host, False, dtype)
+    return tensors_of(optimizer, _names_of(shards))
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, shards: Sequence[Shard], tensors: dict[str, Tensor]
+    optimizer: torch.optim.Optimizer,
+    shards: Sequence[Shard],
+    tensors: dict[str, Tensor],
+    values: dict[str, Any] | None = None,
+    cut: bool = False,
 ) -> None:
     """Restore what `optimizer_tensors` returned, in place on each parameter's device.
 
-    Raises CheckpointError when the state belongs to another optimizer or to other parameters.
+    `values` are those of `values_of`; with `cut` the tensors are flat pieces. Raises
+    CheckpointError when the state belongs to another optimizer or to other parameters.
     """
-    # The state must have the keys of this optimizer, where they are known.
-    form = state_format(optimizer)
-    saved_keys = {name.split(".", 1)[0] for name in tensors}
-    if form.keys is not None and saved_keys != form.keys:
-        where = ", in its precision" if form.declared else ""
-        raise CheckpointError(
-            f"optimizer state holds {sorted(saved_keys) or 'nothing'}, but "
-            f"{type(optimizer).__name__} needs {sorted(form.keys) or 'nothing'}; resume with the "
-            f"optimizer that wrote it{where}"
-        )
-
     params = {shard.piece.name: shard.param for shard in shards}
-    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    for name, tensor in tensors.items():
-        key, param_name = name.split(".", 1)
-        param = params.get(param_name)
-        is_scalar = key in form.scalars and tensor.numel() == 1
-
-        # Any other tensor has the shape of its parameter, or is a flat piece of it.
-        shapes = () if param is None else (param.shape, (param.numel(),))
-        if param is None or not (is_scalar or tensor.shape in shapes):
-            raise CheckpointError(
-                f"optimizer state {name} {tuple(tensor.shape)} does not fit this model's parameters"
-            )
-
-        state = optimizer.state[param]
-        if is_scalar:
-            device = _device_of_scalars(param, group_of[param], form)
-            state[key] = tensor.reshape(()).to(device, copy=True)
-        else:
-            dtype = _dtype_of(tensor, param, optimizer, form)
-            state[key] = tensor.view_as(param).to(param.device, dtype, copy=True)
+    load_tensors(optimizer, params, tensors, values or {}, cut)
 
 
-def _device_of_scalars(
-    param: Tensor, group: dict[str, Any], form: StateFormat
-) -> torch.device | str:
-    """Return where an optimizer keeps a parameter's step, as Adam does.
-
-    On the host, except for kernels that read it on the device.
-    """
-    is_read_on_device = group.get("fused") or group.get("capturable")
-    return param.device if is_read_on_device and not form.scalars_on_host else "cpu"
-
-
-def _dtype_of(
-    saved: Tensor, param: Tensor, optimizer: torch.optim.Optimizer, form: StateFormat
-) -> torch.dtype:
-    """Return the dtype of a tensor in the optimizer's state.
-
-    The run that saved it may have had another precision. torch's AdamW and SGD keep the dtype of
-    the parameter; of another optimizer it is not known, so the saved one stays.
-    """
-    if form.dtype is not None:
-        return form.dtype
-    if isinstance(optimizer, torch.optim.AdamW | torch.optim.SGD):
-        return param.dtype
-    return saved.dtype
-
-
-def kept_alone(optimizer: torch.optim.Optimizer) -> dict[str, Tensor] | None:
-    """Return the tensors that an optimizer keeps for a parameter of shape PROBE after one step.
-
-    With several groups, those of any of them. None if no copy of the optimizer can be made and
-    tried.
-    """
-    kept: dict[str, Tensor] = {}
-    for group in optimizer.param_groups:
-        probe = nn.Parameter(torch.zeros(PROBE))
-        probe.grad = torch.zeros(PROBE)
-        settings = {key: value for key, value in group.items() if key != "params"}
-        try:
-            copy = type(optimizer)([settings | {"params": [probe]}], lr=settings["lr"])  # type: ignore[call-arg]
-            copy.step()
-        except Exception as error:  # any class of optimizer may come from a user's script
-            logging.getLogger("nanoray").info(
-                "%s could not be tried alone: %r", type(optimizer).__name__, error
-            )
-            return None
-        for key, value in copy.state[probe].items():
-            if isinstance(value, Tensor):
-                kept[key] = value
-    return kept
+def _names_of(shards: Sequence[Shard]) -> dict[Tensor, str]:
+    return {shard.param: shard.piece.name for shard in shards}

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoray.compat import foreach_mul_
 from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData
 from nanoray.forecast.memory import Sizes, held_bytes, state_memory
@@ -97,7 +98,7 @@ class Training:
         norm = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g in grads]).norm()
         norm = self.scaler.norm(norm)
         self.scaler.flag_nonfinite(norm, loss.detach())
-        torch._foreach_mul_(grads, (self.config.grad_clip / (norm + 1e-6)).clamp(max=1.0))
+        foreach_mul_(grads, (self.config.grad_clip / (norm + 1e-6)).clamp(max=1.0))
         self.scaler.step(self.optimizer)
         self.losses.append(loss.item())
         if on_gpu:

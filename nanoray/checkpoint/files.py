@@ -119,6 +119,11 @@ def save_shared(
     return draft.final
 
 
+def path_of(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step lies in a folder of checkpoints."""
+    return folder / f"step_{int(step):08d}"
+
+
 class Draft:
     """A checkpoint in the making: files under a hidden name, which one rename commits."""
 
@@ -126,8 +131,8 @@ class Draft:
         self, folder: Path, step: int, attempt: str, fence: Callable[[], None] | None
     ) -> None:
         """Touch nothing, but call `fence`, because hidden folders may belong to a newer attempt."""
-        self.name = f"step_{int(step):08d}"
-        self.final = folder / self.name
+        self.final = path_of(folder, step)
+        self.name = self.final.name
         self._folder = folder
         self._fence = fence or (lambda: None)
         # The attempt and the pid, because two processes may write the same step.

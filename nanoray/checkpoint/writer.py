@@ -177,7 +177,7 @@ class CheckpointWriter:
 
     def _begin(self, step: int, need: int, final: bool) -> checkpoint.Draft | None:
         """Make the folder for `need` bytes of parts; None if nothing is to be saved. (rank 0)"""
-        if step == self.committed or (self._fatal and not final):
+        if self._is_on_disk(step) or (self._fatal and not final):
             return None
         self._missing_part = ""
         try:
@@ -221,7 +221,7 @@ class CheckpointWriter:
         self._settle()
         self._is_part = False  # it may have been, before the group shrank to one rank
         # The final checkpoint may follow a regular one of the same step.
-        if step == self.committed:
+        if self._is_on_disk(step):
             return ""
         if self._fatal and not final:
             return self._fatal
@@ -276,6 +276,10 @@ class CheckpointWriter:
     def busy(self) -> bool:
         """Whether a checkpoint is being written at this moment."""
         return self._thread is not None and self._thread.is_alive()
+
+    def _is_on_disk(self, step: int) -> bool:
+        """Return whether this process has saved a step, and the files are still there."""
+        return step == self.committed and checkpoint.path_of(self._spec.checkpoints, step).is_dir()
 
     def _write(self, state: StateDict) -> None:
         """Write a checkpoint and store the outcome. Also runs in the thread."""

@@ -13,7 +13,7 @@ code reads plain values and the config.json of an older run loads as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,19 +144,26 @@ def spell(config: Keys, field: str) -> str:
     return f"{part.key} = {getattr(config, part.key)}:{part.word(value)}"
 
 
-def new_spelling(key: str) -> str:
-    """Return what to write in place of a key of older versions; "" for a key of today."""
+def new_spelling(key: str, value: Any = None) -> str:
+    """Return what to write in place of a key of older versions; "" for a key of today.
+
+    `value`: what the user gave to the key, where that is known.
+    """
     part = PART_OF_FIELD.get(key)
     if part is not None:
-        return f"{key} is a part of {part.key} now; write {part.key} {part.example}"
+        example = part.example
+        # With the user's own value, if it is one that the part can have
+        if value is not None and part.parse(str(value)) is not None:
+            example = f"{part.owners[0]}:{value}"
+        return f"{key} is a part of {part.key} now; write {part.key} {example}"
     if key in FIXED:
         return f"{key} is fixed at {Keys.model_fields[key].default} now; drop it"
     return ""
 
 
-def refuse_old(keys: Iterable[str]) -> None:
+def refuse_old(values: Mapping[str, Any]) -> None:
     """Raise ConfigError for the first key that older versions had, with its new spelling."""
-    for key in keys:
-        problem = new_spelling(key)
+    for key, value in values.items():
+        problem = new_spelling(key, value)
         if problem:
             raise ConfigError(problem)

@@ -40,6 +40,10 @@ def choose_precision(
         # GPUs with MIG are all of compute capability 8 or newer, so they multiply bf16.
         if bf16_gpu or (bf16_gpu is None and kind == "mig"):
             return "bf16", "every GPU multiplies bf16, which needs no loss scaler"
+        # What does not go with fp16 does not go with an `auto` that becomes fp16. Where the GPUs
+        # are not known yet, each rank asks again.
+        if bf16_gpu is False:
+            refuse(config, precision="fp16", about=["precision"])
         why = "a GPU older than compute capability 8 lacks"
         if bf16_gpu is None:
             why = "no GPU is known to multiply"

@@ -204,7 +204,8 @@ def _main(page: int, stat: int, when_ready: int, pid: int, path: str) -> None:
     record["oom"] = _was_oom(record, oom_kills)
     record["boot"] = boot_id()
 
-    # A reader finds no record, or a complete one.
+    # A reader finds no record, or a complete one. The folder may have been removed meanwhile.
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = f"{path}.{os.getpid()}"
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(record, file)

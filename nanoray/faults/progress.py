@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import struct
 import time
 from pathlib import Path
+
+from nanoray.mapped import MappedFile, content_of
 
 PHASES = (
     "init",
@@ -34,14 +35,13 @@ class ProgressFile:
 
     def __init__(self, path: Path) -> None:
         self.base = UNKNOWN
-        # Written before it is mapped, because an empty file cannot be.
-        path.write_bytes(self._FORMAT.pack(0, PHASES.index("init"), UNKNOWN, 0.0))
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), self._FORMAT.size)
+        start = self._FORMAT.pack(0, PHASES.index("init"), UNKNOWN, 0.0)
+        self._file = MappedFile(path, start)
 
     def set(self, step: int, phase: str) -> None:
         """Write the step being computed and its phase."""
-        self._FORMAT.pack_into(self._map, 0, step, PHASES.index(phase), self.base, time.monotonic())
+        memory = self._file.memory
+        self._FORMAT.pack_into(memory, 0, step, PHASES.index(phase), self.base, time.monotonic())
 
     phase = set  # the name by which the loop calls it (train/watch/instruments.py)
 
@@ -58,7 +58,22 @@ class ProgressFile:
     def read_all(cls, path: Path) -> tuple[int, str, int, float] | None:
         """Return (step, phase, base, the writer's monotonic seconds); None without a valid file."""
         try:
-            step, phase, base, seconds = cls._FORMAT.unpack(path.read_bytes())
+            return cls._unpack(path.read_bytes())
+        except OSError:
+            return None
+
+    @classmethod
+    def read_own(cls, path: Path) -> tuple[int, str, int, float] | None:
+        """Return the same, but from memory where this process writes the file: it may be gone."""
+        content = content_of(path)
+        if content is None:
+            return cls.read_all(path)
+        return cls._unpack(content)
+
+    @classmethod
+    def _unpack(cls, content: bytes) -> tuple[int, str, int, float] | None:
+        try:
+            step, phase, base, seconds = cls._FORMAT.unpack(content)
             return step, PHASES[phase], base, seconds
-        except (OSError, struct.error, IndexError):
+        except (struct.error, IndexError):
             return None

@@ -42,14 +42,15 @@ class Holder:
 
 def rank_model(config: Config, classes: int, dtype: torch.dtype, place: Coords) -> nn.Module:
     """Return the model of the rank at `place` on the meta device, before data parallelism cuts it."""
+    # In the order in which a run cuts (parallel/plan.py)
     with torch.device("meta"):
         model = build_model(config, classes).to(dtype)
         if config.tp > 1:
             tp.cut(model, _axis("tp", config.tp, place.tp))
-        if config.ep > 1:
-            ep.cut(model, _axis("ep", config.ep, place.ep))
         if config.pp > 1:
             split(model, place.pp, config.pp, config.chunks)
+        if config.ep > 1:
+            ep.cut(model, _axis("ep", config.ep, place.ep))
     return model
 
 

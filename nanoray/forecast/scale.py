@@ -139,6 +139,7 @@ def _load_topology(name: str) -> Topology:
     """Load a topology with all numbers of a prediction. Raises ConfigError."""
     from nanoray.forecast.links import Link, load_topology, topology_names
 
+    # A prediction needs the speed of both links and of the device.
     topology = load_topology(name)
     missing = [key for key in ("intra", "inter") if not isinstance(getattr(topology, key), Link)]
     if not missing and topology.peak_tflops:
@@ -149,6 +150,7 @@ def _load_topology(name: str) -> Topology:
         what = f"{' and '.join(missing)} = fit, which only a measurement can fill"
     complete = []
     for other in topology_names():
+        # For the message: which of the packaged topologies would do.
         candidate = load_topology(other)
         if other != name and candidate.peak_tflops and candidate.inter != "fit":
             complete.append(other)
@@ -192,6 +194,7 @@ def _grow_batch(loaded: Loaded, dp: int) -> tuple[Config, str]:
             raise
     else:
         return config, ""
+    # Whole micro batches for every replica, and at least as many sequences as were given.
     unit = (config.micro_batch_size or 1) * (config.grad_accum_steps or 1) * dp
     size = -(-config.global_batch_size // unit) * unit
     grown = (
@@ -217,6 +220,7 @@ def _mesh(layout: Layout, topology: Topology | None, name: str | None) -> list[s
             continue
         # The ranks of one group: the first two and the last.
         along = "dp" if axis == "ep" else axis
+        # Experts are shared along the data axis, whose ranks they divide.
         first, second, last = (layout.rank(**{along: place}) for place in (0, 1, size - 1))
         example = f"ranks {first} {second}"
         if size > 2:

@@ -21,16 +21,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from nanoray.compat import (
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
+    FakeTensorMode,
+    TorchDispatchMode,
+    autograd_sequence,
+    current_node,
+    node_sequence,
+    operator_of,
+    storage_key,
+    tree_leaves,
+    tree_map_only,
+)
 from nanoray.models.precision import autocast
 
 Loss = Callable[[nn.Module, Any, Any], Tensor]  # (model, inputs, targets) -> mean loss
 Shape = tuple[int, ...]
-_aten = torch.ops.aten
 
 
 @dataclass
@@ -59,7 +68,7 @@ class Trial:
         self.loss_reads: list[str] = []
         self.unused: list[str] = []  # modules whose results the loss does not depend on
         self._names = {id(tensor): name for name, tensor in state.items()}
-        self._weights = {tensor.untyped_storage()._cdata for tensor in state.values()}
+        self._weights = {storage_key(tensor.untyped_storage()) for tensor in state.values()}
         # By storage; the tensors stay alive, so that no number is used twice
         self._kept: dict[int, Tensor] = {}
         self._inside: list[str] = []  # modules that run, the innermost last
@@ -130,7 +139,7 @@ class Trial:
         self._turn()
 
     def _turn(self) -> None:
-        self._turns.append((torch._C._autograd._get_sequence_nr(), self._now))
+        self._turns.append((autograd_sequence(), self._now))
 
     @property
     def _now(self) -> str:
@@ -138,8 +147,9 @@ class Trial:
 
     def _keep(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._kept and storage._cdata not in self._weights:
-            self._kept[storage._cdata] = tensor
+        key = storage_key(storage)
+        if key not in self._kept and key not in self._weights:
+            self._kept[key] = tensor
             self.seen[self._now].kept += storage.nbytes()
         return tensor
 
@@ -191,10 +201,10 @@ class Trial:
 
     def _count_backward(self, flops: int) -> None:
         # The module that was innermost when forward made the node that runs now.
-        node = torch._C._current_autograd_node()
+        node = current_node()
         name = ""
         if node is not None:
-            place = bisect(self._turns, node._sequence_nr(), key=lambda turn: turn[0]) - 1
+            place = bisect(self._turns, node_sequence(node), key=lambda turn: turn[0]) - 1
             name = self._turns[max(0, place)][1]
         self.seen[name].backward_flops += flops
 
@@ -261,11 +271,11 @@ class _Flops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
+        operator = operator_of(func)
+        if operator is CPU_ATTENTION:
             self._count(sdpa_flop_count(*(t.shape for t in args[:3])))
-        elif packet is _aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        elif operator is CPU_ATTENTION_BACKWARD:
             self._count(sdpa_backward_flop_count(*(t.shape for t in args[:4])))
-        elif packet in flop_registry:
-            self._count(flop_registry[packet](*args, **(kwargs or {}), out_val=out))
+        elif operator in flop_registry:
+            self._count(flop_registry[operator](*args, **(kwargs or {}), out_val=out))
         return out

@@ -73,8 +73,9 @@ def _numbered(model: nn.Module) -> set[str]:
     names = set()
     for name, child in model.named_children():
         is_list = isinstance(child, nn.ModuleList)
-        if isinstance(child, Unknown) and child._modules:
-            is_list = all(key.isdigit() for key in child._modules)
+        names_inside = [key for key, _ in child.named_children()]
+        if isinstance(child, Unknown) and names_inside:
+            is_list = all(key.isdigit() for key in names_inside)
         if is_list:
             names.add(name)
     return names

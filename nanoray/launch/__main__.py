@@ -25,10 +25,15 @@ from nanoray.errors import ConfigError, WorkerFailed
 from nanoray.faults.plan import DRIVER, Injector, parse_plan
 from nanoray.forecast.dry_run import dry_run_lines, plan
 from nanoray.forecast.scale import forecast_lines
+from nanoray.launch.caller import caller_address
 from nanoray.launch.driver import Driver
 from nanoray.launch.job_report import JobReport
-from nanoray.launch.placement import Placement, bounded, connected
+from nanoray.launch.placement import Placement, bounded, connected, using
+from nanoray.launch.script import Script
 from nanoray.launch.signals import catch_signals
+from nanoray.launch.silence import OwnTime
+from nanoray.mesh.interfaces import require_interfaces
+from nanoray.mesh.launchers import refuse_many_starts
 from nanoray.mesh.layout import Layout
 from nanoray.run import summary_on_failure, write_summary
 from nanoray.train.report import closing_lines
@@ -74,24 +79,31 @@ def launch(
         print("\n".join(forecast_lines(loaded, loaded.scale)))
         return 0
 
+    refuse_many_starts(os.environ, "`nanoray launch`")
+
     # Where the run goes, and on how many ranks: on this machine that is known now.
     config = lasting_out_dir(loaded.config)
-    address = ray_address(config)
+    attached = caller_address(config)
+    address = attached or ray_address(config)
     slots = None
     if address == "local":
         workers = None if config.workers == "auto" else config.workers
         slots = local_slots(config.device, workers, discover_gpus(), available_cpus())
         config = config.model_copy(update={"workers": slots.workers})
+        if slots.workers > 1:
+            require_interfaces(os.environ)
     if loaded.dry_run:
         return _dry_run(loaded, config, address, slots, main)
     if config.workers != "auto" and config.scaling == "none":
         # An impossible batch fails before Ray starts.
         resolve_batch(config, Layout.of(config, config.workers).dp)
     parse_plan(config.faults)
+    script = Script.pack(main, loaded.given) if main else None
     dataset = prepare(config)
 
     # Take devices, train, and give everything back, whatever happens.
-    with catch_signals() as stop, connected(address, slots, stop, last):
+    session = using(attached) if attached else None
+    with catch_signals() as stop, session or connected(address, slots, stop, last):
         place = Placement.make(config, stop.check)
         try:
             config, notes = plan(replace(loaded, config=config), place.workers, dataset)
@@ -100,10 +112,14 @@ def launch(
             console = choose_console(config.max_steps, loaded.quiet)
             with summary_on_failure(spec), JobReport(spec) as report, closing(console):
                 Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
-                script = (main, loaded.given) if main else None
-                driver = Driver(spec, place, stop, script=script)
-                driver.console = console
-                outcome = driver.run()
+                # Time in which this process is frozen is no silence of head or ranks.
+                with OwnTime() as clock:
+                    driver = Driver(
+                        spec, place, stop, clock=clock, script=script, cluster_clock=clock
+                    )
+                    driver.console = console
+                    report.count_steps = lambda: console.max_steps
+                    outcome = driver.run()
                 report.state = outcome["exit_reason"]
         finally:
             bounded(lambda: remove_placement_group(place.group))
@@ -139,7 +155,13 @@ def lasting_out_dir(config: Config) -> Config:
     """Move a relative out_dir out of a Ray job's working directory: Ray deletes that copy later."""
     if "runtime_resources" not in Path.cwd().parts or Path(config.out_dir).is_absolute():
         return config
-    lasting = Path.home() / "nanoray" / config.out_dir
+    home = os.path.expanduser("~")
+    if home == "~":
+        raise ConfigError(
+            f"out_dir = {config.out_dir} would be in the job's working directory, a copy that Ray "
+            "deletes, and this user has no home folder; give --out_dir an absolute path"
+        )
+    lasting = Path(home) / "nanoray" / config.out_dir
     print(
         f"out    {lasting}: the job's working directory is a copy that Ray deletes (--out_dir "
         "chooses)",

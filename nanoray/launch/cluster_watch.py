@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from nanoray.launch.placement import Placement, dial, nodes_of, room_on
+from nanoray.launch.ray_compat import draining_nodes, request_session_name
 
 HEAD_ANSWER_S = 2.0  # a head answers in milliseconds
 # After 60 s without a head Ray ends the driver, without an error; with GCS fault tolerance 600 s.
@@ -167,8 +168,7 @@ class ClusterWatch:
             self.replaced = self.replaced or self._is_another_head()
             if self.replaced:
                 return
-            # Ray has no public call for this. A frozen head blocks it, and so this thread.
-            draining = dict(self._api._private.state.state.get_draining_nodes())
+            draining = draining_nodes(self._api)  # a frozen head blocks this thread
             self._answered = request
             self._answered_at = requested_at
 
@@ -184,8 +184,7 @@ class ClusterWatch:
     def _is_another_head(self) -> bool:
         """Return whether the head has another cluster id than the one at the start."""
         try:
-            kv = self._api._private.worker.global_worker.gcs_client
-            kv.internal_kv_get(b"session_name", b"session", HEAD_ANSWER_S)
+            request_session_name(self._api, HEAD_ANSWER_S)
         except Exception as error:
             if "WrongClusterID" in str(error):
                 return True

@@ -12,12 +12,11 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
-
-from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
 from nanoray.launch.placement import bounded
+from nanoray.launch.ray_compat import JobRecord
 from nanoray.run import RunSpec, newest_record
 from nanoray.train.watch.observers import progress
 
@@ -42,6 +41,8 @@ class JobReport:
 
     def __init__(self, spec: RunSpec) -> None:
         self.state = ""  # set at the end: finished, stopped, failed: ...
+        # How many steps the run has: a script may give `fit` another number
+        self.count_steps: Callable[[], int] = lambda: spec.config.max_steps
         self._spec = spec
         self._job = submission_id()
         self._written: dict[str, str] = {}
@@ -68,7 +69,7 @@ class JobReport:
         facts = {"state": "starting", "folder": str(self._spec.folder)}
         if record:
             facts["state"] = "training"
-            facts |= progress(record, self._spec.config.max_steps)
+            facts |= progress(record, self.count_steps())
         if self.state:
             facts["state"] = self.state
         return facts
@@ -87,12 +88,8 @@ class JobReport:
             self._write(self.facts())
 
     def _write(self, facts: dict[str, str]) -> None:
-        from ray._private.ray_constants import KV_NAMESPACE_JOB
-        from ray.dashboard.modules.job.common import JobInfoStorageClient
-
-        store: Any = internal_kv_get_gcs_client()
-        key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=self._job).encode()
-        info = json.loads(store.internal_kv_get(key, namespace=KV_NAMESPACE_JOB, timeout=WRITE_S))
+        record = JobRecord(self._job)
+        info = json.loads(record.read(WRITE_S))
         # Ray writes the record itself before the driver starts and after it has ended.
         if info["status"] != "RUNNING":
             return
@@ -107,6 +104,4 @@ class JobReport:
 
         details = [f"{name} {value}" for name, value in facts.items() if name != "state"]
         info["message"] = " · ".join([facts["state"], *details])
-        store.internal_kv_put(
-            key, json.dumps(info).encode(), True, namespace=KV_NAMESPACE_JOB, timeout=WRITE_S
-        )
+        record.write(json.dumps(info).encode(), WRITE_S)

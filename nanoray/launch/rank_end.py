@@ -13,10 +13,12 @@ until the driver has ended.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,6 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.faults.proc import start_time
-from nanoray.faults.progress import ProgressFile
 from nanoray.launch.fault_log import end_of_log
 from nanoray.launch.placement import bounded
 from nanoray.launch.worker_group import WorkerGroup
@@ -51,6 +52,12 @@ def read_result(
     try:
         result = group.pool.api.get(ref)
     except RayError as error:
+        # A rank that this driver has not called for long saves, leaves its result on disk, and ends.
+        word = rank_end.last_word()
+        if word:
+            if word["result"]:
+                return {**word["result"], "silent_s": word["silent_s"]}, None
+            return None, rank_end.by_our_silence(word["silent_s"])
         # One deadline for all ranks that died together: thousands may, and where nodes share no
         # folder none of them leaves a record here.
         return None, rank_end.by_death(error, record_by=group.event_at + EXIT_RECORD_S)
@@ -191,6 +198,7 @@ class RankEnd:
     slot: int
     facts: dict[str, Any]  # pid, node, ip, devices
     spec: RunSpec
+    position: Position  # the newest that is known
     clock: Any = time
 
     @property
@@ -219,7 +227,7 @@ class RankEnd:
 
         record_by: monotonic seconds until which its exit record is awaited.
         """
-        step, phase = self._position()
+        step, phase = self.position
         log = end_of_log(self.spec.log(self.slot))
         failure = Failure(self.slot, "killed", "", step, phase, log, facts=self.facts)
 
@@ -257,22 +265,37 @@ class RankEnd:
 
     def by_silence(self) -> Failure:
         """Return the failure of a rank that did not leave its broken group, or never reached it."""
-        step, phase = self._position()
+        step, phase = self.position
         title = (
             f"{self.name} did not leave the group that broke, in {phase} of step {step}; "
             "it was ended"
         )
         return Failure(self.slot, "hung", title, step, phase, end_of_log(self.spec.log(self.slot)))
 
+    def last_word(self) -> dict[str, Any]:
+        """Return what the rank wrote before it ended without its driver: {} if it wrote nothing."""
+        with suppress(OSError, ValueError):
+            word = dict(json.loads(self.spec.last_word(self.slot).read_text(encoding="utf-8")))
+            # With another pid it is of an earlier process in this slot.
+            if word["pid"] == self.facts["pid"]:
+                return word
+        return {}
+
+    def by_our_silence(self, silent_s: float) -> Failure:
+        """Return the failure of a rank that ended, and could not save, without its driver."""
+        step, phase = self.position
+        title = (
+            f"{self.name} ended in {phase} of step {step}: no call of this driver had reached it "
+            f"for {silent_s:.0f} s"
+        )
+        return Failure(self.slot, "driver_silent", title, step, phase, facts=self.facts)
+
     def by_drain(self, notice: str) -> Failure:
         """Return the failure of a rank that left its group because its node will be taken away."""
-        step, phase = self._position()
+        step, phase = self.position
         completed = max(0, step - 1)
         title = f"{self.name} left after step {completed}: its node is being drained{notice}"
         return Failure(self.slot, "drained", title, step, phase, facts=self.facts)
-
-    def _position(self) -> tuple[int, str]:
-        return ProgressFile.read(self.spec.progress(self.slot)) or (0, "init")
 
     def _exit_record(self, record_by: float) -> dict[str, Any]:
         """Return how the process ended, waiting for its record; empty if none is written."""
@@ -287,4 +310,6 @@ class RankEnd:
 
 
 def _rank_end(group: WorkerGroup, slot: int) -> RankEnd:
-    return RankEnd(slot, group.facts[slot], group.spec, group.clock)
+    known = group.position(slot)
+    position = Position(0, "init") if known is None else known[0]
+    return RankEnd(slot, group.facts[slot], group.spec, position, group.clock)

@@ -17,6 +17,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up, without_progress
 from nanoray.launch.actors import POLL_S, START_TRIES
 from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
@@ -31,6 +32,7 @@ from nanoray.run import RunSpec, write_attempt
 
 # From a failure that ends an attempt until the survivors must have saved (KubeRay grants 100 s).
 SAVE_S = 90.0
+FOLDER_CHECK_S = 1.0  # between two looks at what another program may have removed
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,14 @@ class Recoverer:
     forming: Forming | None = None
     headless: bool = False  # the head did not answer when a rank was lost
 
+    _keeper: FolderKeeper = field(init=False)
+    _folder_checked_at: float = -math.inf  # monotonic seconds
     _is_first_attempt: bool = True
     # Slot -> new actors in a row that died before they were ready.
     _failed_starts: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._keeper = FolderKeeper(self.spec)
 
     @property
     def ending(self) -> bool:
@@ -95,6 +102,7 @@ class Recoverer:
         """Count attempts; from now on no rank of an older one may commit a checkpoint."""
         if not self._is_first_attempt:
             self.spec = self.spec.next_attempt()
+        self.keep_folder(at_once=True)
         try:
             write_attempt(self.spec)
         except OSError as error:
@@ -102,6 +110,16 @@ class Recoverer:
                 raise
             print(f"warning  attempt {self.spec.attempt} is not noted: {error}", flush=True)
         self._is_first_attempt = False
+
+    def keep_folder(self, at_once: bool = False) -> None:
+        """Make anew what was removed from the run's folder; looks at it once a second."""
+        now = self.clock.monotonic()
+        if not at_once and now < self._folder_checked_at + FOLDER_CHECK_S:
+            return
+        self._folder_checked_at = now
+        line = self._keeper.check(self.spec)
+        if line:
+            print(line, flush=True)
 
     # Single ranks: they end, and new ones start.
 
@@ -114,6 +132,8 @@ class Recoverer:
             group.pool.fill(slot)
             return
         collector.ended(slot, failure, self.clock.monotonic())
+        if failure and failure.cause == "driver_silent":
+            return  # all ranks end for this reason: none of them is replaced
         if failure:
             # Peers that still wait for it in a rendezvous would wait until the timeout.
             reached("lost")
@@ -123,7 +143,8 @@ class Recoverer:
                 group.pool.unfit.setdefault(slot, set()).add(failure.facts["node"])
             self.start_replacements(group, collector, [failure])
             reached("replacing")
-        elif slot == group.members[0]:
+        elif slot == group.members[0] or (result and "silent_s" in result and not self.outcome):
+            # Of ranks that waited for this driver, any one may have saved for all.
             self.outcome = result
             collector.rank_0_finished(self.clock.monotonic())
 
@@ -255,6 +276,7 @@ class Recoverer:
                 group.pool.fill(slot)
 
         while any(slot in group.pool.starting for slot in forming.lost):
+            self.keep_folder()
             now = self.clock.monotonic()
             if self.stop.requested or now >= deadline:
                 break

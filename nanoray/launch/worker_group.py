@@ -24,6 +24,7 @@ from nanoray.faults.progress import ProgressFile
 from nanoray.launch.actors import ActorPool
 from nanoray.launch.placement import START_TIMEOUT_S
 from nanoray.launch.shares import Shares
+from nanoray.launch.worker import Heartbeat
 from nanoray.mesh.rendezvous import (
     BackendChoice,
     RankDevice,
@@ -55,6 +56,8 @@ class WorkerGroup:
         self.runs: dict[int, Any] = {}
         self.heartbeats: dict[int, Any] = {}
         self._poll: Any = None  # of rank 0
+        # The newest answers of the processes that are in the slots now.
+        self._last_heartbeat: dict[int, Heartbeat] = {}
 
         # Where the members meet.
         self.choice: BackendChoice | None = None
@@ -140,7 +143,13 @@ class WorkerGroup:
         spec = self.spec.to_dict()
         for rank in ranks:
             meeting = replace(rank, master_addr=address, master_port=port)
-            self.runs[rank.slot] = self.pool.actors[rank.slot].run.remote(spec, meeting)
+            self._run(rank.slot, spec, meeting)
+
+    def _run(self, slot: int, spec: dict[str, Any], meeting: Rendezvous) -> None:
+        """Start a rank in the new process of a slot."""
+        # What the slot's former process answered says nothing about this one.
+        self._last_heartbeat.pop(slot, None)
+        self.runs[slot] = self.pool.actors[slot].run.remote(spec, meeting)
 
     def open_store(self, slots: Sequence[int]) -> tuple[str, int]:
         """Open a store for a group of these slots in a process that has the run's state.
@@ -193,11 +202,10 @@ class WorkerGroup:
                 live=True,
                 reference=reference,
             )
-            actor = self.pool.actors[rank.slot]
             if rank.slot in self.runs:
-                actor.go_on.remote(spec.to_dict(), meeting)
+                self.pool.actors[rank.slot].go_on.remote(spec.to_dict(), meeting)
             else:
-                self.runs[rank.slot] = actor.run.remote(spec.to_dict(), meeting)
+                self._run(rank.slot, spec.to_dict(), meeting)
 
         if not stop:
             for slot in self.runs.keys() - set(slots):
@@ -310,7 +318,9 @@ class WorkerGroup:
             else:
                 del self.heartbeats[slot]
                 with suppress(RayError):  # the end of its `run` gives the reason
-                    yield kind, slot, api.get(ref)
+                    heartbeat = api.get(ref)
+                    self._last_heartbeat[slot] = heartbeat
+                    yield kind, slot, heartbeat
 
     def request_heartbeat(self, slot: int, waiting: bool = False, after: int | None = None) -> None:
         """Request a rank's position.
@@ -331,7 +341,10 @@ class WorkerGroup:
         return max(HEARTBEAT_S, period_s)
 
     def print_messages(self, console: Console, wait_s: float = 0.0) -> None:
-        """Print rank 0's notes and records of a poll that has returned; with `wait_s`, all."""
+        """Print rank 0's messages of a poll that has returned; with `wait_s`, all.
+
+        Messages are notes, records, and what a script prints.
+        """
         # A pending poll may have been answered before the last record: poll once more to the end.
         polls = 2 if wait_s else 1
         for _ in range(polls):
@@ -346,21 +359,38 @@ class WorkerGroup:
                 for kind, value in self.pool.api.get(answer):
                     if kind == "note":
                         console.on_note(value)
-                    else:
+                    elif kind == "length":
+                        console.on_length(value)
+                    elif kind == "record":
                         console.on_record(value)
+                    else:
+                        console.on_output(kind, value)
 
     def positions(self) -> dict[int, tuple[Position, float]]:
-        """Return each member's position from its progress file, and when it wrote that.
+        """Return each member's position, and when it wrote that by its own clock.
 
-        The time is of the rank's clock. A member without a file is not contained.
+        A member of which nothing is known yet is not contained.
         """
         positions = {}
         for slot in self.members:
-            record = ProgressFile.read_all(self.spec.progress(slot))
-            if record:
-                step, phase, _, written_at = record
-                positions[slot] = (Position(step, phase), written_at)
+            position = self.position(slot)
+            if position:
+                positions[slot] = position
         return positions
+
+    def position(self, slot: int) -> tuple[Position, float] | None:
+        """Return a rank's position from its progress file, or from its newest heartbeat.
+
+        None if both are missing. The file is newer, but it may have been removed.
+        """
+        record = ProgressFile.read_all(self.spec.progress(slot))
+        if record:
+            step, phase, _, written_at = record
+            return Position(step, phase), written_at
+        heartbeat = self._last_heartbeat.get(slot)
+        if heartbeat:
+            return Position(heartbeat.step, heartbeat.phase), heartbeat.written_at
+        return None
 
     # Orders to all members.
 

@@ -54,6 +54,7 @@ class _Group(NamedTuple):
         all ranks send first would deadlock. gloo posts them at once. Empty messages are left out on
         both sides.
         """
+        # Both ranks of a message know its length, so both leave an empty one out.
         sends = [message for message in sends if message[0].numel()]
         receives = [message for message in receives if message[0].numel()]
         if any(tensor.is_cuda for tensor, _ in (*sends, *receives)):
@@ -310,6 +311,7 @@ def _fold(data: Tensor, me: _Group, within: Callable[[int], None]) -> None:
         me.run([(data, me.rank - power)], [])
         me.run([], [(data, me.rank - power)])
         return
+    # Of the first ranks, those that have a partner beyond the power of two.
     extra = me.rank + power < me.size
     if extra:
         arrived = torch.empty_like(data)
@@ -364,10 +366,12 @@ def halving_doubling(tensor: Tensor, group: ProcessGroup | None = None) -> None:
     data, me = _open(tensor, group)
 
     def within(power: int) -> None:
+        # Part i is the elements from bounds[i] to bounds[i + 1]: lengths differ by one at most.
         bounds = [data.numel() * part // power for part in range(power + 1)]
         arrived = torch.empty_like(data[: -(-data.numel() // 2)])
         low = 0  # the first of the parts that this rank still adds up
         swaps = []
+        # power/2 parts first, then power/4, ... and at last one: each swap halves what is left.
         for half in (power >> bit for bit in range(1, power.bit_length())):
             # Of these parts, the rank with a zero bit keeps the first half, its partner the second.
             partner = me.rank ^ half
@@ -414,6 +418,7 @@ def cost(name: str, ranks: int, size_bytes: int, alpha_s: float, beta_s_per_byte
     n = ranks
     alpha = alpha_s
     wire = size_bytes * beta_s_per_byte  # seconds of all data on one link
+    # Whole numbers of rounds; ranks beyond the power of two pay two more messages (_fold).
     height = n.bit_length() - 1  # floor(log2(n))
     power = 1 << height
     fold = 2 * (alpha + wire) if n > power else 0.0

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from nanoray.compat import all_gather_single
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.points import reached
@@ -68,7 +69,9 @@ class Axis:
         if self.size == 1:
             return rows
         reached(f"exchange_{what}")
+        # A message is read from memory as it lies there, so rows must follow each other.
         sent = rows.cpu() if self.through_host(rows) else rows.contiguous()
+        # The caller has exchanged the counts: the numbers of rows are known on both sides.
         received = sent.new_empty(sum(receive), *sent.shape[1:])
         with self.noted("all_to_all", what, sent):
             dist.all_to_all_single(received, sent, list(receive), list(send), group=self.group)
@@ -86,6 +89,7 @@ class Axis:
         """
         if self.size == 1:
             return lambda out: out.copy_(flat)
+        # Each rank gets the n slices that are its own, one of each rank, and adds them itself.
         arrived = self.start_exchange(flat, what, bucket, last, "reduce_scatter")
 
         def finish(out: Tensor) -> Tensor:
@@ -115,6 +119,7 @@ class Axis:
         reached(f"exchange_{what}")
         report_end = self._started(op, what, flat, bucket, last)
         sent = flat.cpu() if self.through_host(flat) else flat
+        # Not in place: slices of `flat` may still be on their way when others arrive.
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         _call_at_end(work, report_end)
@@ -155,15 +160,18 @@ class Axis:
             return lambda: None
         reached(f"exchange_{what}")
         report_end = self._started("all_gather", what, flat, bucket, last=False)
+        # This rank's slice is a view into the whole, so it needs no copy.
         own = flat.view(self.size, -1)[self.index]
         whole = flat
         if self.through_host(flat):
+            # The other slices arrive on the host, and are copied to the device at the end.
             own = own.cpu()
             whole = torch.empty_like(flat, device="cpu")
-        work = dist.all_gather_single(whole, own, group=self.group, async_op=True)
+        work = all_gather_single(whole, own, group=self.group, async_op=True)
         _call_at_end(work, report_end)
 
         def finish() -> None:
+            # With a bucket the listener has the start and the end of the collective itself.
             context = self.noted("all_gather", what, flat) if bucket is None else nullcontext()
             with context:
                 work.wait()
@@ -180,6 +188,7 @@ class Axis:
         (all ranks of the axis) `into` receives the tensors of the rank `distance` behind. Each is
         flat, and has the same length on both ranks. Returns when all has been received.
         """
+        # The axis is a ring here: the last rank sends to the first one.
         target = (self.index + distance) % self.size
         source = (self.index - distance) % self.size
         reached(f"exchange_{what}")
@@ -188,6 +197,7 @@ class Axis:
         # messages of CPU tensors only.
         started = []
         for tensor, out in zip(tensors, into, strict=True):
+            # How many elements go to each rank of the axis, and come from it: one message each.
             send = [0] * self.size
             receive = [0] * self.size
             send[target] = len(tensor)
@@ -202,6 +212,7 @@ class Axis:
             )
             started.append((work, received, out))
 
+        # Wait in the order in which the messages were started; only this wait is measured.
         for work, received, out in started:
             with self.noted("send_recv", what, out):
                 work.wait()
@@ -222,6 +233,7 @@ class Axis:
         ops = []
         for tensor, peer in sent:
             out = tensor.cpu() if self.through_host(tensor) else tensor
+            # torch wants the peer's rank in the whole run, also for a group of few.
             ops.append(dist.P2POp(dist.isend, out, self.ranks[peer], group=self.group))
         received = []
         for tensor, peer in got:
@@ -272,6 +284,7 @@ class Axis:
         self, op: str, what: str, flat: Tensor, bucket: int | None, last: bool
     ) -> Callable[[], None] | None:
         """Report to the listener that a bucket's collective begins; return what reports its end."""
+        # Most steps are not traced, and have no listener.
         listener = self.mesh.listener
         if listener is None or bucket is None:
             return None

@@ -62,6 +62,7 @@ class Layout:
 
         Raises ConfigError when they cannot be shared so.
         """
+        # A replica takes one rank for each tensor shard of each stage; the rest are data replicas.
         sizes = _sizes_above_one(config)
         share = prod(sizes.values())
         if ranks % share:

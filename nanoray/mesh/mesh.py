@@ -27,8 +27,15 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import ProcessGroup, TCPStore, Work
 
-from nanoray.errors import RankDiffers, RendezvousError
+from nanoray.compat import (
+    abort_process_groups,
+    collectives_of,
+    process_groups,
+    restart_group_names,
+)
+from nanoray.errors import GroupNotFormed, NanorayError, RankDiffers, RendezvousError
 from nanoray.mesh import wire
+from nanoray.mesh.interfaces import own_interfaces, require_interfaces
 from nanoray.mesh.rendezvous import PATIENCE_S, Order, Rendezvous, T, connect_store, public_name
 from nanoray.mesh.wire import SealedStore
 from nanoray.module_state import plain_memory
@@ -99,6 +106,16 @@ class Mesh:
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
             self.require_unbroken()
         return tensor
+
+    def any_of(self, flags: Tensor) -> Tensor:
+        """Combine bytes of 0 or 1, on the CPU, by their maximum, in place. (all ranks)
+
+        From host to host, so no device is waited for.
+        """
+        if self.world_size > 1:
+            with self._noted("all_reduce", "absent", "control", flags):
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.control_group)
+        return flags
 
     def start_vote(self, wanted: Order) -> Vote:
         """Start a vote for the highest order that any rank wants. (all ranks)
@@ -244,15 +261,11 @@ def _decoded(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
 
 def abandon_groups() -> None:
     """Abort and destroy all process groups of this process, also those of a failed `join`."""
-    from torch.distributed.distributed_c10d import _abort_process_group, _world
-
     _MEETINGS.clear()
-    for end in (_abort_process_group, dist.destroy_process_group):
+    for end in (abort_process_groups, dist.destroy_process_group):
         with suppress(Exception):  # a broken group may raise; close what can be closed
             end()
-    # torch names groups by this counter, which must be equal on all ranks of the next meeting. It
-    # also counts groups that were never completed.
-    _world.group_count = 0
+    restart_group_names()  # which must be equal on all ranks of the next meeting
 
 
 def abort_groups() -> None:
@@ -261,26 +274,18 @@ def abort_groups() -> None:
     gloo has no abort (torch 2.13: `ProcessGroup.abort` does nothing there), so its connections are
     shut down.
     """
-    from torch.distributed.distributed_c10d import _world
-
     # First mark the meetings as aborted: the results of an aborted communicator of NCCL must not be
     # used, and `require_unbroken` reads this mark.
     for meeting in list(_MEETINGS):
         meeting.abort()
-    for group in list(_world.pg_map):
+    for group in process_groups():
         with suppress(RuntimeError):  # it is being closed
             group.abort()
 
 
 def collectives_started() -> int:
     """Return how many collectives this process has started in its present groups. (any thread)"""
-    from torch.distributed.distributed_c10d import _world
-
-    started = 0
-    for group in list(_world.pg_map):
-        with suppress(RuntimeError):  # it is being closed
-            started += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
-    return started
+    return sum(collectives_of(group) for group in process_groups())
 
 
 class Vote(NamedTuple):
@@ -308,7 +313,8 @@ def join(
     """Meet the other ranks, check that all have the same `facts`, and form the groups. (all ranks)
 
     `store` is the server that rank 0 opened with `open_store`, if any. Raises RendezvousError with
-    the absent ranks, or with the fact that differs and both values.
+    the absent ranks, or with the fact that differs and both values; ConfigError for an interface
+    that this host does not have.
     """
     r = rendezvous
     device = torch.device(r.device)
@@ -318,6 +324,9 @@ def join(
     if r.world_size == 1:
         reason = "one rank: no process group"
         return Mesh(0, 1, 0, device, "none", reason, slot=r.slot, slots=r.slots)
+
+    # What fails in the same way each time is refused before anyone waits for this rank.
+    require_interfaces(os.environ, r.backend)
 
     # Meet in the store, under a name and with a seal that only ranks of this run can make.
     deadline = time.monotonic() + init_timeout_s
@@ -332,22 +341,18 @@ def join(
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     _roll_call(sealed, r, facts, deadline)
 
-    # The group of all ranks, for gradients. Its addresses are sealed, too, but for NCCL, whose
-    # threads call the store even at exit: it gets the plain one.
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(
-        r.backend,
-        store=dist.PrefixStore("default", plain if is_nccl else sealed),
-        rank=r.rank,
-        world_size=r.world_size,
-        timeout=timeout,
-        device_id=device if is_nccl else None,
-    )
-    reached("groups")
-
-    patience = timedelta(seconds=max(timeout_s, PATIENCE_S))
-    control_group = dist.new_group(backend="gloo", timeout=timeout)
-    patient_group = dist.new_group(backend="gloo", timeout=patience)
+    try:
+        control_group, patient_group = _form_groups(r, sealed, plain, timeout_s, device)
+    except NanorayError:
+        raise
+    except Exception as error:  # torch raises several types here, with texts of C++
+        reason = " ".join(str(error).split())[:300]
+        raise GroupNotFormed(
+            f"rank {r.rank} of {r.world_size} met the others, but could not connect to them over "
+            f"{r.backend} ({reason}); look at their logs; if they offer addresses that cannot be "
+            "reached from here, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on each host to one "
+            f"of its interfaces (here: {', '.join(own_interfaces())})"
+        ) from error
     return Mesh(
         rank=r.rank,
         world_size=r.world_size,
@@ -363,6 +368,34 @@ def join(
         slots=r.slots,
         abortable=r.abortable,
     )
+
+
+def _form_groups(
+    r: Rendezvous,
+    sealed: SealedStore,
+    plain: dist.PrefixStore,
+    timeout_s: float,
+    device: torch.device,
+) -> tuple[ProcessGroup, ProcessGroup]:
+    """Form the default group; return the control group and the patient group. (all ranks)"""
+    # The group of all ranks, for gradients. Its addresses are sealed, too, but for NCCL, whose
+    # threads call the store even at exit: it gets the plain one.
+    is_nccl = r.backend == "nccl"
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        r.backend,
+        store=dist.PrefixStore("default", plain if is_nccl else sealed),
+        rank=r.rank,
+        world_size=r.world_size,
+        timeout=timeout,
+        device_id=device if is_nccl else None,
+    )
+    reached("groups")
+
+    patience = timedelta(seconds=max(timeout_s, PATIENCE_S))
+    control_group = dist.new_group(backend="gloo", timeout=timeout)
+    patient_group = dist.new_group(backend="gloo", timeout=patience)
+    return control_group, patient_group
 
 
 def _roll_call(store: Any, r: Rendezvous, facts: Mapping[str, str], deadline: float) -> None:

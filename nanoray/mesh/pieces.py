@@ -109,6 +109,7 @@ class Piece:
 
         A copy, unless the piece is contiguous there.
         """
+        # Box after box: the order in which the elements lie in a shard.
         view = full.reshape(self.view)
         parts = [view[_slices(box)].reshape(-1) for box in self.boxes]
         if len(parts) == 1:
@@ -203,6 +204,7 @@ def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> list[Box]:
         """Return the boxes of elements `start` to `stop` - 1 of row i."""
         return [((i, i + 1), *box) for box in boxes_of_range(shape[1:], start, stop)]
 
+    # Row by row of the first dimension; a row is itself a range in the other dimensions.
     row = prod(shape[1:])  # elements
     first = begin // row
     last = (end - 1) // row
@@ -235,12 +237,14 @@ def fill(piece: Piece, saved: Sequence[tuple[Piece, Tensor]]) -> Tensor:
     """
     if any(other.view != piece.view for other, _ in saved):
         raise ValueError(f"{piece.name} of shape {piece.view} is not of the shape that was saved")
+    # Saved pieces do not overlap, so the right count of copied elements means that all were found.
     out = torch.empty(piece.numel, dtype=saved[0][1].dtype if saved else torch.float32)
     start = 0
     copied = 0
     for box in piece.boxes:
         target = out[start : start + _numel(box)].view(_sizes(box))
         start += _numel(box)
+        # Any saved piece may have some of this box, however the other mesh had cut.
         for other, elements in saved:
             copied += _copy_common(target, box, other, elements)
     if copied != piece.numel:
@@ -256,6 +260,7 @@ def _copy_common(target: Tensor, box: Box, other: Piece, elements: Tensor) -> in
     start = 0
     copied = 0
     for saved_box in other.boxes:
+        # The boxes of a saved piece lie one after the other in its elements.
         source = elements[start : start + _numel(saved_box)].view(_sizes(saved_box))
         start += _numel(saved_box)
         common = _common(box, saved_box)

@@ -13,12 +13,14 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nanoray.errors import ConfigError, RendezvousError
+from nanoray.mesh.launchers import place_of, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -31,8 +33,10 @@ class Order(IntEnum):
     """What the ranks do after a step. All vote, and the highest value wins."""
 
     GO_ON = 0
-    REGROUP = 1  # leave the groups and meet again, in another number
-    STOP = 2  # save a checkpoint and end
+    SAVE = 1  # save a checkpoint and go on: a script has asked for it
+    REGROUP = 2  # leave the groups and meet again, in another number
+    FINISH = 3  # save a checkpoint and end: a script has asked for it
+    STOP = 4  # the same, by a signal
 
 
 # Timeout while one rank works and the others wait: writing and verifying checkpoints
@@ -90,49 +94,27 @@ class Rendezvous:
         StatefulSet sets them.
 
         NANORAY_SECRET, the same on all ranks, keeps out processes that can reach the store and do
-        not have it. Without RANK and WORLD_SIZE the run is one process. Raises ConfigError if only
-        some of the four are set.
+        not have it. srun and mpirun have names of their own for the same values: see launchers.py.
+        Without any of them the run is one process. Raises ConfigError if some are missing, or
+        contradict each other.
         """
-        if "RANK" not in env and "WORLD_SIZE" not in env:
+        place = place_of(env)
+        if place is None:
             return cls()
-        wanted = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        present = [key for key in wanted if key in env]
-        missing = [key for key in wanted if key not in env]
-        if missing:
-            raise ConfigError(
-                f"the environment sets {', '.join(present)} but not {', '.join(missing)}; set all "
-                "four (torchrun does), or none for one process"
-            )
-        try:
-            rank = int(env["RANK"])
-            world = int(env["WORLD_SIZE"])
-            port = int(env["MASTER_PORT"])
-            local_rank = int(env.get("LOCAL_RANK", 0))
-            local_world = int(env.get("LOCAL_WORLD_SIZE", 1))
-            node_rank = int(env.get("GROUP_RANK", rank // max(1, local_world)))
-            restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
-        except ValueError as error:
-            raise ConfigError(
-                f"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT must be whole numbers: {error}"
-            ) from None
-        if not 0 <= rank < world:
-            raise ConfigError(
-                f"RANK = {rank} is outside 0..WORLD_SIZE-1 = {world - 1}; ranks count from 0"
-            )
-        run_id = env.get("TORCHELASTIC_RUN_ID", "env")
+        restarts = whole_number(env, "TORCHELASTIC_RESTART_COUNT", 0)
         return cls(
-            rank=rank,
-            world_size=world,
-            local_rank=local_rank,
-            local_world_size=local_world,
-            node_rank=node_rank,
-            master_addr=env["MASTER_ADDR"],
-            master_port=port,
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            local_world_size=place.local_world_size,
+            node_rank=place.node_rank,
+            master_addr=place.master_addr,
+            master_port=place.master_port,
             # torchrun's store outlives a restart, and an attempt must not read the keys of an
             # earlier one
-            secret=f"{env.get('NANORAY_SECRET', '')}.{run_id}.{restarts}",
+            secret=f"{env.get('NANORAY_SECRET', '')}.{place.run_id}.{restarts}",
             agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            run_id=run_id,
+            run_id=place.run_id,
             restarts=restarts,
         )
 
@@ -295,7 +277,10 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def connect_store(r: Rendezvous, timeout_s: float) -> TCPStore:
-    """Serve the store at MASTER_ADDR:MASTER_PORT (rank 0) or connect to it, within `timeout_s`."""
+    """Serve the store at MASTER_ADDR:MASTER_PORT (rank 0) or connect to it, within `timeout_s`.
+
+    Raises RendezvousError with what is wrong with the address.
+    """
     from torch.distributed import TCPStore
 
     def connect() -> TCPStore:
@@ -309,11 +294,46 @@ def connect_store(r: Rendezvous, timeout_s: float) -> TCPStore:
         )
 
     where = f"{r.master_addr}:{r.master_port}"
-    return _within(
-        timeout_s,
-        connect,
-        f"rank {r.rank} cannot reach the store at {where}; is rank 0 up, and the port free?",
-    )
+    try:
+        return _within(
+            timeout_s,
+            connect,
+            f"rank {r.rank} cannot reach the store at {where}; is rank 0 up, and the port free?",
+        )
+    except RendezvousError as error:
+        raise RendezvousError(f"{error}{_reason_and_remedy(r)}") from None
+
+
+def _reason_and_remedy(r: Rendezvous) -> str:
+    """Return what this host says about the store's address, for the end of a message.
+
+    The variables are named where the address came from them: there is a run_id then.
+    """
+    if not r.run_id:
+        return ""
+    try:
+        addresses = socket.getaddrinfo(r.master_addr, r.master_port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return (
+            f"; MASTER_ADDR = {r.master_addr} does not resolve here ({error.strerror}): set it to "
+            "the host of rank 0"
+        )
+    serves = r.rank == 0 and not r.agent_store
+    remedy = "; MASTER_ADDR and MASTER_PORT must name rank 0's host, and a port open to this one"
+    if serves:
+        remedy = ""
+        # SO_REUSEADDR, as the store sets it: a port is free while old connections to it linger.
+        for family, kind, _, _, address in addresses:
+            with closing(socket.socket(family, kind)) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(address)
+                except OSError as error:
+                    remedy = (
+                        f"; MASTER_PORT = {r.master_port} cannot be opened on this host "
+                        f"({error.strerror}): end what uses it, or set another"
+                    )
+    return remedy
 
 
 def _require_listener(host: str, port: int) -> None:

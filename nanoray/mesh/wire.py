@@ -54,6 +54,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": str(value)}
     if isinstance(value, Tensor):
+        # As bytes, because numpy lacks some dtypes, such as bfloat16.
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return {"tensor": [str(value.dtype), list(value.shape), base64.b64encode(data).decode()]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -66,6 +67,7 @@ def _rich(value: Any) -> Any:
         return [_rich(item) for item in value]
     if not isinstance(value, dict):
         return value
+    # JSON has neither tuples nor tensors: a dict with one key says what the value was.
     ((kind, inner),) = value.items()
     if kind == "tuple":
         return tuple(_rich(item) for item in inner)
@@ -106,8 +108,10 @@ class SealedStore(dist.Store):
 
     def get(self, name: str) -> bytes:
         """Return a value, waiting for it. Raises RendezvousError if its proof is missing or wrong."""
+        # The proof comes first, and has a fixed length.
         sealed = bytes(self._inner.get(name))
         tag, value = sealed[:TAG_BYTES], sealed[TAG_BYTES:]
+        # In constant time: a comparison that stops early would show a stranger how much is right.
         if not hmac.compare_digest(tag, self._tag(name, value)):
             raise RendezvousError(
                 f"the rendezvous store holds a value of a stranger under {name}: a process "
@@ -176,10 +180,12 @@ class SealedStore(dist.Store):
         # Look at every descriptor of this process: torch gives no access to gloo's connections.
         for name in os.listdir("/dev/fd"):
             with suppress(OSError), _duplicate(int(name)) as connection:
+                # A listening socket has no connection yet, but gloo may wait for ranks there.
                 if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     self._answer(connection)
                     continue
                 ends = connection.getpeername(), connection.getsockname()
+                # Other connections, such as Ray's, have no end at such an address, and stay open.
                 if any(_packed(connection.family, end) in addresses for end in ends):
                     connection.shutdown(socket.SHUT_RDWR)
 
@@ -213,6 +219,7 @@ class SealedStore(dist.Store):
 
 def _duplicate(fd: int) -> socket.socket:
     """Return a TCP socket of this process as an object of its own. Raises OSError if `fd` is none."""
+    # Of a copy: closing the object must not close the descriptor that gloo uses.
     copy = os.dup(fd)
     try:
         connection = socket.socket(fileno=copy)

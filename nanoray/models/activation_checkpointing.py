@@ -18,14 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from nanoray.compat import CPU_ATTENTION, GPU_ATTENTIONS
+
 _aten = torch.ops.aten
 PRODUCTS = [_aten.mm.default, _aten.addmm.default, _aten.bmm.default]
-ATTENTION = [
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-]
+ATTENTION = [operator.default for operator in (CPU_ATTENTION, *GPU_ATTENTIONS)]
 _keep_products = partial(create_selective_checkpoint_contexts, PRODUCTS)
 _keep_products_and_attention = partial(create_selective_checkpoint_contexts, PRODUCTS + ATTENTION)
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from nanoray.compat import BatchNormBase
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 
@@ -50,7 +50,7 @@ class BatchNorm(nn.Module):
         self.passes: Tensor
 
     @classmethod
-    def of(cls, norm: _BatchNorm) -> BatchNorm:
+    def of(cls, norm: BatchNormBase) -> BatchNorm:
         """Return a replacement of torch's norm, with the same parameters.
 
         Raises ConfigError for a norm that cannot be replaced.
@@ -109,7 +109,7 @@ def replace_norms(model: nn.Module) -> None:
     # Children, because a module is replaced in its parent.
     for module in model.modules():
         for name, child in module.named_children():
-            if isinstance(child, _BatchNorm):
+            if isinstance(child, BatchNormBase):
                 setattr(module, name, BatchNorm.of(child))
 
 

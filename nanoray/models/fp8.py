@@ -6,7 +6,7 @@
 
 Each operand is multiplied by the largest factor that keeps it in range, of the whole tensor or of
 each row along the dimension that is not summed over; the result is divided by both. Sums are
-float32. A GPU of compute capability 8.9 multiplies so in hardware (torch._scaled_mm), where all
+float32. A GPU of compute capability 8.9 multiplies so in hardware (`scaled_mm`), where all
 sizes are multiples of 16. Elsewhere it is an emulation: the operands are rounded to 8 bits, then
 multiplied as float32, in which their products are exact. It shows the effect of fp8 on training,
 and saves nothing. Source: Micikevicius et al. 2022, FP8 Formats for Deep Learning.
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from nanoray.compat import scaled_mm
 
 FORWARD = torch.float8_e4m3fn
 BACKWARD = torch.float8_e5m2
@@ -58,9 +60,7 @@ def product_of(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], hardware: boo
     a8, scale_a = a
     b8, scale_b = b
     if hardware:
-        return torch._scaled_mm(
-            a8, b8.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.bfloat16
-        )
+        return scaled_mm(a8, b8.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.bfloat16)
     # Autocast would multiply in 16 bits, where the products are not exact.
     with torch.autocast(a8.device.type, enabled=False):
         product = a8.float() @ b8.float().t()  # (M, N)

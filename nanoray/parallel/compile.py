@@ -21,9 +21,8 @@ def compile_layers(model: nn.Module, config: Config) -> None:
     kinds, each in training, in evaluation, and in a last, smaller batch. Their sizes are few, so
     each gets a version with fixed sizes, in any order of calls.
     """
-    torch._dynamo.config.recompile_limit = max(
-        COMPILED_VERSIONS, torch._dynamo.config.recompile_limit
-    )
+    limit = max(COMPILED_VERSIONS, torch.compiler.config.recompile_limit)
+    torch.compiler.config.recompile_limit = limit
     uses_graphs = config.compile == "cuda_graphs"
     mode = "reduce-overhead" if uses_graphs else None
     dynamic = False if config.model == "resnet" else None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nanoray.compat import foreach_mul_
 from nanoray.mesh.axis import Axis
 
 CHUNK = 1 << 16  # elements: on CPU torch makes a float64 copy first, which should stay in the cache
@@ -26,7 +27,7 @@ def clip_to(limit: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
     # GPU this would wait for the device.
     if factor.device.type == "cpu" and factor == 1:
         return
-    torch._foreach_mul_(list(gradients), factor)
+    foreach_mul_(list(gradients), factor)
 
 
 def norm_of_owned(owned: Sequence[Tensor], axis: Axis, device: torch.device) -> Tensor:

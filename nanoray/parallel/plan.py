@@ -25,8 +25,10 @@ from nanoray.mesh.axis import Axis, axes_of, data_axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, whole_shards
+from nanoray.models.weighted import mean_of
 from nanoray.module_state import Undisturbed
 from nanoray.parallel import ep, pp, tp
+from nanoray.parallel.absent import AbsentGradients
 from nanoray.parallel.buckets import BY_HAND, Buckets
 from nanoray.parallel.compress import Compressor
 from nanoray.parallel.ddp import TorchDDP
@@ -38,6 +40,7 @@ from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import norm_of_owned
 from nanoray.parallel.statistics import RunningStatistics, has_statistics
 from nanoray.parallel.stream import PartialGradients
+from nanoray.parallel.weighted_flow import WeightedFlow
 
 Axes = Mapping[str, Axis]  # by name: dp, tp, pp, ep, and edp where ep cuts experts
 SHARDED = ("zero1", "zero2", "fsdp")  # modes in which a rank updates a part of the parameters
@@ -115,6 +118,9 @@ class Plan:
             self._hooks.append(RunningStatistics(model, self.data, config.sync_batchnorm))
         if self._compressor is not None:
             self._hooks.append(self._compressor)
+        # A script's own model may leave parameters without a gradient; nanoray's never do.
+        if config.model == "own" and self.data.size > 1:
+            self._hooks.append(AbsentGradients(model, self._mode, mesh, self._compressor))
         self._loose: LooseBuffers | None = None
         if is_loose(model):
             self._loose = LooseBuffers(model, mesh)
@@ -134,6 +140,11 @@ class Plan:
     def whole(self) -> Any:
         """What to call for the loss of a batch without gradients. (all ranks of a replica)"""
         return self._flow.whole
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether losses come with weights; known after the warm-up."""
+        return isinstance(self._flow, WeightedFlow)
 
     @property
     def knows_loss(self) -> bool:
@@ -189,12 +200,10 @@ class Plan:
         # A plain run has no hooks: its step is the flow, and the mode in it.
         for hook in self._hooks:
             hook.begin()
-        total = self._flow.run(self._mode, micro_batches, phase, seed)
+        loss = self._flow.run(self._mode, micro_batches, phase, seed)
         for hook in self._hooks:
             hook.add_up()
 
-        # Every micro batch has the same size, so the mean of their means is the mean of all.
-        loss = total / self._accum
         self.own_losses = [loss]
         return loss
 
@@ -289,7 +298,7 @@ class Plan:
         # torch.autograd.grad leaves `.grad` and its hooks alone, so no bucket is filled.
         trained = self.trained
         with self.undisturbed(from_begin=True):
-            loss = self._loss(self.model, x, y) / (self._accum * self._mode.divisor)
+            loss = mean_of(self._loss(self.model, x, y)) / (self._accum * self._mode.divisor)
             gradients = torch.autograd.grad(
                 self._scale(loss), list(trained.values()), allow_unused=True
             )
@@ -307,12 +316,24 @@ class Plan:
         with Undisturbed(self.model):
             self._flow.warm_up(self._mode, x, y)
             self.zero_grad()
+            # The first loss shows whether a script's losses come with weights.
+            if self._flow.found_weights and not self.is_weighted:
+                self._flow = WeightedFlow(
+                    self.model,
+                    self._accum,
+                    self._loss,
+                    self._scale,
+                    self._mesh.device,
+                    self.data,
+                    self._compressor,
+                )
 
             # The second wrapper has buckets of its own, which are regrouped at its second forward.
             if self._mode.has_twin():
                 self._mode.trace(True)
                 for _ in range(2):
-                    self._backward(x, y)
+                    with self._mode.backward(last=True):
+                        self._backward(x, y)
                     self.zero_grad()
                 self.no_sync_backward(x, y, nullcontext())
 
@@ -327,7 +348,7 @@ class Plan:
         self.zero_grad()
 
     def _backward(self, x: Tensor, y: Tensor) -> None:
-        self._scale(self._loss(self._mode.wrapped, x, y)).backward()
+        self._scale(mean_of(self._loss(self._mode.wrapped, x, y))).backward()
 
     # Measuring, and the end.
 

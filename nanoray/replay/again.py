@@ -26,7 +26,7 @@ from nanoray.replay.player import OneProcess, Witness
 from nanoray.run import RunSpec, write_attempt
 from nanoray.train.agree import code_hash
 from nanoray.train.elastic import Group
-from nanoray.train.hardware import hardware
+from nanoray.train.hardware import cpu_kernels, hardware
 from nanoray.train.recipe import use_products
 
 # What a re-enactment does otherwise than its run: it records every step, and leaves out what
@@ -97,13 +97,14 @@ def doubts(run: Past, steps: range, processes: bool) -> list[str]:
         device = _device(group)
         here = {
             "hardware": hardware(_mesh(device)),
+            "kernels": cpu_kernels(),
             "torch": str(torch.__version__),
             "code": code_hash(),
         }
         found += [
             f"the run had {key} {group[key]}, here is {value}"
             for key, value in here.items()
-            if group[key] != value
+            if group.get(key, value) != value  # older runs have not recorded their kernels
         ]
         if ranks > 1 and not processes:
             # Two numbers have one sum in any order; three or more do not.

@@ -22,11 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoray.compat import foreach_add_
 from nanoray.config import Batch, Config
 from nanoray.data.tokens import MicroBatches
 from nanoray.faults.plan import Injector
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Order
+from nanoray.models.weighted import mean_of
 from nanoray.parallel.ddp import TorchDDP
 from nanoray.parallel.norm import clip_to, norm_of_owned
 from nanoray.parallel.plan import Loss, MicroBatch, Plan
@@ -57,7 +59,7 @@ class Witness:
     def call(self, loss: Loss, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Return loss(model, x, y); record batch and loss if this is the step and rank to watch."""
         if not self._looks:
-            return loss(model, x, y)
+            return mean_of(loss(model, x, y))
         if self._debug:
             self._debug = False
             forward = model.forward
@@ -66,7 +68,7 @@ class Witness:
                 forward, *args, **named
             )
         try:
-            value = loss(model, x, y)
+            value = mean_of(loss(model, x, y))
         finally:
             # Without this the debugger would stop again in the next micro batch.
             model.__dict__.pop("forward", None)
@@ -121,14 +123,14 @@ class InTurn(TorchDDP):
             if self._micro == len(self._sums):
                 self._sums.append(grads)
             else:
-                torch._foreach_add_(self._sums[self._micro], grads)
+                foreach_add_(self._sums[self._micro], grads)
             self._micro += 1
 
     def finish(self) -> None:
         """Put the sum over all ranks into the parameters' gradients."""
         total, *others = self._sums
         for other in others:
-            torch._foreach_add_(total, other)
+            foreach_add_(total, other)
         for p, grad in zip(self._params, total, strict=True):
             p.grad = grad
         self._sums = []

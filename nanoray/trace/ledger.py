@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
 import struct
 import time
@@ -29,6 +28,7 @@ from typing import Any
 from nanoray.cli import exit_code_of
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
+from nanoray.mapped import MappedFile
 from nanoray.trace.__main__ import read_steps
 
 # The account of each phase
@@ -111,11 +111,7 @@ class Ledger:
 
         # If the file cannot be created, the seconds stay in memory, and the reader reports the
         # time of this process as recovery. Training goes on.
-        self._map: mmap.mmap | bytearray = bytearray(_FORMAT.size)
-        with suppress(OSError):
-            path.write_bytes(self._map)
-            with path.open("r+b") as file:
-                self._map = mmap.mmap(file.fileno(), _FORMAT.size)
+        self._file = MappedFile(path, bytes(_FORMAT.size))
 
         # The file must be readable before the first phase begins.
         self._change(self._open)
@@ -159,7 +155,7 @@ class Ledger:
 
         # Writing to the mapped file is a copy in memory. The file stays when the process is killed.
         _FORMAT.pack_into(
-            self._map,
+            self._file.memory,
             0,
             self._started,
             self._created,

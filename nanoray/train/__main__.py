@@ -1,29 +1,39 @@
-"""`python -m nanoray.train`: train in this process, alone or as a rank of torchrun. No Ray."""
+"""`python -m nanoray.train`: train in this process, alone or as a launcher's rank. No Ray.
+
+Launchers are torchrun, srun, mpirun, or others that set RANK and WORLD_SIZE: mesh/launchers.py.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
+import shlex
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.resume import open_run
-from nanoray.cli import Loaded, handle_stop_signals, require_script, run_command
+from nanoray.cli import Loaded, require_script, run_command, stop_signals
 from nanoray.config import Config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.devices.choose import require_compiler
 from nanoray.devices.gpus import take_own_slice
 from nanoray.devices.host import available_cpus
-from nanoray.errors import ConfigError, NanorayError, RendezvousError
+from nanoray.errors import ConfigError, NanorayError, RendezvousError, WorkerFailed
+from nanoray.faults.cause import is_collective_error
 from nanoray.forecast.dry_run import dry_run_lines, plan
 from nanoray.forecast.scale import forecast_lines
+from nanoray.mapped import restore_missing
+from nanoray.mesh.interfaces import require_interfaces
+from nanoray.mesh.launchers import place_of
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import (
     Order,
@@ -34,59 +44,101 @@ from nanoray.mesh.rendezvous import (
     runtime_nccl_version,
 )
 from nanoray.run import RunSpec, lock_run, summary_on_failure, write_attempt, write_summary
+from nanoray.train.launcher import watch_launcher
 from nanoray.train.own.program import Program, dry_run
 from nanoray.train.own.run import Run
 from nanoray.train.recipe import train
 from nanoray.train.report import closing_lines
 from nanoray.train.watch.console import choose_console
+from nanoray.train.watch.observers import Callback
+
+log = logging.getLogger("nanoray")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `python -m nanoray.train` and return the exit code."""
-    what = "Train in this process; under torchrun, as one rank of many. No Ray."
+    what = "Train in this process; under torchrun, srun or mpirun, as one rank of many. No Ray."
     return run_command(run_here, argv, "python -m nanoray.train", what)
 
 
+class Ended(NamedTuple):
+    """The end of a run in this process."""
+
+    code: int  # the exit code: not 0 after a stop by a signal
+    outcome: dict[str, Any]
+    ranks: int
+
+
 def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None = None) -> int:
-    """Train in this process, as the only rank or as one of torchrun's; return the exit code.
+    """Train in this process, as the only rank or as one of a launcher's; return the exit code.
 
     `main` is a script's function that trains a model of its own.
     """
     require_script(loaded.config, main)
+    ended = train_here(loaded, started, main)
+    if ended is None:
+        return 0
+    if ended.ranks > 1:
+        # The results are on disk. Shutting down gloo's threads can hang, so exit without it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended.code)
+    return ended.code
+
+
+def train_here(
+    loaded: Loaded, started: float, main: Callable[[Run], Any] | None = None
+) -> Ended | None:
+    """Train in this process, and print; return how it ended, or None after a dry run."""
     if loaded.scale:
         print("\n".join(forecast_lines(loaded, loaded.scale)))
-        return 0
+        return None
     run_rank = Program(main, loaded.given) if main else train
+    place = place_of(os.environ)
     rendezvous = _local_rendezvous(loaded.config)
     config, ranks = loaded.config, rendezvous.world_size
     if config.workers not in ("auto", rendezvous.world_size):
+        program = "-m nanoray.train ..."
+        ray = "`python -m nanoray.launch`"
+        if main:
+            program = "SCRIPT.py"
+            ray = "put the script into a function for nanoray.launch(main, config)"
         raise ConfigError(
             f"workers = {config.workers}, but this is {rendezvous.world_size} process(es); start "
-            f"`torchrun --nproc-per-node {config.workers} -m nanoray.train ...`, or `python -m "
-            "nanoray.launch`"
+            f"`torchrun --nproc-per-node {config.workers} {program}`, or {ray}"
         )
     if loaded.dry_run:
         print_dry_run(loaded, rendezvous, main)
-        return 0
+        return None
+    if ranks > 1:
+        require_interfaces(os.environ)
 
     # An impossible batch fails before the ranks meet. With scaling it is not known yet.
     if config.scaling == "none":
         resolve_batch(config, Layout.of(config, ranks).dp)
 
-    # (all ranks) Agree on backend and run folder, in torchrun's store.
+    # (all ranks) Agree on backend and run folder, in the launcher's store or in rank 0's.
     store = None
     if rendezvous.world_size > 1 or rendezvous.agent_store:
         store = connect_store(rendezvous, config.init_timeout_s)
+        rendezvous = _apart_from_earlier_runs(rendezvous, store)
     rendezvous = _with_backend(rendezvous, config, store)
     spec = _shared_spec(loaded, rendezvous, store, started)
+    if place:
+        spec = replace(spec, notes=(place.describe(), *spec.notes))
 
     # Train. Rank 0 prints, and writes a summary also when the run fails.
-    stop = StopSignals()
+    stop = StopSignals(ends_process=main is None or rendezvous.world_size > 1)
+    watch_launcher(place, stop.launcher_ended)
     is_first = rendezvous.rank == 0
-    watchers = []
+    watchers: list[Callback] = []
     if is_first:
-        watchers.append(choose_console(spec.config.max_steps, loaded.quiet))
-    with summary_on_failure(spec) if is_first else nullcontext():
+        watchers = [FolderWatch(spec), choose_console(spec.config.max_steps, loaded.quiet)]
+    with (
+        stop_signals(stop),
+        summary_on_failure(spec) if is_first else nullcontext(),
+        _lost_peer_in_one_line(spec, rendezvous.rank),
+    ):
         outcome = run_rank(spec, rendezvous, watchers, stop.wanted, store)
 
     # All ranks report a stop by signal, also those without one, so that a supervisor treats them in
@@ -97,13 +149,41 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
     if is_first:
         summary = write_summary(spec, outcome | {"exit_code": code}, restarts=spec.attempt)
         print("\n".join(closing_lines(spec, summary, loaded.quiet)), flush=True)
+    return Ended(code, outcome, ranks)
 
-    if rendezvous.world_size > 1:
-        # The results are on disk. Shutting down gloo's threads can hang, so exit without it.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+
+def _apart_from_earlier_runs(rendezvous: Rendezvous, store: Any) -> Rendezvous:
+    """Return a rendezvous whose keys in the store are not those of an earlier run of these ranks.
+
+    A script may call `fit` several times, on all ranks in the same order.
+    """
+    number = store.add(f"nanoray/{rendezvous.public}/runs/{rendezvous.rank}", 1)
+    if number == 1:
+        return rendezvous
+    return replace(
+        rendezvous,
+        secret=f"{rendezvous.secret}.{number}",
+        run_id=f"{rendezvous.run_id}.{number}",
+    )
+
+
+@contextmanager
+def _lost_peer_in_one_line(spec: RunSpec, rank: int) -> Iterator[None]:
+    """Raise WorkerFailed for a collective that lost its peer; its traceback goes to the log."""
+    try:
+        yield
+    except NanorayError:
+        raise
+    except Exception as error:
+        if not is_collective_error(error):
+            raise
+        log.exception("rank %d lost a peer", rank)
+        reason = " ".join(str(error).split())[:200]
+        raise WorkerFailed(
+            f"rank {rank} lost another rank ({reason}); look at the output of the one that ended "
+            f"first, and at {spec.log(rank)}; then start the command again with --resume "
+            f"{shlex.quote(str(spec.folder))}"
+        ) from error
 
 
 def print_dry_run(
@@ -207,19 +287,44 @@ def _with_backend(rendezvous: Rendezvous, config: Config, store: Any) -> Rendezv
     return replace(rendezvous, backend=choice.backend, backend_reason=choice.reason, env=env)
 
 
-class StopSignals:
-    """Turn SIGINT, SIGTERM and SIGHUP into a request to stop after this step.
+class FolderWatch:
+    """An observer that makes anew what another program removes from the run's folder."""
 
-    A second SIGINT ends the process at once.
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._keeper = FolderKeeper(spec)
+
+    def on_note(self, text: str) -> None:
+        """Look at the folder with the records alone."""
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Look at the folder, before the record is written into it."""
+        line = self._keeper.check(self._spec)
+        if line:
+            print(line, flush=True)
+        restore_missing()
+
+    def close(self) -> None:
+        """Look once more: the last checkpoint needs the run's configuration beside it."""
+        self.on_record({})
+
+
+class StopSignals:
+    """Turn SIGINT, SIGTERM, SIGHUP and the end of the launcher into a request to stop.
+
+    The run stops after this step. A second SIGINT ends the process at once. Where that is the user's
+    own, such as a notebook's, it raises KeyboardInterrupt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_process: bool) -> None:
         self._signal = 0
-        handle_stop_signals(self._handle)
+        self._ends_process = ends_process
 
-    def _handle(self, signum: int, frame: Any) -> None:
+    def __call__(self, signum: int, frame: Any) -> None:
         if self._signal and signum == signal.SIGINT:
-            os._exit(130)
+            if self._ends_process:
+                os._exit(130)
+            raise KeyboardInterrupt
         self._signal = self._signal or signum
         with suppress(OSError):  # the terminal may be gone
             os.write(2, b"\nstopping after this step, with a checkpoint (once more: stop now)\n")
@@ -227,6 +332,14 @@ class StopSignals:
     def wanted(self) -> Order:
         """Return STOP after a signal, else GO_ON."""
         return Order.STOP if self._signal else Order.GO_ON
+
+    def launcher_ended(self, launcher: str) -> None:
+        """Stop as SIGTERM would: the launcher that started this rank is gone. (any thread)"""
+        line = f"{launcher}, which started this rank, is gone: stopping after this step"
+        log.warning(line)
+        self._signal = self._signal or signal.SIGTERM
+        with suppress(OSError):  # the terminal may be gone, too
+            os.write(2, f"\n{line}, with a checkpoint\n".encode())
 
     @property
     def exit_code(self) -> int:

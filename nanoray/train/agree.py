@@ -8,7 +8,10 @@ import json
 import logging
 import platform
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from io import TextIOWrapper
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.fp8 import EMULATED, in_hardware
 from nanoray.run import RunSpec
-from nanoray.train.hardware import hardware
+from nanoray.train.hardware import cpu_kernels, hardware
 from nanoray.train.tasks import Task
 
 log = logging.getLogger("nanoray")
@@ -135,6 +138,7 @@ def describe_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
         "device": mesh.device.type,
         "threads": torch.get_num_threads(),
         "hardware": hardware(mesh),
+        "kernels": cpu_kernels(),
         "torch": str(torch.__version__),
         "code": code_hash(),
         "config": spec.config.model_dump(),
@@ -185,10 +189,27 @@ def find_checkpoint(spec: RunSpec) -> tuple[str, int, tuple[str, ...]]:
     return "", 0, notes
 
 
+class RankLog(WatchedFileHandler):
+    """A rank's log file, which is opened anew when another program has removed or moved it.
+
+    The stacks of a crash in native code go there, too.
+    """
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        stream = super()._open()
+        faulthandler.enable(file=stream, all_threads=True)
+        return stream
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line; a folder that cannot be written must not end the run."""
+        with suppress(OSError):
+            super().emit(record)
+
+
 def log_to(path: Path) -> None:
     """Write this rank's log, and the stacks of a crash, to its file in the run folder."""
-    stream = path.open("a", encoding="utf-8")
-    handler = logging.StreamHandler(stream)
+    handler = RankLog(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     # An earlier run of this process, as in tests and notebooks, has left its handler.
     for old in log.handlers[:]:
@@ -197,5 +218,3 @@ def log_to(path: Path) -> None:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
-    # A crash in native code leaves the stacks of all threads.
-    faulthandler.enable(file=stream, all_threads=True)

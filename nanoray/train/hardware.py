@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from nanoray.devices.device import Device
 from nanoray.devices.gpus import discover_gpus, driver_version
 from nanoray.devices.host import cpu_name
 from nanoray.mesh.mesh import Mesh
+
+# Variables that choose among a CPU's kernels: of torch, of oneDNN under both its names, and of MKL.
+KERNEL_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+)
 
 
 def this_device(mesh: Mesh) -> Device | None:
@@ -40,12 +51,24 @@ def hardware(mesh: Mesh) -> str:
     return f"{torch.cuda.get_device_name(mesh.device)}, driver {driver_version() or 'unknown'}"
 
 
+def cpu_kernels() -> str:
+    """Return the vector instructions that torch uses here, and the variables that choose kernels.
+
+    Two CPUs of one name may differ in them: a virtual machine can hide instructions.
+    """
+    chosen = [f"{name}={os.environ[name]}" for name in KERNEL_VARIABLES if os.environ.get(name)]
+    return ", ".join([torch.backends.cpu.get_cpu_capability(), *chosen])
+
+
 def compare_hardware(mesh: Mesh) -> tuple[str, ...]:
     """Return a warning when other ranks have other hardware than rank 0's, else (). (all ranks)
 
     Ranks other than rank 0 return (), too.
     """
-    names = mesh.gather(hardware(mesh))
+    own = hardware(mesh)
+    if mesh.device.type == "cpu":
+        own = f"{own} ({cpu_kernels()})"
+    names = mesh.gather(own)
     if names is None:
         return ()
     others = [f"rank {rank} {name}" for rank, name in enumerate(names) if name != names[0]]

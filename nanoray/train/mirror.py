@@ -27,6 +27,7 @@ from nanoray.errors import StateLost
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.models.precision import step_unless
+from nanoray.optimizer_state import elements_of, put_element
 from nanoray.parallel.norm import clip_to
 from nanoray.points import reached
 from nanoray.state import Holding, TrainState, Update, fetch
@@ -35,6 +36,8 @@ log = logging.getLogger("nanoray")
 # A place (the part of a parameter that a model has), and where elements of it begin and end
 Span = tuple[str, int, int]
 Kept = tuple[Shard, Optimizer | None]  # a shard, and its optimizer
+# The kinds of an optimizer's state for a place: key -> (one number for a parameter, its type)
+Kinds = dict[str, tuple[bool, torch.dtype]]
 
 
 def recover(
@@ -100,6 +103,8 @@ def finish(state: TrainState, update: Update, clip: float) -> None:
 def copy_to_mirror(state: TrainState, mesh: Mesh) -> None:
     """Send each rank's share, just read from disk, to the rank that mirrors it. (all ranks)"""
     if state.mirror:
+        # What has no state at this step must have none in the copy.
+        state.mirror.optimizer.state.clear()
         own = Holding(state.shards, state.optimizer, mesh.rank, state.frozen)
         deal(mesh, [own], [state.mirror])
         deal_frozen(mesh, [own], [state.mirror])
@@ -128,16 +133,17 @@ def deal(
     for place, kept in targets.items():
         shard, _ = kept[0]
         own_sizes[place] = (shard.origin.numel, shard.param.dtype)
-    everyone = mesh.all_gather((own_spans, own_sizes, _kinds_of(held)))
+    everyone = mesh.all_gather((own_spans, own_sizes, _kinds_of(sources)))
 
     # All ranks must derive the same order of broadcasts: by the sorted names of places.
     spans_of_ranks = []
     all_sizes: dict[str, tuple[int, torch.dtype]] = {}
-    kinds: dict[str, tuple[bool, torch.dtype]] = {}
+    kinds: dict[str, Kinds] = {}
     for spans_of_rank, sizes_of_rank, kinds_of_rank in everyone:
         spans_of_ranks.append(spans_of_rank)
         all_sizes |= sizes_of_rank
-        kinds = kinds or kinds_of_rank
+        for place, of_place in kinds_of_rank.items():
+            kinds[place] = kinds.get(place) or of_place
     sizes = dict(sorted(all_sizes.items()))
     numbers = {place: size for place, (size, _) in sizes.items()}
 
@@ -145,7 +151,7 @@ def deal(
     for (place, begin, end), rank in senders(spans_of_ranks, numbers):
         own = _cut(sources[place], begin, end) if rank == mesh.rank else {}
         _, weight_type = sizes[place]
-        for key, (single, dtype) in {"": (False, weight_type), **kinds}.items():
+        for key, (single, dtype) in {"": (False, weight_type), **kinds[place]}.items():
             if own:
                 part = own[key]
             else:
@@ -224,16 +230,17 @@ def _pairs_of(holdings: Sequence[Holding]) -> list[Kept]:
     return [(shard, holding.optimizer) for holding in holdings for shard in holding.shards]
 
 
-def _kinds_of(held: Sequence[Holding]) -> dict[str, tuple[bool, torch.dtype]]:
-    """Return the kinds of an optimizer's state: key -> (one number for a parameter, its type)."""
-    for holding in held:
-        for state in holding.optimizer.state.values():
-            kinds = {}
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    kinds[key] = (value.dim() == 0, value.dtype)
-            return kinds  # every parameter has the same ones
-    return {}
+def _kinds_of(held: Mapping[str, Sequence[Kept]]) -> dict[str, Kinds]:
+    """Return by place which kinds of state an optimizer keeps for it."""
+    kinds: dict[str, Kinds] = {}
+    for place, kept in held.items():
+        shard, optimizer = kept[0]
+        assert optimizer is not None
+        of_place = {}
+        for key, tensor in elements_of(optimizer.state.get(shard.param, {})).items():
+            of_place[key] = (tensor.dim() == 0, tensor.dtype)
+        kinds[place] = of_place
+    return kinds
 
 
 def _by_place(kept: Sequence[Kept]) -> dict[str, list[Kept]]:
@@ -251,7 +258,7 @@ def _cut(held: Sequence[Kept], begin: int, end: int) -> dict[str, Tensor]:
             continue
         parts = {"": shard.param.detach()}
         if optimizer:
-            parts |= optimizer.state.get(shard.param, {})
+            parts |= elements_of(optimizer.state.get(shard.param, {}))
         for key, tensor in parts.items():
             if tensor.dim():  # a step counter is one number for all elements
                 parts[key] = tensor.view(-1)[begin - first : end - first]
@@ -270,15 +277,18 @@ def _paste(
     if low >= high or (key and optimizer is None):
         return
 
-    target = shard.param
+    target: Tensor = shard.param
     if key:
         assert optimizer
         state = optimizer.state[shard.param]
         if not part.dim():
-            state[key] = part.clone()
+            put_element(state, key, part.clone())
             return
         # The optimizer of a new shard has no state before its first step.
-        if key not in state:
-            state[key] = torch.zeros(shard.param.shape, dtype=part.dtype, device=part.device)
-        target = state[key]
+        kept = elements_of(state)
+        if key not in kept:
+            zeros = torch.zeros(shard.param.shape, dtype=part.dtype, device=part.device)
+            put_element(state, key, zeros)
+            kept[key] = zeros
+        target = kept[key]
     target.view(-1)[low - first : high - first].copy_(part[low - begin : high - begin])

@@ -20,7 +20,9 @@ from torch import nn
 from nanoray.checkpoint.find import newest_rank_states, newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
+from nanoray.config.conflicts import refuse
 from nanoray.data.lengths import length_at
+from nanoray.data.own import OwnData
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import MicroBatches
 from nanoray.data.verify import verify
@@ -124,15 +126,17 @@ def train(
     mirrors = rejoin is not None and config.mirrors(mesh.backend)
     recipe = Recipe(group, watchers, wanted, injector, task, mirrors)
 
-    # A new command prints its settings; a process that joins prints that it has joined (rejoined).
-    if start.source is None:
-        recipe.observers.open(mesh.rank, start.resume_step)
-        batch = recipe.batch_for(mesh)
-        for line in describe_run(spec, batch, mesh, recipe.device, start.why_precision, task):
-            recipe.observers.note(line)
-
     wait_for_orders = partial(recipe.wait_for_orders, rejoin) if rejoin else None
     try:
+        # A new command prints its settings, and tries a script's own model (all ranks). A process
+        # that joins prints that it has joined (rejoined).
+        if start.source is None:
+            recipe.observers.open(mesh.rank, start.resume_step)
+            batch = recipe.batch_for(mesh)
+            lines = describe_run(spec, batch, mesh, recipe.device, start.why_precision, task)
+            lines += task.try_out(recipe.model, mesh, config, batch)
+            for line in lines:
+                recipe.observers.note(line)
         outcome = train_in_groups(group, recipe.state, recipe.build, meet_others, wait_for_orders)
         if recipe.observers.callbacks and outcome["exit_reason"] == "finished":  # rank 0 only
             recipe.add_sample(outcome, spec)
@@ -189,6 +193,7 @@ def begin_run(spec: RunSpec, mesh: Mesh) -> Start:
     """Agree on precision and checkpoint at the start of a command. (all ranks)"""
     # (all ranks) The weakest device decides the precision.
     precision, why = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
+    refuse(spec.config, precision=precision, about=["precision"])
     # (all ranks) Rank 0 chooses the checkpoint: others may see an older listing of the folder.
     found = find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ())
     resume, resume_step, notes = mesh.broadcast(found)
@@ -250,6 +255,7 @@ class Recipe:
         fp16_scaler = self.scaler if self.scaler.enabled else None
         self.guards = Guards(cfg, self.batch_for(mesh), mesh.device, fp16_scaler)
         self.state = TrainState(model, task.optimizer(model, None), self.scaler, self.guards)
+        self.state.schedule = task.schedule
         self.data = self.task.data(mesh.device)
 
         # Whatever observes.
@@ -431,6 +437,8 @@ class Recipe:
 
         # The parts of this group alone.
         batch = self.batch_for(mesh)
+        if isinstance(self.data, OwnData):
+            self.data.divide(batch, par.data.index)
         batches = self.batches(self.data, batch, par.data.index, self._length_of_samples())
         workload = self._workload(mesh)
         watch = self._watch(group, par, batches, workload)
@@ -534,5 +542,7 @@ class Recipe:
     def close(self) -> None:
         """Finish what is still being written, and close this process' files."""
         self.writer.close()
+        if isinstance(self.data, OwnData):
+            self.data.close()
         self.observers.close()
         self.ledger.close()

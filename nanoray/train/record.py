@@ -30,7 +30,9 @@ class StepRecorder:
     scaler: LossScaler
     workload: Workload
 
-    def values(self, loss: float, lr: float, grad_norm: float, regular: bool) -> dict[str, Any]:
+    def values(
+        self, loss: float, lr: float | None, grad_norm: float, regular: bool
+    ) -> dict[str, Any]:
         """Return the record of the newest step; see docs/metrics.md for its keys.
 
         `regular` is False for the first or last step of a command between two regular records: its
@@ -43,10 +45,11 @@ class StepRecorder:
             "attempt": self.spec.attempt,
             "fault/restarts": self.spec.attempt,
             "time": now(),
-            "train/lr": lr,
             self.workload.total_name: state.samples * self.workload.tokens_per_sample,
             "mem/peak_gib": peak_memory_bytes(self.mesh.device) / 2**30,
         }
+        if lr is not None:  # some optimizers have none
+            values["train/lr"] = lr
         values |= disk_used(self.spec.folder)
         values |= self.guards.metrics()
         if self.scaler.enabled:

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanoray.config import Batch
+from nanoray.config import Batch, Config
 from nanoray.data.images import ImageData
 from nanoray.data.lengths import format_lengths
 from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.data.tokens import Samples, TokenData
+from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.models import costs, resnet_costs
 from nanoray.models.build import build_model
@@ -20,12 +21,14 @@ from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import autocast
 from nanoray.models.resnet import ResNetShape, loss_and_accuracy
 from nanoray.models.sampling import generate
+from nanoray.models.weighted import LossValue
 from nanoray.run import RunSpec
+from nanoray.state import Schedule
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.watch.observers import short
 from nanoray.train.workload import Workload
 
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Loss = Callable[[nn.Module, Tensor, Tensor], LossValue]
 RankStates = list[dict[str, Tensor]]  # the parts of a checkpoint that one rank alone has
 
 
@@ -42,11 +45,18 @@ class Task(Protocol):
         """Return the optimizer of the model's parameters, or of these shards of them."""
 
     @property
+    def schedule(self) -> Schedule | None:
+        """The rates of a script's optimizer; None: the configuration sets them in each step."""
+
+    @property
     def loss(self) -> Loss | None:
-        """The function of a batch's mean loss; None: the model returns it, given targets."""
+        """The function of a batch's mean loss, or of its sum and weight; None: the model's own."""
 
     def data(self, device: torch.device) -> Samples:
         """Open the dataset."""
+
+    def try_out(self, model: nn.Module, mesh: Mesh, config: Config, batch: Batch) -> list[str]:
+        """Try the model on a micro batch before a new command trains; return notes. (all ranks)"""
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         """Let a loader with a state continue where it was at a checkpoint; return a note, or "".
@@ -75,6 +85,7 @@ class ConfiguredTask:
     """The base of the tasks whose model and optimizer the configuration describes."""
 
     loss: Loss | None = None  # the model returns its mean loss, given targets
+    schedule: Schedule | None = None  # the configuration sets the rates
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec
@@ -87,6 +98,9 @@ class ConfiguredTask:
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
         return make_optimizer(model, self.spec.config, shards)
+
+    def try_out(self, model: nn.Module, mesh: Mesh, config: Config, batch: Batch) -> list[str]:
+        return []
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         return ""

@@ -26,6 +26,7 @@ from nanoray.kube.kustomize import build
 from nanoray.kube.render import KUBE_DIR
 from nanoray.kube.rules import cluster_spec, groups
 from tests.harness import commands
+from tests.harness.cluster import computed_with
 from tests.harness.commands import torchrun
 from tests.harness.kube_server import ApiServer
 from tests.harness.kuberay import Operator, pods_of, ray_start
@@ -60,15 +61,22 @@ def world(
         del os.environ["KUBECONFIG"]
 
 
-def local_losses(folder: Path, recipe: dict[str, Any], ranks: int) -> list[float]:
-    """The same training on this machine, as torchrun would start it."""
+def assert_as_here(run: Path, folder: Path, recipe: dict[str, Any], ranks: int) -> None:
+    """Train the same recipe on this machine, as torchrun would start it: to the bit the same losses.
+
+    With as many threads as the ranks in the pods had. There a rank counts the CPUs of its pod, here
+    it shares this machine's.
+    """
     file = folder / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe))
+    (threads,) = computed_with(run)["threads"]
     flags = ("--config", str(file), "--out_dir", str(folder / "runs"), "--device", "cpu")
+    flags += ("--cpus_per_worker", str(threads))
     for done in torchrun(ranks, "nanoray.train", *flags, env=os.environ | {"OMP_NUM_THREADS": "1"}):
         assert done.returncode == 0, done.stdout + done.stderr
-    (run,) = (folder / "runs").iterdir()
-    return losses(run)
+    (here,) = (folder / "runs").iterdir()
+    assert computed_with(run) == computed_with(here), "not comparable"
+    assert losses(run) == losses(here)
 
 
 def losses(run: Path) -> list[float]:
@@ -174,7 +182,7 @@ def test_submit_survives_a_lost_pod_and_a_lost_log(
     )
     (folder,) = (volume / "runs").glob("words-*/*")
     assert '"kind": "stop"' in (folder / "faults.jsonl").read_text(), "the fault fired"
-    assert losses(folder) == local_losses(tmp_path, recipe, 2), "bit for bit"
+    assert_as_here(folder, tmp_path, recipe, 2)
     assert operator.errors == []
 
     code, output = run("status", "words")
@@ -254,7 +262,7 @@ def test_a_deleted_worker_pod_costs_only_its_rank(
     events = [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
     assert [event.get("kind") or event["cause"] for event in events] == ["slow", "drained"]
     assert (events[1]["recovery"], events[1]["steps_repeated"]) == ("in_place", 0)
-    assert losses(folder) == local_losses(tmp_path, recipe, 2), "bit for bit"
+    assert_as_here(folder, tmp_path, recipe, 2)
     assert operator.errors == []
     assert run("stop", "deleted", "--delete")[0] == 0
 
@@ -337,9 +345,7 @@ def test_the_statefulset_trains_without_ray(tmp_path: Path, text: Path) -> None:
         pods = start_ranks(machine, command, thing)
         until(lambda: all("done; idle" in p.log for p in pods), 300, "\n".join(p.log for p in pods))
         (folder,) = (volume / "runs" / "statefulset").iterdir()
-        assert losses(folder) == local_losses(
-            tmp_path, recipe | {"dataset": str(volume / "words.txt")}, 3
-        )
+        assert_as_here(folder, tmp_path, recipe | {"dataset": str(volume / "words.txt")}, 3)
         assert pods[0].terminate(grace_s=60) < 60, "an idle pod ends at once"
 
 

@@ -18,7 +18,7 @@ import yaml
 from nanoray.kube.kustomize import build
 from nanoray.kube.render import KUBE_DIR
 from nanoray.kube.rules import quantity
-from tests.cluster.test_kube_pods import RECIPE, local_losses, losses, until
+from tests.cluster.test_kube_pods import RECIPE, assert_as_here, until
 from tests.harness.pods import Machine, RunningPod, missing
 
 
@@ -69,6 +69,7 @@ def ranks_of(pod: RunningPod) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_three_ranks_in_one_pod_train_and_a_killed_one_costs_a_restart(
     machine: Machine, text: Path, tmp_path: Path
 ) -> None:
@@ -85,7 +86,7 @@ def test_three_ranks_in_one_pod_train_and_a_killed_one_costs_a_restart(
     assert (summary["exit_reason"], summary["restarts"]) == ("finished", 1)
     assert '"kind": "kill"' in (folder / "faults.jsonl").read_text(), "the fault fired"
     plain = RECIPE | {"max_steps": 40, "dataset": str(machine.volume / "words.txt")}
-    assert losses(folder) == local_losses(tmp_path, plain, 3), "bit for bit"
+    assert_as_here(folder, tmp_path, plain, 3)
 
 
 @pytest.mark.full

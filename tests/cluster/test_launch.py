@@ -18,10 +18,12 @@ from typing import Any
 import pytest
 
 from nanoray.bench.harness import leaks
+from nanoray.launch.ray_compat import has_tokens
 from tests.harness.cluster import (
     ENDLESS,
     ROOT,
     Cluster,
+    assert_same_losses,
     finish,
     in_driver,
     launch,
@@ -109,7 +111,7 @@ def test_stop_at_checkpoints_and_resume_auto_goes_on(
     code, output = launch(cluster, recipe, tmp_path, "--resume", "auto")
     assert code == 0, output
     assert "resume  from step 12 of" in output
-    assert losses(tmp_path) == losses(clean[0])
+    assert_same_losses(tmp_path, clean[0])
 
 
 @pytest.mark.parametrize(
@@ -284,7 +286,7 @@ def test_ray_job_submit_runs_the_example(
 ) -> None:
     code, output = submit(cluster, recipe, tmp_path)
     assert code == 0, output
-    assert losses(tmp_path) == losses(clean[0])
+    assert_same_losses(tmp_path, clean[0])
     assert "step 30/30" in output
     for rank in (0, 1):
         assert (only_run(tmp_path) / "logs" / f"rank{rank}.log").exists()
@@ -390,7 +392,7 @@ def test_ranks_are_sorted_by_node_and_spread_over_two(
         ("0", "1", "0"),
         ("0", "1", "1"),
     ]
-    assert losses(tmp_path) == losses(clean[0])
+    assert_same_losses(tmp_path, clean[0])
 
 
 SLICES = [f"MIG-{i:08d}-1111-2222-3333-444455556666" for i in range(3)]
@@ -422,6 +424,7 @@ def test_each_actor_sees_exactly_its_own_slice() -> None:
         assert seen == [[s] for s in SLICES]
 
 
+@pytest.mark.full
 def test_whole_gpus_are_not_taken_for_slices() -> None:
     with ray_head("--num-gpus=2", dashboard=False, CUDA_VISIBLE_DEVICES="0,1") as cluster:
         kind, workers, seen = in_driver(cluster, MIG_DRIVER.replace("DEVICE", "auto"))
@@ -461,7 +464,7 @@ with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, 
         local, state = line.split()[1], line.split()[3]
         if state == "0A" and int(local.split(":")[1], 16) == port:
             inodes.add(local.split(":")[0])
-print(code, sorted(inodes))
+print("cannot ask for a token" in said.getvalue(), code, sorted(inodes))
 """
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
         "HOME": str(tmp_path)
@@ -470,5 +473,7 @@ print(code, sorted(inodes))
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "401 ['0100007F']", "127.0.0.1, as the kernel writes it"
+    # An old Ray has no tokens, and nanoray says so. 127.0.0.1 is as the kernel writes it.
+    expected = "False 401 ['0100007F']" if has_tokens() else "True 200 ['0100007F']"
+    assert done.stdout.splitlines()[-1] == expected
     assert not (tmp_path / ".ray").exists(), "no token is left in the user's home"

@@ -18,6 +18,7 @@ from nanoray.trace.ledger import accounts_of
 from tests.harness.cluster import (
     Cluster,
     alive,
+    assert_same_losses,
     assert_same_run,
     finish,
     fired,
@@ -243,7 +244,7 @@ def test_a_share_that_is_lost_with_its_mirror_is_read_from_the_checkpoint(
         in report["consequences"]
     )
     assert "mirror   shares of the state are lost" in output
-    assert losses(out) == losses(tmp_path / "clean")
+    assert_same_losses(out, tmp_path / "clean")
     assert no_actors_left(cluster)
 
 
@@ -412,7 +413,7 @@ def test_the_survivor_keeps_its_process_and_the_trace_its_order(
     assert re.search(
         r"recover  detected in 0.\d+ s, training again after [\d.]+ s, no steps repeated", output
     )
-    assert losses(tmp_path) == losses(clean[2]), "bit for bit"
+    assert_same_losses(tmp_path, clean[2])
     assert next(step for step, attempt in attempts(tmp_path).items() if attempt) == 16
     survivor = (only_run(tmp_path) / "logs" / "rank1.log").read_text()
     assert "rejoin  from step" in survivor
@@ -464,7 +465,7 @@ def test_a_hung_rank_is_named_and_replaced(
     assert int(silent[1]) >= 8
     assert re.search(says, output), output
     assert "replace  1/3" in output
-    assert losses(tmp_path) == losses(clean[2])
+    assert_same_losses(tmp_path, clean[2])
     rank = int(fault[fault.index("rank=") + 5])
     stacks = (
         only_run(tmp_path) / "logs" / f"rank{rank if fault.startswith('hang') else 1 - rank}.log"
@@ -527,7 +528,7 @@ def test_a_rank_frozen_for_longer_than_ray_tries_to_connect_to_it_is_replaced(
     assert code == 0, output
     assert fired(tmp_path) == ["stop"], "the fault did not fire"
     assert "replace  1/3 rank 0" in output, output
-    assert losses(tmp_path) == losses(clean[2])
+    assert_same_losses(tmp_path, clean[2])
 
 
 @pytest.mark.full
@@ -547,7 +548,7 @@ def test_a_rank_frozen_before_the_ranks_have_met_is_named_and_replaced(
         r"answer",
         output,
     )
-    assert losses(tmp_path) == losses(clean[2])
+    assert_same_losses(tmp_path, clean[2])
     assert no_actors_left(cluster)
 
 
@@ -559,7 +560,7 @@ def test_nobody_left_means_a_restart_from_the_checkpoint(
     code, output = launch(cluster, recipe, tmp_path, *flags)
     assert code == 0, output
     assert "restart  1/3 from the newest checkpoint" in output
-    assert losses(tmp_path) == losses(clean[2])
+    assert_same_losses(tmp_path, clean[2])
 
 
 def test_an_exception_is_the_cause_and_twice_is_enough(
@@ -697,5 +698,5 @@ def test_a_driver_that_is_killed_leaves_nothing_and_the_run_goes_on(
     assert no_watchers_left(only_run(tmp_path))
     code, output = launch(cluster, recipe, tmp_path, *EVERY_FIVE, "--resume", "auto")
     assert code == 0, output
-    assert losses(tmp_path) == losses(clean[2])
+    assert_same_losses(tmp_path, clean[2])
     assert no_actors_left(cluster)

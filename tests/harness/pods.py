@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from nanoray.train.hardware import KERNEL_VARIABLES
 from tests.harness.cluster import goes_first
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -233,6 +234,8 @@ class Machine:
             "OMP_NUM_THREADS": "1",
             "HOSTNAME": name,
         }
+        # Pods compute as the processes beside them, with which tests compare them to the bit.
+        known |= {key: os.environ[key] for key in KERNEL_VARIABLES if key in os.environ}
         exports = [f"export {key}={shlex.quote(value)}\n" for key, value in (known | env).items()]
         (folder / "bin" / "environment").write_text("".join(exports))
         (folder / "hosts").touch()

@@ -159,7 +159,7 @@ class Actor:
         self.sleepers = [s for s in self.sleepers if s[0] is not ref]
         if self.alive and not self.frozen:
             self.write_progress()
-            position = ProgressFile.read_all(self.ray.spec.progress(self.slot or 0)) or (
+            position = ProgressFile.read_own(self.ray.spec.progress(self.slot or 0)) or (
                 0,
                 "init",
                 UNKNOWN,

@@ -20,7 +20,7 @@ from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData
 from nanoray.replay import bisect
 from nanoray.replay.__main__ import main as replay
-from nanoray.replay.again import QUIETLY, reenact
+from nanoray.replay.again import QUIETLY, doubts, reenact
 from nanoray.replay.past import read_past, tensors_apart
 from nanoray.replay.player import InTurn
 from nanoray.run import RunSpec
@@ -216,6 +216,16 @@ def test_a_re_enactment_leaves_out_only_what_there_is() -> None:
     quiet = make_config(given).model_copy(update=QUIETLY | {"stop_at": 10})
     again = make_config(quiet.model_dump(mode="json"))
     assert (again.stats_every, again.profiled) == (0, range(0))
+
+
+def test_other_kernels_than_those_of_the_run_are_named(
+    pair: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past = read_past(pair.folder)
+    assert doubts(past, range(5, 6), processes=False) == []
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    (doubt,) = doubts(past, range(5, 6), processes=False)
+    assert re.fullmatch(r"the run had kernels [^=]+, here is .*MKL_CBWR=COMPATIBLE", doubt)
 
 
 @pytest.mark.full

@@ -166,7 +166,8 @@ def test_ranks_on_different_hardware_are_named(text: Path, tmp_path: Path) -> No
         for outcome in run_ranks(spec, 2, first=first):
             assert outcome["exit_reason"] == "finished"
         told = re.findall(
-            r"different hardware: rank 0 CPU \d+; rank 1 CPU \d+\.", spec.log(0).read_text()
+            r"different hardware: rank 0 CPU \d+ \(\w.*\); rank 1 CPU \d+ \(\w.*\)\. The",
+            spec.log(0).read_text(),
         )
         assert len(told) == (first is not None)
 

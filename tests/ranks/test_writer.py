@@ -234,6 +234,16 @@ def test_other_shapes_get_other_memory(text: Path, tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- beside training
 
 
+def test_one_that_was_removed_since_is_written_again_at_the_end(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path)
+    saver = saver_of(spec)
+    saver.save(ALONE, make(3))
+    wait_for(saver)
+    shutil.rmtree(spec.checkpoints)
+    saver.save(ALONE, make(3), final=True)
+    assert steps(spec) == [3]
+
+
 def test_training_waits_for_the_copy_and_the_next_checkpoint_for_the_disk(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

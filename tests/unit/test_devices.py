@@ -606,6 +606,20 @@ def test_choose_precision(
         assert choose_precision(config, kind, frozenset(features), bf16_gpu) == (asked, "asked for")
 
 
+@pytest.mark.parametrize("key", ["loss_chunk", "dp_mode"])
+def test_auto_that_becomes_fp16_is_refused_as_fp16_is(key: str) -> None:
+    asked = {"loss_chunk": 8, "dp_mode": "fsdp:bf16"}
+    config = make_config({"micro_batch_size": 1, key: asked[key]})
+    with pytest.raises(ConfigError) as early:
+        make_config({"micro_batch_size": 1, key: asked[key], "precision": "fp16"})
+    with pytest.raises(ConfigError) as late:
+        choose_precision(config, "cuda", frozenset(), bf16_gpu=False)
+    assert str(early.value) == str(late.value)
+    # The driver does not know the GPUs of its ranks.
+    assert choose_precision(config, "cuda", frozenset())[0] == "fp16"
+    assert choose_precision(config, "cuda", frozenset(), bf16_gpu=True)[0] == "bf16"
+
+
 def test_a_cpu_without_a_compiler_or_with_a_space_in_its_path_compiles_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,6 +8,8 @@ faults is tried.
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,93 @@ def test_a_hung_rank_is_ended_and_replaced(tmp_path: Path, frozen: bool, why: st
         in report["title"]
     )
     assert report["detect_s"] == pytest.approx(60, abs=1.5)
+
+
+# A driver that was frozen.
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_ranks_that_ended_while_the_driver_was_frozen_are_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: bool
+) -> None:
+    """They wrote their outcome to disk. Where none could save, all start again, uncharged."""
+
+    def leave() -> None:
+        for slot, actor in run.ray.actors.items():
+            result = {"ok": True, "exit_reason": "stopped", "step": 10, "world_size": 3}
+            word = {"pid": actor.pid, "silent_s": 25.0, "result": result if saved else None}
+            run.spec.last_word(slot).write_text(json.dumps(word))
+            run.ray.die(slot, notice_s=None)
+
+    run = Run(tmp_path, max_failures=0)
+    run.ray.at(10.3, leave)
+    outcome = run()
+    output = capsys.readouterr().out
+    if saved:
+        assert ended_well(outcome, "stopped")
+        assert (outcome["exit_code"], run.causes) == (143, [])
+        assert "no call of this driver reached the ranks for 25 s" in output
+        assert f"saved at step 10 and ended; no failure is counted. --resume {tmp_path}" in output
+        assert "failure  " not in output
+    else:
+        assert ended_well(outcome)
+        assert run.causes == [(0, "driver_silent")]
+        assert "restart  0/0 from the newest checkpoint" in output
+
+
+def test_a_word_of_an_earlier_process_in_the_slot_does_not_count(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.spec.last_word(1).write_text('{"pid": 1, "silent_s": 25.0, "result": null}')
+    run.ray.at(10.3, run.ray.die, 1)
+    assert ended_well(run())
+    assert run.causes == [(1, "killed")]
+
+
+# What other programs remove.
+
+
+@pytest.mark.parametrize("gone", ["progress", "logs", "folder"])
+def test_a_rank_whose_files_are_removed_is_not_taken_for_hung(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: str
+) -> None:
+    """Its position is then that of its heartbeats. The folders are made anew, with one line."""
+
+    def remove() -> None:
+        if gone == "progress":
+            run.spec.progress(1).unlink()
+        elif gone == "logs":
+            shutil.rmtree(run.spec.folder / "logs")
+        else:
+            run.spec.folder.rename(tmp_path / "moved")
+
+    run = Run(tmp_path / "run", hang_timeout=2.0)
+    run.ray.at(10.3, remove)
+    # A rank that reports step 0 for good would be ended 2 s later.
+    run.ray.at(20.3, run.ray.die, 2, how="memory")
+    assert ended_well(run())
+    assert run.causes == [(2, "out_of_memory")]
+    (report,) = run.reports
+    assert (report["step"], report["phase"]) == (21, "backward")
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(lines) == (gone != "progress"), lines
+    if lines:
+        assert "made anew, and training goes on" in lines[0]
+        assert (run.spec.folder / "checkpoints").is_dir()
+
+
+def test_the_position_of_a_dead_rank_without_a_file_is_that_of_its_last_heartbeat(
+    tmp_path: Path,
+) -> None:
+    def remove_and_die() -> None:
+        run.spec.progress(1).unlink()
+        run.ray.die(1, how="memory")
+
+    run = Run(tmp_path)
+    # A rank that has died writes no file anew.
+    run.ray.at(10.3, remove_and_die)
+    assert ended_well(run())
+    (report,) = run.reports
+    assert (report["step"], report["phase"], report["steps_repeated"]) == (11, "backward", 0)
 
 
 def test_refused_is_not_tried_again_and_keeps_its_exit_code(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.launch import job_report
+from nanoray.launch import job_report, ray_compat
 from nanoray.launch.job_report import JobReport, submission_id
 from nanoray.run import RunSpec, newest_record
 from tests.harness.ranks import make_spec
@@ -60,7 +60,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
     of_job = json.dumps({"metadata": {"job_submission_id": "raysubmit_1"}})
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", of_job)
-    monkeypatch.setattr(job_report, "internal_kv_get_gcs_client", lambda: store)
+    monkeypatch.setattr(ray_compat, "internal_kv_get_gcs_client", lambda: store)
     monkeypatch.setattr(job_report, "INTERVAL_S", 0.02)
     return store
 

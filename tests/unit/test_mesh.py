@@ -78,7 +78,7 @@ def test_no_variables_is_one_process() -> None:
             "but not MASTER_PORT; set all four (torchrun does), or none for one process",
         ),
         ({"RANK": "4"}, "RANK = 4 is outside 0..WORLD_SIZE-1 = 3; ranks count from 0"),
-        ({"WORLD_SIZE": "two"}, "must be whole numbers: invalid literal"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' must be a whole number: invalid literal"),
     ],
 )
 def test_a_broken_environment_is_named(change: dict[str, str | None], text: str) -> None:

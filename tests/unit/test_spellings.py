@@ -76,11 +76,22 @@ def test_an_older_key_names_the_new_spelling(key: str, tmp_path: Path) -> None:
     new = {part.field: f"write {part.key} {part.example}" for part in PARTS}
     message = new.get(key, f"{key} is fixed at ")
     with pytest.raises(ConfigError, match=message):
-        parse(f"--{key}", "1")
+        parse(f"--{key}", "none")
     file = tmp_path / "mine.yaml"
-    file.write_text(f"{key}: 1\n")
+    file.write_text(f"{key}: none\n")
     with pytest.raises(ConfigError, match=message):
         load_config(str(file))
+
+
+def test_the_new_spelling_has_the_users_value() -> None:
+    message = "write grad_compress powersgd:8"
+    with pytest.raises(ConfigError, match=message):
+        parse("--powersgd_rank", "8")
+    with pytest.raises(ConfigError, match=message):
+        parse("--powersgd_rank=8")
+    # A value that the part cannot have leaves the example.
+    with pytest.raises(ConfigError, match="write grad_compress powersgd:4"):
+        parse("--powersgd_rank=none")
 
 
 def test_every_example_is_a_spelling() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -306,6 +308,16 @@ def test_a_rank_stopped_by_another_orphan_ends_too(
         with pytest.raises(SystemExit):
             one.run(spec.to_dict(), R)
     assert exits == ([] if driver_calls else [0])
+    # A driver that was frozen, and not gone, reads from disk what `run` would have returned.
+    if driver_calls:
+        assert not spec.last_word(1).exists()
+    else:
+        word = json.loads(spec.last_word(1).read_text())
+        assert (word["pid"], word["result"]) == (
+            os.getpid(),
+            {"ok": True, "exit_reason": "stopped"},
+        )
+        assert word["silent_s"] >= 20
 
 
 FROZEN = """
@@ -314,7 +326,7 @@ from nanoray.launch import silence
 silence.FROZEN_S = 0.4
 own = silence.OwnTime()
 for _ in range(2):
-    print(own.now(), time.monotonic(), flush=True)
+    print(own.monotonic(), time.monotonic(), flush=True)
     input()
 """
 
@@ -491,6 +503,32 @@ def test_a_heartbeat_is_answered_at_once_when_something_changes(spec: RunSpec) -
     assert not rank.heartbeat(30.0, True, None).waiting
     over.set()
     thread.join(30)
+
+
+@pytest.mark.parametrize("gone", ["file", "logs"])
+def test_a_heartbeat_has_the_position_of_a_file_that_was_removed(spec: RunSpec, gone: str) -> None:
+    """It comes from memory. The heartbeat also writes the file anew, for all other readers."""
+
+    def train(run: RunSpec, *_: Any) -> dict[str, Any]:
+        file = ProgressFile(run.progress(1))
+        file.set(7, "backward")
+        ready.set()
+        gate.wait(30)
+        file.set(8, "data")
+        return {}
+
+    ready, gate, rank = threading.Event(), threading.Event(), worker(train)
+    thread, _ = in_thread(rank, spec)
+    assert ready.wait(30)
+    if gone == "file":
+        spec.progress(1).unlink()
+    else:
+        shutil.rmtree(spec.folder / "logs")
+    assert rank.heartbeat(0.0, False, None)[:2] == (7, "backward")
+    assert ProgressFile.read(spec.progress(1)) == (7, "backward")
+    gate.set()
+    thread.join(30)
+    assert ProgressFile.read(spec.progress(1)) == (8, "data")
 
 
 # Devices.

@@ -18,9 +18,9 @@ SETTLE_S = 15.0
 _ON_CLUSTER = """
 import json, os, ray
 ray.init(address=os.environ["RAY_ADDRESS"], namespace="nanoray", log_to_driver=False)
-from ray._private.state import actors  # ray.util.state needs the dashboard, which may be slow to start
 from ray.util.placement_group import placement_group_table
-left = [f"actor {a['Name']} ({a['State']}, pid {a['Pid']})" for a in actors().values() if a["State"] != "DEAD"]
+from nanoray.launch.ray_compat import cluster_actors
+left = [f"actor {a['Name']} ({a['State']}, pid {a['Pid']})" for a in cluster_actors() if a["State"] != "DEAD"]
 left += [f"placement group {g['placement_group_id']} ({g['state']})" for g in placement_group_table().values()
          if g["state"] != "REMOVED"]
 print(json.dumps(left))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanoray.config import Config
 from nanoray.mesh.pieces import Shard, whole_shards
@@ -52,7 +52,12 @@ def set_lr(optimizers: Sequence[torch.optim.Optimizer], lr: float) -> None:
     """Set the learning rate of every parameter group."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_factor", 1.0)  # for a group with a rate of its own
+            rate = lr * group.get("lr_factor", 1.0)  # for a group with a rate of its own
+            if isinstance(group["lr"], Tensor):
+                # A compiled or captured step refers to this very tensor.
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def lr_at(step: int, config: Config) -> float:

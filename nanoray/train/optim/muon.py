@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoray.compat import foreach_add, foreach_add_, foreach_mul_
 from nanoray.config import Config
 from nanoray.mesh.pieces import Shard
 
@@ -117,9 +118,9 @@ class Muon(torch.optim.Optimizer):
             decay = torch.where(on, decay, 1.0)
 
         # Momentum, and Nesterov's look ahead.
-        torch._foreach_mul_(sums, momentum)
-        torch._foreach_add_(sums, grads)
-        ahead = torch._foreach_add(grads, sums, alpha=MOMENTUM)
+        foreach_mul_(sums, momentum)
+        foreach_add_(sums, grads)
+        ahead = foreach_add(grads, sums, alpha=MOMENTUM)
 
         # One batch (n, rows, columns) per shape, transposed where there are more rows than columns:
         # the products of `orthogonal` are (rows, rows).
@@ -136,7 +137,7 @@ class Muon(torch.optim.Optimizer):
                 batches.setdefault(update.shape, []).append((weight, update, factor))
 
         # Decay, then add the orthogonal updates.
-        torch._foreach_mul_(params, decay)
+        foreach_mul_(params, decay)
         for batch in batches.values():
             orthogonal_updates = orthogonal(torch.stack([update for _, update, _ in batch]))
             for (weight, _, factor), update in zip(batch, orthogonal_updates, strict=True):

@@ -1,48 +1,319 @@
-"""What must hold of a script's optimizer, checked before anything starts."""
+"""What must hold of a script's optimizer, found on a small copy of it before anything starts.
+
+copy ─► 3 steps ─► save ─► load into a second copy ─► both go on: equal to the bit, or refused
+copy ─► whole matrices, and flat halves of them: equal, or refused where dp_mode cuts parameters
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from nanoray.errors import ConfigError
-from nanoray.state import PROBE, kept_alone
+from nanoray.checkpoint.tensorfile import DTYPE_NAMES
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.optimizer_state import (
+    TRIAL_STEPS,
+    Trial,
+    changed_groups,
+    copy_of,
+    elements_of,
+    group_values,
+    has_own_state_dict,
+    load_groups,
+    load_tensors,
+    members_of,
+    tensors_of,
+    trial_of,
+    trial_of_copies,
+    values_of,
+)
+from nanoray.train.optim.modes import has_modes, set_mode
+from nanoray.train.own.schedule import needed_arguments
+from nanoray.train.own.several import Several
+from nanoray.values import Unsupported, same
+
+STEPS_AFTER = 7  # of both copies after a resume: Lookahead's slow weights move every fifth step
+CLOSE = 1e-3  # of an update: two ways to sum differ by 1e-6, a norm of another piece by far more
+# Matrices to compare with their pieces. The small one comes first: an optimizer that keeps a matrix
+# for each dimension would take minutes for the other one, which is for optimizers that keep 8 bits
+# from some thousand elements on.
+MATRICES = ((6, 8), (64, 96))
 
 
-def require_plain_state(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ConfigError for an optimizer whose state a checkpoint cannot hold."""
-    for key, value in (kept_alone(optimizer) or {}).items():
-        if value.dim() and value.shape != PROBE:
+def optimizer_of(given: Any) -> Optimizer:
+    """Return a script's optimizer; of several, one that steps them in their order.
+
+    Raises ConfigError for what nanoray cannot step, save and resume as torch would.
+    """
+    several = isinstance(given, (list, tuple))
+    members = list(given) if several else [given]
+    if not members:
+        raise ConfigError("the list of optimizers is empty; give at least one")
+    owners: dict[Tensor, Optimizer] = {}
+    for member in members:
+        if not isinstance(member, Optimizer):
             raise ConfigError(
-                f"{type(optimizer).__name__} keeps {key} of shape {list(value.shape)} for a "
-                "parameter of shape "
-                f"{list(PROBE)}; checkpoints hold numbers and tensors shaped like the parameter: "
+                f"the optimizer is a {type(member).__name__}; give a torch.optim.Optimizer, or a "
+                "list of them"
+            )
+        for group in member.param_groups:
+            for p in group["params"]:
+                if p in owners:
+                    raise ConfigError(
+                        f"a parameter of shape {list(p.shape)} belongs to both "
+                        f"{_name(owners[p])} and {_name(member)}; give each parameter to one "
+                        "optimizer"
+                    )
+        for group in member.param_groups:
+            for p in group["params"]:
+                owners[p] = member
+        require_resumable(member)
+    return Several(members) if several else members[0]
+
+
+def require_resumable(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer whose resume would not be exact, or whose step fails."""
+    name = _name(optimizer)
+    needed = needed_arguments(optimizer.step)
+    if needed:
+        raise ConfigError(
+            f"{name}.step() needs {', '.join(needed)}, but nanoray computes gradients once and "
+            "calls step() without arguments; use another optimizer"
+        )
+    make_trial: Callable[[Optimizer], Trial] = trial_of
+    try:
+        _take_steps(_trial(optimizer, make_trial), range(TRIAL_STEPS + STEPS_AFTER))
+    except ConfigError:
+        # It may have tensors of its parameters' shapes, as a wrapper with slow weights does.
+        make_trial = trial_of_copies
+    first = _trial(optimizer, make_trial)
+    before = group_values(first.optimizer)
+    _take_steps(first, range(TRIAL_STEPS))
+    try:
+        tensors, values = _saved(first)
+        groups = changed_groups(first.optimizer, before)
+    except Unsupported as error:
+        raise ConfigError(
+            f"{name} keeps {error.where} as a {error.kind}, which a checkpoint cannot hold; "
+            "checkpoints hold numbers, texts, tensors, and lists and dicts of them: use another "
+            "optimizer"
+        ) from None
+    for key, tensor in tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ConfigError(
+                f"{name} keeps {key.partition('.')[0]} in {kind}, which a checkpoint cannot hold; "
                 "use another optimizer"
             )
 
+    # What is saved must be all that the next steps depend on.
+    second = _trial(optimizer, make_trial)
+    for old, new in zip(first.probes, second.probes, strict=True):
+        new.data.copy_(old.data)
+    try:
+        params = {str(i): probe for i, probe in enumerate(second.probes)}
+        load_tensors(second.optimizer, params, tensors, json.loads(json.dumps(values)))
+        load_groups(second.optimizer, json.loads(json.dumps(groups)))
+        restored, _ = _saved(second)
+        exact = same(dict(sorted(tensors.items())), dict(sorted(restored.items())))
+        seeds = range(TRIAL_STEPS, TRIAL_STEPS + STEPS_AFTER)
+        for trial in (first, second):
+            _take_steps(trial, seeds)
+    except (CheckpointError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name} cannot be resumed from its own state_dict ({_first_line(error)}); use "
+            "another optimizer"
+        ) from None
+    for old, new in zip(first.probes, second.probes, strict=True):
+        exact = exact and same(old.data, new.data)
+    if not exact:
+        raise ConfigError(
+            f"{name} takes other steps after a resume: it keeps something that its state_dict() "
+            "lacks, or that load_state_dict() changes; let both have all of it, with its types, or "
+            "use another optimizer"
+        )
 
-def group_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return the number of the optimizer's group of each parameter, by name.
+
+def require_elementwise(optimizer: Optimizer, dp_mode: str) -> None:
+    """Raise ConfigError for an optimizer that treats a piece of a parameter unlike the whole.
+
+    zero1, zero2 and fsdp give it flat pieces. It is tried on matrices, and on the flat halves of
+    them, each half in an optimizer of its own, as on two ranks.
+    """
+    for member in members_of(optimizer):
+        problem = _difference_of_pieces(member)
+        if problem:
+            raise ConfigError(
+                f"dp_mode = {dp_mode} gives the optimizer flat pieces of the parameters, but "
+                f"{_name(member)} {problem}; use dp_mode ddp or ddp_by_hand"
+            )
+
+
+def _difference_of_pieces(optimizer: Optimizer) -> str:
+    """Return how an optimizer treats pieces unlike the whole; "" if it does not."""
+    if has_own_state_dict(optimizer):
+        return "has a state_dict() of its own, which cannot be cut"
+    if has_modes(optimizer):
+        return "changes the weights in its eval() and train()"
+    for matrix in MATRICES:
+        problem = _compare_with_halves(optimizer, matrix)
+        if problem:
+            return problem
+    return ""
+
+
+def _compare_with_halves(optimizer: Optimizer, matrix: tuple[int, int]) -> str:
+    """Return how flat halves of parameters are treated unlike the whole; "" if they are not."""
+    whole = _uneven_trial(optimizer, matrix, lambda p: p)
+    before = [probe.detach().clone() for probe in whole.probes]
+    halves = [
+        _uneven_trial(optimizer, matrix, lambda p: p.flatten()[: p.numel() // 2]),
+        _uneven_trial(optimizer, matrix, lambda p: p.flatten()[p.numel() // 2 :]),
+    ]
+    try:
+        # A rank may have no element of a group.
+        nothing: dict[Tensor, Tensor | None] = {}
+        for group in optimizer.param_groups:
+            nothing |= dict.fromkeys(group["params"])
+        copy_of(optimizer, nothing).step()
+        for seed in range(TRIAL_STEPS + STEPS_AFTER):
+            gradients = _uneven_gradients(whole, seed)
+            whole.optimizer.step()
+            for side, half in enumerate(halves):
+                for probe, gradient in zip(half.probes, gradients, strict=True):
+                    probe.grad = gradient.flatten().chunk(2)[side].clone()
+                half.optimizer.step()
+    except Exception as error:  # any class of optimizer may come from a user's script
+        return f"fails on them ({_first_line(error)})"
+
+    for i, probe in enumerate(whole.probes):
+        start = before[i].flatten()
+        update = probe.detach().flatten() - start
+        pieces = torch.cat([half.probes[i].detach() for half in halves]) - start
+        limit = CLOSE * update.abs().max().item()
+        if not torch.allclose(update, pieces, rtol=CLOSE, atol=limit):
+            return "gives other results on a piece than on the whole, as if it used rows or norms"
+        for half in halves:
+            for key, value in half.optimizer.state[half.probes[i]].items():
+                if not isinstance(value, (Tensor, int, float)):
+                    return f"keeps a {type(value).__name__} for each ({key})"
+            for key, tensor in elements_of(half.optimizer.state[half.probes[i]]).items():
+                if tensor.dim() and tensor.shape != half.probes[i].shape:
+                    return f"keeps {key} in another shape than theirs"
+    if values_of(whole.optimizer, whole.names):
+        return "keeps values beside those of single parameters"
+    groups = [group_values(trial.optimizer) for trial in (whole, *halves)]
+    if any(a != b for a, b in pairwise(groups)):
+        return "keeps values of a group that depend on all parameters"
+    return ""
+
+
+def _uneven_trial(
+    optimizer: Optimizer, matrix: tuple[int, int], part: Callable[[Tensor], Tensor]
+) -> Trial:
+    """Return a trial over a part of each parameter, with a rate that moves them."""
+    trial = trial_of(optimizer, lambda dim: (1,) * dim)
+    swap: dict[Tensor, Tensor | None] = {}
+    probes = []
+    for number, probe in enumerate(trial.probes):
+        shape = (*matrix, *[3] * (probe.dim() - 2))
+        if probe.dim() < 2:
+            shape = (matrix[0] * matrix[1],)
+        generator = torch.Generator().manual_seed(number)
+        values = torch.randn(shape, generator=generator).to(probe.dtype)
+        probes.append(nn.Parameter(part(values).clone()))
+        swap[probe] = probes[-1]
+    duplicate = copy_of(trial.optimizer, swap)
+    for group in duplicate.param_groups:
+        if isinstance(group.get("lr"), (float, Tensor)):
+            group["lr"] = group["lr"] * 0 + 0.01
+    return Trial(duplicate, probes)
+
+
+def _uneven_gradients(trial: Trial, seed: int) -> list[Tensor]:
+    """Set random gradients whose second half is far larger, and return them."""
+    gradients = []
+    for number, probe in enumerate(trial.probes):
+        generator = torch.Generator().manual_seed(1000 * seed + number)
+        flat = torch.randn(probe.numel(), generator=generator)
+        flat[probe.numel() // 2 :] *= 100
+        probe.grad = flat.view(probe.shape).to(probe.dtype)
+        gradients.append(probe.grad.clone())
+    return gradients
+
+
+def _trial(optimizer: Optimizer, make_trial: Callable[[Optimizer], Trial]) -> Trial:
+    try:
+        trial = make_trial(optimizer)
+    except Exception as error:  # any class of optimizer may come from a user's script
+        raise ConfigError(
+            f"{_name(optimizer)} cannot be copied to be tried before the first step "
+            f"({_first_line(error)}); keep what cannot be copied out of its attributes, or use "
+            "another optimizer"
+        ) from None
+    set_mode([trial.optimizer], "train")
+    return trial
+
+
+def _take_steps(trial: Trial, seeds: Sequence[int]) -> None:
+    try:
+        for seed in seeds:
+            trial.step(seed)
+    except Exception as error:  # any class of optimizer may come from a user's script
+        raise ConfigError(
+            f"{_name(trial.optimizer)} fails on dense gradients, in a step() without a closure "
+            f"({_first_line(error)}); use another optimizer, or other settings of it"
+        ) from None
+
+
+def _saved(trial: Trial) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a trial's state, in tensors of its own."""
+    tensors = tensors_of(trial.optimizer, trial.names)
+    copies = {name: tensor.clone() for name, tensor in tensors.items()}
+    return copies, values_of(trial.optimizer, trial.names)
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _first_line(error: Exception) -> str:
+    """Return an error's type and the first line of its text."""
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:120]}"
+
+
+# Parameters.
+
+
+def require_all_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """Return the parameters of an optimizer by the names that they have in the model.
 
     Raises ConfigError when the optimizer has a parameter of another model, or misses one.
     """
     # By identity: parameters compare element by element.
     names = {id(p): name for name, p in model.named_parameters()}
-    groups = {}
-    for number, group in enumerate(optimizer.param_groups):
+    updated = {}
+    for group in optimizer.param_groups:
         for p in group["params"]:
             if id(p) not in names:
                 raise ConfigError(
                     f"the optimizer has a parameter of shape {tuple(p.shape)} that is not the "
                     "model's; make it from model.parameters(), after the last change of the model"
                 )
-            groups[names[id(p)]] = number
+            updated[names[id(p)]] = p
     missing = [
-        name for name, p in model.named_parameters() if p.requires_grad and name not in groups
+        name for name, p in model.named_parameters() if p.requires_grad and name not in updated
     ]
     if missing:
         raise ConfigError(
             f"the optimizer does not update {missing[0]}; give it all parameters, or set "
             "requires_grad to False"
         )
-    return groups
+    return updated

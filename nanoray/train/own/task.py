@@ -11,17 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import Batch, Config, resolve_batch
-from nanoray.data.own import LOADER, OwnData
-from nanoray.data.tokens import Samples
+from nanoray.data.own import LOADER, Batches, Counted, OwnData, batch_size_of
+from nanoray.data.tokens import MicroBatches, Samples
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.own_models import own_lines
+from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
+from nanoray.models.weighted import LossValue, Weighted, mean_of
 from nanoray.run import RunSpec
+from nanoray.train.own.call import loss_of
 from nanoray.train.own.run import Run
+from nanoray.train.own.schedule import OwnSchedule
+from nanoray.train.own.shards import cut_optimizer, follow_parameters
+from nanoray.train.own.trial import Subject, try_model
 from nanoray.train.tasks import Loss, RankStates
 from nanoray.train.workload import Workload
 
-LossFn = Callable[[Any, Any], Tensor]  # (the model's output, targets) -> mean loss
+# Keys of the configuration that set the learning rates
+RATES = ("lr", "min_lr", "schedule", "warmup_steps", "decay_fraction")
+# (the model's output, targets) -> mean loss, or its sum and weight
+LossFn = Callable[[Any, Any], LossValue]
+UNKNOWN = -1  # the size of the data's batches, before they were looked at
 
 
 @dataclass(frozen=True)
@@ -31,8 +41,9 @@ class Given:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss_fn: LossFn | None
-    groups: dict[str, int]  # the number of the optimizer's group of each parameter, by name
+    updated: dict[str, nn.Parameter]  # the optimizer's parameters, by their names in the model
     run: Run
+    schedule: OwnSchedule
 
 
 class OwnTask:
@@ -51,43 +62,98 @@ class OwnTask:
         self._steps = steps
         self._train_data = train_data
         self._val_data = val_data
+        self._batch_size: int | None = UNKNOWN  # of the data; None: they have none of their own
+        self._begun: Batches | None = None  # of an iterable, whose first batch was read for that
+        self._has_weights: bool | None = None  # whether losses come with weights; not known yet
+
+    @property
+    def schedule(self) -> OwnSchedule | None:
+        """The script's own rates; None: the configuration sets them.
+
+        Raises ConfigError where both do.
+        """
+        own = self._given.schedule
+        set_by_config = [key for key in RATES if key in self._given.run.given]
+        if set_by_config and own.has_state:
+            raise ConfigError(
+                f"the configuration sets {', '.join(set_by_config)}, and the script gives a "
+                "scheduler; set the rates by one of them"
+            )
+        return None if set_by_config else own
 
     def settings(self) -> dict[str, Any]:
         """Return the keys of the configuration that the optimizer and the call of `fit` decide.
 
         Raises ConfigError for learning rates that contradict each other.
         """
+        settings = self._size_of_batches()
+        if self._steps is not None:
+            settings["max_steps"] = self._steps
+        if self._val_data is None:
+            settings["eval_every"] = 0
+        cfg = self._spec.config.model_copy(update=settings)
+
+        # The script's own rates. Those of the configuration are for the record alone then.
+        lr = self._given.optimizer.param_groups[0].get("lr", 0.0)
+        if self.schedule is not None:
+            self.schedule.require_fit(cfg.max_steps, cfg.eval_every)
+            if lr > 0:
+                settings["lr"] = float(lr)
+                settings["min_lr"] = float(lr)
+            return settings
+
         # Keys that the script has set itself stay as they are.
         keys = self._given.run.given
-        lr = self._given.optimizer.param_groups[0]["lr"]
         if not lr > 0:
             raise ConfigError(
                 f"the optimizer's first group has lr = {lr:g}, and the schedule sets all groups in "
                 "proportion to it; give it a rate above 0, and freeze weights with "
                 "requires_grad_(False)"
             )
-        if "lr" not in keys and "min_lr" in keys and self._spec.config.min_lr > lr:
+        lr = float(lr)
+        if "lr" not in keys and "min_lr" in keys and cfg.min_lr > lr:
             raise ConfigError(
-                f"min_lr = {self._spec.config.min_lr:g} is above the optimizer's lr = {lr:g}; "
+                f"min_lr = {cfg.min_lr:g} is above the optimizer's lr = {lr:g}; "
                 "lower min_lr, or give the optimizer a larger lr"
             )
-
-        settings: dict[str, Any] = {}
         if "lr" not in keys:
             settings["lr"] = lr
             if "min_lr" not in keys:
                 settings["min_lr"] = 0.1 * lr
-        if self._steps is not None:
-            settings["max_steps"] = self._steps
-        if self._val_data is None:
-            settings["eval_every"] = 0
+        return settings
+
+    def _size_of_batches(self) -> dict[str, Any]:
+        """Return micro_batch_size where the data come in batches: each is one rank's micro batch.
+
+        Raises ConfigError where the configuration has another size.
+        """
+        config = self._spec.config
+        if self._batch_size == UNKNOWN:
+            self._batch_size, self._begun = batch_size_of(self._train_data, config.seed)
+        size = self._batch_size
+        if size is None:
+            return {}
+        if "micro_batch_size" in self._given.run.given and config.micro_batch_size != size:
+            raise ConfigError(
+                f"micro_batch_size = {config.micro_batch_size}, but the train data come in batches "
+                f"of {size} samples, and each is one rank's micro batch; drop the key, or give "
+                "batches of that size"
+            )
+        settings = {"micro_batch_size": size}
+        try:
+            resolve_batch(config.model_copy(update=settings), self._given.run.rendezvous.slots)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}. The train data come in batches of {size} samples, and each is one "
+                "rank's micro batch"
+            ) from None
         return settings
 
     def model(self) -> nn.Module:
         """Return the script's model, or a copy with fsdp, where each group cuts a model for good."""
         model = self._given.model
         if self._spec.config.dp_mode == "fsdp" and self._given.run.rejoin is not None:
-            model = copy.deepcopy(model)
+            model = copied(model)
         # Weights in another memory format (channels_last) are laid out anew: ranks exchange, and
         # cut, rows. An expanded buffer gets memory for each of its elements.
         for tensor in [*model.parameters(), *model.buffers()]:
@@ -95,44 +161,71 @@ class OwnTask:
         return model
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
-        """Return the script's optimizer; for shards, one of its class with the same groups."""
+        """Return the script's optimizer; for shards, a copy of it over them."""
         own = self._given.optimizer
-        first_lr = own.param_groups[0]["lr"]
-        # The schedule sets the first group's rate, and keeps the ratios of the others to it.
         for group in own.param_groups:
-            group.setdefault("lr_factor", group["lr"] / first_lr)
+            if group.get("capturable") and not any(p.is_cuda for p in group["params"]):
+                raise ConfigError(
+                    "the optimizer is capturable, which works on a GPU only, but this rank trains "
+                    "on a CPU; make it without capturable=True"
+                )
+        # The schedule of the configuration sets the first group's rate, and keeps the ratios of the
+        # others to it.
+        if self.schedule is None:
+            first_lr = float(own.param_groups[0]["lr"])
+            for group in own.param_groups:
+                group.setdefault("lr_factor", float(group["lr"]) / first_lr)
         if shards is None:
+            follow_parameters(own)
             return own
 
-        # torch refuses a group without parameters, and a rank may have no element of one.
-        groups: list[dict[str, Any]] = []
-        for number, group in enumerate(own.param_groups):
-            params = []
-            for shard in shards:
-                if self._given.groups.get(shard.piece.name) == number:
-                    params.append(shard.param)
-            if params:
-                groups.append({**group, "params": params})
-        if not groups:
+        held = {shard.piece.name: shard for shard in shards}
+        if not held.keys() & self._given.updated.keys():
             raise ConfigError(
                 f"dp_mode = {self._spec.config.dp_mode} leaves rank {self._given.run.rank} no "
                 "element of this small model; use fewer ranks, or dp_mode ddp"
             )
-        return type(own)(groups, lr=first_lr)  # type: ignore[call-arg]
+        return cut_optimizer(own, self._given.updated, held)
 
-    def loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
-        loss_fn = self._given.loss_fn
-        if loss_fn is None:
-            return model(x, y)
-        return loss_fn(model(x), y)
+    def loss(self, model: nn.Module, x: Any, y: Any) -> LossValue:
+        """Return the loss of a batch. Raises ConfigError where a later one is of another kind."""
+        samples = None
+        if isinstance(y, Counted):
+            y, samples = y
+        loss = loss_of(model, self._given.loss_fn, x, y)
+
+        # All ranks add up weights, or none does.
+        has_weight = isinstance(loss, Weighted)
+        if self._has_weights is None:
+            self._has_weights = has_weight
+        if has_weight != self._has_weights:
+            raise ConfigError(
+                "the loss is nanoray.Weighted for some batches and a mean for others; return "
+                "nanoray.Weighted(sum=..., weight=...) for all of them"
+            )
+
+        # A micro batch with fewer samples than others counts for less, and one without for nothing.
+        if samples is None:
+            return loss
+        if not isinstance(loss, Weighted):
+            return Weighted(sum=loss * samples, weight=samples)
+        if samples == 0:
+            return Weighted(sum=loss.sum * 0, weight=0)
+        return loss
+
+    def mean_loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
+        """Return the mean loss of a batch alone."""
+        return mean_of(self.loss(model, x, y))
 
     def data(self, device: torch.device) -> Samples:
-        cfg = self._spec.config
+        cfg = self._spec.config.model_copy(update=self._size_of_batches())
         ranks = self._given.run.rendezvous.slots
         place = (self._given.run.rank, ranks)
         batch = resolve_batch(cfg, ranks)
         # Batches of a fixed size, or loaders that each rank has alone, fit one number of ranks.
-        self._data = OwnData(self._train_data, self._val_data, cfg.seed, batch.micro, device, place)
+        self._data = OwnData(
+            self._train_data, self._val_data, cfg.seed, batch.micro, device, place, self._begun
+        )
         if self._data.in_batches and cfg.recovery == "shrink":
             kind = "batches of a fixed size"
             if self._data.stateful:
@@ -142,7 +235,48 @@ class OwnTask:
                 f"data are {kind}; use recovery in_place or restart, or give a dataset with len() "
                 "and []"
             )
+        # The driver decides which numbers of ranks are possible, and it does not see the data.
+        sizes = {"micro_batch_size", "global_batch_size"}
+        if cfg.recovery == "shrink" and self._batch_size and not sizes & self._given.run.given:
+            raise ConfigError(
+                "recovery = shrink divides the batch of the configuration, but here the "
+                f"DataLoader's batch_size decides it; give micro_batch_size = {batch.micro}"
+            )
         return self._data
+
+    def try_out(self, model: nn.Module, mesh: Mesh, config: Config, batch: Batch) -> list[str]:
+        """Try the model on its first micro batch; return notes. (all ranks)
+
+        `config` has the run's precision. Raises ConfigError for a mistake of the script.
+        """
+        data = self._data
+        # A loader with a state would be read from its start, and not from where the run goes on.
+        if data.stateful and self._spec.resume:
+            return []
+        batches = MicroBatches(data, batch, mesh.rank)
+        val_batch = None
+        if config.eval_every and self._val_data is not None:
+
+            def val_batch() -> tuple[Any, Any]:
+                return data.val_batch(data.val_windows(config.eval_samples)[: batch.micro])
+
+        subject = Subject(model, self._given.loss_fn, lambda: batches.get(0, 0), val_batch)
+        return try_model(subject, config, mesh)
+
+    def first_batch(self) -> tuple[Any, Any]:
+        """Return inputs and targets of the first micro batch, on the CPU, before the run begins.
+
+        Raises ConfigError for a loader with a state, which would not yield that batch again.
+        """
+        data = self.data(torch.device("cpu"))
+        if self._data.stateful:
+            raise ConfigError(
+                "the model has lazy modules, whose shapes follow from a batch, and the train data "
+                "are a loader with a state; run the model on one batch before RuntimeEngine"
+            )
+        config = self._spec.config.model_copy(update=self._size_of_batches())
+        batch = resolve_batch(config, self._given.run.world_size)
+        return data.train_batch(self._given.run.rank * batch.micro, batch.micro)
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         """Let the script's loader continue from this rank's state in a checkpoint.
@@ -182,7 +316,7 @@ class OwnTask:
         numbers = sum(p.numel() for p in self._given.model.parameters())
         return [
             *mode_notes(self._given.model),
-            "data   of the script",
+            f"data   of the script: {self._data.describe()}",
             f"batch  {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = "
             f"{batch.global_size} samples/step"
             f"      model {type(self._given.model).__name__}, {numbers / 1e6:.2f} M parameters",
@@ -198,10 +332,24 @@ class OwnTask:
         """Return the lines of a dry run. Reads one micro batch."""
         config, batch, example = self.example()
         given = self._given
-        return own_lines(config, given.model, given.optimizer, self.loss, batch, example, placement)
+        return own_lines(
+            config, given.model, given.optimizer, self.mean_loss, batch, example, placement
+        )
 
     def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
         return None
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a script's model. Raises ConfigError for one that cannot be copied."""
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:  # any attribute of a script's module may refuse it
+        raise ConfigError(
+            f"dp_mode = fsdp on Ray trains a copy of the model, but copy.deepcopy fails on "
+            f"{type(model).__name__} ({type(error).__name__}: {error}); keep what cannot be copied "
+            "outside of the model, or use dp_mode zero2"
+        ) from error
 
 
 def mode_notes(model: nn.Module) -> list[str]:

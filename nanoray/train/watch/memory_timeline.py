@@ -31,10 +31,16 @@ import torch
 import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from nanoray.atomic import replace_text
+from nanoray.compat import (
+    TorchDispatchMode,
+    autograd_sequence,
+    current_node,
+    node_sequence,
+    storage_key,
+    tree_leaves,
+)
 from nanoray.config import Batch, Config
 from nanoray.faults.progress import OUTSIDE
 from nanoray.forecast.memory import local_of, model_memory, peak_memory
@@ -143,7 +149,7 @@ class Storages(TorchDispatchMode):
 
     def number(self, storage: Any, kind: str, before: bool) -> int:
         """Return a storage's number; a new one existed `before` the step, or is made now."""
-        address = storage._cdata
+        address = storage_key(storage)
         if address in self._alive:
             return self._alive[address][0]
         number = len(self.kinds)
@@ -282,7 +288,10 @@ class MemoryTimeline:
         return [local_of(grad) for grad in (*own, *self._par.gradients)]
 
     def _optimizer(self) -> list[Any]:
-        return [value for kept in self._state.optimizer.state.values() for value in kept.values()]
+        tensors = []
+        for kept in self._state.optimizer.state.values():
+            tensors += [value for value in kept.values() if isinstance(value, Tensor)]
+        return tensors
 
     def _enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._inside.append(name)
@@ -296,7 +305,7 @@ class MemoryTimeline:
             self._storages.keep()  # activation checkpointing has repeated a forward
 
     def _turn(self) -> None:
-        number = torch._C._autograd._get_sequence_nr()
+        number = autograd_sequence()
         # A thread of autograd, which may repeat a forward, has numbers of its own
         if number >= self._turns[-1][0]:
             self._turns.append((number, self._inside[-1] if self._inside else ""))
@@ -307,9 +316,9 @@ class MemoryTimeline:
         In backward it is the module whose forward made the node that runs now.
         """
         module = self._inside[-1] if self._inside else ""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if not module and node is not None:
-            later = bisect(self._turns, node._sequence_nr(), key=lambda turn: turn[0])
+            later = bisect(self._turns, node_sequence(node), key=lambda turn: turn[0])
             _, module = self._turns[max(0, later - 1)]
         return f"{self._phase} {module}".strip()
 

@@ -60,11 +60,20 @@ class Saves(Protocol):
         """Do something now that the checkpoint of a step is on disk."""
 
 
+@runtime_checkable
+class ShowsLength(Protocol):
+    """A callback that shows after which step the run ends."""
+
+    def on_length(self, steps: int) -> None:
+        """Receive that number: max_steps, or the steps that a script gave to `fit`."""
+
+
 class JsonlWriter:
     """metrics.jsonl: one line per logged step, written before the step's checkpoint.
 
     Opening it at `resume_step` drops the records after that step, which the resumed run writes
-    again. While the disk is full, records wait in memory.
+    again. While the disk is full, records wait in memory. A file that another program removes or
+    moves is written anew, with all its records: this process still has the removed one open.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
@@ -115,10 +124,24 @@ class JsonlWriter:
         self._write()
 
     def _write(self) -> None:
+        if self._waiting:
+            self._restore()
         # In order, and a record leaves the queue only when it is written.
         while self._waiting:
             write_whole(self._fd, self._waiting[0][1])
             self._waiting.popleft()
+
+    def _restore(self) -> None:
+        """Write the file anew if it is missing, and open another one that took its place."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
+                return
+        if not self._path.exists():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            records = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+            replace_bytes(self._path, records, sync=False)
+        os.close(self._fd)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND)
 
     def close(self) -> None:
         """Write what waits, and close the file. Raises OSError."""
@@ -225,9 +248,13 @@ class Console:
     """Prints one line per logged step; console.py contains others, for terminals and --quiet."""
 
     def __init__(self, max_steps: int, stream: TextIO | None = None) -> None:
-        self._max_steps = max_steps
+        self.max_steps = max_steps
         self._stream = stream or sys.stdout
         self._first: tuple[float, int] | None = None
+
+    def on_length(self, steps: int) -> None:
+        """Count to that step from now on."""
+        self.max_steps = steps
 
     def on_note(self, text: str) -> None:
         """Print the line at once."""
@@ -237,18 +264,24 @@ class Console:
         """Print one aligned line."""
         self.on_note(self.line(record))
 
+    def on_output(self, name: str, line: str) -> None:
+        """Print a line that a script on rank 0 has written to its stdout or stderr."""
+        stream = sys.stderr if name == "stderr" else self._stream
+        print(line, file=stream, flush=True)
+
     def line(self, record: dict[str, Any]) -> str:
         """Return the line of a record. Steps increase from call to call, but for a restart."""
         step = record["step"]
         parts = [
-            f"step {step:>{len(str(self._max_steps))}}/{self._max_steps}",
+            f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}",
             f"loss {record.get('train/loss', nan):.4f}",
         ]
         if "val/loss" in record:
             parts.append(f"val {record['val/loss']:.4f}")
         if "val/accuracy" in record:
             parts.append(f"accuracy {100 * record['val/accuracy']:.1f} %")
-        parts.append(f"lr {record['train/lr']:.1e}")
+        if "train/lr" in record:
+            parts.append(f"lr {record['train/lr']:.1e}")
         parts.append(f"gnorm {record.get('train/grad_norm', nan):.2f}")
         if "time/step_ms" in record:
             parts.append(f"{record['time/step_ms']:.3g} ms")
@@ -271,7 +304,7 @@ class Console:
         if step == first_step:
             return []
         step_s = (record["time"] - first_time) / (step - first_step)
-        return [f"eta {clock(step_s * (self._max_steps - step))}"]
+        return [f"eta {clock(step_s * (self.max_steps - step))}"]
 
     def close(self) -> None:
         """Do nothing."""
@@ -305,6 +338,9 @@ class Observers:
                 self.callbacks.append(
                     TensorBoardWriter(folder / "tb", config.to_json(), resume_step)
                 )
+            for callback in self.callbacks:
+                if isinstance(callback, ShowsLength):
+                    callback.on_length(config.max_steps)
         while rank and self.callbacks:
             self.callbacks.pop().close()
 

@@ -1,0 +1,149 @@
+"""What nanoray needs of torch that is private, or newer than the oldest torch that it runs on.
+
+This is the one file with such names (tests/unit/test_versions.py), so a new torch is tried here
+first. pyproject.toml declares the range of versions, and `make test-versions` runs the tests at both
+ends of it. nanoray/launch/ray_compat.py is the same for Ray. Without torch nothing here works, so
+what the driver imports at its top does not import this file.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = [
+    "CPU_ATTENTION",
+    "CPU_ATTENTION_BACKWARD",
+    "GPU_ATTENTIONS",
+    "NO_BUFFER_SYNC",
+    "BatchNormBase",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "abort_process_groups",
+    "all_gather_single",
+    "autograd_sequence",
+    "collectives_of",
+    "current_node",
+    "foreach_add",
+    "foreach_add_",
+    "foreach_mul_",
+    "mark_as_stepped",
+    "node_sequence",
+    "operator_of",
+    "process_groups",
+    "restart_group_names",
+    "scaled_mm",
+    "storage_key",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+# ---- newer than torch 2.11 ----
+
+# torch 2.13 calls all_gather_into_tensor so, and warns of the old name.
+_NEW = getattr(dist, "all_gather_single", None)
+all_gather_single: Any = _NEW or getattr(dist, "all_gather_into_tensor")  # noqa: B009
+
+# DDP's argument that keeps it from broadcasting buffers in each forward. torch 2.13 calls it so, and
+# warns of the old name.
+NO_BUFFER_SYNC: dict[str, Any] = {"broadcast_buffers": False}
+if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+    NO_BUFFER_SYNC = {"forward_sync_buffers": False}
+
+# ---- private in every torch so far (2.11 to 2.14) ----
+
+# The kernels of attention, forward and backward, by what they run on.
+_aten = torch.ops.aten
+CPU_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+GPU_ATTENTIONS = (
+    _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention,
+)
+
+# One kernel for a list of tensors, as torch's own optimizers use it.
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_mul_ = torch._foreach_mul_
+
+# Products of 8-bit floats. torch.nn.functional.scaled_mm is public, but its fastest path is this
+# operator, with the scales named in another way.
+scaled_mm = torch._scaled_mm
+
+
+def process_groups() -> list[Any]:
+    """Return the process groups of this process, also those that are not yet complete."""
+    from torch.distributed.distributed_c10d import _world
+
+    return list(_world.pg_map)
+
+
+def abort_process_groups() -> None:
+    """Abort all process groups of this process."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    _abort_process_group()
+
+
+def restart_group_names() -> None:
+    """Let torch count the names of its process groups from the beginning.
+
+    The counter must be equal on all ranks that form groups with each other. It also counts groups
+    that were never completed.
+    """
+    from torch.distributed.distributed_c10d import _world
+
+    _world.group_count = 0
+
+
+def collectives_of(group: Any) -> int:
+    """Return how many collectives this process has started in a group.
+
+    0 for a group that is being closed.
+    """
+    with suppress(RuntimeError):
+        return int(group._get_sequence_number_for_group())
+    return 0
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number of a storage, also of a fake one.
+
+    It is that of no other storage while this one lives.
+    """
+    return storage._cdata
+
+
+def operator_of(overload: Any) -> Any:
+    """Return the operator, as of torch.ops.aten, of which this is one overload."""
+    return overload._overloadpacket
+
+
+def autograd_sequence() -> int:
+    """Return the number that autograd gives to the next node that this thread makes."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def current_node() -> Any:
+    """Return autograd's node that runs now in this thread, or None outside of a backward."""
+    return torch._C._current_autograd_node()
+
+
+def node_sequence(node: Any) -> int:
+    """Return the number that a node of autograd got when it was made."""
+    return cast(int, node._sequence_nr())
+
+
+def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Keep a scheduler from its warning that the optimizer must be stepped before it."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

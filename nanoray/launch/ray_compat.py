@@ -1,0 +1,108 @@
+"""What nanoray needs of Ray that is private, or newer than the oldest Ray that it runs on.
+
+This is the one file with such names (tests/unit/test_versions.py), so a new Ray is tried here first.
+nanoray/compat.py is the same for torch. `api` is the module `ray`, or what takes its place in tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.experimental.internal_kv import internal_kv_get_gcs_client
+
+TOKENS_SINCE = (2, 52)  # the first Ray that can ask for a token
+
+
+def has_tokens(version: str = ray.__version__) -> bool:
+    """Return whether a Ray of this version can ask for a token."""
+    major, minor = version.split(".")[:2]
+    return (int(major), int(minor)) >= TOKENS_SINCE
+
+
+def draining_nodes(api: Any) -> dict[str, Any]:
+    """Return the nodes that Ray is draining, by their id. A frozen head blocks this call."""
+    return dict(api._private.state.state.get_draining_nodes())
+
+
+def available_per_node(api: Any) -> dict[str, dict[str, float]]:
+    """Return the resources that are free now on each node, by the node's id."""
+    available: dict[str, dict[str, float]] = api._private.state.available_resources_per_node()
+    return available
+
+
+def request_session_name(api: Any, timeout_s: float) -> None:
+    """Request a value that each head has.
+
+    Raises an error that contains "WrongClusterID" where the head is not the one of the start.
+    """
+    client = api._private.worker.global_worker.gcs_client
+    client.internal_kv_get(b"session_name", b"session", timeout_s)
+
+
+def in_local_mode() -> bool:
+    """Return whether `ray.init(local_mode=True)` was called; Ray 2.60 has no such mode any more."""
+    worker: Any = ray._private.worker
+    local_mode = getattr(worker, "LOCAL_MODE", None)
+    return local_mode is not None and worker.global_worker.mode == local_mode
+
+
+class JobRecord:
+    """The record of a Ray job on the cluster's head, as Ray's job server writes it."""
+
+    def __init__(self, job: str) -> None:
+        """Find where the record of job `job` lies. Ray must be connected."""
+        from ray._private.ray_constants import KV_NAMESPACE_JOB
+        from ray.dashboard.modules.job.common import JobInfoStorageClient
+
+        self._store: Any = internal_kv_get_gcs_client()
+        self._namespace = KV_NAMESPACE_JOB
+        self._key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=job).encode()
+
+    def read(self, timeout_s: float) -> bytes:
+        """Return the record, as JSON."""
+        content: bytes = self._store.internal_kv_get(
+            self._key, namespace=self._namespace, timeout=timeout_s
+        )
+        return content
+
+    def write(self, content: bytes, timeout_s: float) -> None:
+        """Replace the record."""
+        self._store.internal_kv_put(
+            self._key, content, True, namespace=self._namespace, timeout=timeout_s
+        )
+
+
+@contextmanager
+def prepared_processes(prepare: Callable[[], None]) -> Iterator[None]:
+    """Call `prepare` in each process of a local Ray that starts inside, before it is Ray's.
+
+    Ray has no setting for that, so its function that starts them is replaced meanwhile.
+    """
+    services: Any = ray._private.services
+    popen = services.ConsolePopen
+
+    def start(command: list[str], preexec_fn: Callable[[], None], **options: Any) -> Any:
+        def prepare_both() -> None:
+            prepare()
+            preexec_fn()
+
+        return popen(command, preexec_fn=prepare_both, **options)
+
+    services.ConsolePopen = start
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
+
+
+def cluster_actors() -> list[dict[str, Any]]:
+    """Return Ray's record of each actor of the cluster. Ray must be connected.
+
+    The public ray.util.state needs the dashboard, which may be slow to start.
+    """
+    from ray._private.state import actors
+
+    return list(actors().values())

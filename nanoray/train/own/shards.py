@@ -1,0 +1,61 @@
+"""A script's optimizer over this rank's shards: the same class, groups and state, cut as they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoray.mesh.pieces import Shard
+from nanoray.optimizer_state import copy_of, members_of
+
+
+def cut_optimizer(
+    optimizer: torch.optim.Optimizer,
+    updated: Mapping[str, nn.Parameter],
+    held: Mapping[str, Shard],
+) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer of whole parameters over the shards that this rank holds.
+
+    `updated` are its parameters and `held` the shards, by name. A state that the optimizer has
+    already is cut like the parameters.
+    """
+    swap: dict[Tensor, Tensor | None] = {}
+    for name, p in updated.items():
+        swap[p] = held[name].param if name in held else None
+    shards = copy_of(optimizer, swap)
+
+    for member, own in zip(members_of(shards), members_of(optimizer), strict=True):
+        for key, state in own.state.items():
+            if not isinstance(key, Tensor):
+                member.state[key] = copy.deepcopy(state)
+        for name, p in updated.items():
+            if name in held and p in own.state:
+                member.state[held[name].param] = _cut_state(own.state[p], held[name])
+    return shards
+
+
+def _cut_state(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
+    """Return the part of a whole parameter's state that belongs to a shard of it."""
+    cut = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == shard.piece.shape and value.dim():
+            piece = shard.piece.take(value.to(shard.param.device))
+            cut[key] = piece.clone().view_as(shard.param)
+        else:
+            cut[key] = copy.deepcopy(value)
+    return cut
+
+
+def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Move the state that an optimizer has made for its parameters to where these are now."""
+    for member in members_of(optimizer):
+        for p, state in member.state.items():
+            if not isinstance(p, Tensor):
+                continue
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim() and value.shape == p.shape:
+                    state[key] = value.to(p.device)

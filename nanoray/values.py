@@ -1,0 +1,141 @@
+"""Values of Python and torch as JSON and named tensors, and back to the same types.
+
+    {"k": 3, "betas": (0.9, 0.99), "GG": [tensor, tensor]}
+      ├─ JSON     {"k": 3, "betas": {"": "tuple", "items": [0.9, 0.99]}, "GG": [{"": "tensor", ...}]}
+      └─ tensors  {"GG/0": tensor, "GG/1": tensor}
+
+A type that JSON lacks becomes a dict with the key "", which names the type. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# The kinds of dict that are restored as what they were
+_DICTS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda pairs: Counter(dict(pairs)),  # MultiStepLR keeps its milestones in one
+}
+
+
+class Unsupported(TypeError):
+    """A value that cannot be written: its place, and its type."""
+
+    def __init__(self, where: str, value: Any) -> None:
+        self.where = where
+        self.kind = type(value).__name__
+        if isinstance(value, Tensor) and value.layout != torch.strided:
+            self.kind = "sparse tensor"
+        super().__init__(f"{where} is a {self.kind}")
+
+
+def take_apart(value: Any, where: str, tensors: dict[str, Tensor] | None = None) -> Any:
+    """Return a value as JSON, and put its tensors into `tensors`, live, under their places in it.
+
+    Without `tensors` they are written into the JSON, which is for small ones. Values are numbers,
+    booleans, texts, None, tensors, and lists, tuples and dicts of them. Raises Unsupported for
+    other types.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        # JSON has no word for these.
+        if not math.isfinite(value):
+            return {"": "float", "text": repr(float(value))}
+        return float(value)
+    if type(value) is Tensor and value.layout == torch.strided:
+        if tensors is None:
+            return _inline(value)
+        tensors[where] = value.detach()
+        return {"": "tensor", "name": where}
+    if type(value) in (list, tuple):
+        items = [take_apart(item, f"{where}/{i}", tensors) for i, item in enumerate(value)]
+        if isinstance(value, tuple):
+            return {"": "tuple", "items": items}
+        return items
+
+    kind = type(value).__name__
+    if kind not in _DICTS or not isinstance(value, dict):
+        raise Unsupported(where, value)
+    if kind == "dict" and all(type(key) is str and key for key in value):
+        return {key: take_apart(item, f"{where}/{key}", tensors) for key, item in value.items()}
+    # Keys that JSON would turn into text, or that would be taken for the name of a type.
+    pairs = []
+    for key, item in value.items():
+        if not (key is None or type(key) in (bool, int, float, str)):
+            raise Unsupported(f"a key of {where}", key)
+        pairs.append([key, take_apart(item, f"{where}/{key}", tensors)])
+    return {"": kind, "items": pairs}
+
+
+def put_together(data: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
+    """Return the value that `take_apart` was given. Named tensors are those of `tensors`, uncopied.
+
+    Raises LookupError for a tensor that is missing.
+    """
+    if isinstance(data, list):
+        return [put_together(item, tensors) for item in data]
+    if not isinstance(data, dict):
+        return data
+    kind = data.get("")
+    if kind is None:
+        return {key: put_together(item, tensors) for key, item in data.items()}
+    if kind == "float":
+        return float(data["text"])
+    if kind == "tuple":
+        return tuple(put_together(item, tensors) for item in data["items"])
+    if kind == "tensor" and "name" in data:
+        return (tensors or {})[data["name"]]
+    if kind == "tensor":
+        return _outline(data)
+    return _DICTS[kind]([(key, put_together(item, tensors)) for key, item in data["items"]])
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two values have the same types and the same bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        alike = a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
+        # As bytes, because a NaN differs from itself.
+        return alike and bool(torch.equal(_bytes_of(a), _bytes_of(b)))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return repr(a) == repr(b)
+    return a is b or bool(a == b)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, (n,) uint8, on its device."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _inline(tensor: Tensor) -> dict[str, Any]:
+    # As bytes, because numpy lacks bfloat16.
+    data = _bytes_of(tensor).cpu().numpy().tobytes()
+    return {
+        "": "tensor",
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "data": base64.b64encode(data).decode(),
+    }
+
+
+def _outline(data: Mapping[str, Any]) -> Tensor:
+    dtype = getattr(torch, data["dtype"])
+    flat = torch.empty(0, dtype=dtype)
+    raw = bytearray(base64.b64decode(data["data"]))
+    if raw:  # frombuffer refuses an empty buffer
+        flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype)
+    return flat.reshape(data["shape"]).clone()

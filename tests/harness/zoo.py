@@ -1,0 +1,267 @@
+"""A zoo of modules of the kinds that people train, to compare every mode with plain torch.
+
+An exhibit is a module that can be built anew with the same weights, some samples of it, and its
+loss. The first value of a sample decides, where a module branches: `MARKED` samples take the branch,
+so most batches have none.
+
+Add an exhibit: write the class, and one line in `ZOO`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset
+
+WIDTH = 8
+SAMPLES = 48
+# In an epoch of four batches of 12 samples, at least one batch has none of these.
+MARKED = (3, 17, 30)
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Exhibit:
+    """A module of the zoo, with what it is trained on."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    # (seed, samples) -> inputs and targets, each a tensor or a container of tensors (samples, ...)
+    batch: Callable[[int, int], tuple[Any, Any]]
+    # (output, targets) -> mean over the samples; None: the module returns the loss itself
+    loss: LossFn | None = functional.mse_loss
+    # dp_mode -> a part of the message with which that mode refuses the module
+    refused: dict[str, str] = field(default_factory=dict)
+    # How far weights may be from those of plain torch; for sums that another order changes more
+    tolerance: float = 2e-5
+
+    def model(self) -> nn.Module:
+        """Return the module with the same initial weights each time."""
+        torch.manual_seed(0)
+        return self.build()
+
+    def dataset(self) -> Samples:
+        """Return SAMPLES samples."""
+        return Samples(self.batch(0, SAMPLES))
+
+    def loss_of(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        """Return the mean loss of a batch, as RuntimeEngine computes it."""
+        if self.loss is None:
+            return model(inputs, targets)
+        return self.loss(model(inputs), targets)
+
+
+class Samples(Dataset[Any]):
+    """The samples of a batch, one by one."""
+
+    def __init__(self, batch: tuple[Any, Any]) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        inputs, _ = self.batch
+        while not isinstance(inputs, Tensor):
+            parts = inputs.values() if isinstance(inputs, dict) else inputs
+            inputs = next(iter(parts))
+        return len(inputs)
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.utils._pytree.tree_map(lambda tensor: tensor[index], self.batch)
+
+
+def vectors(seed: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return inputs (count, WIDTH), whose first value is 1 for MARKED samples and else 0."""
+    source = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, WIDTH, generator=source)
+    inputs[:, 0] = 0.0
+    for sample in MARKED:
+        if sample < count:
+            inputs[sample, 0] = 1.0
+    return inputs, inputs.sum(1, keepdim=True).sin()
+
+
+class Base(nn.Module):
+    """Two layers that every sample passes, and a third one for subclasses to use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.extra = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def marked(self, x: Tensor) -> bool:
+        """Return whether a sample of this batch is marked."""
+        return bool((x[:, 0] > 0).any())
+
+
+class Plain(Base):
+    """Uses all weights in every step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.into(x))
+        return self.head(torch.tanh(self.extra(h)))
+
+
+class UnusedHead(Base):
+    """Computes a head that no loss reads, and has one that is not called at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.into(x))
+        self.extra(h)
+        return self.head(h)
+
+
+class SometimesBranch(Base):
+    """Takes a branch for marked samples: in some steps on some ranks, in most on none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.into(x))
+        if self.marked(x):
+            h = h + x[:, :1] * self.extra(h)
+        return self.head(h)
+
+
+class NoGradTower(Base):
+    """Runs a tower under no_grad, unless a sample is marked."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.into(x))
+        with torch.set_grad_enabled(self.marked(x)):
+            tower = self.extra(x)
+        return self.head(h + x[:, :1] * tower)
+
+
+class Experts(nn.Module):
+    """Sends each sample to one of four experts; the last one gets marked samples alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        for number in range(4):
+            self.add_module(f"expert{number}", nn.Linear(WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.into(x))
+        choice = (x[:, 1] > 0).long() + (x[:, 2] > 0).long()
+        choice = torch.where(x[:, 0] > 0, 3, choice)
+        mixed = torch.zeros_like(h)
+        for number in range(4):
+            chosen = (choice == number).nonzero().flatten()
+            if len(chosen):
+                mixed = mixed.index_add(0, chosen, getattr(self, f"expert{number}")(h[chosen]))
+        return self.head(h + mixed)
+
+
+class UsedTwice(Base):
+    """Applies a layer twice, and shares its weight with another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.extra.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.extra(self.into(x)))
+        return self.head(torch.tanh(self.tied(torch.tanh(self.extra(h)))))
+
+
+class Checkpointed(Base):
+    """Recomputes layers in backward; with `shared` one layer stands in two recomputed segments."""
+
+    def __init__(self, reentrant: bool, shared: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.shared = shared
+
+    def segment(self, h: Tensor) -> Tensor:
+        return torch.tanh(self.extra(h))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.into(x))
+        for _ in range(2 if self.shared else 1):
+            h = checkpoint(self.segment, h, use_reentrant=self.reentrant)
+        return self.head(h)
+
+
+class GradientPenalty(Base):
+    """Adds the square of the gradient of its output to the loss, by a backward within forward."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = self.head(torch.tanh(self.extra(torch.tanh(self.into(x)))))
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return functional.mse_loss(out, y) + 0.1 * slope.square().mean()
+
+
+class ExpandedGradient(Base):
+    """Has gradients that autograd makes as expanded and as transposed tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.matrix = nn.Parameter(torch.eye(WIDTH) * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.into(x) + self.shift.sum() + self.shift)
+        h = torch.tanh(self.extra(h) @ self.matrix.t())
+        return self.head(h)
+
+
+class Halves(Base):
+    """Computes in float64 with weights in float32, so gradients begin as a wider type."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(functional.linear(x.double(), self.extra.weight.double()))
+        return self.head(torch.tanh(self.into(h.float())))
+
+
+class HookedGradient(Base):
+    """Sets a gradient outside of the graph, by a hook on another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = nn.Parameter(torch.zeros(WIDTH))
+        self.head.weight.register_hook(self.on_gradient)
+
+    def on_gradient(self, gradient: Tensor) -> None:
+        if self.counter.grad is None:
+            self.counter.grad = torch.zeros_like(self.counter)
+        self.counter.grad += gradient.detach().flatten()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.into(x))
+        return self.head(torch.tanh(self.extra(h)))
+
+
+ZOO: list[Exhibit] = [
+    Exhibit("plain", Plain, vectors),
+    Exhibit("unused head", UnusedHead, vectors),
+    Exhibit("sometimes a branch", SometimesBranch, vectors),
+    Exhibit("tower without gradients", NoGradTower, vectors),
+    Exhibit("experts", Experts, vectors),
+    Exhibit("used twice, tied", UsedTwice, vectors),
+    Exhibit("checkpoint", lambda: Checkpointed(reentrant=False), vectors),
+    Exhibit("checkpoint, reentrant", lambda: Checkpointed(reentrant=True), vectors),
+    Exhibit("checkpoint, shared", lambda: Checkpointed(reentrant=False, shared=True), vectors),
+    Exhibit("gradient penalty", GradientPenalty, vectors, loss=None),
+    Exhibit("expanded gradients", ExpandedGradient, vectors),
+    Exhibit("wider gradients", Halves, vectors),
+    Exhibit(
+        "gradient set by a hook",
+        HookedGradient,
+        vectors,
+        refused={"fsdp": "head.weight has a hook on its gradient"},
+    ),
+]
+BY_NAME = {exhibit.name: exhibit for exhibit in ZOO}

@@ -1,0 +1,126 @@
+"""Ranks of launchers other than Ray: SLURM's variables, and a torchrun whose agent is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from nanoray.checkpoint.find import newest_valid
+from nanoray.faults.proc import start_time, stat_of
+from tests.harness.commands import Command
+
+ONE_THREAD = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+
+
+def flags(recipe: Path, out_dir: Path) -> tuple[str, ...]:
+    return ("--config", str(recipe), "--out_dir", str(out_dir), "--tensorboard", "false")
+
+
+def only_run(out_dir: Path) -> Path:
+    (folder,) = out_dir.iterdir()
+    return folder
+
+
+def test_two_tasks_of_srun_are_two_ranks_of_one_run(recipe: Path, tmp_path: Path) -> None:
+    """SLURM's variables and no other, as `srun -n 2 python -m nanoray.train` sets them."""
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_STEP_NODELIST": "this[1-2]",
+        "SLURM_NODEID": "0",
+    }
+    tasks = []
+    for task in ("1", "0"):
+        own = {"SLURM_PROCID": task, "SLURM_LOCALID": task}
+        words = ("nanoray.train", *flags(recipe, tmp_path))
+        tasks.append(Command(*words, env=ONE_THREAD | step | own))
+    for task in tasks:
+        output, _ = task.communicate(timeout=200)
+        assert task.returncode == 0, output
+    assert "ranks  2 by SLURM (SLURM_PROCID, SLURM_NTASKS); they meet at 127.0.0.1:" in output
+    summary = json.loads((only_run(tmp_path) / "summary.json").read_text())
+    assert summary["world_size"] == 2
+
+
+def test_the_ranks_of_a_torchrun_that_was_killed_save_and_end(recipe: Path, tmp_path: Path) -> None:
+    """They were still training 25 s later, with nobody to end them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "nanoray.train", *flags(recipe, tmp_path / "runs")]
+    command += ["--max_steps", "1000000", "--checkpoint_every", "0"]
+    with (tmp_path / "output").open("wb") as output:
+        agent = subprocess.Popen(command, env=ONE_THREAD, stdout=output, stderr=output)
+    started: dict[int, str] = {}
+    try:
+        while agent.poll() is None and not list(tmp_path.glob("runs/*/metrics.jsonl")):
+            time.sleep(0.1)
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        started = {int(pid): start_time(int(pid)) for pid in children}
+        assert len(started) == 2, (tmp_path / "output").read_text()
+        agent.kill()
+        agent.wait()
+
+        until = time.monotonic() + 60
+        while any(stat_of(pid) for pid in started) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert not [pid for pid in started if stat_of(pid)]
+    finally:
+        agent.kill()
+        for pid, start in started.items():
+            if start and start_time(pid) == start:
+                os.kill(pid, signal.SIGKILL)
+
+    run = only_run(tmp_path / "runs")
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["exit_reason"], summary["exit_code"]) == ("stopped", 143)
+    newest, _ = newest_valid(run / "checkpoints")
+    assert newest
+    assert newest.state.meta["step"] == summary["steps"] > 0
+    said = (tmp_path / "output").read_text()
+    assert f"torchrun (pid {agent.pid}), which started this rank, is gone: stopping after" in said
+
+
+SCRIPT = """
+import torch
+import nanoray
+
+def main(run):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 2), torch.randn(64, 1))
+    engine = nanoray.RuntimeEngine(model, optimizer, run, torch.nn.functional.mse_loss)
+    engine.fit(data, steps=3)
+
+raise SystemExit(nanoray.launch(main, {"log_every": 1, "micro_batch_size": 4, "tensorboard": False}))
+"""
+
+
+def test_a_script_under_a_launcher_of_one_rank_says_so_and_counts_to_its_own_steps(
+    tmp_path: Path,
+) -> None:
+    """RANK and WORLD_SIZE = 1 may be left over: a line names them, and no Ray is started."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with Command(str(script), env=ONE_THREAD | alone, cwd=tmp_path) as command:
+        output, _ = command.communicate(timeout=200)
+    assert command.returncode == 0, output
+    assert "ranks  1 by the environment (RANK, WORLD_SIZE); this process trains alone, " in output
+    assert "step 1/3 | " in output
+    assert "step 3/3 | " in output
+    assert "1000" not in output
+
+    # With a Ray's address it is not clear which of the two is wanted.
+    both = ONE_THREAD | alone | {"RAY_ADDRESS": "127.0.0.1:1"}
+    with Command(str(script), env=both, cwd=tmp_path) as command:
+        output, _ = command.communicate(timeout=200)
+    assert command.returncode == 2
+    assert output.startswith("error: RAY_ADDRESS = 127.0.0.1:1 asks for Ray, but RANK = 0 and ")
+    assert len(output.splitlines()) == 1

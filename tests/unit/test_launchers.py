@@ -1,0 +1,250 @@
+"""Which launcher started a process: one table of environments, and what is read from each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nanoray.config import make_config
+from nanoray.errors import ConfigError
+from nanoray.launch.own import refuse_both
+from nanoray.mesh.launchers import first_host, place_of, refuse_many_starts
+from nanoray.mesh.rendezvous import Rendezvous
+
+TORCH = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+TORCHRUN = TORCH | {"TORCHELASTIC_RUN_ID": "r"}
+# As `srun -N 2 --ntasks-per-node 2` sets them in the fourth task
+SRUN = {
+    "SLURM_JOB_ID": "71",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[003-004]",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-a-17@1",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "1",
+    "MV2_COMM_WORLD_SIZE": "2",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+ADDRESS = {"MASTER_ADDR": "a", "MASTER_PORT": "1234"}
+# The steps of a batch script and of `salloc`'s shell: they have the numbers of the whole job
+BATCH = {key: SRUN[key] for key in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_LOCALID")}
+BATCH |= {"SLURM_PROCID": "0"}
+# mpirun inside a job starts its daemons, one per node, with srun
+DAEMONS = SRUN | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2"}
+FAR = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("env", "launcher", "numbers", "addr"),
+    [
+        # rank, ranks, rank on the node, ranks of the node, node
+        (TORCHRUN, "torchrun", (3, 4, 1, 2, 1), "10.0.0.1:29500"),
+        (TORCH, "variables", (3, 4, 1, 2, 1), "10.0.0.1:29500"),
+        ({"RANK": "0", "WORLD_SIZE": "1"} | ADDRESS, "variables", (0, 1, 0, 1, 0), "a:1234"),
+        (SRUN, "SLURM", (3, 4, 1, 2, 1), "gpu003:"),
+        (SRUN | ADDRESS, "SLURM", (3, 4, 1, 2, 1), "a:1234"),
+        (SRUN | {"SLURM_STEP_NUM_NODES": "1"}, "SLURM", (3, 4, 1, 2, 1), "127.0.0.1:"),
+        # Scripts often derive torch's variables from SLURM's.
+        (SRUN | {"RANK": "3", "WORLD_SIZE": "4"} | ADDRESS, "SLURM", (3, 4, 1, 2, 1), "a:1234"),
+        (SRUN | {"WORLD_SIZE": "4"} | ADDRESS, "SLURM", (3, 4, 1, 2, 1), "a:1234"),
+        # srun starts a torchrun on each node.
+        (DAEMONS | TORCHRUN, "torchrun", (3, 4, 1, 2, 1), "10.0.0.1:29500"),
+        (OPEN_MPI, "Open MPI", (1, 2, 1, 2, 0), "127.0.0.1:"),
+        (HYDRA, "Intel MPI or MPICH", (1, 2, 1, 2, 0), "127.0.0.1:"),
+        (MVAPICH, "MVAPICH", (1, 2, 1, 2, 0), "127.0.0.1:"),
+        (OPEN_MPI | ADDRESS, "Open MPI", (1, 2, 1, 2, 0), "a:1234"),
+        (DAEMONS | OPEN_MPI | FAR | ADDRESS, "Open MPI", (5, 8, 1, 2, 2), "a:1234"),
+        # srun --mpi=pmi2 sets PMI's variables beside its own.
+        (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, "SLURM", (3, 4, 1, 2, 1), "gpu003:"),
+    ],
+)
+def test_each_launcher_is_recognised(
+    env: dict[str, str], launcher: str, numbers: tuple[int, ...], addr: str
+) -> None:
+    place = place_of(env)
+    assert place
+    r = Rendezvous.from_env(env)
+    assert place.launcher.name == launcher
+    assert (
+        r.rank,
+        r.world_size,
+        r.local_rank,
+        r.local_world_size,
+        r.node_rank,
+    ) == numbers
+    assert f"{r.master_addr}:{r.master_port}".startswith(addr)
+    assert 0 < r.master_port < 2**15, "not a port that the system may have given to another program"
+    said = place.describe()
+    assert said.startswith(f"ranks  {r.world_size} by ")
+    meets = f"{r.master_addr}:{r.master_port}"
+    assert said.endswith(meets if r.world_size > 1 else "this process trains alone, without Ray")
+    assert place.supervised == (launcher != "variables")
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"MASTER_ADDR": "x"},
+        BATCH,
+        BATCH | {"SLURM_STEP_ID": "4294967294"},  # of a batch script, in some versions
+        SRUN | {"SLURM_STEP_ID": "4294967290"},  # of an interactive shell
+        SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty
+        {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "4"},  # salloc
+        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        HYDRA | {"PMI_RANK": "0", "PMI_SIZE": "1"},
+    ],
+)
+def test_one_process_is_no_rank(env: dict[str, str]) -> None:
+    assert place_of(env) is None
+    assert Rendezvous.from_env(env) == Rendezvous()
+
+
+def test_the_ranks_of_a_job_meet_at_one_port_and_two_jobs_at_two() -> None:
+    def port(change: dict[str, str]) -> tuple[int, str]:
+        r = Rendezvous.from_env(SRUN | change)
+        return r.master_port, r.public
+
+    assert port({}) == port({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+    other_step = port({"SLURM_STEP_ID": "1"})
+    other_job = port({"SLURM_JOB_ID": "72"})
+    assert len({port({}), other_step, other_job}) == 3
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"RANK": "0"}, "sets RANK but not WORLD_SIZE, MASTER_ADDR, MASTER_PORT; set all four"),
+        ({"WORLD_SIZE": "2"}, "sets WORLD_SIZE but not RANK, MASTER_ADDR, MASTER_PORT"),
+        (TORCH | {"RANK": "4"}, "RANK = 4 is outside 0..WORLD_SIZE-1 = 3; ranks count from 0"),
+        (TORCH | {"RANK": "-1"}, "RANK = -1 is outside 0..WORLD_SIZE-1 = 3"),
+        (TORCH | {"WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' must be a whole number"),
+        (TORCH | {"LOCAL_RANK": ""}, "LOCAL_RANK = '' must be a whole number"),
+        (TORCH | {"MASTER_PORT": "http"}, "MASTER_PORT = 'http' must be a whole number"),
+        (TORCH | {"MASTER_PORT": "0"}, "MASTER_PORT = 0 is no port; set it to a free one"),
+        (TORCH | {"MASTER_PORT": "65536"}, "MASTER_PORT = 65536 is no port"),
+        (TORCH | {"MASTER_ADDR": " "}, "MASTER_ADDR is empty; set it to the host name"),
+        (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID = 4 is outside 0..SLURM_STEP_NUM_TASKS-1 = 3"),
+        (SRUN | {"SLURM_LOCALID": "x"}, "SLURM_LOCALID = 'x' must be a whole number"),
+        ({"PMI_RANK": "0"}, "PMI_RANK = 0, but PMI_SIZE is not set; start the ranks with mpirun"),
+        # A notebook inside a torchrun, from which ranks are started
+        (
+            SRUN | {"RANK": "0", "WORLD_SIZE": "1"} | ADDRESS,
+            "RANK = 0, but SLURM_PROCID = 3 and SLURM_STEP_NUM_TASKS = 4 (srun); unset RANK, ",
+        ),
+        (OPEN_MPI | {"WORLD_SIZE": "4"}, "WORLD_SIZE = 4, but OMPI_COMM_WORLD_RANK = 1 and OMPI_"),
+        # Each process would train alone, or each torchrun, or each mpirun.
+        (
+            SRUN | TORCHRUN | {"GROUP_WORLD_SIZE": "1"},
+            "torchrun has one node (GROUP_WORLD_SIZE = 1): each would train alone; give torchrun "
+            "--nnodes 4 and --rdzv-endpoint",
+        ),
+        (SRUN | OPEN_MPI, "(mpirun): each mpirun would train alone"),
+        # On several hosts the ranks need an address.
+        (
+            OPEN_MPI | FAR,
+            "(Open MPI) are ranks on several hosts, and nothing says where rank 0 is: MASTER_ADDR "
+            "or MASTER_PORT is not set; mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
+        ),
+        (HYDRA | {"PMI_SIZE": "4", "MASTER_ADDR": "a"}, "MASTER_ADDR or MASTER_PORT is not set"),
+        (
+            SRUN | {"SLURM_STEP_NODELIST": ""},
+            "export MASTER_ADDR=HOST MASTER_PORT=29500 before srun",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(env: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Rendezvous.from_env(env)
+    assert text in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("gpu[003-007,9],login", "gpu003"),
+        ("gpu[9,12-13]", "gpu9"),
+        ("rack[1-2]-node[05-06].example", "rack1-node05.example"),
+        ("", ""),
+    ],
+)
+def test_the_first_host_of_a_list(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+BATCHES = {"micro_batch_size": 4}
+ALONE = {"RANK": "0", "WORLD_SIZE": "1"} | ADDRESS
+
+
+@pytest.mark.parametrize(
+    ("env", "config", "variable"),
+    [
+        (ALONE | {"RAY_ADDRESS": "head:6379"}, {}, "RAY_ADDRESS"),
+        (ALONE, {"workers": 2}, "workers"),
+        (ALONE, {"ray_address": "head:6379"}, "ray_address"),
+        (TORCHRUN, {"ray_address": "local"}, "ray_address"),
+        (SRUN, {"ray_address": "head:6379"}, "ray_address"),
+    ],
+)
+def test_a_rank_that_also_asks_for_ray_is_refused(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], config: dict[str, Any], variable: str
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    place = place_of(env)
+    assert place
+    with pytest.raises(
+        ConfigError, match=f"{variable} = .* asks for Ray, but .*; unset (RANK|SLURM_PROCID) and "
+    ):
+        refuse_both(place, make_config(config | BATCHES), frozenset(config))
+
+
+def test_a_rank_of_several_trains_beside_a_ray_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A torchrun in a pod of a Ray cluster: RAY_ADDRESS is the pod's, and not a wish."""
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    place = place_of(TORCHRUN)
+    assert place
+    refuse_both(place, make_config({"workers": 4} | BATCHES), frozenset({"workers"}))
+
+
+@pytest.mark.parametrize("env", [TORCHRUN, TORCH, SRUN, OPEN_MPI])
+def test_a_command_that_starts_ranks_itself_is_started_once(env: dict[str, str]) -> None:
+    with pytest.raises(
+        ConfigError, match="each of them would start a run of its own; start it once"
+    ):
+        refuse_many_starts(env, "it")
+
+
+@pytest.mark.parametrize("env", [{}, ALONE, BATCH, {"RANK": "3"}])
+def test_it_does_not_mind_what_is_left_over(env: dict[str, str]) -> None:
+    refuse_many_starts(env, "it")

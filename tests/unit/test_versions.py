@@ -1,0 +1,138 @@
+"""torch and Ray come in a range of versions: what differs between them stands in two files."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from nanoray.launch import ray_compat
+from tests.harness.versions import PAIRS, load, table
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPATIBILITY = {"nanoray/compat.py", "nanoray/launch/ray_compat.py"}
+SOURCES = {
+    path.relative_to(ROOT).as_posix(): path
+    for folder in ("nanoray", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+# Names that have nothing to do with torch and Ray: Python's, which are documented
+OF_PYTHON = {"_exit", "_getframe", "_asdict", "_fields"}
+# argparse's for the generated page of flags, typeshed's type of a hash, one of the peer torchft
+OF_OTHERS = {"_actions", "_action_groups", "_group_actions", "_Hash", "_quorum_id"}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def own_names() -> set[str]:
+    """The private names that nanoray itself defines, anywhere."""
+    found: set[str] = set()
+    for path in SOURCES.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    return {name for name in found if is_private(name)}
+
+
+OWN = own_names()
+
+
+def private_names_of_others(tree: ast.AST) -> Iterator[str]:
+    """The private modules that a file imports, and the private attributes that are not ours."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if any(is_private(part) for part in alias.name.split(".")):
+                    yield alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module != "__future__":
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                is_own = name.startswith("nanoray.")
+                if not is_own and any(is_private(part) for part in name.split(".")):
+                    yield name
+        elif isinstance(node, ast.Attribute):
+            is_known = node.attr in OWN | OF_PYTHON | OF_OTHERS
+            if is_private(node.attr) and not is_known:
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_private_names_of_torch_and_ray_stand_in_two_files(name: str) -> None:
+    tree = ast.parse(SOURCES[name].read_text(encoding="utf-8"))
+    found = set(private_names_of_others(tree))
+    if name in COMPATIBILITY:
+        assert found
+    else:
+        assert found == set(), f"{name}: give it a name in {' or '.join(sorted(COMPATIBILITY))}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._dynamo",
+        "from torch.utils._pytree import tree_map",
+        "from torch.distributed.distributed_c10d import _world",
+        "torch._foreach_mul_(grads, 2)",
+        "storage._cdata",
+        "ray._private.worker",
+    ],
+)
+def test_a_private_name_is_found(line: str) -> None:
+    assert list(private_names_of_others(ast.parse(line)))
+
+
+def declared() -> dict[str, Requirement]:
+    """The dependencies of pyproject.toml, by name."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    section = text.partition("\ndependencies = [")[2].partition("\n]")[0]
+    found = [Requirement(words) for words in re.findall(r'^ +"([^"]+)"', section, re.MULTILINE)]
+    return {requirement.name: requirement for requirement in found}
+
+
+def pinned() -> dict[str, Version]:
+    """The versions of constraints.txt, by name; of several for different Pythons, the last."""
+    found = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        name, equals, version = line.partition(";")[0].strip().partition("==")
+        if equals:
+            found[name] = Version(version.strip())
+    return found
+
+
+def test_the_oldest_versions_that_are_allowed_are_tested() -> None:
+    for name, version in (("torch", PAIRS[0].torch), ("ray", PAIRS[0].ray)):
+        (lowest,) = [p.version for p in declared()[name].specifier if p.operator == ">="]
+        assert version == f"{lowest}.0"
+    assert {(record["torch"], record["ray"]) for record in load()} == {
+        (pair.torch, pair.ray) for pair in PAIRS
+    }
+
+
+def test_the_readme_says_which_pairs_have_passed() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "\n".join(table()) in readme, "paste: python -m tests.harness.versions --table"
+
+
+@pytest.mark.parametrize(
+    ("version", "has"), [("2.50.0", False), ("2.51.2", False), ("2.52.0", True), ("3.0.0rc1", True)]
+)
+def test_rays_that_can_ask_for_a_token(version: str, has: bool) -> None:
+    assert ray_compat.has_tokens(version) == has
+
+
+@pytest.mark.parametrize("name", ["torch", "ray"])
+def test_a_range_of_versions_is_declared_and_one_of_them_is_pinned(name: str) -> None:
+    specifier = declared()[name].specifier
+    assert {part.operator for part in specifier} == {">=", "<"}, "no exact version"
+    assert pinned()[name] in specifier
