@@ -23,13 +23,13 @@ from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.data.own import OwnData
-from nanoray.launch.own import DEFAULTS
 from nanoray.module_state import bytes_of
 from nanoray.run import RunSpec
 from nanoray.state import StateDict
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
+from nanoray.train.own.settings import DEFAULTS
 from tests.harness.elastic import run_elastic
 from tests.harness.keepers import KEEPERS
 from tests.harness.lasting_ranks import LastingRanks

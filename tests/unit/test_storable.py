@@ -17,7 +17,6 @@ from nanoray.state import StateDict
 from nanoray.train.own.task import mode_notes
 from tests.harness.keepers import KEEPERS
 
-
 # torch warns of the kinds of tensors that it supports less
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import nanoray
+from nanoray.checkpoint.storable import unstorable
 from nanoray.compat import tree_leaves
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
@@ -92,6 +93,9 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
                 _try_again(subject, config, mesh, x, y)
             if subject.val_batch is not None:
                 _evaluate(subject, config, mesh)
+            # Forwards may have bound buffers or extra states that no checkpoint can keep.
+            for line in unstorable(model, None, config.sharded):
+                raise Unfit(line)
         _require_unwritten(model, written, config, mesh)
 
     texts = dict.fromkeys(str(warning.message).split("\n", 1)[0] for warning in seen)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nanoray.module_state import bytes_of
 from nanoray.state import rng_state, set_rng_state
 
 # Of nn.Module itself: parameters and buffers are restored by value
@@ -122,8 +123,4 @@ def _equal_bits(a: Tensor, b: Tensor) -> bool:
         return False
     if a.layout != torch.strided or a.is_quantized or type(a.data) is not Tensor:
         return True
-    return torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(bytes_of(a), bytes_of(b))
