@@ -620,11 +620,11 @@ class TrainState:
         changed = {name for name in now if before[name][0] != now[name][0]}
         if changed:
             name = min(changed)
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise CheckpointError(
-                f"the checkpoint was written with other weights trained: {_first_of(changed)} was "
-                f"{before[name][0]} there and is {now[name][0]} here; resume with the same ones, "
-                "or begin a new run from the weights: nanoray checkpoint export, then "
-                "load_state_dict"
+                f"other weights were trained in the checkpoint: {name} ({before[name][0]} there, "
+                f"{now[name][0]} here){more}; resume with the same ones, or begin a new run from "
+                "the weights: nanoray checkpoint export, then load_state_dict"
             )
 
     def rewind(self, saved: StateDict, samples: int) -> None:

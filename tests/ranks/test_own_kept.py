@@ -269,8 +269,8 @@ def test_a_resume_with_other_weights_trained_is_refused(tmp_path: Path, two: Las
         outcomes = two.train(a_spec(folder, dp_mode=mode, resume="auto"), program)
         assert [outcome["error"] for outcome in outcomes] == ["CheckpointError"] * 2
         assert outcomes[0]["message"].startswith(
-            "the checkpoint was written with other weights trained: base.bias and 1 more was "
-            "frozen there and is trained here; resume with the same ones, or begin a new run"
+            "other weights were trained in the checkpoint: base.bias (frozen there, trained here) "
+            "and 2 more; resume with the same ones, or begin a new run from the weights: nanoray"
         )
         program = Program(partial(fit, kind="normed"), frozenset())
         outcomes = two.train(a_spec(folder, dp_mode=mode, resume="auto"), program)
