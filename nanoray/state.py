@@ -415,10 +415,7 @@ class TrainState:
         scalars = self.scalars
         is_evaluated = self.session.evaluated == self.step
         optimizer_values = self._optimizer_values()
-        # Tensors that a group of ranks has cut are in the shards.
-        entries = self.model.state_dict()
-        whole = {name: value for name, value in entries.items() if not _is_dtensor(value)}
-        tensors, values = split(whole)
+        tensors, values = split(self._whole_entries())
         packed = StateDict(
             model=tensors,
             optimizer={} if self.sharded else optimizer_tensors(self.optimizer, self.shards),
@@ -438,6 +435,20 @@ class TrainState:
         if optimizer_values:
             packed.meta["optimizer"] = optimizer_values
         return packed
+
+    def _whole_entries(self) -> dict[str, Any]:
+        """Return the model's state_dict, without what a group of ranks has cut: see `weights`."""
+        entries = self.model.state_dict()
+        if self.weights is None:
+            return entries
+        in_shards = {shard.piece.name for shard in self.weights}
+        aliases = _aliases(self.model)
+        whole = {}
+        for name, value in entries.items():
+            # A rank may have no row of a weight that is cut.
+            if aliases.get(name, name) not in in_shards and not _is_dtensor(value):
+                whole[name] = value
+        return whole
 
     def _listed_now(self, tensors: dict[str, Tensor]) -> Listing:
         """Return the listing of a checkpoint: the weights of the whole model, and what else it has.
