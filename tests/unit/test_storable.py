@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanoray.checkpoint.__main__ import main as checkpoint
 from nanoray.checkpoint.contents import is_listed, missing_from
+from nanoray.checkpoint.files import save
 from nanoray.checkpoint.storable import unstorable
 from nanoray.module_state import Undisturbed, bytes_of, extra_states, join, split
 from nanoray.state import StateDict
@@ -259,3 +262,38 @@ def test_modules_in_eval_mode_are_named_before_they_train_so() -> None:
     assert mode_notes(model)[0].startswith("note    1 is in eval mode and stay so")
     (line,) = mode_notes(model.eval())
     assert line.startswith("note    Sequential was handed over in eval mode and trains in it")
+
+
+def test_verify_and_export_find_a_tensor_that_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    meta = {"step": 1, "model_shape": {}, "tensors": {"a": ["frozen", "float32", [2]]}}
+    save(tmp_path, StateDict({"b": torch.zeros(2)}, {}, meta=meta), keep=1)
+    assert checkpoint(["verify", str(tmp_path)]) == 1
+    assert "DAMAGED: a (frozen, float32 [2]) is missing; of 1 such" in capsys.readouterr().out
+    assert checkpoint(["export", str(tmp_path), "--out", str(tmp_path / "out.pt")]) == 4
+    assert "is not complete: a (frozen, float32 [2]) is missing" in capsys.readouterr().err
+
+    del meta["tensors"]
+    save(tmp_path, StateDict({"b": torch.zeros(2)}, {}, meta=meta | {"step": 2}), keep=1)
+    assert checkpoint(["verify", str(tmp_path / "step_00000002")]) == 0
+    assert "ok (of an older version: the names of its tensors are not" in capsys.readouterr().out
+
+
+def test_a_safetensors_file_is_refused_for_values_and_a_torch_file_holds_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = KEEPERS["extra states"]()
+    tensors, values = split(model.state_dict())
+    meta = {"step": 1, "model_shape": {}, "entries": values}
+    save(tmp_path, StateDict(tensors, {}, meta=meta), keep=1)
+    assert checkpoint(["export", str(tmp_path), "--out", str(tmp_path / "m.safetensors")]) == 2
+    assert (
+        "0._extra_state is no tensor, and a safetensors file holds tensors only; give --out"
+        in capsys.readouterr().err
+    )
+    assert checkpoint(["export", str(tmp_path), "--out", str(tmp_path / "m.pt")]) == 0
+    other = KEEPERS["extra states"]()
+    other.load_state_dict(torch.load(tmp_path / "m.pt", weights_only=True), strict=True)
+    assert other[0].notes["best"] == float("inf")
+    assert other[0].notes["names"] == ["a", ("b", None, True)]
