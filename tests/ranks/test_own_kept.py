@@ -187,7 +187,7 @@ def test_one_process_is_a_plain_loop_to_the_bit(tmp_path: Path) -> None:
         *(pytest.param(kind, marks=pytest.mark.full) for kind in ("moving", "growing", "normed")),
     ],
 )
-def test_a_run_goes_on_in_another_mode_at_another_number_of_ranks(
+def test_a_run_goes_on_in_any_mode_at_any_number_of_ranks(
     tmp_path: Path, two: LastingRanks, kind: str
 ) -> None:
     with LastingRanks(3, timeout_s=120) as three, LastingRanks(1) as alone:
@@ -217,7 +217,7 @@ def test_a_run_goes_on_in_another_mode_at_another_number_of_ranks(
         ),
     ],
 )
-def test_a_new_rank_receives_all_of_it(tmp_path: Path, kind: str, mode: str) -> None:
+def test_a_replacement_receives_all_of_it(tmp_path: Path, kind: str, mode: str) -> None:
     """Rank 0 is lost in a backward: the others undo that step's forwards, and repeat it."""
     settings = {"dp_mode": mode}
     program = Program(partial(fit, kind=kind), frozenset(settings))
