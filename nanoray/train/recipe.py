@@ -28,7 +28,7 @@ from nanoray.data.tokens import MicroBatches
 from nanoray.data.verify import verify
 from nanoray.devices.host import keep_freed_memory
 from nanoray.devices.peaks import peak_flops
-from nanoray.errors import NanorayError
+from nanoray.errors import ConfigError, NanorayError
 from nanoray.faults.plan import Injector
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.mesh.layout import Layout, mirrored
@@ -311,6 +311,7 @@ class Recipe:
         """Begin at step 0, with the weights of rank 0. (all ranks)"""
         par, owner = self.cut_model(group)
         if self._cfg.sharded:
+            self.require_shards(par, group.mesh)
             self.hold(par, self.holdings(par, group.mesh.rank, owner))
         # CPUs of different models may initialise weights differently.
         share(self.state, group.mesh, 0)
@@ -322,6 +323,7 @@ class Recipe:
         state = self.state
         par, owner = self.cut_model(group)
         if self._cfg.sharded:
+            self.require_shards(par, group.mesh)
             self.hold(par, self.holdings(par, group.mesh.rank, owner))
 
         shape = shape_of(self._cfg, spec.dataset.vocab_size).to_dict()
@@ -401,6 +403,20 @@ class Recipe:
     def loss_on(self, mesh: Mesh) -> Loss:
         """Return the function of the mean loss of a batch, in the run's precision."""
         return partial(mean_loss, mesh.device.type, self._cfg.precision, loss=self.task.loss)
+
+    def require_shards(self, par: Plan, mesh: Mesh) -> None:
+        """Raise ConfigError where a rank would have nothing of a script's small model. (all ranks)
+
+        Raised on all of them: the others would wait for that rank.
+        """
+        if self._cfg.model != "own" or par.shards is None:
+            return
+        counts = mesh.all_gather(len(par.shards))
+        if 0 in counts:
+            raise ConfigError(
+                f"dp_mode = {self._cfg.dp_mode} leaves rank {counts.index(0)} no element of this "
+                "small model; use fewer ranks, or dp_mode ddp"
+            )
 
     def holdings(self, par: Plan, rank: int, owner: int) -> list[Holding]:
         """Return this rank's share of a sharded state, and its copy of `owner`'s, both at step 0.

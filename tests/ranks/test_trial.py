@@ -109,6 +109,10 @@ class Restless(nn.Module):
         self.hidden: Any = None
         self.drop = nn.Dropout(0.5)
         self.notes: dict[str, int] = {}
+        self.torchs = torch.Generator().manual_seed(1)
+        self.pythons = random.Random(1)
+        self.numpys = np.random.default_rng(1)
+        self.older = np.random.RandomState(1)
 
     def get_extra_state(self) -> Any:
         return {"notes": dict(self.notes)}
@@ -131,7 +135,8 @@ class Restless(nn.Module):
         self.hidden = x.detach()
         self.notes["seen"] = self.notes.get("seen", 0) + 1
         noise = torch.randn(()) + np.random.rand() + random.random()
-        return self.drop(self.layer(x)) + noise
+        noise = noise + torch.randn((), generator=self.torchs) + self.pythons.random()
+        return self.drop(self.layer(x)) + noise + self.numpys.random() + self.older.rand()
 
 
 def facts(model: Any) -> dict[str, Any]:
@@ -140,10 +145,17 @@ def facts(model: Any) -> dict[str, Any]:
     values = {name: tensor.detach().clone().tolist() for name, tensor in tensors.items()}
     attributes = (model.calls, model.memory.tolist(), model.hidden, dict(model.notes))
     generators = (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate())
+    own = (
+        model.torchs.get_state().tolist(),
+        model.pythons.getstate(),
+        model.numpys.bit_generator.state,
+        str(model.older.get_state()),
+    )
     return {
         "values": values,
         "attributes": attributes,
         "generators": generators,
+        "own generators": own,
         "modes": [module.training for module in model.modules()],
         "saved": sorted(model.state_dict()),
         "gradients": [p.grad for p in model.parameters()],
@@ -154,13 +166,14 @@ def test_a_model_is_afterwards_as_it_was() -> None:
     model = Restless()
     model.drop.eval()
     before = facts(model)
-    with untouched(model, torch.device("cpu")) as written:
+    with untouched(model, torch.device("cpu")) as traces:
         loss = model(inputs()).mean()
         loss.backward()
         model.eval()
         changed = facts(model)
     assert facts(model) == before
-    assert written == ["frozen", "layer.weight"]
+    assert traces.written == ["frozen", "layer.weight"]
+    assert traces.drawn == ["torchs", "pythons", "numpys", "older"]
     # The forward has changed each of them; without that the comparison would show nothing.
     assert all(changed[kind] != before[kind] for kind in before)
     for name, value in before["values"].items():

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanoray.checkpoint.storable import unstorable
 from nanoray.cli import Loaded
 from nanoray.config import Config
 from nanoray.errors import ConfigError
@@ -41,6 +40,7 @@ from nanoray.train.own.optimizer import (
     optimizer_of,
     require_all_parameters,
     require_elementwise,
+    require_resumable,
 )
 from nanoray.train.own.run import Run
 from nanoray.train.own.schedule import (
@@ -50,7 +50,7 @@ from nanoray.train.own.schedule import (
 )
 from nanoray.train.own.settings import loaded_of
 from nanoray.train.own.task import Given, LossFn, OwnTask
-from nanoray.train.own.trial import fill_lazy_parameters
+from nanoray.train.own.trial import fill_lazy_parameters, require_storable
 from nanoray.train.recipe import train
 
 
@@ -80,12 +80,10 @@ class RuntimeEngine:
         self._loaded: Loaded | None = None
         if isinstance(run, Run):
             self._run: Run | None = run
-            config = run.config
         else:
             end_in_one_line()
             self._run = None
             self._loaded = loaded_of(run)
-            config = self._loaded.config
         require_module(model)
         require_loss_fn(loss_fn)
         self.model = model
@@ -96,10 +94,6 @@ class RuntimeEngine:
         self._updated = require_all_parameters(model, self._one)
         schedulers = schedulers_of(scheduler, self._one)
         require_no_other_scheduler(self._one, schedulers)
-        if config.sharded:
-            require_elementwise(self._one, config.dp_mode)
-        for line in unstorable(model, self._one, config.sharded):
-            raise ConfigError(line)
         self._schedule = OwnSchedule(schedulers, self._one)
         self._is_cut = False  # whether a fit has left the optimizer's state to its shards
         # torch's BatchNorm would let running statistics drift apart. A lazy norm has no channels
@@ -153,7 +147,11 @@ class RuntimeEngine:
             task = OwnTask(given, run.spec, train_data, val_data, steps)
             fill_lazy_parameters(self.model, self.loss_fn, *task.first_batch())
             replace_norms(self.model)
-        require_trainable(self.model, run.config)
+        require_trainable(self.model, run.config, run.world_size)
+        require_storable(self.model, self._one, run.config.sharded)
+        require_resumable(self._one)
+        if run.config.sharded:
+            require_elementwise(self._one, run.config.dp_mode)
 
         # A dry run, or `nanoray inspect`, ends the script here.
         if run.on_fit:

@@ -49,7 +49,7 @@ MATRICES = ((6, 8), (64, 96))
 def optimizer_of(given: Any) -> Optimizer:
     """Return a script's optimizer; of several, one that steps them in their order.
 
-    Raises ConfigError for what nanoray cannot step, save and resume as torch would.
+    Raises ConfigError for what is no optimizer, and for a parameter that belongs to two.
     """
     several = isinstance(given, (list, tuple))
     members = list(given) if several else [given]
@@ -73,12 +73,19 @@ def optimizer_of(given: Any) -> Optimizer:
         for group in member.param_groups:
             for p in group["params"]:
                 owners[p] = member
-        require_resumable(member)
     return Several(members) if several else members[0]
 
 
 def require_resumable(optimizer: Optimizer) -> None:
-    """Raise ConfigError for an optimizer whose resume would not be exact, or whose step fails."""
+    """Raise ConfigError for what nanoray cannot step, save and resume as torch would.
+
+    Tried on small copies, of which each parameter must have a shape.
+    """
+    for member in members_of(optimizer):
+        _require_resumable(member)
+
+
+def _require_resumable(optimizer: Optimizer) -> None:
     name = _name(optimizer)
     needed = needed_arguments(optimizer.step)
     if needed:

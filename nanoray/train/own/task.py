@@ -260,7 +260,9 @@ class OwnTask:
             def val_batch() -> tuple[Any, Any]:
                 return data.val_batch(data.val_windows(config.eval_samples)[: batch.micro])
 
-        subject = Subject(model, self._given.loss_fn, lambda: batches.get(0, 0), val_batch)
+        subject = Subject(
+            model, self._given.loss_fn, lambda: batches.get(0, 0), val_batch, data.in_batches
+        )
         return try_model(subject, config, mesh)
 
     def first_batch(self) -> tuple[Any, Any]:

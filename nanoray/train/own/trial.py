@@ -7,6 +7,7 @@ again from their start. It costs one micro batch.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
@@ -20,22 +21,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import nanoray
 from nanoray.checkpoint.storable import unstorable
-from nanoray.compat import tree_leaves
+from nanoray.compat import tree_leaves, tree_map
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import autocast
-from nanoray.models.weighted import Weighted, mean_of
+from nanoray.models.weighted import Weighted
 from nanoray.train.own.call import arguments_of, loss_in, loss_of
 from nanoray.train.own.checks import describe, lazy_parameters
-from nanoray.train.own.untouched import untouched
+from nanoray.train.own.untouched import equal_bits, untouched
 
-# Frames of a traceback that are not the script's
-LIBRARIES = tuple(
-    f"{Path(file).resolve().parent}{os.sep}" for file in (nanoray.__file__, torch.__file__)
+# Where the frames of a traceback lie that are not the script's
+LIBRARIES = (
+    f"{Path(nanoray.__file__).resolve().parent}{os.sep}",
+    f"{Path(torch.__file__).resolve().parent}{os.sep}",
+    contextlib.__file__,
 )
 FRAMES = 8  # of the script's traceback, the innermost ones
 WARNINGS = 3  # notes on what torch warns of
@@ -53,6 +57,8 @@ class Subject:
     loss_fn: Callable[[Any, Any], Any] | None
     train_batch: Callable[[], tuple[Any, Any]]  # the first micro batch of this rank
     val_batch: Callable[[], tuple[Any, Any]] | None  # None: there is no evaluation
+    # Whether a batch is read once and used again, and not made anew from samples
+    batches_are_kept: bool = False
 
 
 def try_model(subject: Subject, config: Config, mesh: Mesh) -> list[str]:
@@ -63,7 +69,10 @@ def try_model(subject: Subject, config: Config, mesh: Mesh) -> list[str]:
     fault = ""
     notes: list[str] = []
     try:
-        notes = _try_on_this_rank(subject, config, mesh)
+        # Whatever the script's code raises, also in a hook or in get_extra_state.
+        name = type(subject.model).__name__
+        with _explained(name, "mend what the traceback names"):
+            notes = _try_on_this_rank(subject, config, mesh)
     except Unfit as unfit:
         fault = str(unfit)
 
@@ -80,11 +89,14 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
     """Try the model; raise Unfit for the first mistake."""
     model = subject.model
     with _explained("reading the train data", "mend the dataset"):
-        x, y = subject.train_batch()
+        given = subject.train_batch()
+    # A copy, because a forward may change its inputs, and step 1 gets the same batch.
+    x, y = _copied(given)
+    names = {name for name, _ in model.named_parameters()}
 
     with warnings.catch_warnings(record=True) as seen:
         # Eager: compiled layers are compiled in the warm-up, for the wrapped model.
-        with untouched(model, mesh.device) as written, torch.compiler.set_stance("force_eager"):
+        with untouched(model, mesh.device) as traces, torch.compiler.set_stance("force_eager"):
             with autocast(mesh.device.type, config.precision):
                 loss = _forward(subject, x, y)
             _backward(subject, loss, x)
@@ -93,13 +105,26 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
                 _try_again(subject, config, mesh, x, y)
             if subject.val_batch is not None:
                 _evaluate(subject, config, mesh)
-            # Forwards may have bound buffers or extra states that no checkpoint can keep.
+            # Forwards may have bound buffers or extra states that no checkpoint can hold.
             for line in unstorable(model, None, config.sharded):
                 raise Unfit(line)
-        _require_unwritten(model, written, config, mesh)
+        _require_unwritten(model, traces.written, mesh)
+    _require_same_names(model, names)
+    if subject.batches_are_kept and not _equal(given, (x, y)):
+        raise Unfit(
+            f"the forward of {type(model).__name__} changes its inputs in place, and nanoray keeps "
+            "a batch to repeat a step with it; write x = x - 1 instead of x -= 1"
+        )
 
     texts = dict.fromkeys(str(warning.message).split("\n", 1)[0] for warning in seen)
-    return [f"note    the first batch warns: {text}" for text in list(texts)[:WARNINGS]]
+    notes = [f"note    the first batch warns: {text}" for text in list(texts)[:WARNINGS]]
+    for name in traces.drawn:
+        notes.append(
+            f"note    the forward draws from the generator {name}, whose state no checkpoint has: "
+            "after a resume it draws other numbers; draw from the default generator, which nanoray "
+            "seeds for each micro batch"
+        )
+    return notes
 
 
 def _forward(subject: Subject, x: Any, y: Any) -> Tensor:
@@ -113,8 +138,8 @@ def _forward(subject: Subject, x: Any, y: Any) -> Tensor:
         output = model(*positional, **named)
     if any(p.grad is not None for p in model.parameters()):
         raise Unfit(
-            f"the forward of {name} calls backward, and its gradients would be added to those of the loss; use "
-            "torch.autograd.grad in it, and leave the loss's backward to nanoray"
+            f"the forward of {name} calls backward, and its gradients would be added to those of "
+            "the loss; use torch.autograd.grad in it, and leave the loss's backward to nanoray"
         )
     if subject.loss_fn is None:
         loss = loss_in(output, x)
@@ -128,10 +153,10 @@ def _forward(subject: Subject, x: Any, y: Any) -> Tensor:
             loss = subject.loss_fn(output, y)
         if any(p.grad is not None for p in model.parameters()):
             raise Unfit("loss_fn calls backward, which nanoray does; let it return the loss alone")
-    loss = _require_loss(loss, source, hint)
-    if not loss.requires_grad:
+    scalar = _scalar_of(loss, source, hint)
+    if not scalar.requires_grad:
         raise Unfit(_why_no_gradient(subject, output))
-    return loss
+    return scalar
 
 
 def _require_arguments(subject: Subject, x: Any, y: Any) -> None:
@@ -139,7 +164,7 @@ def _require_arguments(subject: Subject, x: Any, y: Any) -> None:
     positional, named = arguments_of(x, y, subject.loss_fn is not None)
     model = subject.model
     name = type(model).__name__
-    if getattr(type(model).forward, "__name__", "") == "_forward_unimplemented":
+    if getattr(model.forward, "__name__", "") == "_forward_unimplemented":
         raise Unfit(f"{name} has no forward; define forward(self, inputs) in it")
     refusal = _why_not_called(model.forward, positional, named)
     if refusal and named:
@@ -184,45 +209,48 @@ def _why_not_called(
     return ""
 
 
-def _require_loss(loss: Any, source: str, hint: str) -> Tensor:
-    """Return the loss, or the mean of one with a weight. Raises Unfit unless it is a real number."""
-    if isinstance(loss, Weighted):
-        _require_weight(loss.weight, source)
-        return mean_of(Weighted(_require_loss(loss.sum, f"the sum of {source}", hint), loss.weight))
+def _scalar_of(loss: Any, source: str, hint: str) -> Tensor:
+    """Return a loss, or the sum of one with a weight. Raises Unfit for anything else."""
+    if not isinstance(loss, Weighted):
+        if isinstance(loss, (tuple, list)) and len(loss) == 2:
+            hint = f"{hint}, or nanoray.Weighted(sum=..., weight=...)"
+        _require_loss(loss, f"{source} returns", hint)
+        return loss
+    found = f"{source} returns a nanoray.Weighted whose sum is"
+    _require_loss(loss.sum, found, "give the sum over its targets")
+    weight = loss.weight
+    if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
+        weight = weight.item()
+    is_number = isinstance(weight, (bool, int, float))
+    if not is_number or not 0 <= weight < math.inf:
+        raise Unfit(
+            f"{source} returns a nanoray.Weighted whose weight is {describe(weight)}; give "
+            "the number of targets that the sum adds up, 0 or more"
+        )
+    return loss.sum
+
+
+def _require_loss(loss: Any, found: str, hint: str) -> None:
+    """Raise Unfit unless a loss is one real number, as a tensor. `found`: where, and a verb."""
     if isinstance(loss, (bool, int, float)):
         raise Unfit(
-            f"{source} returns {describe(loss)}, through which no gradient flows; return the "
+            f"{found} {describe(loss)}, through which no gradient flows; return the "
             "tensor, without .item()"
         )
     if loss is None:
-        raise Unfit(f"{source} returns None; end it with `return loss`")
+        raise Unfit(f"{found} None; end it with `return loss`")
     if not isinstance(loss, Tensor):
         attribute = ", such as its .loss" if hasattr(loss, "loss") else ""
-        raise Unfit(f"{source} returns {describe(loss)}; {hint}, as one tensor{attribute}")
+        raise Unfit(f"{found} {describe(loss)}; {hint}, as one tensor{attribute}")
     if not loss.is_floating_point():
         raise Unfit(
-            f"{source} returns {describe(loss)}, and only a real floating point number has a "
+            f"{found} {describe(loss)}, and only a real floating point number has a "
             f"gradient; {hint}"
         )
     if loss.numel() != 1:
-        raise Unfit(
-            f"{source} returns {describe(loss)}, which is not one number; {hint}: loss.mean()"
-        )
+        raise Unfit(f"{found} {describe(loss)}, which is not one number; {hint}: loss.mean()")
     if loss.dim():
-        raise Unfit(f"{source} returns {describe(loss)}; return a single number: loss.squeeze()")
-    return loss
-
-
-def _require_weight(weight: Any, source: str) -> None:
-    """Raise Unfit unless the weight of a loss is a number from 0 on."""
-    is_number = isinstance(weight, (bool, int, float))
-    if isinstance(weight, Tensor):
-        is_number = weight.numel() == 1 and not weight.is_complex()
-    if not is_number or not 0 <= float(weight) < math.inf:
-        raise Unfit(
-            f"{source} returns nanoray.Weighted with the weight {describe(weight)}; give the number "
-            "of targets that its sum adds up: one finite number, 0 or more"
-        )
+        raise Unfit(f"{found} {describe(loss)}; return a single number: loss.squeeze()")
 
 
 def _why_no_gradient(subject: Subject, output: Any) -> str:
@@ -301,26 +329,52 @@ def _evaluate(subject: Subject, config: Config, mesh: Mesh) -> None:
         with _explained(what, "let it return in eval mode what it returns in training"):
             loss = loss_of(model, subject.loss_fn, x, y)
     source = "loss_fn" if subject.loss_fn else name
-    _require_loss(loss, f"in eval mode {source}", "return what it returns in training")
+    _scalar_of(loss, f"in eval mode {source}", "return what it returns in training")
 
 
-def _require_unwritten(model: nn.Module, written: list[str], config: Config, mesh: Mesh) -> None:
-    """Raise Unfit for weights that the forward writes, where ranks would come to differ."""
-    if mesh.world_size == 1 or not written:
-        return
+def _require_unwritten(model: nn.Module, written: list[str], mesh: Mesh) -> None:
+    """Raise Unfit for weights that the forward writes: frozen ones, or on several ranks."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name in written:
-        if name in trained:
+        if name not in trained:
+            raise Unfit(
+                f"the forward writes the frozen weight {name}, and a step that is repeated after a "
+                "fault would write it twice; keep it as a buffer (register_buffer), which nanoray "
+                "restores"
+            )
+        if mesh.world_size > 1:
             raise Unfit(
                 f"the forward writes {name}, as max_norm of nn.Embedding does: each rank would "
                 "write its own values, of its own samples; normalise what is read, not what is "
                 "kept, or train on one rank"
             )
-        if config.dp_mode == "fsdp":
-            raise Unfit(
-                f"the forward writes the frozen {name}, but with dp_mode fsdp a rank has only a "
-                "temporary copy of it; use dp_mode zero2"
-            )
+
+
+def _require_same_names(model: nn.Module, before: set[str]) -> None:
+    """Raise Unfit for parameters that a forward has added or removed."""
+    after = {name for name, _ in model.named_parameters()}
+    if after - before:
+        raise Unfit(
+            f"the forward makes the parameter {min(after - before)}, which no optimizer updates; "
+            "make it in __init__, or with a lazy module such as nn.LazyLinear"
+        )
+    if before - after:
+        raise Unfit(
+            f"the forward removes the parameter {min(before - after)}; remove it in __init__, or "
+            "leave it unused"
+        )
+
+
+def _copied(batch: Any) -> Any:
+    """Return a batch with copies of its tensors."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _equal(batch: Any, other: Any) -> bool:
+    """Return whether the tensors of two batches have the same bits."""
+    pairs = zip(tree_leaves(batch), tree_leaves(other), strict=True)
+    tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    return all(equal_bits(a, b) for a, b in tensors)
 
 
 @contextmanager
@@ -360,6 +414,22 @@ def _frames(error: BaseException) -> list[str]:
         if not frame.filename.startswith(LIBRARIES):
             frames.append(frame)
     return [text.rstrip() for text in traceback.format_list(frames[-FRAMES:])]
+
+
+def require_storable(model: nn.Module, optimizer: Optimizer, sharded: bool) -> None:
+    """Raise ConfigError for what a checkpoint could not hold, or not restore exactly.
+
+    sharded: of a mode in which ranks save parts of the model.
+    """
+    name = type(model).__name__
+    try:
+        with _explained(f"the state_dict of {name}", "mend what the traceback names"):
+            lines = unstorable(model, optimizer, sharded)
+    except Unfit as unfit:
+        raise ConfigError(str(unfit)) from None
+    if lines:
+        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        raise ConfigError(f"{lines[0]}{more}")
 
 
 def fill_lazy_parameters(
