@@ -415,10 +415,7 @@ class TrainState:
         scalars = self.scalars
         is_evaluated = self.session.evaluated == self.step
         optimizer_values = self._optimizer_values()
-        # Tensors that a group of ranks has cut are in the shards.
-        entries = self.model.state_dict()
-        whole = {name: value for name, value in entries.items() if not _is_dtensor(value)}
-        tensors, values = split(whole)
+        tensors, values = split(self._whole_entries())
         packed = StateDict(
             model=tensors,
             optimizer={} if self.sharded else optimizer_tensors(self.optimizer, self.shards),
@@ -438,6 +435,20 @@ class TrainState:
         if optimizer_values:
             packed.meta["optimizer"] = optimizer_values
         return packed
+
+    def _whole_entries(self, keep_vars: bool = False) -> dict[str, Any]:
+        """Return the model's state_dict, without what a group of ranks has cut: see `weights`."""
+        entries = self.model.state_dict(keep_vars=keep_vars)
+        if self.weights is None:
+            return entries
+        in_shards = {shard.piece.name for shard in self.weights}
+        aliases = _aliases(self.model)
+        whole = {}
+        for name, value in entries.items():
+            # A rank may have no row of a weight that is cut.
+            if aliases.get(name, name) not in in_shards and not _is_dtensor(value):
+                whole[name] = value
+        return whole
 
     def _listed_now(self, tensors: dict[str, Tensor]) -> Listing:
         """Return the listing of a checkpoint: the weights of the whole model, and what else it has.
@@ -567,12 +578,12 @@ class TrainState:
         self._write_buffers(saved)
         tensors, values = entries_of(saved, self._device)
         buffers = self.buffers
-        for name, own in self.model.state_dict(keep_vars=True).items():
+        for name, own in self._whole_entries(keep_vars=True).items():
             if name not in tensors:
                 continue
             if name.rpartition(".")[2] == EXTRA:
                 values[name] = tensors[name]
-            elif name not in buffers and not _is_dtensor(own):
+            elif name not in buffers:
                 assign(own, tensors[name])
         set_extra_states(self.model, values)
 
@@ -620,11 +631,11 @@ class TrainState:
         changed = {name for name in now if before[name][0] != now[name][0]}
         if changed:
             name = min(changed)
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise CheckpointError(
-                f"the checkpoint was written with other weights trained: {_first_of(changed)} was "
-                f"{before[name][0]} there and is {now[name][0]} here; resume with the same ones, "
-                "or begin a new run from the weights: nanoray checkpoint export, then "
-                "load_state_dict"
+                f"other weights were trained in the checkpoint: {name} ({before[name][0]} there, "
+                f"{now[name][0]} here){more}; resume with the same ones, or begin a new run from "
+                "the weights: nanoray checkpoint export, then load_state_dict"
             )
 
     def rewind(self, saved: StateDict, samples: int) -> None:

@@ -84,8 +84,18 @@ def _extra_state_lines(model: nn.Module) -> list[str]:
     """Return a line for each extra state, or other entry of state_dict, that cannot be kept."""
     lines = []
     for prefix, module in model.named_modules():
+        if not has_extra_state(module):
+            continue
+        try:
+            module.get_extra_state()
+        except Exception as error:  # it is code of the script
+            lines.append(
+                f"module {prefix or type(module).__name__}: get_extra_state raises "
+                f"{type(error).__name__}: {error}; mend it: each checkpoint calls it"
+            )
+            continue
         restores = type(module).set_extra_state is not nn.Module.set_extra_state
-        if has_extra_state(module) and not restores:
+        if not restores:
             lines.append(
                 f"module {prefix or type(module).__name__} has get_extra_state and no "
                 "set_extra_state, so a resume could not restore it; define both"
@@ -115,8 +125,9 @@ def _translated_lines(model: nn.Module) -> list[str]:
     """
     own = {id(tensor): tensor for _, tensor in _tensors_of(model)}
     names: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     for name in buffer_names(model):
-        names[name] = model.get_buffer(name)
+        names[name] = buffers[name]
 
     entries = model.state_dict(keep_vars=True)
     entries = {name: value for name, value in entries.items() if not name.endswith(EXTRA)}

@@ -471,7 +471,9 @@ def _layout(tensors: Tensors) -> tuple[dict[tuple[str, str], Place], int]:
         # Tensors over the same memory are tied. Empty ones may share an address by chance.
         identity: Any = name
         if tensor.nbytes:
-            identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            # A conjugated view of a tensor lies over its memory, and has other values.
+            marks = (tensor.is_conj(), tensor.is_neg())
+            identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, marks)
         if identity not in offsets:
             offsets[identity] = size
             blocks = -(-tensor.nbytes // _ALIGN)  # rounded up

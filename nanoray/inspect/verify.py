@@ -99,7 +99,7 @@ def verify_model(
 ) -> dict[str, Any]:
     """Run one batch through `model` and one update; return checks and measurements."""
     config = subject.config
-    model.train()
+    # In the mode in which it trains: a script may have set modules of its model to eval mode.
     trial = Trial(model)
     with autocast("cpu", config.precision):
         loss = trial.forward(lambda: subject.loss(model, x, y), (x, y))

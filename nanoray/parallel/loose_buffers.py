@@ -52,11 +52,6 @@ class LooseBuffers(StepHook):
         self.undo()  # a step that broke
         self._before = Undisturbed(self._model, attributes=False)
 
-    @property
-    def before(self) -> Undisturbed | None:
-        """What the model was at the begin of the present step; None between two steps."""
-        return self._before
-
     @torch.no_grad()
     def add_up(self) -> None:
         """Receive the buffers of rank 0. (all ranks) Raises ConfigError where shapes differ."""
@@ -77,6 +72,8 @@ class LooseBuffers(StepHook):
 
     @torch.no_grad()
     def commit(self, left_out: Tensor | None = None) -> None:
+        if self._before is None:
+            return  # the step was undone
         self._before = None
         if self._mesh.rank == 0:
             return

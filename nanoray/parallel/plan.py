@@ -14,7 +14,7 @@ A step calls its methods in this order:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -121,10 +121,9 @@ class Plan:
         # A script's own model may leave parameters without a gradient; nanoray's never do.
         if config.model == "own" and self.data.size > 1:
             self._hooks.append(AbsentGradients(model, self._mode, mesh, self._compressor))
-        self._loose: LooseBuffers | None = None
-        if is_loose(model):
-            self._loose = LooseBuffers(model, mesh)
-            self._hooks.append(self._loose)
+        self._is_loose = is_loose(model)
+        if self._is_loose:
+            self._hooks.append(LooseBuffers(model, mesh))
 
         # The losses that `forward_backward` has returned in the newest step
         self.own_losses: list[Tensor] = []
@@ -264,24 +263,9 @@ class Plan:
 
     # Other passes than those of a step. They leave the model's buffers as they were.
 
-    @property
-    def forwards_change_buffers(self) -> bool:
-        """Whether a forward may depend on the forwards before it, through the model's buffers."""
-        return self._loose is not None
-
-    @contextmanager
-    def undisturbed(self, from_begin: bool = False) -> Iterator[None]:
-        """Leave the model as it was: what forwards inside change is undone at the end.
-
-        from_begin: inside, it is as it was at the begin of the present step.
-        """
-        if self._loose is None:
-            yield
-            return
-        with Undisturbed(self.model):
-            if from_begin and self._loose.before is not None:
-                self._loose.before.restore()
-            yield
+    def undisturbed(self) -> AbstractContextManager[object]:
+        """Leave the model as it was: what forwards inside change is undone at the end."""
+        return Undisturbed(self.model) if self._is_loose else nullcontext()
 
     def repeat(
         self, batch: Callable[[int], MicroBatch], seed: Seed, look: Callable[[int], None]
@@ -291,7 +275,7 @@ class Plan:
         `batch` returns a micro batch by its number; `look` is called with that number after each
         forward and backward.
         """
-        with self.undisturbed(from_begin=True):
+        with self.undisturbed():
             self._flow.repeat(batch, seed, look)
 
     def gradients_of(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -301,12 +285,11 @@ class Plan:
         a model that is whole on this rank.
         """
         # torch.autograd.grad leaves `.grad` and its hooks alone, so no bucket is filled.
+        loss = mean_of(self._loss(self.model, x, y)) / (self._accum * self._mode.divisor)
         trained = self.trained
-        with self.undisturbed(from_begin=True):
-            loss = mean_of(self._loss(self.model, x, y)) / (self._accum * self._mode.divisor)
-            gradients = torch.autograd.grad(
-                self._scale(loss), list(trained.values()), allow_unused=True
-            )
+        gradients = torch.autograd.grad(
+            self._scale(loss), list(trained.values()), allow_unused=True
+        )
         named = zip(trained, gradients, strict=True)
         return {name: gradient for name, gradient in named if gradient is not None}
 

@@ -314,6 +314,9 @@ class Engine:
         """Repeat a bad step with hooks, and describe what all ranks found. (all ranks)"""
         state = self.state
         size = self.batch.global_size
+        # What the step's forwards have changed in buffers differs between ranks, and may be not
+        # finite: the bad step leaves no trace in them.
+        self.par.undo()
         # A flipped exponent bit makes infinities, too; the comparison finds and heals it.
         self.compare(again=True)
 

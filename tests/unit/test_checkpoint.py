@@ -200,7 +200,7 @@ def test_meta_that_would_come_back_changed(tmp_path, change, text):
 def test_tensors_that_cannot_be_stored(tmp_path):
     state = make(1)
     for name, tensor in {
-        "z": torch.zeros(2, dtype=torch.complex32),
+        "z": torch.zeros(2, dtype=torch.complex128),
         "__metadata__": torch.zeros(2),
     }.items():
         state.model = {name: tensor}

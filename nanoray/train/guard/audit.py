@@ -85,9 +85,6 @@ class Audit:
         # Each micro batch of a step is audited in turn.
         phase("forward")
         self._micro = self._step // self._every % self._batches.batch.accum
-        # With buffers that forwards change, only the first micro batch begins as it does here.
-        if self._par.forwards_change_buffers:
-            self._micro = 0
         next_rank = (self._mesh.rank + 1) % self._mesh.world_size
         self._theirs = self._compute(next_rank)
         self._own = {}

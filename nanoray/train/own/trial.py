@@ -105,6 +105,9 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
                 _try_again(subject, config, mesh, x, y)
             if subject.val_batch is not None:
                 _evaluate(subject, config, mesh)
+            # Forwards may have bound buffers or extra states that no checkpoint can hold.
+            for line in unstorable(model, None, config.sharded):
+                raise Unfit(line)
         _require_unwritten(model, traces.written, mesh)
     _require_same_names(model, names)
     if subject.batches_are_kept and not _equal(given, (x, y)):

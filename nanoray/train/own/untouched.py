@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanoray.module_state import Undisturbed, assign
+from nanoray.module_state import Undisturbed, assign, bytes_of
 from nanoray.state import undisturbed_generators
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
@@ -142,8 +142,4 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
         return False
     if a.layout != torch.strided or a.is_quantized or type(a.data) is not Tensor:
         return True
-    return torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(bytes_of(a), bytes_of(b))
