@@ -514,6 +514,7 @@ class Functional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
         self.template = nn.Linear(WIDTH, 1)
         self.shift = nn.Parameter(torch.zeros(1, WIDTH))
 
@@ -522,7 +523,7 @@ class Functional(nn.Module):
             "weight": self.template.weight + torch.tanh(self.shift),
             "bias": self.template.bias,
         }
-        return torch.func.functional_call(self.template, weights, (x,))
+        return torch.func.functional_call(self.template, weights, (torch.tanh(self.into(x)),))
 
 
 class FakeQuant(nn.Module):
@@ -823,7 +824,13 @@ PUBLIC: list[Kind] = [
         everyday=True,
     ),
     Kind("moving average in buffers", BufferedTeacher, vectors, None),
-    Kind("torch.jit.script", scripted, vectors),
+    Kind(
+        "torch.jit.script",
+        scripted,
+        vectors,
+        refused=dict.fromkeys(MODES[1:], "which a module of torch.jit.script does not take"),
+        note="takes no hooks",
+    ),
     Kind("torch.compile", compiled, vectors),
     Kind("float64", double, doubles),
 ]
