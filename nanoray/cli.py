@@ -9,6 +9,7 @@ import argparse
 import math
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from nanoray.config import (
     refuse_unknown,
 )
 from nanoray.config.conflicts import TABLE, Row, Rule, known_from
-from nanoray.config.load import lay_over
+from nanoray.config.load import lay_over, run_folder_of
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.output import lasting_output
@@ -77,6 +78,11 @@ _COUNTS_IF = {
 # Keys that belong to one command, not to the run: --resume does not take them from config.json
 _NOT_INHERITED = ("resume", "stop_at", "target_loss", "faults", "workers", "out_dir")
 
+# Why Ctrl-C does not stop a run that a thread has launched, and what does
+NO_SIGNALS = (
+    "launched outside of the main thread, which alone receives Ctrl-C and SIGTERM: `run.stop()` in a "
+    "callback stops this run with a checkpoint"
+)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
 
 
@@ -159,15 +165,27 @@ def _config_of_run(resume: str) -> dict[str, Any]:
 
     PATH is the run's folder, or one of its checkpoints.
     """
-    if resume in ("none", "auto"):
+    folder = run_folder_of(resume)
+    if folder is None:
         return {}
-    path = Path(resume).expanduser()
-    for folder in (path, path.parent, path.parent.parent):
-        file = folder / "config.json"
-        if file.is_file():
-            values = read_yaml(file)
-            return {key: value for key, value in values.items() if key not in _NOT_INHERITED}
-    return {}
+    values = read_yaml(folder / "config.json")
+    inherited = {key: value for key, value in values.items() if key not in _NOT_INHERITED}
+    return inherited | _found_from_here(inherited, folder)
+
+
+def _found_from_here(values: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Return the keys with a path that was relative to the working folder of the run's command."""
+    cwd = read_yaml(folder / "run.json").get("cwd") if (folder / "run.json").is_file() else None
+    if not isinstance(cwd, str):  # an older version wrote it
+        return {}
+    paths = {}
+    for key in ("dataset", "data_dir"):
+        value = str(values.get(key) or "")
+        # A word such as `shakespeare` names no file there
+        there = Path(cwd, value)
+        if value and not Path(value).exists() and there.exists():
+            paths[key] = str(there)
+    return paths
 
 
 def _refuse_files(file: str | None, preset: str | None, prog: str) -> None:
@@ -392,13 +410,37 @@ def require_script(config: Config, main: object) -> None:
 
 
 def handle_stop_signals(handler: Callable[[int, Any], None]) -> None:
-    """Install `handler` for the stop signals.
+    """Install `handler` for the stop signals. Only the main thread of a process may do so.
 
     A signal that is ignored already stays so: nohup starts commands with SIGHUP ignored.
     """
+    if not in_main_thread():
+        return
     for signum in STOP_SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, handler)
+
+
+@contextmanager
+def stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle the stop signals while a run lasts, and restore the program's own handlers then."""
+    if not in_main_thread():
+        print(f"note   {NO_SIGNALS}", flush=True)
+        yield
+        return
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    handle_stop_signals(handler)
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            # None: a handler that was not installed from Python, which nothing can restore.
+            signal.signal(signum, signal.SIG_DFL if old is None else old)
+
+
+def in_main_thread() -> bool:
+    """Return whether this thread is the one that receives this process's signals."""
+    return threading.current_thread() is threading.main_thread()
 
 
 # ---- docs/flags.md -------------------------------------------------------------------------------

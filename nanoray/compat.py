@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
     "CPU_ATTENTION",
@@ -44,6 +44,7 @@ __all__ = [
     "scaled_mm",
     "storage_key",
     "tree_leaves",
+    "tree_map",
     "tree_map_only",
 ]
 

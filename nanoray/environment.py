@@ -10,8 +10,15 @@ from contextlib import contextmanager
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Set variables of this process's environment, and restore the old values at the end."""
-    old = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
+    with restored(*values):
+        os.environ.update(values)
+        yield
+
+
+@contextmanager
+def restored(*names: str) -> Iterator[None]:
+    """Restore these variables at the end, whatever has set them meanwhile."""
+    old = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:

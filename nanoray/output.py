@@ -5,6 +5,7 @@ On a terminal one line of status may stand below everything that is printed.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -45,10 +46,14 @@ class LastingStream:
     def __init__(
         self, stream: TextIO, on_failure: Any = None, status: StatusLine | None = None
     ) -> None:
-        """Take over the descriptor of `stream`. Raises OSError if it has none.
+        """Take over the descriptor of `stream`. Raises OSError if it has none of its own.
 
         `status` is used if it is a terminal.
         """
+        # A notebook's stream shows the output of a cell, and its descriptor is that of the terminal
+        # in which the server was started.
+        if not isinstance(stream, io.TextIOWrapper):
+            raise io.UnsupportedOperation("not the stream of a file")
         self._stream = stream
         self._fd = stream.fileno()
         self._status = status if stream.isatty() else None

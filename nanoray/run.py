@@ -14,6 +14,7 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     comm/            with --comm_trace: every collective, and the timeline
     faults.jsonl     failures and recoveries;  `nanoray faults` explains them
     logs/rank0.log   each rank's log;  rank0.progress: its last step and phase;  rank0.exit.json: how it ended
+    logs/rank0.outcome.json    its outcome, if it has saved and ended because its driver was silent
     logs/rank0.*.ledger    the seconds of each of its processes, by account;  `nanoray ledger` adds them up
     attempt          the attempt that may write checkpoints, and when its command started
     lock             held by the process that uses the run; contains its pid and host
@@ -96,6 +97,7 @@ class RunSpec:
             "notes": list(self.notes),
             "nanoray": __version__,
             "command": sys.argv,
+            "cwd": _working_folder(),  # relative paths of the configuration begin here
         }
 
     @classmethod
@@ -130,6 +132,10 @@ class RunSpec:
     def exit_record(self, rank: int) -> Path:
         """Return the path of the record of how a rank's process ended."""
         return self.folder / "logs" / f"rank{rank}.exit.json"
+
+    def last_word(self, rank: int) -> Path:
+        """Return the path of what a rank has to report that ended without its driver."""
+        return self.folder / "logs" / f"rank{rank}.outcome.json"
 
     def ledger(self, rank: int) -> Path:
         """Return the path of this process' ledger, as the process of a rank in this attempt."""
@@ -182,6 +188,14 @@ def new_folder(out_dir: Path, name: str) -> Path:
     raise ConfigError(
         f"out_dir = {out_dir} already has 999 runs of this second; use another --name"
     )
+
+
+def _working_folder() -> str:
+    """Return this process's working folder; "" if it was deleted, as Ray does with a job's copy."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
 
 
 def lock_run(folder: Path) -> tuple[RunLock | None, str]:

@@ -108,7 +108,7 @@ def same(a: Any, b: Any) -> bool:
         # As bytes, because a NaN differs from itself.
         return alike and bool(torch.equal(_bytes_of(a), _bytes_of(b)))
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, float):

@@ -27,13 +27,15 @@ CAUSES = {
     "killed": 0,  # a signal, or an exit without an exception
     "node_lost": 0,  # its node does not answer
     "hung": 0,  # alive, but all other ranks waited for it
-    "drained": 1,  # its node will be taken away; not charged to --max_failures
+    "drained": 1,  # its node will be taken away
+    "driver_silent": 1,  # it ended because its driver did not call for long
     "exception": 1,  # the program's own error
     "diverged": 1,  # the ranks' weights differ, and no majority agrees
     "refused": 1,  # NanorayError: a restart would end in the same way
     "peer_lost": 2,  # a collective that lost its peer: a consequence
 }
 PEER_LOST = CAUSES["peer_lost"]
+NOT_CHARGED = ("drained", "driver_silent")  # causes that do not count against --max_failures
 # How long to wait for the root of a consequence: a busy Ray reports a death later than its peers do
 ROOT_S = 10.0
 PROGRESS_STEPS = 10  # completed steps after which a failure is counted anew
@@ -290,7 +292,7 @@ def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int)
     """
     if not cause.retry:
         return "restarting cannot cure this"
-    if cause.cause == "drained":
+    if cause.cause in NOT_CHARGED:
         return ""
     history = _charged(history)
 
@@ -351,7 +353,7 @@ def back_off_s(history: list[Failure]) -> float:
 
 def _charged(history: list[Failure]) -> list[Failure]:
     """Return the failures that count against --max_failures."""
-    return [failure for failure in history if failure.cause != "drained"]
+    return [failure for failure in history if failure.cause not in NOT_CHARGED]
 
 
 _COLLECTIVE_SIGNS = (

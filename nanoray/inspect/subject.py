@@ -29,7 +29,6 @@ from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.owners import rank_model
 from nanoray.forecast.scale import known_dataset
 from nanoray.forecast.trial import Loss
-from nanoray.launch.own import DEFAULTS
 from nanoray.mesh.layout import Coords, Layout
 from nanoray.models.build import OwnShape, shape_of
 from nanoray.models.gpt import ModelShape
@@ -37,6 +36,7 @@ from nanoray.models.precision import weight_type
 from nanoray.models.resnet import ResNetShape
 from nanoray.state import StateDict
 from nanoray.train.own.program import call_until_fit
+from nanoray.train.own.settings import DEFAULTS
 from nanoray.train.own.task import OwnTask
 
 PROG = "nanoray inspect"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -17,6 +18,10 @@ class _Package(types.ModuleType):
         from nanoray.launch.own import launch_own
 
         return launch_own(main, config or {}, ray)
+
+    # A Ray task that calls nanoray.launch is pickled together with this module: by its name.
+    def __reduce__(self) -> tuple[Callable[[str], types.ModuleType], tuple[str]]:
+        return importlib.import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _Package

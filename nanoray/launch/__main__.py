@@ -25,10 +25,13 @@ from nanoray.errors import ConfigError, WorkerFailed
 from nanoray.faults.plan import DRIVER, Injector, parse_plan
 from nanoray.forecast.dry_run import dry_run_lines, plan
 from nanoray.forecast.scale import forecast_lines
+from nanoray.launch.caller import caller_address
 from nanoray.launch.driver import Driver
 from nanoray.launch.job_report import JobReport
-from nanoray.launch.placement import Placement, bounded, connected
+from nanoray.launch.placement import Placement, bounded, connected, using
+from nanoray.launch.script import Script
 from nanoray.launch.signals import catch_signals
+from nanoray.launch.silence import OwnTime
 from nanoray.mesh.interfaces import require_interfaces
 from nanoray.mesh.launchers import refuse_many_starts
 from nanoray.mesh.layout import Layout
@@ -80,7 +83,8 @@ def launch(
 
     # Where the run goes, and on how many ranks: on this machine that is known now.
     config = lasting_out_dir(loaded.config)
-    address = ray_address(config)
+    attached = caller_address(config)
+    address = attached or ray_address(config)
     slots = None
     if address == "local":
         workers = None if config.workers == "auto" else config.workers
@@ -94,10 +98,12 @@ def launch(
         # An impossible batch fails before Ray starts.
         resolve_batch(config, Layout.of(config, config.workers).dp)
     parse_plan(config.faults)
+    script = Script.pack(main, loaded.given) if main else None
     dataset = prepare(config)
 
     # Take devices, train, and give everything back, whatever happens.
-    with catch_signals() as stop, connected(address, slots, stop, last):
+    session = using(attached) if attached else None
+    with catch_signals() as stop, session or connected(address, slots, stop, last):
         place = Placement.make(config, stop.check)
         try:
             config, notes = plan(replace(loaded, config=config), place.workers, dataset)
@@ -106,10 +112,14 @@ def launch(
             console = choose_console(config.max_steps, loaded.quiet)
             with summary_on_failure(spec), JobReport(spec) as report, closing(console):
                 Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
-                script = (main, loaded.given) if main else None
-                driver = Driver(spec, place, stop, script=script)
-                driver.console = console
-                outcome = driver.run()
+                # Time in which this process is frozen is no silence of head or ranks.
+                with OwnTime() as clock:
+                    driver = Driver(
+                        spec, place, stop, clock=clock, script=script, cluster_clock=clock
+                    )
+                    driver.console = console
+                    report.count_steps = lambda: console.max_steps
+                    outcome = driver.run()
                 report.state = outcome["exit_reason"]
         finally:
             bounded(lambda: remove_placement_group(place.group))

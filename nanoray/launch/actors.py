@@ -10,6 +10,7 @@ new actor takes its slot.
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -25,7 +26,8 @@ from ray.util.scheduling_strategies import (
 from nanoray.config import Config
 from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, bounded, strategy
-from nanoray.launch.worker import Script, Worker
+from nanoray.launch.script import Script
+from nanoray.launch.worker import Worker
 from nanoray.run import RunSpec
 
 POLL_S = 0.25  # how often the driver looks for a stop request while it waits for actors
@@ -45,7 +47,7 @@ class ActorPool:
         place: Placement,
         check: Callable[[], None] = _no_check,
         cluster: ClusterWatch | None = None,
-        script: Script = None,
+        script: Script | None = None,
         api: Any = ray,
         clock: Any = time,
     ) -> None:
@@ -73,6 +75,9 @@ class ActorPool:
         self.spares: list[tuple[Any, Any]] = []
         self.promoted: set[int] = set()  # slots that a spare took since the last fault
 
+        # Two runs of one name on a cluster must not see each other's actors, nor those of a program
+        # whose connection they share.
+        self._namespace = f"nanoray-{secrets.token_hex(4)}"
         self._former: list[Any] = []  # lost ranks' actors that could not be ended at once
         self._created = 0  # actors so far, to give each its own name
 
@@ -168,6 +173,7 @@ class ActorPool:
         rehearsal = self.spec.to_dict() if rehearse else None
         return remote.options(
             name=self._next_name(slot),
+            namespace=self._namespace,
             runtime_env=runtime_env,
             max_restarts=0,  # Ray would re-execute silently; the driver decides
             max_task_retries=0,

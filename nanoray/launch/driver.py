@@ -27,6 +27,7 @@ from nanoray.launch.fault_log import FaultLog
 from nanoray.launch.placement import Placement
 from nanoray.launch.rank_end import end_hung
 from nanoray.launch.recover import Recoverer, Saving
+from nanoray.launch.script import Script
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.situation import (
     AwaitReplacements,
@@ -46,7 +47,7 @@ from nanoray.launch.situation import (
     exit_code_after_giving_up,
     next_step,
 )
-from nanoray.launch.worker import Heartbeat, Script
+from nanoray.launch.worker import DRIVER_SILENT_S, Heartbeat
 from nanoray.launch.worker_group import SETTLE_S, WorkerGroup
 from nanoray.points import reached
 from nanoray.run import RunSpec
@@ -67,9 +68,13 @@ class Driver:
         stop: Stop,
         api: Any = ray,
         clock: Any = time,
-        script: Script = None,
+        script: Script | None = None,
+        cluster_clock: Any = time,
     ) -> None:
-        """`api` and `clock` are the modules ray and time, or a test's stand-ins for them."""
+        """`api` and `clock` are the modules ray and time, or what takes their place.
+
+        cluster_clock: for the questions to the head, which is a real one also in tests.
+        """
         self.place = place
         self.stop = stop
         self._script = script
@@ -77,7 +82,8 @@ class Driver:
         self._clock = clock
 
         self.console = Console(spec.config.max_steps)
-        self.cluster = ClusterWatch(place, api, head_timeout_s=spec.config.head_timeout_s)
+        head_timeout_s = spec.config.head_timeout_s
+        self.cluster = ClusterWatch(place, api, cluster_clock, head_timeout_s)
         self.faults = FaultLog(spec.folder, clock)
         self.recoverer = Recoverer(spec, place, stop, self.cluster, self.faults, clock)
         self._drains = Drains(self.cluster)
@@ -297,6 +303,9 @@ class Driver:
             for kind, slot, value in group.events(POLL_S):
                 if kind == "ended":
                     watchdog.ended(slot)
+                    # What a script printed before an error comes before the error.
+                    if slot == group.members[0]:
+                        group.print_messages(self.console, wait_s=1.0)
                     self.recoverer.note_end(group, collector, slot, value)
                 elif kind == "heartbeat" and slot in group.runs and slot in members:
                     self._on_heartbeat(group, collector, watchdog, slot, value)
@@ -452,9 +461,18 @@ class Driver:
             self.faults.close_as_recovered()
         if outcome["exit_reason"] != "stopped":
             return outcome | {"exit_code": 0, "why": ""}
-        # A rank also stops by itself, when its driver is silent for too long.
-        exit_code = self.stop.exit_code or 128 + signal.SIGTERM
-        return outcome | {"exit_code": exit_code, "why": self.stop.reason}
+        if self.stop.requested:
+            return outcome | {"exit_code": self.stop.exit_code, "why": self.stop.reason}
+
+        # Ranks also stop by themselves, when their driver is silent for too long.
+        silent_s = outcome.get("silent_s", DRIVER_SILENT_S)
+        why = (
+            f"no call of this driver reached the ranks for {silent_s:.0f} s: it was frozen (Ctrl-Z, "
+            f"a sleeping or paused machine) or cut off. They saved at step {outcome['step']} and ended; "
+            f"no failure is counted. --resume {self.spec.folder} continues"
+        )
+        print(f"\nstop     {why}", flush=True)
+        return outcome | {"exit_code": 128 + signal.SIGTERM, "why": why}
 
     def _ended_untrained(self) -> dict[str, Any]:
         """Return the outcome of a stop while the ranks were starting.

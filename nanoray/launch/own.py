@@ -7,56 +7,47 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanoray.cli import Loaded, exit_code_of
-from nanoray.config import Config, make_config
+from nanoray.cli import exit_code_of
+from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.mesh.launchers import Place, describe_variables, place_of
-
-# A script brings its own model and optimizer, so these keys do not follow a recipe.
-DEFAULTS = {
-    "name": "own",
-    "model": "own",
-    "micro_batch_size": 32,
-    "max_steps": 1000,
-    "schedule": "constant",
-    "warmup_steps": 0,
-    "grad_clip": 0.0,
-    "sample_tokens": 0,
-}
+from nanoray.train.own.settings import loaded_of
 
 
 def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool = True) -> int:
     """Call `main(run)` on every rank of a new run, print errors, and return the exit code.
 
+    A stop by Ctrl-C or SIGTERM returns its code, too, so the program that calls this goes on. A Ray
+    that the program is connected to is used, and stays connected.
+
     `config` has keys of nanoray's configuration (`nanoray launch --help`), such as workers,
     micro_batch_size, dp_mode, checkpoint_every, resume, and quiet. Under torchrun, srun or mpirun
-    this process is one rank. Without `ray` it trains alone. With the key dry_run, `main` is called in this process
-    and ends at `fit`, which prints the memory of a rank by part.
+    this process is one rank. Without `ray` it trains alone. With the key dry_run, `main` is called
+    in this process and ends at `fit`, which prints the memory of a rank by part.
     """
     started = time.time()
     return exit_code_of(lambda: _launch(main, dict(config), ray, started))
 
 
 def _launch(main: Callable[[Any], Any], config: dict[str, Any], ray: bool, started: float) -> int:
-    dry_run = bool(config.pop("dry_run", False))
-    quiet = bool(config.pop("quiet", False))
-    values = DEFAULTS | config
-    if values["model"] != "own":
-        raise ConfigError(f"model = {values['model']}, but the script brings its own; drop the key")
-    # A global batch that was given alone decides the micro batch, not the default above.
-    if "global_batch_size" in config and "micro_batch_size" not in config:
-        values["micro_batch_size"] = 0
-    loaded = Loaded(make_config(values), frozenset(config), dry_run, quiet=quiet)
+    loaded = loaded_of(config)
     place = place_of(os.environ)
     if place and ray:
         refuse_both(place, loaded.config, loaded.given)
     if place or not ray:
         from nanoray.train.__main__ import run_here
 
-        return run_here(loaded, started, main)
+        try:
+            return run_here(loaded, started, main)
+        except KeyboardInterrupt:  # the second Ctrl-C
+            return 130
     from nanoray.launch.__main__ import launch
 
-    return launch(loaded, started, main)
+    # In a program of the user's, such as a notebook, a stop ends the run and not the program.
+    try:
+        return launch(loaded, started, main)
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
 
 
 def refuse_both(place: Place, config: Config, given: frozenset[str]) -> None:

@@ -13,10 +13,12 @@ until the driver has ended.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +52,12 @@ def read_result(
     try:
         result = group.pool.api.get(ref)
     except RayError as error:
+        # A rank that this driver has not called for long saves, leaves its result on disk, and ends.
+        word = rank_end.last_word()
+        if word:
+            if word["result"]:
+                return {**word["result"], "silent_s": word["silent_s"]}, None
+            return None, rank_end.by_our_silence(word["silent_s"])
         # One deadline for all ranks that died together: thousands may, and where nodes share no
         # folder none of them leaves a record here.
         return None, rank_end.by_death(error, record_by=group.event_at + EXIT_RECORD_S)
@@ -263,6 +271,24 @@ class RankEnd:
             "it was ended"
         )
         return Failure(self.slot, "hung", title, step, phase, end_of_log(self.spec.log(self.slot)))
+
+    def last_word(self) -> dict[str, Any]:
+        """Return what the rank wrote before it ended without its driver: {} if it wrote nothing."""
+        with suppress(OSError, ValueError):
+            word = dict(json.loads(self.spec.last_word(self.slot).read_text(encoding="utf-8")))
+            # With another pid it is of an earlier process in this slot.
+            if word["pid"] == self.facts["pid"]:
+                return word
+        return {}
+
+    def by_our_silence(self, silent_s: float) -> Failure:
+        """Return the failure of a rank that ended, and could not save, without its driver."""
+        step, phase = self.position
+        title = (
+            f"{self.name} ended in {phase} of step {step}: no call of this driver had reached it "
+            f"for {silent_s:.0f} s"
+        )
+        return Failure(self.slot, "driver_silent", title, step, phase, facts=self.facts)
 
     def by_drain(self, notice: str) -> Failure:
         """Return the failure of a rank that left its group because its node will be taken away."""

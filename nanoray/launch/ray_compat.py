@@ -42,6 +42,13 @@ def request_session_name(api: Any, timeout_s: float) -> None:
     client.internal_kv_get(b"session_name", b"session", timeout_s)
 
 
+def in_local_mode() -> bool:
+    """Return whether `ray.init(local_mode=True)` was called; Ray 2.60 has no such mode any more."""
+    worker: Any = ray._private.worker
+    local_mode = getattr(worker, "LOCAL_MODE", None)
+    return local_mode is not None and worker.global_worker.mode == local_mode
+
+
 class JobRecord:
     """The record of a Ray job on the cluster's head, as Ray's job server writes it."""
 

@@ -132,6 +132,8 @@ class Recoverer:
             group.pool.fill(slot)
             return
         collector.ended(slot, failure, self.clock.monotonic())
+        if failure and failure.cause == "driver_silent":
+            return  # all ranks end for this reason: none of them is replaced
         if failure:
             # Peers that still wait for it in a rendezvous would wait until the timeout.
             reached("lost")
@@ -141,7 +143,8 @@ class Recoverer:
                 group.pool.unfit.setdefault(slot, set()).add(failure.facts["node"])
             self.start_replacements(group, collector, [failure])
             reached("replacing")
-        elif slot == group.members[0]:
+        elif slot == group.members[0] or (result and "silent_s" in result and not self.outcome):
+            # Of ranks that waited for this driver, any one may have saved for all.
             self.outcome = result
             collector.rank_0_finished(self.clock.monotonic())
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from nanoray.cli import STOP_SIGNALS, handle_stop_signals
+from nanoray.cli import handle_stop_signals, stop_signals
 
 AFTER_THIS_STEP = b"\nstopping after this step, with a checkpoint (Ctrl-C once more: stop now)\n"
 
@@ -83,15 +83,11 @@ def catch_signals() -> Iterator[Stop]:
     A second SIGINT exits with code 130, and StopRequested with the code of the stop.
     """
     stop = Stop()
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    stop.install()
-    try:
-        yield stop
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except StopRequested:
-        print("stop     before any rank had trained: nothing to save", flush=True)
-        raise SystemExit(stop.exit_code) from None
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+    with stop_signals(stop):
+        try:
+            yield stop
+        except KeyboardInterrupt:
+            raise SystemExit(130) from None
+        except StopRequested:
+            print("stop     before any rank had trained: nothing to save", flush=True)
+            raise SystemExit(stop.exit_code) from None

@@ -25,18 +25,25 @@ FROZEN_S = 2.0  # a process that is not frozen reads its clock more often than t
 class OwnTime:
     """The monotonic clock without the time in which this process was frozen.
 
-    A paused container or machine freezes a process. Calls that the driver made in that time could
-    not arrive, so it must not count as the driver's silence.
+    A paused container or machine, and Ctrl-Z, freeze a process. Answers could not reach it in that
+    time, so it must not count as the silence of another process. It has the methods of the module
+    `time` that the driver uses. As a context manager it ends its thread.
     """
 
     def __init__(self) -> None:
         # When the clock was last read, and the seconds frozen until then.
         self._last_reading = (time.monotonic(), 0.0)
-        threading.Thread(target=self._read_until_exit, daemon=True).start()
+        self._over = threading.Event()
+        threading.Thread(target=self._read_until_over, daemon=True).start()
 
-    def _read_until_exit(self) -> None:
-        while True:
-            time.sleep(FROZEN_S / 4)
+    def __enter__(self) -> OwnTime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _read_until_over(self) -> None:
+        while not self._over.wait(FROZEN_S / 4):
             now = time.monotonic()
             # One assignment of a tuple: another thread never sees half of it.
             self._last_reading = (now, self._frozen_s(now))
@@ -47,10 +54,13 @@ class OwnTime:
         # A longer gap between two readings than FROZEN_S is time in which no thread ran.
         return frozen_s + max(0.0, now - read_at - FROZEN_S)
 
-    def now(self) -> float:
+    def monotonic(self) -> float:
         """Return seconds since some fixed moment: only differences are meaningful."""
         now = time.monotonic()
         return now - self._frozen_s(now)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
 
 
 class Head:
@@ -95,7 +105,7 @@ class DriverSilence:
 
     def now(self) -> float:
         """Return this process's own time in seconds, without the time in which it was frozen."""
-        return self._own_time.now()
+        return self._own_time.monotonic()
 
     @property
     def seconds(self) -> float:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import ray
 
+from nanoray.atomic import write_json
 from nanoray.devices.choose import require_compiler
 from nanoray.errors import NanorayError, RankDiffers, RendezvousError
 from nanoray.faults import exit_record
@@ -30,6 +31,8 @@ from nanoray.faults.cause import is_collective_error
 from nanoray.faults.proc import start_time
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.launch.gauges import MessageQueue, RayMetrics
+from nanoray.launch.rank_output import RankOutput
+from nanoray.launch.script import Script
 from nanoray.launch.silence import DriverSilence
 from nanoray.mapped import restore_missing
 from nanoray.mesh.rendezvous import Order, Rendezvous
@@ -46,9 +49,6 @@ ORPHAN_S = 60.0
 
 CHECK_S = 0.005  # how often `heartbeat` checks whether the step that it waits for has passed
 _STDERR = 2
-
-# A user's function that trains, and the configuration keys that the user has set.
-Script = tuple[Callable[[Any], Any], frozenset[str]] | None
 
 
 class LostPeer(RuntimeError):
@@ -77,7 +77,7 @@ class Worker:
         run_name: str,
         rank: int | None,
         rehearsal: dict[str, Any] | None = None,
-        script: Script = None,
+        script: Script | None = None,
         train: Callable[..., dict[str, Any]] | None = None,
         api: Any = ray,
     ) -> None:
@@ -92,9 +92,11 @@ class Worker:
         self._script = script
         self._train = train
         self._api = api
+        self._captures = api is ray  # a test's stand-in has no process of its own
 
         self._messages: deque[tuple[str, Any]] = deque()
         self._metrics: RayMetrics | None = None
+        self._output: RankOutput | None = None
         self._store: Any = None
 
         # Orders of the driver: stop, leave the groups of this attempt, take up the next attempt.
@@ -225,9 +227,12 @@ class Worker:
         # Files of an earlier process in this slot must not be read as this one's.
         run.progress(self._rank).unlink(missing_ok=True)
         run.exit_record(self._rank).unlink(missing_ok=True)
+        run.last_word(self._rank).unlink(missing_ok=True)
         exit_record.watch(run.exit_record(self._rank))
 
         try:
+            if self._captures:
+                self._output = RankOutput(run.log(self._rank), self._send_line, self._is_first)
             require_compiler(run.config, rendezvous.device)
             self._metrics = RayMetrics(self._name, self._rank)
             watchers = [MessageQueue(self._messages, self._metrics)]
@@ -240,13 +245,18 @@ class Worker:
 
             trainer: Callable[..., dict[str, Any]] = self._train or train
             if self._script:
-                trainer = Program(*self._script)
+                trainer = Program(self._script.unpack(), self._script.given)
             outcome = trainer(run, rendezvous, watchers, self._next_order, store, rejoin)
-            self._end_if_orphaned()
-            return {"ok": True, **outcome}
+            if self._output:
+                self._output.finish()
+            result = {"ok": True, **outcome}
+            self._end_if_orphaned(result)
+            return result
         except Exception as error:  # the driver compares it with what other ranks report
             log.exception("rank %d failed", self._rank)
-            self._end_if_orphaned()
+            if self._output:
+                self._output.finish()
+            self._end_if_orphaned(None)
             position = ProgressFile.read_own(run.progress(self._rank))
             step, phase, _, _ = position or (0, "init", UNKNOWN, 0.0)
             return {
@@ -316,11 +326,12 @@ class Worker:
             return Order.REGROUP
         return Order.GO_ON
 
-    def _end_if_orphaned(self) -> None:
+    def _end_if_orphaned(self, result: dict[str, Any] | None) -> None:
         """End this process if the driver is silent, before `run` returns.
 
         Ray ends actors only once it has noticed that their driver is dead. The rank whose patience
-        ended first stops all of them; the others wait here for the driver's next call.
+        ended first stops all of them; the others wait here for the driver's next call. A driver
+        that was only frozen finds the result on disk; None: this rank has failed.
         """
         while True:
             silent_s = self._silence.seconds
@@ -328,8 +339,19 @@ class Worker:
             if silent_s <= patience_s / 2:
                 return
             if self._silence.seconds > patience_s:
+                self._leave_word(result)
                 os._exit(0)
             time.sleep(CHECK_S)
+
+    def _leave_word(self, result: dict[str, Any] | None) -> None:
+        """Write what `run` would have returned, for a driver that takes up its work again."""
+        assert self._spec
+        assert self._rank is not None
+        path = self._spec.last_word(self._rank)
+        word = {"pid": os.getpid(), "silent_s": self._silence.seconds, "result": result}
+        with suppress(OSError, TypeError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, word)
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self, patience_s: float, waiting: bool, after: int | None) -> Heartbeat:
@@ -341,6 +363,8 @@ class Worker:
         deadline = time.monotonic() + patience_s
         self._silence.note_call(next_within_s=patience_s)
         # Another program may have removed the file that shows this rank's position to others.
+        if self._output:
+            self._output.restore()
         for path in restore_missing():
             logging.getLogger("nanoray").warning("%s was removed; it is written anew", path)
         while True:
@@ -385,10 +409,20 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def poll(self) -> list[tuple[str, Any]]:
-        """Return the notes and records since the last call."""
+        """Return the notes, records and printed lines since the last call."""
         if self._metrics:
             self._metrics.hold()
+        if self._output:
+            self._output.polled()
         return [self._messages.popleft() for _ in range(len(self._messages))]
+
+    def _send_line(self, stream: str, line: str) -> None:
+        """Let the driver print a line of this rank's script."""
+        self._messages.append((stream, line))
+
+    def _is_first(self) -> bool:
+        """Return whether the driver's console shows what this rank's script prints."""
+        return self._script is not None and self._rendezvous.rank == 0
 
     @ray.method(concurrency_group="control")
     def pause(self, attempt: int) -> None:

@@ -341,7 +341,10 @@ class WorkerGroup:
         return max(HEARTBEAT_S, period_s)
 
     def print_messages(self, console: Console, wait_s: float = 0.0) -> None:
-        """Print rank 0's notes and records of a poll that has returned; with `wait_s`, all."""
+        """Print rank 0's messages of a poll that has returned; with `wait_s`, all.
+
+        Messages are notes, records, and what a script prints.
+        """
         # A pending poll may have been answered before the last record: poll once more to the end.
         polls = 2 if wait_s else 1
         for _ in range(polls):
@@ -356,8 +359,12 @@ class WorkerGroup:
                 for kind, value in self.pool.api.get(answer):
                     if kind == "note":
                         console.on_note(value)
-                    else:
+                    elif kind == "length":
+                        console.on_length(value)
+                    elif kind == "record":
                         console.on_record(value)
+                    else:
+                        console.on_output(kind, value)
 
     def positions(self) -> dict[int, tuple[Position, float]]:
         """Return each member's position, and when it wrote that by its own clock.

@@ -123,9 +123,12 @@ class Place:
         by = self.launcher.name
         if self.launcher is VARIABLES:
             by = "the environment"
+        where = "this process trains alone, without Ray"
+        if self.world_size > 1:
+            where = f"they meet at {self.master_addr}:{self.master_port}"
         return (
             f"ranks  {self.world_size} by {by} ({self.launcher.rank}, {self.size_variable}); "
-            f"they meet at {self.master_addr}:{self.master_port}"
+            f"{where}"
         )
 
 

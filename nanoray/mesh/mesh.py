@@ -107,6 +107,16 @@ class Mesh:
             self.require_unbroken()
         return tensor
 
+    def any_of(self, flags: Tensor) -> Tensor:
+        """Combine bytes of 0 or 1, on the CPU, by their maximum, in place. (all ranks)
+
+        From host to host, so no device is waited for.
+        """
+        if self.world_size > 1:
+            with self._noted("all_reduce", "absent", "control", flags):
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.control_group)
+        return flags
+
     def start_vote(self, wanted: Order) -> Vote:
         """Start a vote for the highest order that any rank wants. (all ranks)
 

@@ -23,7 +23,7 @@ Source: Seide et al. 2014 (error feedback); Vogels, Karimireddy and Jaggi 2019, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,8 +69,8 @@ class Compressor(StepHook):
         self.kind = config.grad_compress
         self.bucket_names: dict[int, list[str]] = {}
         self._flight: deque[Iterator[None]] = deque()
-        # The new values of the step in progress, each with its place in the memory
-        self._changes: list[tuple[Tensor, Tensor]] = []
+        # The new values of the step in progress: the parameter, the place in the memory, the value
+        self._changes: list[tuple[Tensor, Tensor, Tensor]] = []
 
         self._names: dict[Tensor, str] = {}
         for name, param in model.named_parameters():
@@ -150,9 +150,20 @@ class Compressor(StepHook):
 
         left_out: 1 on the device then. The device decides, so the host does not wait.
         """
-        for place, new in self._changes:
+        for _, place, new in self._changes:
             place.copy_(new if left_out is None else torch.where(left_out > 0, place, new))
         self.drop()
+
+    def leave_out(self, absent: Collection[str]) -> None:
+        """Keep the old errors of these parameters: no rank has computed a gradient of them.
+
+        What was sent of their errors is left out of the update, as if it had not been sent.
+        """
+        kept = []
+        for param, place, new in self._changes:
+            if self._names[param] not in absent:
+                kept.append((param, place, new))
+        self._changes = kept
 
     def drop(self) -> None:
         """Forget a step that changed nothing: a warm-up, a rollback."""
@@ -187,7 +198,7 @@ class Compressor(StepHook):
             left = left / factor
         for p, start in zip(sent.params, sent.starts, strict=True):
             if p in self._error:
-                self._changes.append((self._error[p], left[start : start + p.numel()]))
+                self._changes.append((p, self._error[p], left[start : start + p.numel()]))
 
     def _rounded(self, sent: Sent) -> Iterator[None]:
         """Sum a bucket in two exchanges of rounded numbers. Each `yield` is a wait for one."""
@@ -275,7 +286,8 @@ class Compressor(StepHook):
             work[spans[param]] = (p @ q.mT).view(-1)
             # The next Q. A column without a length keeps its old direction, which may serve later.
             size = q.norm(dim=0)
-            self._changes.append((self._q[param], torch.where(size > 0, q / size, self._q[param])))
+            new = torch.where(size > 0, q / size, self._q[param])
+            self._changes.append((param, self._q[param], new))
         sent.flat.copy_(work)
 
 

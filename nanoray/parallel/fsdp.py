@@ -66,6 +66,11 @@ class FSDP(DataParallel):
             self._mirror_grad = _grad_of(self.mirror_shards, model)
 
         _shard_fully(model, axis, config)
+        # A script's own model may skip parameters, each rank others.
+        self._computed: set[str] = set()
+        self._may_skip = config.model == "own" and axis.size > 1
+        if self._may_skip:
+            self._sum_skipped(model)
 
         # This rank's rows, as flat views of the DTensors' local parts. Those of trained weights are
         # updated.
@@ -107,6 +112,42 @@ class FSDP(DataParallel):
                 shards.append(_shard_of(piece, param, pieces[name]))
         return shards
 
+    def _sum_skipped(self, model: nn.Module) -> None:
+        """Sum all parameters on every rank, also those that this rank skips.
+
+        torch sums only those with a gradient on this rank, which would match others elsewhere.
+        """
+        assert isinstance(model, FSDPModule)
+        model.set_reduce_scatter_unused_params(True)
+
+        # Which parameters have a gradient of this rank: hooks on those that a forward uses, which
+        # are not the model's own rows. They exist when torch's hook has gathered them.
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        names = {id(module): name for name, module in model.named_modules()}
+        hooked: set[int] = set()
+        computed = self._computed
+        for unit in units:
+            assert isinstance(unit, nn.Module)
+
+            def watch(unit: nn.Module, *_: Any) -> None:
+                if id(unit) in hooked:
+                    return
+                hooked.add(id(unit))
+                for name, p in _own_params(unit, names[id(unit)]):
+                    p.register_post_accumulate_grad_hook(lambda _, name=name: computed.add(name))
+
+            unit.register_forward_pre_hook(watch)
+
+    @property
+    def computed(self) -> set[str]:
+        return self._computed
+
+    def leave_out(self, absent: Collection[str]) -> None:
+        # `backward` sets them anew in each step.
+        for shard in [*self._own, *(self.mirror_shards or ())]:
+            if shard.piece.name in absent:
+                shard.param.grad = None
+
     @contextmanager
     def backward(
         self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
@@ -117,6 +158,11 @@ class FSDP(DataParallel):
         yield
         if not last:
             return
+        if self.mirror_shards:
+            sizes = [shard.param.numel() for shard in self.mirror_shards]
+            parts = self._mirror_grad.split(sizes)
+            for shard, part in zip(self.mirror_shards, parts, strict=True):
+                shard.param.grad = part
         for shard in self._own:
             grad = self._sharded[shard.piece.name].grad
             if grad is None:  # it took no part in this step
@@ -124,6 +170,9 @@ class FSDP(DataParallel):
                 continue
             assert isinstance(grad, DTensor)
             shard.param.grad = grad.to_local().view(-1)
+            # A hook of a script may have set a gradient without a backward that computes it.
+            if self._may_skip and shard.piece.name not in self._computed and grad.to_local().any():
+                self._computed.add(shard.piece.name)
 
     def sum_of(self, p: nn.Parameter) -> Tensor:
         raise NotImplementedError("a pipeline has no fsdp")
@@ -136,8 +185,13 @@ class FSDP(DataParallel):
     def mirror_gradients(self) -> bool:
         if self.mirror_shards is None:
             return False
-        own = torch.cat([*self.gradients, self._mirror_grad[:0]])  # a rank may have no rows
-        self._axis.pass_on([own], [self._mirror_grad], self._mirror, "mirror")
+        # Zeros in place of absent gradients: what is sent has the same size in every step. A rank
+        # may have no rows at all.
+        own = [self._mirror_grad[:0]]
+        for shard in self._own:
+            grad = shard.param.grad
+            own.append(torch.zeros_like(shard.param) if grad is None else grad)
+        self._axis.pass_on([torch.cat(own)], [self._mirror_grad], self._mirror, "mirror")
         return True
 
     def norm(self) -> Tensor:
@@ -150,6 +204,7 @@ class FSDP(DataParallel):
         clip_to(limit, gradients, norm)
 
     def zero_grad(self) -> None:
+        self._computed.clear()
         for p in self._sharded.values():
             p.grad = None
         for shard in self._own:
@@ -254,6 +309,13 @@ def units_of(model: nn.Module) -> list[nn.Module]:
     return units
 
 
+def _own_params(unit: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return the trainable parameters that are gathered with a unit, by their names in the model."""
+    for name, p in unit.named_parameters(prefix):
+        if p.requires_grad and not isinstance(p, DTensor):
+            yield name, p
+
+
 def unit_of(model: nn.Module) -> dict[nn.Parameter, set[int]]:
     """Return the indices in `units_of` of the units of each parameter; -1: the rest.
 
@@ -287,6 +349,11 @@ def refuse_to_cut(model: nn.Module, gather: str) -> None:
             raise ConfigError(
                 f"dp_mode = fsdp cuts parameters by rows, but {names[p]} is a single number; give "
                 "it the shape (1,), or use dp_mode zero2"
+            )
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"dp_mode = fsdp replaces parameters by their rows, and {names[p]} has a hook on "
+                "its gradient, which would be lost; use dp_mode zero2"
             )
         if len(units) > 1:
             raise ConfigError(

@@ -8,6 +8,7 @@ gradients of a rank's own positions       stream.PartialGradients
 running statistics of batch norms         statistics.RunningStatistics
 buffers that a script's forward changes   loose_buffers.LooseBuffers
 error feedback of compressed gradients    compress.Compressor
+gradients that no rank has computed       absent.AbsentGradients
 """
 
 from __future__ import annotations

@@ -62,6 +62,15 @@ class DataParallel:
         """The gradients that this rank updates with."""
         raise NotImplementedError
 
+    @property
+    def computed(self) -> set[str]:
+        """The names of the parameters that this rank has computed a gradient of in this step."""
+        raise NotImplementedError
+
+    def leave_out(self, absent: Collection[str]) -> None:
+        """Let these parameters have no gradient in this step: no rank has computed one."""
+        raise NotImplementedError
+
     def sum_of(self, p: nn.Parameter) -> Tensor:
         """Return this rank's part of the summed gradient of a tied parameter, as a live tensor."""
         raise NotImplementedError

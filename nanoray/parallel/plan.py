@@ -28,6 +28,7 @@ from nanoray.mesh.pieces import Piece, Shard, whole_shards
 from nanoray.models.weighted import mean_of
 from nanoray.module_state import Undisturbed
 from nanoray.parallel import ep, pp, tp
+from nanoray.parallel.absent import AbsentGradients
 from nanoray.parallel.buckets import BY_HAND, Buckets
 from nanoray.parallel.compress import Compressor
 from nanoray.parallel.ddp import TorchDDP
@@ -117,6 +118,9 @@ class Plan:
             self._hooks.append(RunningStatistics(model, self.data, config.sync_batchnorm))
         if self._compressor is not None:
             self._hooks.append(self._compressor)
+        # A script's own model may leave parameters without a gradient; nanoray's never do.
+        if config.model == "own" and self.data.size > 1:
+            self._hooks.append(AbsentGradients(model, self._mode, mesh, self._compressor))
         self._loose: LooseBuffers | None = None
         if is_loose(model):
             self._loose = LooseBuffers(model, mesh)
@@ -328,7 +332,8 @@ class Plan:
             if self._mode.has_twin():
                 self._mode.trace(True)
                 for _ in range(2):
-                    self._backward(x, y)
+                    with self._mode.backward(last=True):
+                        self._backward(x, y)
                     self.zero_grad()
                 self.no_sync_backward(x, y, nullcontext())
 

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.resume import open_run
-from nanoray.cli import Loaded, handle_stop_signals, require_script, run_command
+from nanoray.cli import Loaded, require_script, run_command, stop_signals
 from nanoray.config import Config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.devices.choose import require_compiler
@@ -61,28 +61,55 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(run_here, argv, "python -m nanoray.train", what)
 
 
+class Ended(NamedTuple):
+    """The end of a run in this process."""
+
+    code: int  # the exit code: not 0 after a stop by a signal
+    outcome: dict[str, Any]
+    ranks: int
+
+
 def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None = None) -> int:
     """Train in this process, as the only rank or as one of a launcher's; return the exit code.
 
     `main` is a script's function that trains a model of its own.
     """
     require_script(loaded.config, main)
+    ended = train_here(loaded, started, main)
+    if ended is None:
+        return 0
+    if ended.ranks > 1:
+        # The results are on disk. Shutting down gloo's threads can hang, so exit without it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended.code)
+    return ended.code
+
+
+def train_here(
+    loaded: Loaded, started: float, main: Callable[[Run], Any] | None = None
+) -> Ended | None:
+    """Train in this process, and print; return how it ended, or None after a dry run."""
     if loaded.scale:
         print("\n".join(forecast_lines(loaded, loaded.scale)))
-        return 0
+        return None
     run_rank = Program(main, loaded.given) if main else train
     place = place_of(os.environ)
     rendezvous = _local_rendezvous(loaded.config)
     config, ranks = loaded.config, rendezvous.world_size
     if config.workers not in ("auto", rendezvous.world_size):
+        program = "-m nanoray.train ..."
+        ray = "`python -m nanoray.launch`"
+        if main:
+            program = "SCRIPT.py"
+            ray = "put the script into a function for nanoray.launch(main, config)"
         raise ConfigError(
             f"workers = {config.workers}, but this is {rendezvous.world_size} process(es); start "
-            f"`torchrun --nproc-per-node {config.workers} -m nanoray.train ...`, or `python -m "
-            "nanoray.launch`"
+            f"`torchrun --nproc-per-node {config.workers} {program}`, or {ray}"
         )
     if loaded.dry_run:
         print_dry_run(loaded, rendezvous, main)
-        return 0
+        return None
     if ranks > 1:
         require_interfaces(os.environ)
 
@@ -94,19 +121,21 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
     store = None
     if rendezvous.world_size > 1 or rendezvous.agent_store:
         store = connect_store(rendezvous, config.init_timeout_s)
+        rendezvous = _apart_from_earlier_runs(rendezvous, store)
     rendezvous = _with_backend(rendezvous, config, store)
     spec = _shared_spec(loaded, rendezvous, store, started)
     if place:
         spec = replace(spec, notes=(place.describe(), *spec.notes))
 
     # Train. Rank 0 prints, and writes a summary also when the run fails.
-    stop = StopSignals()
+    stop = StopSignals(ends_process=main is None or rendezvous.world_size > 1)
     watch_launcher(place, stop.launcher_ended)
     is_first = rendezvous.rank == 0
     watchers: list[Callback] = []
     if is_first:
         watchers = [FolderWatch(spec), choose_console(spec.config.max_steps, loaded.quiet)]
     with (
+        stop_signals(stop),
         summary_on_failure(spec) if is_first else nullcontext(),
         _lost_peer_in_one_line(spec, rendezvous.rank),
     ):
@@ -120,13 +149,22 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
     if is_first:
         summary = write_summary(spec, outcome | {"exit_code": code}, restarts=spec.attempt)
         print("\n".join(closing_lines(spec, summary, loaded.quiet)), flush=True)
+    return Ended(code, outcome, ranks)
 
-    if rendezvous.world_size > 1:
-        # The results are on disk. Shutting down gloo's threads can hang, so exit without it.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+
+def _apart_from_earlier_runs(rendezvous: Rendezvous, store: Any) -> Rendezvous:
+    """Return a rendezvous whose keys in the store are not those of an earlier run of these ranks.
+
+    A script may call `fit` several times, on all ranks in the same order.
+    """
+    number = store.add(f"nanoray/{rendezvous.public}/runs/{rendezvous.rank}", 1)
+    if number == 1:
+        return rendezvous
+    return replace(
+        rendezvous,
+        secret=f"{rendezvous.secret}.{number}",
+        run_id=f"{rendezvous.run_id}.{number}",
+    )
 
 
 @contextmanager
@@ -274,16 +312,19 @@ class FolderWatch:
 class StopSignals:
     """Turn SIGINT, SIGTERM, SIGHUP and the end of the launcher into a request to stop.
 
-    The run stops after this step. A second SIGINT ends the process at once.
+    The run stops after this step. A second SIGINT ends the process at once. Where that is the user's
+    own, such as a notebook's, it raises KeyboardInterrupt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_process: bool) -> None:
         self._signal = 0
-        handle_stop_signals(self._handle)
+        self._ends_process = ends_process
 
-    def _handle(self, signum: int, frame: Any) -> None:
+    def __call__(self, signum: int, frame: Any) -> None:
         if self._signal and signum == signal.SIGINT:
-            os._exit(130)
+            if self._ends_process:
+                os._exit(130)
+            raise KeyboardInterrupt
         self._signal = self._signal or signum
         with suppress(OSError):  # the terminal may be gone
             os.write(2, b"\nstopping after this step, with a checkpoint (once more: stop now)\n")

@@ -17,6 +17,7 @@ from typing import Any
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
+from nanoray.data.own import OwnData
 from nanoray.data.tokens import MicroBatches
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
@@ -34,6 +35,8 @@ from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import BadStep, Guards
 from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.optim.groups import lr_at, set_lr
+from nanoray.train.optim.modes import evaluated_weights, set_mode
+from nanoray.train.reading import Reading
 from nanoray.train.record import StepRecorder, outcome
 from nanoray.train.saving import pack_for_checkpoint, read_checkpoint, save_checkpoint
 from nanoray.train.watch.instruments import Watch
@@ -82,6 +85,11 @@ class Engine:
         )
         self.regular_intervals = [every for every in intervals if every]
 
+        # A script's data can fail in the middle of a run.
+        self.reading: Reading | None = None
+        if isinstance(self.batches.data, OwnData):
+            self.reading = Reading(self.mesh, self.batches.data, self.batch)
+
         every = self.cfg.audit_every
         self.audit: Audit | None = None
         if every:
@@ -106,6 +114,7 @@ class Engine:
         # (all ranks) Warm up. Then finish the newest step: the last group may have broken between
         # its update and its record.
         self.phase("init")
+        set_mode(state.optimizers, "train")
         self.warm_up()
         self.finish_step()
         watch.begin_run()
@@ -116,9 +125,12 @@ class Engine:
             order = mesh.start_vote(self.wanted()).result()
 
         last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
-        while state.step < last and order is Order.GO_ON:
+        while state.step < last and order <= Order.SAVE:
             if cfg.target_loss and self.on_target:
                 break
+            # (all ranks) A script has asked for a checkpoint of the newest step.
+            if order is Order.SAVE:
+                self.save_at_once()
 
             step = state.step + 1  # counted from 1; state.step is the number of completed steps
             state.session.current = step
@@ -146,7 +158,15 @@ class Engine:
             # (all ranks) Forward and backward over the micro batches. The last backward averages
             # the gradients over the data ranks.
             micro_batches = self.batches.step(state.samples)
+            if self.reading:
+                end = state.samples + samples_per_step
+                micro_batches = self.reading.watch(micro_batches, end)
             own_loss = par.forward_backward(micro_batches, phase, seed)
+
+            # (all ranks) Where a script's data could not be read on a rank, no rank updates.
+            if self.reading and self.reading.fails():
+                order = self.leave_out(vote)
+                break
 
             # (all ranks) Where two ranks disagree on a gradient, the step is done again.
             if self.audit:
@@ -236,6 +256,9 @@ class Engine:
         if state.step > state.session.begun:
             self.compare()
             self.save(final=True)
+        set_mode(state.optimizers, "eval")
+        if self.reading and self.reading.has_failed:
+            self.reading.raise_failure(state.step, saved=state.step > state.session.begun)
         self.phase("done")
         return outcome(self.spec, mesh, state, self.exit_reason(order), watch.summary())
 
@@ -247,6 +270,12 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run a forward and backward whose results are thrown away. (all ranks)"""
+        # (all ranks) One rank's data that cannot be read end all ranks before the first step.
+        if self.reading:
+            evaluates = self.cfg.eval_every > 0
+            self.reading.begin(
+                self.state.samples, self.batches.rank, evaluates, self.cfg.eval_samples
+            )
         # The next step's own batch: a script's loader may not be able to go back.
         x, y = self.batches.get(self.state.samples, 0)
         # The warm-up draws dropout masks, and the first step must not notice.
@@ -339,6 +368,7 @@ class Engine:
         # Until mirrors have gone back, too, no lost rank's share may be taken from one.
         state.whole = state.mirror is None
         state.rewind(saved, state.samples + self.batch.global_size)
+        set_mode(state.optimizers, "train")
         copy_to_mirror(state, self.mesh)
         state.whole = True
         self.observers.rewind(state.step)
@@ -410,15 +440,18 @@ class Engine:
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss of the newest step, and its other scores. (all ranks)"""
         state = self.state
-        scores = evaluate(
-            self.mesh,
-            self.par,
-            state,
-            self.batches,
-            self.workload,
-            self.cfg.eval_samples,
-            self.phase,
-        )
+        with evaluated_weights(state.optimizers):
+            scores = evaluate(
+                self.mesh,
+                self.par,
+                state,
+                self.batches,
+                self.workload,
+                self.cfg.eval_samples,
+                self.phase,
+                self.reading,
+            )
+        # Nothing communicates from the loss to here, so an evaluation is done as a whole.
         if state.schedule is not None and state.scalars.val_loss is not None:
             state.schedule.see_loss(state.scalars.val_loss, state.optimizers)
         return scores
@@ -429,10 +462,21 @@ class Engine:
         self.state.session.reported = self.state.step
         self.observers.record(record)
 
+    def save_at_once(self) -> None:
+        """Save a checkpoint of the newest step, unless there is one. (all ranks)"""
+        state = self.state
+        if state.session.saved != state.step:
+            # No checkpoint may contain a state on which ranks disagree.
+            self.compare()
+            self.watch.pause(self.save())
+
     def save(self, final: bool = False) -> float:
         """Save a checkpoint of the newest step; return the seconds that it took. (all ranks)"""
         self.phase("checkpoint")
-        return save_checkpoint(self.spec, self.mesh, self.state, self.workload, self.writer, final)
+        with evaluated_weights(self.state.optimizers, back=not final):
+            return save_checkpoint(
+                self.spec, self.mesh, self.state, self.workload, self.writer, final
+            )
 
     def compare(self, again: bool = False) -> None:
         """Compare the replicas, and heal a minority; once a step, or `again`. (all ranks)"""
@@ -468,6 +512,8 @@ class Engine:
             return "finished"
         if order is Order.STOP:
             return "stopped"
+        if order is Order.FINISH:
+            return "stopped_by_script"
         if self.on_target:
             return "target_loss"
         return "stop_at"

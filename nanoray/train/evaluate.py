@@ -14,6 +14,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.models.weighted import Weighted, mean_of, weight_of
 from nanoray.parallel.plan import Plan
 from nanoray.state import TrainState
+from nanoray.train.reading import Reading
 from nanoray.train.workload import Workload
 
 
@@ -26,11 +27,13 @@ def evaluate(
     workload: Workload,
     most_samples: int,
     phase: Callable[[str], None],
+    reading: Reading | None = None,
 ) -> dict[str, float]:
     """Return the mean loss, other scores, and time/eval_s, of at most `most_samples`. (all ranks)
 
-    Stores the loss in `state`. `phase` is called with "eval" before each batch. Raises
-    TrainingDiverged when the loss is not finite.
+    Stores the loss in `state`. `phase` is called with "eval" before each batch. `reading`: for data
+    of a script; without scores where a rank could not read them. Raises TrainingDiverged when the
+    loss is not finite.
     """
     phase("eval")
     start = time.perf_counter()
@@ -72,6 +75,10 @@ def evaluate(
     finally:
         for module in training:
             module.training = True
+
+    # (all ranks) A rank that could not read has evaluated other samples.
+    if reading and reading.fails_in_evaluation():
+        return {"time/eval_s": time.perf_counter() - start}
 
     # One small all-reduce: the sums of all ranks.
     *sums, count = mesh.all_reduce(total, "eval").tolist()

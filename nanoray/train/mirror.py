@@ -103,6 +103,8 @@ def finish(state: TrainState, update: Update, clip: float) -> None:
 def copy_to_mirror(state: TrainState, mesh: Mesh) -> None:
     """Send each rank's share, just read from disk, to the rank that mirrors it. (all ranks)"""
     if state.mirror:
+        # What has no state at this step must have none in the copy.
+        state.mirror.optimizer.state.clear()
         own = Holding(state.shards, state.optimizer, mesh.rank, state.frozen)
         deal(mesh, [own], [state.mirror])
         deal_frozen(mesh, [own], [state.mirror])

@@ -22,6 +22,7 @@ from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
 from nanoray.config.conflicts import refuse
 from nanoray.data.lengths import length_at
+from nanoray.data.own import OwnData
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import MicroBatches
 from nanoray.data.verify import verify
@@ -452,6 +453,8 @@ class Recipe:
 
         # The parts of this group alone.
         batch = self.batch_for(mesh)
+        if isinstance(self.data, OwnData):
+            self.data.divide(batch, par.data.index)
         batches = self.batches(self.data, batch, par.data.index, self._length_of_samples())
         workload = self._workload(mesh)
         watch = self._watch(group, par, batches, workload)
@@ -555,5 +558,7 @@ class Recipe:
     def close(self) -> None:
         """Finish what is still being written, and close this process' files."""
         self.writer.close()
+        if isinstance(self.data, OwnData):
+            self.data.close()
         self.observers.close()
         self.ledger.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import tempfile
 import time
@@ -46,7 +47,7 @@ def test_ranks_without_a_driver_stop_with_a_checkpoint(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
     """A frozen driver (its node, or the network to it) asks nobody anything: after 20 s the ranks
-    stop.
+    stop. If it thaws, it reports that, and charges no failure.
     """
     driver = start_training(
         cluster, recipe, tmp_path, *ENDLESS, "--log_every", "10", "--sample_tokens", "0"
@@ -61,9 +62,19 @@ def test_ranks_without_a_driver_stop_with_a_checkpoint(
         assert newest is not None
         assert newest.state.meta["step"] > 0
         assert not damaged
+        os.kill(driver.pid, signal.SIGCONT)
+        code, output = finish(driver)
     finally:
-        os.kill(driver.pid, signal.SIGKILL)
-        driver.communicate()
+        if driver.poll() is None:
+            os.kill(driver.pid, signal.SIGKILL)
+            driver.communicate()
+    step = newest.state.meta["step"]
+    assert code == 143, output
+    assert re.search(r"^stop     no call of this driver reached the ranks for 2\d s", output, re.M)
+    assert f"They saved at step {step} and ended; no failure is counted" in output
+    assert f"--resume {only_run(tmp_path)} continues" in output
+    assert "failure" not in output.replace("no failure is counted", "")
+    assert (summary(tmp_path)["exit_reason"], summary(tmp_path)["steps"]) == ("stopped", step)
     assert no_actors_left(cluster)
 
 

@@ -424,6 +424,7 @@ def test_each_actor_sees_exactly_its_own_slice() -> None:
         assert seen == [[s] for s in SLICES]
 
 
+@pytest.mark.full
 def test_whole_gpus_are_not_taken_for_slices() -> None:
     with ray_head("--num-gpus=2", dashboard=False, CUDA_VISIBLE_DEVICES="0,1") as cluster:
         kind, workers, seen = in_driver(cluster, MIG_DRIVER.replace("DEVICE", "auto"))

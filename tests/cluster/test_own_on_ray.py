@@ -1,5 +1,5 @@
 """A script's own model on Ray: a killed rank is replaced, and the script's function runs again in
-the new process.
+the new process. The program that launches it goes on as it was.
 """
 
 from __future__ import annotations
@@ -10,46 +10,54 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.cluster import Cluster, assert_same_run, fired, no_actors_left, reports
+from tests.harness.cluster import (
+    Cluster,
+    assert_same_run,
+    fired,
+    no_actors_left,
+    only_run,
+    reports,
+)
 from tests.harness.commands import run
 
 pytestmark = [pytest.mark.slow]
 SCRIPT = """
-import json, sys
+import json, logging, os, sys, warnings
 import torch
 from torch import nn
 import nanoray
 
 def main(run):
+    print("printed by rank", run.rank)
+    logging.warning("logged by rank %d", run.rank)
+    os.write(1, f"written by rank {run.rank} as C does\\n".encode())
     x = torch.randn(200, 3, generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
     model = nn.Sequential(nn.Linear(3, 16), nn.Dropout(0.1), nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    nanoray.RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(data, data, steps=30)
+    nanoray.RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(data, data)
 
 if __name__ == "__main__":
     raise SystemExit(nanoray.launch(main, json.loads(sys.argv[1])))
 """
 
+SETTINGS: dict[str, object] = {
+    "global_batch_size": 12,
+    "workers": 2,
+    "cpus_per_worker": 0.5,
+    "log_every": 1,
+    "checkpoint_every": 10,
+    "max_steps": 30,
+    "spares": 0,
+    "tensorboard": False,
+    "placement_timeout_s": 60,
+}
+
 
 def launched(cluster: Cluster, folder: Path, out: Path, **settings: object) -> str:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    config = {
-        "global_batch_size": 12,
-        "workers": 2,
-        "cpus_per_worker": 0.5,
-        "log_every": 1,
-        "checkpoint_every": 10,
-    }
-    config |= {
-        "max_steps": 30,
-        "spares": 0,
-        "tensorboard": False,
-        "out_dir": str(out),
-        "placement_timeout_s": 60,
-    }
-    config |= settings
+    config = SETTINGS | {"out_dir": str(out)} | settings
     done = run(
         str(script),
         json.dumps(config),
@@ -65,8 +73,110 @@ def test_a_killed_rank_of_a_script_is_replaced(cluster: Cluster, tmp_path: Path,
     launched(cluster, tmp_path, tmp_path / "clean", dp_mode=mode)
     faults = "kill@rank=1,step=14,phase=backward"
     output = launched(cluster, tmp_path, tmp_path / "out", dp_mode=mode, faults=faults)
+
+    # Rank 0's output is on the console, every rank's in its log, also that of the new process.
+    assert output.count("printed by rank 0\n") == 1
+    assert "by rank 1" not in output
+    for rank, times in ((0, 1), (1, 2)):
+        log = (only_run(tmp_path / "out") / "logs" / f"rank{rank}.log").read_text()
+        for line in (f"printed by rank {rank}\n", f"logged by rank {rank}\n", "as C does\n"):
+            assert log.count(line) == times, log
     assert fired(tmp_path / "out") == ["kill"], output
     found = [(report["recovery"], report["steps_repeated"]) for report in reports(tmp_path / "out")]
     assert found == [("in_place", 0)], output
     assert_same_run(tmp_path / "out", tmp_path / "clean")
+    assert no_actors_left(cluster)
+
+
+PROGRAM = """
+import json, os, sys, threading
+import ray, nanoray
+from script import main
+
+ray.init(namespace="mine", log_to_driver=False)
+
+@ray.remote(num_cpus=0)
+class Counter:
+    count = 0
+
+    def add(self):
+        self.count += 1
+        return self.count
+
+counter = Counter.options(name="counter").remote()
+mine = ray.put("mine")
+before = dict(os.environ)
+config = json.loads(sys.argv[1])
+
+def launch(name, **more):
+    code = nanoray.launch(main, config | {"name": name} | more)
+    print(f"{name}: exit code {code}", flush=True)
+    return code
+
+def failing(run):
+    print("printed before the error")
+    raise ValueError("of the script")
+
+def unpicklable(run, lock=threading.Lock()):
+    main(run)
+
+@ray.remote(num_cpus=0)
+def task():
+    return launch("task")
+
+launch("script")
+launch("elsewhere", ray_address="192.0.2.77:6379")
+print("failing: exit code", nanoray.launch(failing, config | {"max_failures": 0}), flush=True)
+print("locked: exit code", nanoray.launch(unpicklable, config))
+thread = threading.Thread(target=launch, args=("thread",))
+thread.start()
+thread.join()
+print("task: exit code", ray.get(task.remote()))
+
+assert ray.get(mine) == "mine"
+assert ray.get(ray.get_actor("counter").add.remote()) == 1
+assert ray.get_runtime_context().namespace == "mine"
+assert dict(os.environ) == before
+print("all is as it was")
+"""
+
+
+CODES = (
+    ("script", 0),
+    ("elsewhere", 2),
+    ("failing", 1),
+    ("locked", 2),
+    ("thread", 0),
+    ("task", 0),
+)
+
+
+def test_the_ray_of_a_program_is_used_and_stays_as_it_was(cluster: Cluster, tmp_path: Path) -> None:
+    """From the main thread, another one, and a Ray task; its objects and actors are still there."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    config = SETTINGS | {"out_dir": str(tmp_path / "out"), "max_steps": 5, "checkpoint_every": 0}
+    env = os.environ | cluster.env | {"RAY_ADDRESS": cluster.address}
+    done = run(str(program), json.dumps(config), env=env)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "all is as it was" in done.stdout
+    for name, code in CODES:
+        assert f"{name}: exit code {code}\n" in done.stdout, output
+    assert done.stdout.count("ray    the one that this program is connected to") == 3
+    assert "ray_address = 192.0.2.77:6379, but this process is connected to the Ray at" in output
+    assert (
+        "unpicklable cannot be sent to the ranks (TypeError: cannot pickle '_thread.lock' "
+        in output
+    )
+    assert "note   launched outside of the main thread" in done.stdout
+    assert "signal only works in main thread" not in output
+
+    # What the script prints comes before its error; logging goes to stderr.
+    before, error, _ = done.stdout.partition("failed in init of step 0: ValueError: of the script")
+    assert error, output
+    assert "printed before the error\n" in before
+    assert 'raise ValueError("of the script")' in done.stdout
+    assert "WARNING:root:logged by rank 0\n" in done.stderr
     assert no_actors_left(cluster)

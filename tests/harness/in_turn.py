@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ def run_in_turn(turns: Sequence[Turn], world: int, timeout_s: float = 300) -> li
 
 
 def _train_all(packed: list[Any], _: RunSpec, rendezvous: Rendezvous) -> dict[str, Any]:
+    # A daemon of multiprocessing may have no children, and a DataLoader's workers are some.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     outcomes = []
     for number, (values, main, given, stop) in enumerate(packed):
         spec = RunSpec.from_dict(values)

@@ -821,7 +821,9 @@ WRONG_DATA: dict[str, Wrong] = {
     "a path": wrong("the train data are the text 'train.csv'", "read it", data="train.csv"),
     "a number": wrong("the train data are a int", "give a dataset", data=24),
     "items are dicts": wrong(
-        "a batch is a dict", "pack it as (inputs, targets)", data=Items({"x": _X, "labels": _Y})
+        "a batch is a dict",
+        "or give pairs of inputs and targets",
+        data=Items({"x": _X, "labels": _Y}),
     ),
     "items of three": wrong(
         "a batch is a list of 3", "pack it as (inputs, targets)", data=Items((_X, _Y, _Y))

@@ -257,5 +257,11 @@ ZOO: list[Exhibit] = [
     Exhibit("gradient penalty", GradientPenalty, vectors, loss=None),
     Exhibit("expanded gradients", ExpandedGradient, vectors),
     Exhibit("wider gradients", Halves, vectors),
+    Exhibit(
+        "gradient set by a hook",
+        HookedGradient,
+        vectors,
+        refused={"fsdp": "head.weight has a hook on its gradient"},
+    ),
 ]
 BY_NAME = {exhibit.name: exhibit for exhibit in ZOO}

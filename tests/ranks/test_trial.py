@@ -19,10 +19,10 @@ from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.errors import ConfigError
-from nanoray.launch.own import DEFAULTS
 from nanoray.run import RunSpec
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
+from nanoray.train.own.settings import DEFAULTS
 from nanoray.train.own.task import copied
 from nanoray.train.own.untouched import untouched
 from tests.harness.lasting_ranks import LastingRanks

@@ -607,6 +607,7 @@ def save_forever(folder, done):
 
 
 @pytest.mark.slow
+@pytest.mark.full  # tests/ranks/test_writer.py kills saves beside training
 def test_sigkill_at_any_time_loses_nothing(tmp_path):
     for done in killed_saves(tmp_path, save_forever, tmp_path):
         found, notes = newest_valid(tmp_path)

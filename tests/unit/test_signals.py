@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import pytest
 
+from nanoray.cli import STOP_SIGNALS, stop_signals
 from nanoray.launch.signals import Stop, catch_signals
+from nanoray.mesh.rendezvous import Order
+from nanoray.train.__main__ import StopSignals
 from tests.harness.scripted_ray import ScriptedTime
 
 
@@ -44,6 +48,40 @@ def test_another_sigterm_changes_nothing() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.exit_code == 130
+
+
+def test_in_another_thread_no_handler_is_installed_and_a_line_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Python installs handlers in the main thread alone: "signal only works in main thread"."""
+    before = [signal.getsignal(signum) for signum in STOP_SIGNALS]
+    seen: list[object] = []
+
+    def launch() -> None:
+        with catch_signals() as stop:
+            stop.install()
+            seen.append([signal.getsignal(signum) for signum in STOP_SIGNALS])
+            seen.append(stop.requested)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert seen == [before, False]
+    assert "launched outside of the main thread" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ends_process", [False, True])
+def test_without_ray_the_programs_own_handlers_are_restored(ends_process: bool) -> None:
+    """A notebook's next cell can be interrupted, and a second Ctrl-C does not end the kernel."""
+    before = [signal.getsignal(signum) for signum in STOP_SIGNALS]
+    stop = StopSignals(ends_process)
+    with stop_signals(stop):
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (stop.wanted(), stop.exit_code) == (Order.STOP, 130)
+        if not ends_process:
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(signum) for signum in STOP_SIGNALS] == before
 
 
 def test_a_pause_ends_with_a_stop(capsys: pytest.CaptureFixture[str]) -> None:

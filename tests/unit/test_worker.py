@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -307,6 +308,16 @@ def test_a_rank_stopped_by_another_orphan_ends_too(
         with pytest.raises(SystemExit):
             one.run(spec.to_dict(), R)
     assert exits == ([] if driver_calls else [0])
+    # A driver that was frozen, and not gone, reads from disk what `run` would have returned.
+    if driver_calls:
+        assert not spec.last_word(1).exists()
+    else:
+        word = json.loads(spec.last_word(1).read_text())
+        assert (word["pid"], word["result"]) == (
+            os.getpid(),
+            {"ok": True, "exit_reason": "stopped"},
+        )
+        assert word["silent_s"] >= 20
 
 
 FROZEN = """
@@ -315,7 +326,7 @@ from nanoray.launch import silence
 silence.FROZEN_S = 0.4
 own = silence.OwnTime()
 for _ in range(2):
-    print(own.now(), time.monotonic(), flush=True)
+    print(own.monotonic(), time.monotonic(), flush=True)
     input()
 """
 

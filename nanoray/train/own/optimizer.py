@@ -30,16 +30,20 @@ from nanoray.optimizer_state import (
     members_of,
     tensors_of,
     trial_of,
+    trial_of_copies,
     values_of,
 )
+from nanoray.train.optim.modes import has_modes, set_mode
 from nanoray.train.own.schedule import needed_arguments
 from nanoray.train.own.several import Several
 from nanoray.values import Unsupported, same
 
 STEPS_AFTER = 7  # of both copies after a resume: Lookahead's slow weights move every fifth step
 CLOSE = 1e-3  # of an update: two ways to sum differ by 1e-6, a norm of another piece by far more
-# Large enough for optimizers that keep 8 bits only from some thousand elements on
-MATRIX = (64, 96)
+# Matrices to compare with their pieces. The small one comes first: an optimizer that keeps a matrix
+# for each dimension would take minutes for the other one, which is for optimizers that keep 8 bits
+# from some thousand elements on.
+MATRICES = ((6, 8), (64, 96))
 
 
 def optimizer_of(given: Any) -> Optimizer:
@@ -89,7 +93,13 @@ def _require_resumable(optimizer: Optimizer) -> None:
             f"{name}.step() needs {', '.join(needed)}, but nanoray computes gradients once and "
             "calls step() without arguments; use another optimizer"
         )
-    first = _trial(optimizer)
+    make_trial: Callable[[Optimizer], Trial] = trial_of
+    try:
+        _take_steps(_trial(optimizer, make_trial), range(TRIAL_STEPS + STEPS_AFTER))
+    except ConfigError:
+        # It may have tensors of its parameters' shapes, as a wrapper with slow weights does.
+        make_trial = trial_of_copies
+    first = _trial(optimizer, make_trial)
     before = group_values(first.optimizer)
     _take_steps(first, range(TRIAL_STEPS))
     try:
@@ -110,7 +120,7 @@ def _require_resumable(optimizer: Optimizer) -> None:
             )
 
     # What is saved must be all that the next steps depend on.
-    second = _trial(optimizer)
+    second = _trial(optimizer, make_trial)
     for old, new in zip(first.probes, second.probes, strict=True):
         new.data.copy_(old.data)
     try:
@@ -158,11 +168,20 @@ def _difference_of_pieces(optimizer: Optimizer) -> str:
         return "has a state_dict() of its own, which cannot be cut"
     if has_modes(optimizer):
         return "changes the weights in its eval() and train()"
-    whole = _large_trial(optimizer, lambda p: p)
+    for matrix in MATRICES:
+        problem = _compare_with_halves(optimizer, matrix)
+        if problem:
+            return problem
+    return ""
+
+
+def _compare_with_halves(optimizer: Optimizer, matrix: tuple[int, int]) -> str:
+    """Return how flat halves of parameters are treated unlike the whole; "" if they are not."""
+    whole = _uneven_trial(optimizer, matrix, lambda p: p)
     before = [probe.detach().clone() for probe in whole.probes]
     halves = [
-        _large_trial(optimizer, lambda p: p.flatten()[: p.numel() // 2]),
-        _large_trial(optimizer, lambda p: p.flatten()[p.numel() // 2 :]),
+        _uneven_trial(optimizer, matrix, lambda p: p.flatten()[: p.numel() // 2]),
+        _uneven_trial(optimizer, matrix, lambda p: p.flatten()[p.numel() // 2 :]),
     ]
     try:
         # A rank may have no element of a group.
@@ -202,13 +221,17 @@ def _difference_of_pieces(optimizer: Optimizer) -> str:
     return ""
 
 
-def _large_trial(optimizer: Optimizer, part: Callable[[Tensor], Tensor]) -> Trial:
-    """Return a trial over a part of large parameters, with a rate that moves them."""
+def _uneven_trial(
+    optimizer: Optimizer, matrix: tuple[int, int], part: Callable[[Tensor], Tensor]
+) -> Trial:
+    """Return a trial over a part of each parameter, with a rate that moves them."""
     trial = trial_of(optimizer, lambda dim: (1,) * dim)
     swap: dict[Tensor, Tensor | None] = {}
     probes = []
     for number, probe in enumerate(trial.probes):
-        shape = _large_shape(probe.dim())
+        shape = (*matrix, *[3] * (probe.dim() - 2))
+        if probe.dim() < 2:
+            shape = (matrix[0] * matrix[1],)
         generator = torch.Generator().manual_seed(number)
         values = torch.randn(shape, generator=generator).to(probe.dtype)
         probes.append(nn.Parameter(part(values).clone()))
@@ -218,12 +241,6 @@ def _large_trial(optimizer: Optimizer, part: Callable[[Tensor], Tensor]) -> Tria
         if isinstance(group.get("lr"), (float, Tensor)):
             group["lr"] = group["lr"] * 0 + 0.01
     return Trial(duplicate, probes)
-
-
-def _large_shape(dim: int) -> tuple[int, ...]:
-    if dim < 2:
-        return (MATRIX[0] * MATRIX[1],)
-    return (*MATRIX, *[3] * (dim - 2))
 
 
 def _uneven_gradients(trial: Trial, seed: int) -> list[Tensor]:
@@ -238,16 +255,16 @@ def _uneven_gradients(trial: Trial, seed: int) -> list[Tensor]:
     return gradients
 
 
-def _trial(optimizer: Optimizer) -> Trial:
+def _trial(optimizer: Optimizer, make_trial: Callable[[Optimizer], Trial]) -> Trial:
     try:
-        trial = trial_of(optimizer)
+        trial = make_trial(optimizer)
     except Exception as error:  # any class of optimizer may come from a user's script
         raise ConfigError(
             f"{_name(optimizer)} cannot be copied to be tried before the first step "
             f"({_first_line(error)}); keep what cannot be copied out of its attributes, or use "
             "another optimizer"
         ) from None
-    set_mode(trial.optimizer, "train")
+    set_mode([trial.optimizer], "train")
     return trial
 
 
@@ -277,22 +294,6 @@ def _first_line(error: Exception) -> str:
     """Return an error's type and the first line of its text."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:120]}"
-
-
-# Optimizers that train other weights than those that they evaluate, such as schedule-free ones.
-
-
-def has_modes(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has train() and eval(), which change the weights."""
-    return any(callable(getattr(member, "eval", None)) for member in members_of(optimizer))
-
-
-def set_mode(optimizer: Optimizer, mode: str) -> None:
-    """Call train() or eval() of the optimizers that have them."""
-    for member in members_of(optimizer):
-        switch = getattr(member, mode, None)
-        if callable(switch):
-            switch()
 
 
 # Parameters.

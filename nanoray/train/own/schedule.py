@@ -159,7 +159,7 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 def schedulers_of(given: Any, optimizer: Optimizer) -> list[Any]:
     """Return a script's schedulers: None, one, a list, or a function of the step.
 
-    A function returns the factor of the rate in the update after a number of steps, as LambdaLR's does.
+    A function returns the factor of the rate after a number of steps, as LambdaLR's does.
     Raises ConfigError for what cannot be stepped or saved.
     """
     given = given if isinstance(given, (list, tuple)) else [given]

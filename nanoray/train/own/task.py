@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import Batch, Config, resolve_batch
-from nanoray.data.own import LOADER, OwnData
+from nanoray.data.own import LOADER, Batches, Counted, OwnData, batch_size_of
 from nanoray.data.tokens import MicroBatches, Samples
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.own_models import own_lines
@@ -19,6 +19,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.models.weighted import LossValue, Weighted, mean_of
 from nanoray.run import RunSpec
+from nanoray.train.own.call import loss_of
 from nanoray.train.own.run import Run
 from nanoray.train.own.schedule import OwnSchedule
 from nanoray.train.own.shards import cut_optimizer, follow_parameters
@@ -30,6 +31,7 @@ from nanoray.train.workload import Workload
 RATES = ("lr", "min_lr", "schedule", "warmup_steps", "decay_fraction")
 # (the model's output, targets) -> mean loss, or its sum and weight
 LossFn = Callable[[Any, Any], LossValue]
+UNKNOWN = -1  # the size of the data's batches, before they were looked at
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class OwnTask:
         self._steps = steps
         self._train_data = train_data
         self._val_data = val_data
+        self._batch_size: int | None = UNKNOWN  # of the data; None: they have none of their own
+        self._begun: Batches | None = None  # of an iterable, whose first batch was read for that
         self._has_weights: bool | None = None  # whether losses come with weights; not known yet
 
     @property
@@ -82,7 +86,7 @@ class OwnTask:
 
         Raises ConfigError for learning rates that contradict each other.
         """
-        settings: dict[str, Any] = {}
+        settings = self._size_of_batches()
         if self._steps is not None:
             settings["max_steps"] = self._steps
         if self._val_data is None:
@@ -116,6 +120,33 @@ class OwnTask:
             settings["lr"] = lr
             if "min_lr" not in keys:
                 settings["min_lr"] = 0.1 * lr
+        return settings
+
+    def _size_of_batches(self) -> dict[str, Any]:
+        """Return micro_batch_size where the data come in batches: each is one rank's micro batch.
+
+        Raises ConfigError where the configuration has another size.
+        """
+        config = self._spec.config
+        if self._batch_size == UNKNOWN:
+            self._batch_size, self._begun = batch_size_of(self._train_data, config.seed)
+        size = self._batch_size
+        if size is None:
+            return {}
+        if "micro_batch_size" in self._given.run.given and config.micro_batch_size != size:
+            raise ConfigError(
+                f"micro_batch_size = {config.micro_batch_size}, but the train data come in batches "
+                f"of {size} samples, and each is one rank's micro batch; drop the key, or give "
+                "batches of that size"
+            )
+        settings = {"micro_batch_size": size}
+        try:
+            resolve_batch(config.model_copy(update=settings), self._given.run.rendezvous.slots)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}. The train data come in batches of {size} samples, and each is one "
+                "rank's micro batch"
+            ) from None
         return settings
 
     def model(self) -> nn.Module:
@@ -158,8 +189,10 @@ class OwnTask:
 
     def loss(self, model: nn.Module, x: Any, y: Any) -> LossValue:
         """Return the loss of a batch. Raises ConfigError where a later one is of another kind."""
-        loss_fn = self._given.loss_fn
-        loss = model(x, y) if loss_fn is None else loss_fn(model(x), y)
+        samples = None
+        if isinstance(y, Counted):
+            y, samples = y
+        loss = loss_of(model, self._given.loss_fn, x, y)
 
         # All ranks add up weights, or none does.
         has_weight = isinstance(loss, Weighted)
@@ -170,6 +203,14 @@ class OwnTask:
                 "the loss is nanoray.Weighted for some batches and a mean for others; return "
                 "nanoray.Weighted(sum=..., weight=...) for all of them"
             )
+
+        # A micro batch with fewer samples than others counts for less, and one without for nothing.
+        if samples is None:
+            return loss
+        if not isinstance(loss, Weighted):
+            return Weighted(sum=loss * samples, weight=samples)
+        if samples == 0:
+            return Weighted(sum=loss.sum * 0, weight=0)
         return loss
 
     def mean_loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
@@ -177,12 +218,14 @@ class OwnTask:
         return mean_of(self.loss(model, x, y))
 
     def data(self, device: torch.device) -> Samples:
-        cfg = self._spec.config
+        cfg = self._spec.config.model_copy(update=self._size_of_batches())
         ranks = self._given.run.rendezvous.slots
         place = (self._given.run.rank, ranks)
         batch = resolve_batch(cfg, ranks)
         # Batches of a fixed size, or loaders that each rank has alone, fit one number of ranks.
-        self._data = OwnData(self._train_data, self._val_data, cfg.seed, batch.micro, device, place)
+        self._data = OwnData(
+            self._train_data, self._val_data, cfg.seed, batch.micro, device, place, self._begun
+        )
         if self._data.in_batches and cfg.recovery == "shrink":
             kind = "batches of a fixed size"
             if self._data.stateful:
@@ -191,6 +234,13 @@ class OwnTask:
                 "recovery = shrink changes the number of ranks and the micro batch, but the train "
                 f"data are {kind}; use recovery in_place or restart, or give a dataset with len() "
                 "and []"
+            )
+        # The driver decides which numbers of ranks are possible, and it does not see the data.
+        sizes = {"micro_batch_size", "global_batch_size"}
+        if cfg.recovery == "shrink" and self._batch_size and not sizes & self._given.run.given:
+            raise ConfigError(
+                "recovery = shrink divides the batch of the configuration, but here the "
+                f"DataLoader's batch_size decides it; give micro_batch_size = {batch.micro}"
             )
         return self._data
 
@@ -226,7 +276,8 @@ class OwnTask:
                 "the model has lazy modules, whose shapes follow from a batch, and the train data "
                 "are a loader with a state; run the model on one batch before RuntimeEngine"
             )
-        batch = resolve_batch(self._spec.config, self._given.run.world_size)
+        config = self._spec.config.model_copy(update=self._size_of_batches())
+        batch = resolve_batch(config, self._given.run.world_size)
         return data.train_batch(self._given.run.rank * batch.micro, batch.micro)
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
@@ -267,7 +318,7 @@ class OwnTask:
         numbers = sum(p.numel() for p in self._given.model.parameters())
         return [
             *mode_notes(self._given.model),
-            "data   of the script",
+            f"data   of the script: {self._data.describe()}",
             f"batch  {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = "
             f"{batch.global_size} samples/step"
             f"      model {type(self._given.model).__name__}, {numbers / 1e6:.2f} M parameters",

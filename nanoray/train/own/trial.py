@@ -22,15 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 import nanoray
 from nanoray.checkpoint.storable import unstorable
+from nanoray.compat import tree_leaves, tree_map
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import autocast
 from nanoray.models.weighted import Weighted
+from nanoray.train.own.call import arguments_of, loss_in, loss_of
 from nanoray.train.own.checks import describe, lazy_parameters
 from nanoray.train.own.untouched import equal_bits, untouched
 
@@ -126,19 +127,19 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
 def _forward(subject: Subject, x: Any, y: Any) -> Tensor:
     """Return the loss of a batch, checked."""
     model = subject.model
-    arguments = (x,) if subject.loss_fn else (x, y)
-    _require_arguments(subject, arguments)
+    positional, named = arguments_of(x, y, subject.loss_fn is not None)
+    _require_arguments(subject, x, y)
     name = type(model).__name__
     given = describe(x) if subject.loss_fn else f"{describe(x)} and {describe(y)}"
     with _explained(f"the forward of {name}, called with {given},", "mend it, or the data"):
-        output = model(*arguments)
+        output = model(*positional, **named)
     if any(p.grad is not None for p in model.parameters()):
         raise Unfit(
             f"the forward of {name} calls backward, and its gradients would be added to those of "
             "the loss; use torch.autograd.grad in it, and leave the loss's backward to nanoray"
         )
     if subject.loss_fn is None:
-        loss = output
+        loss = loss_in(output, x)
         source = name
         hint = "return the mean loss of the batch, or give RuntimeEngine a loss_fn"
     else:
@@ -155,13 +156,19 @@ def _forward(subject: Subject, x: Any, y: Any) -> Tensor:
     return scalar
 
 
-def _require_arguments(subject: Subject, arguments: tuple[Any, ...]) -> None:
+def _require_arguments(subject: Subject, x: Any, y: Any) -> None:
     """Raise Unfit for a forward or a loss_fn that does not take what it is given."""
+    positional, named = arguments_of(x, y, subject.loss_fn is not None)
     model = subject.model
     name = type(model).__name__
     if getattr(model.forward, "__name__", "") == "_forward_unimplemented":
         raise Unfit(f"{name} has no forward; define forward(self, inputs) in it")
-    refusal = _why_not_called(model.forward, arguments)
+    refusal = _why_not_called(model.forward, positional, named)
+    if refusal and named:
+        raise Unfit(
+            f"a batch is a dict, and the model is called with its keys as arguments, but the "
+            f"forward of {name} {refusal}; let it take them, or give pairs of inputs and targets"
+        )
     if refusal and subject.loss_fn is None:
         raise Unfit(
             f"without a loss_fn the model is called with inputs and targets, but the forward of "
@@ -170,12 +177,12 @@ def _require_arguments(subject: Subject, arguments: tuple[Any, ...]) -> None:
         )
     if refusal:
         raise Unfit(
-            f"the model is called with the inputs alone, {describe(arguments[0])}, but the forward "
+            f"the model is called with the inputs alone, {describe(x)}, but the forward "
             f"of {name} {refusal}; let it take one argument and unpack that: a tuple or a dict of "
             "tensors"
         )
     if subject.loss_fn is not None:
-        refusal = _why_not_called(subject.loss_fn, (None, None))
+        refusal = _why_not_called(subject.loss_fn, (None, None), {})
         if refusal:
             raise Unfit(
                 f"loss_fn is called with the model's output and the targets, but it {refusal}; "
@@ -183,14 +190,16 @@ def _require_arguments(subject: Subject, arguments: tuple[Any, ...]) -> None:
             )
 
 
-def _why_not_called(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+def _why_not_called(
+    function: Callable[..., Any], positional: tuple[Any, ...], named: dict[str, Any]
+) -> str:
     """Return why a function does not take these arguments; "" where it does, or is not known to."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function of C++
         return ""
     try:
-        signature.bind(*arguments)
+        signature.bind(*positional, **named)
     except TypeError as error:
         names = ", ".join(signature.parameters)
         return f"takes ({names}): {error}"
@@ -315,10 +324,7 @@ def _evaluate(subject: Subject, config: Config, mesh: Mesh) -> None:
     with torch.no_grad(), autocast(mesh.device.type, config.precision):
         what = f"the evaluation of {name}, in eval mode and called with {describe(x)},"
         with _explained(what, "let it return in eval mode what it returns in training"):
-            if subject.loss_fn is None:
-                loss = model(x, y)
-            else:
-                loss = subject.loss_fn(model(x), y)
+            loss = loss_of(model, subject.loss_fn, x, y)
     source = "loss_fn" if subject.loss_fn else name
     _scalar_of(loss, f"in eval mode {source}", "return what it returns in training")
 
@@ -431,15 +437,15 @@ def fill_lazy_parameters(
     Raises ConfigError when the forward fails, or leaves a parameter without a shape.
     """
     subject = Subject(model, loss_fn, lambda: (x, y), None)
-    arguments = (x,) if loss_fn else (x, y)
+    positional, named = arguments_of(x, y, loss_fn is not None)
     what = f"the first forward of {type(model).__name__}, called with {describe(x)},"
     # In eval mode, so that no running statistics change. The modes of parts stay as they are.
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        _require_arguments(subject, arguments)
+        _require_arguments(subject, x, y)
         with torch.no_grad(), _explained(what, "mend it, or the data"):
-            model(*arguments)
+            model(*positional, **named)
     except Unfit as unfit:
         raise ConfigError(str(unfit)) from None
     finally:

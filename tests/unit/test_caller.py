@@ -1,0 +1,68 @@
+"""The Ray that a program is connected to already, where a run cannot use it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from nanoray.config import load_config
+from nanoray.errors import ConfigError
+from nanoray.launch.caller import caller_address
+from nanoray.launch.script import Script
+
+
+def connect(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Let Ray say that this process is connected."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    context = SimpleNamespace(gcs_address=address)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+
+
+def test_without_a_connection_there_is_no_address() -> None:
+    assert caller_address(load_config(preset="tiny")) == ""
+
+
+def test_ray_client_and_local_mode_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(preset="tiny")
+    connect(monkeypatch, "127.0.0.1:6379")
+    monkeypatch.setattr(ray._private.worker, "LOCAL_MODE", None, raising=False)
+    assert caller_address(config) == "127.0.0.1:6379"
+
+    mode = ray._private.worker.global_worker.mode
+    monkeypatch.setattr(ray._private.worker, "LOCAL_MODE", mode if mode is not None else 2)
+    monkeypatch.setattr(
+        ray._private.worker, "global_worker", SimpleNamespace(mode=ray._private.worker.LOCAL_MODE)
+    )
+    with pytest.raises(ConfigError, match=r"local_mode=True.*leave local_mode out"):
+        caller_address(config)
+
+    monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
+    with pytest.raises(ConfigError, match=r"Ray Client .*ray job submit"):
+        caller_address(config)
+
+
+@pytest.mark.parametrize("asked", ["auto", "127.0.0.1:6379", "localhost:6379"])
+def test_an_address_that_names_the_same_ray_is_no_contradiction(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    connect(monkeypatch, "127.0.0.1:6379")
+    config = load_config(preset="tiny", overrides={"ray_address": asked})
+    assert caller_address(config) == "127.0.0.1:6379"
+
+
+@pytest.mark.parametrize("asked", ["local", "192.0.2.1:6379", "127.0.0.1:6380"])
+def test_an_address_that_names_another_ray_is_one(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    connect(monkeypatch, "127.0.0.1:6379")
+    config = load_config(preset="tiny", overrides={"ray_address": asked})
+    with pytest.raises(ConfigError, match=f"ray_address = {asked}, but this process is connected"):
+        caller_address(config)
+
+
+def test_a_function_that_a_rank_cannot_import_is_refused_there() -> None:
+    script = Script("main", b"cno_such_module\nmain\n.", frozenset())
+    with pytest.raises(ConfigError, match=r"main cannot be loaded .*No module named 'no_such_mod"):
+        script.unpack()
