@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
@@ -36,6 +37,7 @@ __all__ = [
     "foreach_add",
     "foreach_add_",
     "foreach_mul_",
+    "has_gradient_hooks",
     "mark_as_stepped",
     "node_sequence",
     "operator_of",
@@ -43,6 +45,7 @@ __all__ = [
     "restart_group_names",
     "scaled_mm",
     "storage_key",
+    "transient_buffers",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
@@ -115,6 +118,19 @@ def collectives_of(group: Any) -> int:
     with suppress(RuntimeError):
         return int(group._get_sequence_number_for_group())
     return 0
+
+
+def transient_buffers(module: nn.Module) -> set[str]:
+    """Return the live set of names of a module's buffers that its state_dict leaves out.
+
+    A scripted module has none.
+    """
+    return getattr(module, "_non_persistent_buffers_set", set())
+
+
+def has_gradient_hooks(p: Tensor) -> bool:
+    """Return whether a function would be called with the gradient of a parameter."""
+    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

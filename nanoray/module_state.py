@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nanoray.compat import transient_buffers
 from nanoray.errors import CheckpointError
 
 EXTRA = "_extra_state"  # torch's name for the extra state of a module
@@ -41,7 +42,7 @@ def buffers_of(model: nn.Module, persistent: bool | None = None) -> dict[str, Na
         for key, tensor in module._buffers.items():
             if tensor is None or id(tensor) in seen:
                 continue
-            is_persistent = key not in _transient_of(module)
+            is_persistent = key not in transient_buffers(module)
             if persistent is not None and persistent is not is_persistent:
                 continue
             seen.add(id(tensor))
@@ -49,17 +50,12 @@ def buffers_of(model: nn.Module, persistent: bool | None = None) -> dict[str, Na
     return found
 
 
-def _transient_of(module: nn.Module) -> set[str]:
-    """Return the names of the buffers that state_dict leaves out. A scripted module has none."""
-    return getattr(module, "_non_persistent_buffers_set", set())
-
-
 def buffer_names(model: nn.Module) -> set[str]:
     """Return all names of the persistent buffers; a shared module has several."""
     names = set()
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, tensor in module._buffers.items():
-            if tensor is not None and key not in _transient_of(module):
+            if tensor is not None and key not in transient_buffers(module):
                 names.add(f"{prefix}.{key}" if prefix else key)
     return names
 
@@ -202,7 +198,7 @@ def write_buffers(
     # A shared buffer is one tensor under several names, which need not all be given.
     for module in modules.values():
         for key, tensor in module._buffers.items():
-            is_persistent = key not in _transient_of(module)
+            is_persistent = key not in transient_buffers(module)
             if is_persistent and id(tensor) not in written:
                 module._buffers[key] = None
 
@@ -250,7 +246,7 @@ class Undisturbed:
             buffers = dict(module._buffers.items())
             # A scripted module keeps its buffers in C++: they can change, but not be others.
             if not isinstance(module, torch.jit.ScriptModule):
-                self._buffers.append((module, buffers, set(module._non_persistent_buffers_set)))
+                self._buffers.append((module, buffers, set(transient_buffers(module))))
             for tensor in buffers.values():
                 if tensor is not None and id(tensor) not in self._copies:
                     self._copies[id(tensor)] = (tensor, tensor.detach().clone())
@@ -290,8 +286,8 @@ class Undisturbed:
             # In place: a module may keep a reference to these dicts.
             module._buffers.clear()
             module._buffers.update(buffers)
-            module._non_persistent_buffers_set.clear()
-            module._non_persistent_buffers_set.update(transient)
+            transient_buffers(module).clear()
+            transient_buffers(module).update(transient)
         for tensor, copy in self._copies.values():
             assign(tensor, copy)
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from nanoray.compat import foreach_mul_
 from nanoray.mesh.axis import Axis
 from nanoray.models.weighted import Weighted, positive, weight_of
 from nanoray.parallel.compress import Compressor
@@ -86,7 +87,7 @@ class WeightedFlow(Straight):
 
         # One division is left, in place. With a single micro batch the unit was the total.
         if self._accum > 1:
-            torch._foreach_mul_(mode.gradients, unit / total)
+            foreach_mul_(mode.gradients, unit / total)
 
         # The mean over the ranks of what they return is the sum of all over the total weight.
         return own_sum * self._axis.size / total

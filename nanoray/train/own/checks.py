@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from nanoray.compat import storage_key
 from nanoray.config import Config
 from nanoray.errors import ConfigError, DataError
 
@@ -133,7 +134,7 @@ def _require_own_memory(parameters: dict[str, nn.Parameter], mode: str) -> None:
         for size, stride in zip(p.shape, p.stride(), strict=True):
             last += (int(size) - 1) * int(stride)
         end = begin + (last + 1) * p.element_size()
-        spans.setdefault(p.untyped_storage()._cdata, []).append((begin, end, name))
+        spans.setdefault(storage_key(p.untyped_storage()), []).append((begin, end, name))
     for of_storage in spans.values():
         of_storage.sort()
         for (_, end, name), (begin, _, other) in itertools.pairwise(of_storage):
