@@ -558,7 +558,7 @@ class Hooked(nn.Module):
         self.second.register_full_backward_hook(
             lambda module, into, out: tuple(None if g is None else g * 0.5 for g in into)
         )
-        self.first.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        self.first.weight.register_hook(lambda gradient: gradient * 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x))
@@ -800,7 +800,12 @@ PUBLIC: list[Kind] = [
         apart=True,
         note="observers see the samples of their rank, and those of rank 0 are kept",
     ),
-    Kind("forward and backward hooks", Hooked, vectors),
+    Kind(
+        "forward and backward hooks",
+        Hooked,
+        vectors,
+        note="a hook sees its rank's part of a gradient: a clamp in it differs from one process",
+    ),
     Kind("graph network, index_add", Graph, graphs),
     Kind("mixture of experts of one's own", Router, classes, F.cross_entropy),
     Kind("Fourier layer", Fourier, waves),

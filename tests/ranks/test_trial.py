@@ -24,6 +24,7 @@ from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
 from nanoray.train.own.settings import DEFAULTS
 from nanoray.train.own.task import copied
+from nanoray.train.own.trial import notes_on_hooks
 from nanoray.train.own.untouched import untouched
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.messages import find_line
@@ -197,6 +198,15 @@ def test_a_warning_of_torch_becomes_a_note(ranks: Ranks, tmp_path: Path) -> None
     assert "error" not in outcome, outcome
     line = find_line(spec.log(0).read_text(), "note    the first batch warns", "broadcasting")
     assert "target size" in line
+
+
+def test_hooks_on_gradients_are_named() -> None:
+    """On several ranks they see a part of the gradient."""
+    model = network()
+    assert notes_on_hooks(model) == []
+    model[2].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))  # type: ignore[index]
+    (note,) = notes_on_hooks(model)
+    assert find_line(note, "the gradient hook of 2.weight", "rank's part of the gradient")
 
 
 # --- lazy modules ---
