@@ -281,6 +281,8 @@ class Engine:
         # The warm-up draws dropout masks, and the first step must not notice.
         with undisturbed_generators(self.mesh.device):
             self.par.warm_up(x, y)
+        for line in self.par.notes:
+            self.note(line)
         log.info("warmed up")
 
     def seed_dropout(self, step: int, micro: int, rank: int | None = None) -> None:
