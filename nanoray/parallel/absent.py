@@ -67,9 +67,9 @@ class AbsentGradients(StepHook):
                 raise unfrozen(name)
         if any(low + high != 255 for low, high in zip(check, rest, strict=True)):
             raise ConfigError(
-                "dp_mode = fsdp: the ranks called the model's layers in different orders, or one "
-                "under no_grad on some ranks only, so they gathered different weights. No weight "
-                "has changed in this step; use dp_mode zero2"
+                "dp_mode = fsdp: the ranks called the model's layers in different ways, such as one "
+                "under no_grad on some ranks only, so they may have gathered different weights. No "
+                "weight has changed in this step; use dp_mode zero2"
             )
 
         absent = {

@@ -10,8 +10,9 @@ identity, between the calls before and after it:
     rank 1 calls     embed     ·      expert 1     ·      head         gathered, and not used
 
 The order is that of the warm-up's calls; a layer that no rank has called there comes after the one
-defined before it. What this cannot bring in line (layers in another order on each rank, a layer under
-no_grad on one rank only) is found by a number that the ranks compare after each step, before the update.
+defined before it. A forward that calls layers in a different order is refused. What the order cannot
+show, such as a layer under no_grad on one rank only, changes a checksum of the calls, which the ranks
+compare after each step, before the update.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nanoray.compat import current_node, tree_flatten, tree_unflatten
+from nanoray.errors import ConfigError
 
 
 class LayerOrder:
@@ -41,6 +43,7 @@ class LayerOrder:
             within = {self._number[m] for m in unit.modules() if m in self._number}
             self._inside.append(within - {self._number[unit]})
 
+        self._has_learned = False
         self._order = [*range(len(self._units))]
         self._next = 0  # the position in the order of the next call
         self._last = -1  # the unit that was called last
@@ -57,9 +60,15 @@ class LayerOrder:
         model.register_forward_hook(self._end, prepend=True)
 
     def learn(self, calls_of_ranks: Sequence[Sequence[int]]) -> None:
-        """Take the order of all ranks' calls in one forward, if they fit into one."""
+        """Take the order of all ranks' calls in one forward.
+
+        Raises ConfigError where they do not fit into one order.
+        """
+        self._has_learned = True
         longest = max(calls_of_ranks, key=len)
         if not all(_is_part(calls, longest) for calls in calls_of_ranks):
+            if not all(_is_part(calls, self._order) for calls in calls_of_ranks):
+                raise _other_order()
             return
         order = [*longest]
         for number in range(len(self._units)):
@@ -88,8 +97,10 @@ class LayerOrder:
             self._note(number, (args, kwargs))
             return None
         self._last = number
-        # Not among the rest: a second pass through the order begins.
+        # Not among the rest: a second pass through the order begins. The other ranks may have none.
         if number not in self._order[begin:]:
+            if self._has_learned and self._trains:
+                raise _other_order()
             args, kwargs = self._skip(len(self._order), (args, kwargs))
             self._next = 0
         place = self._order.index(number, self._next)
@@ -165,6 +176,13 @@ class LayerOrder:
         has_gradient = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         call = f"{number} {torch.is_grad_enabled()} {has_gradient}"
         self.checksum = zlib.crc32(call.encode(), self.checksum)
+
+
+def _other_order() -> ConfigError:
+    return ConfigError(
+        "dp_mode = fsdp gathers layers in the order in which the first batch calls them, and a "
+        "later batch, or another rank, calls them in a different order; use dp_mode zero2"
+    )
 
 
 def _in_backward() -> bool:

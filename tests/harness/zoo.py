@@ -289,6 +289,9 @@ class Layered(nn.Module):
         h = torch.tanh(self.into(x))
         if self.how == "chosen":
             return self.head(h + self.chosen(x, h))
+        if self.how == "order":
+            h = h + 0.1 * sum(layer(h) for layer in self.ordered(x))
+            return self.head(h)
 
         # The last layers are for marked samples alone.
         count = 4 if (x[:, 0] > 0).any() else 2
@@ -296,6 +299,13 @@ class Layered(nn.Module):
             weight = x[:, :1] if number >= 2 else 1.0
             h = h + weight * torch.tanh(self.layers[number](h))
         return self.head(h)
+
+    def ordered(self, x: Tensor) -> list[nn.Module]:
+        """Return the layers in an order that the samples decide."""
+        layers = [*self.layers]
+        if (x[:, 0] > 0).any():
+            layers.reverse()
+        return layers
 
     def chosen(self, x: Tensor, h: Tensor) -> Tensor:
         """Return the result of each sample's own expert: the rank of one of its inputs."""
@@ -357,6 +367,12 @@ ZOO: list[Exhibit] = [
         ),
     ),
     Exhibit("layers left out", lambda: Layered("some"), vectors),
+    Exhibit(
+        "layers in an order of the samples",
+        lambda: Layered("order"),
+        vectors,
+        refused={"fsdp": "calls them in a different order; use dp_mode zero2"},
+    ),
     Exhibit("experts in a list", lambda: Layered("chosen"), vectors),
     Exhibit(
         "gradient set by a hook",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nanoray.errors import ConfigError
 from nanoray.parallel.fsdp import units_of
 from nanoray.parallel.fsdp_order import LayerOrder
 
@@ -103,6 +105,16 @@ def test_the_order_is_learned_from_the_first_calls() -> None:
     rank.order.learn([[0, 1, 0, 1, 2, 3]])
     assert len(rank.run("0 1 0 1 2 3")) == 12
     assert rank.run("0 1 2 3") == rank.run("0 1 0 1 2 3")
+
+
+def test_calls_that_fit_into_no_order_are_refused() -> None:
+    rank = Rank(linears())
+    rank.order.learn([[0, 1], [2, 3]])
+    assert len(rank.run("1 2")) == 8
+    with pytest.raises(ConfigError, match="calls them in a different order; use dp_mode zero2"):
+        rank.run("2 1")
+    with pytest.raises(ConfigError, match="calls them in a different order"):
+        rank.order.learn([[0, 1], [1, 0]])
 
 
 def test_a_skipped_layer_changes_no_number_and_has_no_gradient() -> None:
