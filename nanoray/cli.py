@@ -319,6 +319,10 @@ def _add_flag(group: Any, key: str) -> None:
     description = " ".join((field.description or "").split()).replace("%", "%%")
     text = f"{description} [{field.default}]"
 
+    if key == "env":  # a mapping, one variable per flag
+        text = text.removesuffix(" [{}]")
+        group.add_argument("--env", metavar="KEY[=VALUE]", action="append", help=f"{text} [none]")
+        return
     if bool not in (field.annotation, *get_args(field.annotation)):
         group.add_argument(f"--{key}", metavar="X", help=text)
         return

@@ -115,7 +115,7 @@ REMEDIES: dict[type[NanorayError], str] = {
 }
 EXIT_CODES = {
     0: "the run has finished",
-    1: "ranks failed, a file cannot be read or written, or a defect of nanoray (with a traceback)",
+    1: "ranks or a script's data failed, a file cannot be read or written, or a defect of nanoray (with a traceback)",
     2: "the configuration or the dataset is wrong: nothing was started",
     3: "the machine or cluster cannot hold the ranks, or they did not meet",
     4: "a checkpoint is damaged, missing, or of another model",

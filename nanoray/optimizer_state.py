@@ -44,6 +44,11 @@ def members_of(optimizer: Optimizer) -> list[Optimizer]:
     return [optimizer] if members is None else members
 
 
+def name_of(optimizer: Optimizer) -> str:
+    """Return the class of an optimizer, or the classes of those that it consists of."""
+    return ", ".join(type(member).__name__ for member in members_of(optimizer))
+
+
 def has_own_state_dict(optimizer: Optimizer) -> bool:
     """Return whether the class decides itself what its state consists of."""
     for name in ("state_dict", "load_state_dict"):
@@ -533,7 +538,7 @@ def load_tensors(
         where = ", in its precision" if form.declared else ""
         raise CheckpointError(
             f"optimizer state holds {sorted(saved_keys) or 'nothing'}, but "
-            f"{type(optimizer).__name__} needs {sorted(form.keys or ()) or 'nothing'}; resume "
+            f"{name_of(optimizer)} needs {sorted(form.keys or ()) or 'nothing'}; resume "
             f"with the optimizer that wrote it{where}"
         )
 

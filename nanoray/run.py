@@ -2,7 +2,7 @@
 
 runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     config.json      the configuration; `--config` reads it
-    run.json         the RunSpec: dataset, versions, command
+    run.json         the RunSpec: dataset, versions, command and its working folder
     metrics.jsonl    one record per logged step
     statistics.jsonl  with statistics_every: what each layer is like
     memory/          with memory_at: the memory of a step on each rank;  `nanoray report` draws it

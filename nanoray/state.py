@@ -479,8 +479,8 @@ class TrainState:
         # Before its first step an optimizer has no state.
         meta = saved.meta
         values = meta.get("optimizer", {})
-        if optimizer and (saved.optimizer or values or meta["step"] > 0):
-            kept = values.get("state", {})
+        kept = values.get("state", {})
+        if optimizer and (saved.optimizer or kept or meta["step"] > 0):
             load_optimizer_tensors(
                 self.optimizer, self.shards, saved.optimizer, kept, cut=self.sharded
             )

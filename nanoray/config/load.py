@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from nanoray.config.schema import Config, changes_recipe
 from nanoray.config.spellings import PARTS, refuse_old
+from nanoray.config.variables import parse_variables
 from nanoray.errors import ConfigError
 
 PRESET_DIR = Path(__file__).resolve().parents[1] / "presets"
@@ -156,7 +157,17 @@ def lay_over(lower: Mapping[str, Any], upper: Mapping[str, Any], where: str) -> 
         if part.key in upper:
             merged.pop(part.field, None)
     merged.update(upper)
+    if "env" in lower and "env" in upper:
+        merged["env"] = _merge_variables(lower["env"], upper["env"])
     return merged
+
+
+def _merge_variables(lower: Any, upper: Any) -> Any:
+    """Add the upper layer's variables to those of the lower one, which it may replace."""
+    try:
+        return {**parse_variables(lower), **parse_variables(upper)}
+    except (TypeError, ValueError):
+        return upper  # the validation of the configuration reports what is wrong
 
 
 def load_config(

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from pydantic import field_validator
+
 from nanoray.config.fields import Group, field
+from nanoray.config.variables import parse_variables
 
 
 class Run(Group):
@@ -20,6 +25,18 @@ class Run(Group):
     """none | auto (the newest run in out_dir with this name and recipe) | PATH of a run folder or
     of one checkpoint"""
 
+    # What the processes of the ranks find in their environment
+    env: dict[str, str | None] = field({}, "run")
+    """environment variable of every rank, KEY=VALUE or KEY, as often as needed; in YAML a mapping.
+    KEY alone has the value of this command's shell, which is written nowhere (for tokens and keys);
+    a resume takes it from its own shell again"""
+
     # One seed for all random numbers: a resume repeats them from seed and step
     seed: int = field(1337, "run", ge=0, lt=2**63)
     """seed of the initial weights, of the sample order and of dropout"""
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _parse_env(cls, value: Any) -> Any:
+        """Turn the texts of flags into a mapping."""
+        return parse_variables(value)

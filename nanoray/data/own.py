@@ -86,13 +86,16 @@ class OwnData:
             self._train = begun
         else:
             self._train = source_of(train, "train", micro, seed)
-        self._val: Items | Batches | None = None
+        self._val: Items | Batches | Kept | None = None
         if val is not None:
             self._val = source_of(val, "val", micro, seed ^ VALIDATION)
         self._val_plan: list[list[int]] = []  # the samples of each batch of an evaluation
         self._ahead: Ahead | None = None
         self._val_ahead: Ahead | None = None
 
+        self._pins = False
+        if isinstance(self._train, Items):
+            self._pins = self._train.pins and device.type == "cuda"
         if isinstance(self._train, Items) and self._train.workers:
             self._ahead = Ahead(self._train.reader, self._train.workers, self._samples_of_batch)
 
@@ -180,7 +183,7 @@ class OwnData:
             # Validation batches are read once and kept: every evaluation uses the same samples.
             self._val = self._val.first(limit)
         windows = evenly_spaced(len(self._val) - 1, min(limit, len(self._val)))
-        if self._val.workers:
+        if isinstance(self._val, Items) and self._val.workers:
             own = windows[self._rank :: self._ranks].tolist()
             plan = [own[i : i + self._micro] for i in range(0, len(own), self._micro)]
             self._begin_evaluation(plan, self._val)
@@ -200,7 +203,7 @@ class OwnData:
 
     def val_batch(self, starts: np.ndarray) -> tuple[Any, Any]:
         """Return inputs and targets of these validation samples, on the device."""
-        assert isinstance(self._val, Items)
+        assert isinstance(self._val, Items | Kept)
         numbers = starts.tolist()
         try:
             pair = self._read_validation(self._val, numbers)
@@ -212,14 +215,19 @@ class OwnData:
             pair = inputs, targets.targets if isinstance(targets, Counted) else targets
         return self._on_device(pair)
 
-    def _read_validation(self, source: Items, numbers: list[int]) -> tuple[Any, Any]:
-        if not source.workers:
+    def _read_validation(self, source: Items | Kept, numbers: list[int]) -> tuple[Any, Any]:
+        if isinstance(source, Kept) or not source.workers:
             return source.items(numbers)
         # In a worker also what is read alone: a dataset may open its files in its first process.
         if self._val_ahead is None or numbers not in self._val_plan:
             self._begin_evaluation([numbers], source)
         assert self._val_ahead
         return as_pair(self._val_ahead.batch(self._val_plan.index(numbers)))
+
+    @property
+    def windows_at_once(self) -> int:
+        """The most validation windows that one call of `val_batch` reads."""
+        return 1 if isinstance(self._val, Kept) else self._micro
 
     @property
     def in_batches(self) -> bool:
@@ -275,12 +283,12 @@ class OwnData:
     def _on_device(self, pair: tuple[Any, Any]) -> tuple[Any, Any]:
         inputs, targets = pair
         if isinstance(inputs, NamedBatch):
-            inputs = NamedBatch(_to(dict(inputs), self._device))
+            inputs = NamedBatch(_to(dict(inputs), self._device, self._pins))
             if isinstance(targets, Counted):
                 return inputs, Counted(inputs, targets.samples)
             return inputs, inputs
         # A named tuple, so the parts of Counted move as well.
-        return _to(inputs, self._device), _to(targets, self._device)
+        return _to(inputs, self._device, self._pins), _to(targets, self._device, self._pins)
 
 
 class Items:
@@ -292,13 +300,18 @@ class Items:
         epochs: Epochs,
         workers: Workers | None = None,
         in_batches: bool = False,
+        pins: bool = False,
         description: str = "a dataset with an index",
     ) -> None:
-        """`in_batches`: the loader decides which items form a batch, and a batch has one place."""
+        """`in_batches`: the loader decides which items form a batch, and a batch has one place.
+
+        `pins`: batches are copied to a GPU from pinned memory.
+        """
         self.reader = reader
         self.epochs = epochs
         self.workers = workers
         self.in_batches = in_batches
+        self.pins = pins
         self.description = description
         self._of_validation: list[Sample] | None = None
 
@@ -333,6 +346,21 @@ class Items:
                 items += sample.item if self.in_batches else [sample.item]
             self._of_validation = [Sample(i, item) for i, item in enumerate(items)]
         return self._of_validation
+
+
+class Kept:
+    """Validation batches that are kept as they are, each with its number of samples."""
+
+    def __init__(self, pairs: list[tuple[Any, Any]]) -> None:
+        self._pairs = pairs
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def items(self, numbers: list[int]) -> tuple[Any, Any]:
+        """Return a batch by its number."""
+        inputs, targets = self._pairs[numbers[0]]
+        return inputs, Counted(targets, count_samples((inputs, targets)))
 
 
 class Batches:
@@ -423,9 +451,13 @@ class Batches:
         self._micro = count_samples(self._kept[0])
         return self._micro
 
-    def first(self, limit: int) -> Items:
-        """Return about `limit` samples from the start as a dataset with an index."""
+    def first(self, limit: int) -> Items | Kept:
+        """Return about `limit` samples from the start as a dataset with an index.
+
+        Where batches are padded to different lengths they stay as they are.
+        """
         samples: list[Any] = []
+        pairs: list[tuple[Any, Any]] = []
         self._next = 0
         self._epoch = -1
         self._begin_epoch()
@@ -434,6 +466,7 @@ class Batches:
             if batch is None:
                 break
             pair = as_pair(batch)
+            pairs.append(pair)
             count = count_samples(pair)
             inputs, targets = pair
             for i in range(count):
@@ -445,6 +478,8 @@ class Batches:
         self.close()
         if not samples:
             raise DataError(f"the {self._split} data yield no batch")
+        if len({_shapes_of(sample) for sample in samples}) > 1:
+            return Kept(pairs)
         return items_of(samples[:limit], self._split, self._seed)
 
 
@@ -497,6 +532,7 @@ def _items_of_loader(loader: DataLoader[Any], split: str, micro: int, seed: int)
         plan.epochs,
         plan.workers,
         in_batches=plan.batch_size is None,
+        pins=loader.pin_memory and not loader.num_workers,  # workers' batches are pinned already
         description=plan.description,
     )
 
@@ -590,17 +626,33 @@ def _sample_of(value: Any, i: int, count: int) -> Any:
     return value[i]
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    """Move tensors in nested lists, tuples and dicts to the device."""
+def _to(value: Any, device: torch.device, pins: bool) -> Any:
+    """Copy tensors in nested lists, tuples and dicts to the device, with `pins` by pinned memory."""
     if isinstance(value, Tensor):
+        if pins:
+            value = value.pin_memory()
         # A copy also on the CPU: batches are kept, and a model may change its inputs in place. It is
         # asynchronous only from pinned memory.
         return value.to(device, non_blocking=True, copy=True)
     if isinstance(value, Mapping):
-        return {key: _to(item, device) for key, item in value.items()}
+        return {key: _to(item, device, pins) for key, item in value.items()}
+    # A packed sequence, or a batch of another library, moves itself.
+    if callable(getattr(value, "to", None)):
+        return value.to(device)
     if isinstance(value, (tuple, list)):
-        return _like(value, [_to(item, device) for item in value])
+        return _like(value, [_to(item, device, pins) for item in value])
     return value
+
+
+def _shapes_of(value: Any) -> tuple[Any, ...]:
+    """Return the shapes of the tensors and arrays in nested lists, tuples and dicts."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return tuple(value.shape)
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (tuple, list)):
+        return tuple(_shapes_of(part) for part in value)
+    return ()
 
 
 def _like(value: Any, parts: list[Any]) -> Any:

@@ -194,7 +194,8 @@ def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
         "inspect SCRIPT.py"
     )
     batch = resolve_batch(config, Layout.of(config, ranks).dp)
-    updated = {name.partition(".")[2] for name in state.optimizer} or state.model.keys()
+    # Some optimizers have tensors besides those of parameters.
+    updated = {name.partition(".")[2] for name in state.optimizer} - {""} or state.model.keys()
     layout, model = Layout.of(config, ranks), outline(state.model, updated)
     return Subject(
         title,

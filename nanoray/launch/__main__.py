@@ -17,10 +17,12 @@ from ray.util.placement_group import remove_placement_group
 from nanoray.checkpoint.resume import open_run
 from nanoray.cli import Loaded, require_script, run_command
 from nanoray.config import Config, resolve_batch
+from nanoray.config.variables import values_of
 from nanoray.data.prepare import prepare
 from nanoray.devices.gpus import discover_gpus
 from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import Slots, local_slots
+from nanoray.environment import environment
 from nanoray.errors import ConfigError, WorkerFailed
 from nanoray.faults.plan import DRIVER, Injector, parse_plan
 from nanoray.forecast.dry_run import dry_run_lines, plan
@@ -83,6 +85,7 @@ def launch(
 
     # Where the run goes, and on how many ranks: on this machine that is known now.
     config = lasting_out_dir(loaded.config)
+    variables = values_of(config.env, os.environ, started=False)
     attached = caller_address(config)
     address = attached or ray_address(config)
     slots = None
@@ -91,9 +94,10 @@ def launch(
         slots = local_slots(config.device, workers, discover_gpus(), available_cpus())
         config = config.model_copy(update={"workers": slots.workers})
         if slots.workers > 1:
-            require_interfaces(os.environ)
+            require_interfaces({**os.environ, **variables})
     if loaded.dry_run:
-        return _dry_run(loaded, config, address, slots, main)
+        with environment(variables):
+            return _dry_run(loaded, config, address, slots, main)
     if config.workers != "auto" and config.scaling == "none":
         # An impossible batch fails before Ray starts.
         resolve_batch(config, Layout.of(config, config.workers).dp)
@@ -115,7 +119,13 @@ def launch(
                 # Time in which this process is frozen is no silence of head or ranks.
                 with OwnTime() as clock:
                     driver = Driver(
-                        spec, place, stop, clock=clock, script=script, cluster_clock=clock
+                        spec,
+                        place,
+                        stop,
+                        clock=clock,
+                        script=script,
+                        cluster_clock=clock,
+                        variables=variables,
                     )
                     driver.console = console
                     report.count_steps = lambda: console.max_steps

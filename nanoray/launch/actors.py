@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import ray
@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import (
 )
 
 from nanoray.config import Config
+from nanoray.config.variables import THREADS, explicit
 from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, bounded, strategy
 from nanoray.launch.script import Script
@@ -50,12 +51,13 @@ class ActorPool:
         script: Script | None = None,
         api: Any = ray,
         clock: Any = time,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Take a placement; nothing is created yet.
 
         check: called while actors start; what it raises interrupts the wait. cluster: which nodes
         are drained, and whether there is a head to create or end an actor. script: what each rank
-        runs in place of the recipe.
+        runs in place of the recipe. variables: of each rank's environment.
         """
         self.spec = spec
         self.place = place
@@ -64,6 +66,7 @@ class ActorPool:
         self.clock = clock
         self._check = check
         self._script = script
+        self.variables = dict(variables or {})
 
         # All by slot. facts: rank, pid, start, node, ip, actor, devices.
         self.actors: dict[int, Any] = {}
@@ -168,7 +171,12 @@ class ActorPool:
         # A runtime_env costs half a second, because Ray cannot use its prestarted workers then.
         # Root does without: it may raise its priority itself (raise_priority), and the network's
         # variables travel in the Rendezvous.
-        runtime_env = None if os.geteuid() == 0 else {"env_vars": {"RAY_worker_niceness": "0"}}
+        # Variables whose value is in the configuration travel in it, so that the process starts with
+        # them. Those of the driver's shell may be secrets, which Ray's dashboard must not show.
+        given = explicit(self.spec.config.env)
+        if os.geteuid() != 0:
+            given["RAY_worker_niceness"] = "0"
+        runtime_env = {"env_vars": given} if given else None
         remote: Any = self.api.remote(concurrency_groups={"control": 1, "heartbeat": 1})(Worker)
         rehearsal = self.spec.to_dict() if rehearse else None
         return remote.options(
@@ -178,7 +186,7 @@ class ActorPool:
             max_restarts=0,  # Ray would re-execute silently; the driver decides
             max_task_retries=0,
             **options,
-        ).remote(self.spec.folder.name, slot, rehearsal, self._script)
+        ).remote(self.spec.folder.name, slot, rehearsal, self._script, self.variables)
 
     def _next_name(self, slot: int | None) -> str:
         """Return a name that no actor of this run has had, e.g. `run-rank1.0-2`."""
@@ -206,6 +214,11 @@ class ActorPool:
                 self.api.kill(actor)
 
         bounded(kill_all)
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of each rank: those that the user asks for, or its share of CPUs."""
+        return int(self.variables.get(THREADS, self.place.threads))
 
     # Where actors go.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -70,14 +71,17 @@ class Driver:
         clock: Any = time,
         script: Script | None = None,
         cluster_clock: Any = time,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """`api` and `clock` are the modules ray and time, or what takes their place.
 
-        cluster_clock: for the questions to the head, which is a real one also in tests.
+        cluster_clock: for the questions to the head, which is a real one also in tests. variables:
+        of each rank's environment.
         """
         self.place = place
         self.stop = stop
         self._script = script
+        self._variables = variables
         self._api = api
         self._clock = clock
 
@@ -228,6 +232,7 @@ class Driver:
                 self._script,
                 api=self._api,
                 clock=self._clock,
+                variables=self._variables,
             )
             self.group = WorkerGroup(pool)
             self.group.create()

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -78,14 +78,17 @@ class Worker:
         rank: int | None,
         rehearsal: dict[str, Any] | None = None,
         script: Script | None = None,
+        variables: Mapping[str, str] | None = None,
         train: Callable[..., dict[str, Any]] | None = None,
         api: Any = ray,
     ) -> None:
         """Bind this process's devices and start to import torch.
 
-        rehearsal: a RunSpec, as a dict, to rehearse a step with. Tests replace recipe.train and
-        ray (`api`).
+        rehearsal: a RunSpec, as a dict, to rehearse a step with. variables: for this process's
+        environment. Tests replace recipe.train and ray (`api`).
         """
+        # First of all: libraries read them when torch is imported.
+        os.environ.update(variables or {})
         self._name = run_name
         self._rank = rank
         self._rehearsal = rehearsal

@@ -239,7 +239,8 @@ class WorkerGroup:
                 slot=slot,
                 slots=place.workers,
                 device="cpu" if place.kind == "cpu" else "cuda:0",
-                threads=place.threads,
+                threads=self.pool.threads,
+                env=tuple(item for item in rank.env if item[0] not in self.pool.variables),
                 abortable=self.in_place,
             )
             for rank, slot in zip(ranks, self.members, strict=True)

@@ -107,8 +107,8 @@ class Mesh:
             self.require_unbroken()
         return tensor
 
-    def any_of(self, flags: Tensor) -> Tensor:
-        """Combine bytes of 0 or 1, on the CPU, by their maximum, in place. (all ranks)
+    def max_of(self, flags: Tensor) -> Tensor:
+        """Combine bytes, on the CPU, by their maximum over the ranks, in place. (all ranks)
 
         From host to host, so no device is waited for.
         """

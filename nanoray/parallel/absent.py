@@ -50,14 +50,28 @@ class AbsentGradients(StepHook):
         It comes before the norm, which is the commit point: once one rank has the norm, all ranks
         have this result, and can finish the step without a lost rank.
         """
-        self._require_frozen()
-
-        # (all ranks) A byte for each parameter, in the same order on all ranks.
+        # (all ranks) A byte for each parameter, in the same order on all ranks. The bytes of the
+        # checksum, and what they lack to 255: the two maxima add up to 255 where all are equal.
         computed = self._mode.computed
-        flags = torch.tensor([name in computed for name in self._names], dtype=torch.uint8)
-        flags = self._mesh.any_of(flags)
+        own = [name in computed for name in self._names]
+        thawed = [p.requires_grad for p in self._frozen.values()]
+        check = [*self._mode.checksum.to_bytes(4, "big")]
+        rest = [255 - byte for byte in check]
+        flags = torch.tensor([*own, *thawed, *check, *rest], dtype=torch.uint8)
+        flags = self._mesh.max_of(flags)
 
-        present = flags.tolist()
+        sizes = [len(own), len(thawed), len(check), len(rest)]
+        present, thawed, check, rest = [part.tolist() for part in flags.split(sizes)]
+        for name, is_thawed in zip(self._frozen, thawed, strict=True):
+            if is_thawed:
+                raise unfrozen(name)
+        if any(low + high != 255 for low, high in zip(check, rest, strict=True)):
+            raise ConfigError(
+                "dp_mode = fsdp: the ranks called the model's layers in different orders, or one "
+                "under no_grad on some ranks only, so they gathered different weights. No weight "
+                "has changed in this step; use dp_mode zero2"
+            )
+
         absent = {
             name for name, is_present in zip(self._names, present, strict=True) if not is_present
         }
@@ -67,12 +81,11 @@ class AbsentGradients(StepHook):
         if self._compressor is not None:
             self._compressor.leave_out(absent)
 
-    def _require_frozen(self) -> None:
-        """Raise ConfigError when a parameter that was frozen at the start is so no longer."""
-        for name, p in self._frozen.items():
-            if p.requires_grad:
-                raise ConfigError(
-                    f"{name} had requires_grad = False when the run began, and has True now: the "
-                    "ranks share no gradient of it. Let it require a gradient when RuntimeEngine "
-                    "is made, and freeze it then until its step"
-                )
+
+def unfrozen(name: str) -> ConfigError:
+    """Return the error for a parameter that was frozen when the run began, and no longer is."""
+    return ConfigError(
+        f"{name} had requires_grad = False when the run began, and has True now: the ranks share "
+        "no gradient of it. Let it require a gradient when RuntimeEngine is made, and freeze it "
+        "then until its step"
+    )

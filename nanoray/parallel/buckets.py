@@ -286,10 +286,9 @@ class Buckets(DataParallel):
         The first micro batch's is copied and not added to zeros, which would read and write the
         bucket once more.
         """
-        if not self._inside:
+        if not self._inside or p.grad is None:  # a function of a script may return no gradient
             return
         bucket, i = self._place_of[p]
-        assert p.grad is not None
         again = p in self._arrived
         self._arrived.add(p)
         if again:
@@ -392,6 +391,15 @@ class Buckets(DataParallel):
         self.settle()
         for bucket in self._buckets:
             bucket.missing = len(bucket.params)
+
+    @property
+    def notes(self) -> list[str]:
+        if not self._in_parts:
+            return []
+        return [
+            "note    backward computes a gradient in several parts (a layer in two recomputed "
+            "segments): gradients are sent after backward, and not beside it"
+        ]
 
     @property
     def computed(self) -> set[str]:

@@ -57,15 +57,11 @@ class TorchDDP(DataParallel):
 
         # A script's own model may skip parameters, which torch's DDP would wait for.
         self._names = {p: name for name, p in model.named_parameters()}
-        self._computed: set[str] = set()
         self._may_skip = config.model == "own" and axis.size > 1
-        # Parameters whose gradient the present backward has computed
-        self._arrived: set[nn.Parameter] = set()
+        self._arrived: set[nn.Parameter] = set()  # parameters that the present backward has reached
+        self._computed: set[str] = set()  # parameters with a gradient of this rank, in this step
         if self._may_skip:
-            add = self._arrived.add
-            hooks = [p.register_post_accumulate_grad_hook(add) for p in self._params]
-            # The model outlives this object, which ends with its group of ranks.
-            weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+            self._watch()
 
         # Who averages a bucket: the backend (no hook), an all-reduce by hand, or the compressor.
         hook: Hook | None = None
@@ -129,13 +125,28 @@ class TorchDDP(DataParallel):
                 "twice; set use_reentrant=False, or use dp_mode ddp_by_hand"
             ) from error
 
-        # Before DDP fills in zeros: which gradients there are, of all micro batches.
         missing = [p for p in self._params if p not in self._arrived]
-        without = [p for p in missing if p.grad is None]
-        self._computed = {self._names[p] for p in self._params}
-        self._computed -= {self._names[p] for p in without}
+        for p in missing:  # an earlier micro batch, or a hook of the script, may have set one
+            if p.grad is not None:
+                self._computed.add(self._names[p])
         if missing:
             touch(missing)
+
+    def _watch(self) -> None:
+        """Note each gradient that a backward computes, before DDP sees it and fills in zeros."""
+        arrived = self._arrived
+        computed = self._computed
+        names = self._names
+
+        def note(p: Tensor) -> None:
+            assert isinstance(p, nn.Parameter)
+            arrived.add(p)
+            if p.grad is not None:  # a function of the script may return none
+                computed.add(names[p])
+
+        hooks = [p.register_post_accumulate_grad_hook(note) for p in self._params]
+        # The model outlives this object, which ends with its group of ranks.
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     @property
     def computed(self) -> set[str]:
@@ -171,6 +182,7 @@ class TorchDDP(DataParallel):
         clip_to(limit, self.gradients, norm)
 
     def zero_grad(self) -> None:
+        self._computed.clear()
         for p in self._params:
             p.grad = None
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from nanoray.compat import all_gather_single, has_gradient_hooks
+from nanoray.compat import all_gather_single, has_gradient_hooks, sum_unused_parameters
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Piece, Shard, whole_pieces
 from nanoray.models.batch_norm import BatchNorm
+from nanoray.parallel.absent import unfrozen
+from nanoray.parallel.fsdp_order import LayerOrder
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import clip_to, norm_of_owned
 
@@ -68,9 +71,14 @@ class FSDP(DataParallel):
         _shard_fully(model, axis, config)
         # A script's own model may skip parameters, each rank others.
         self._computed: set[str] = set()
+        self._layers: LayerOrder | None = None
+        self._skips = False  # the ranks called different layers in the warm-up
+        # Whole parameters, as forwards use them: those that are trained, and the others
+        self._gathered: list[nn.Parameter] = []
+        self._frozen: list[tuple[str, nn.Parameter]] = []
         self._may_skip = config.model == "own" and axis.size > 1
         if self._may_skip:
-            self._sum_skipped(model)
+            self._sum_skipped(model, bool(config.compile))
 
         # This rank's rows, as flat views of the DTensors' local parts. Those of trained weights are
         # updated.
@@ -112,13 +120,16 @@ class FSDP(DataParallel):
                 shards.append(_shard_of(piece, param, pieces[name]))
         return shards
 
-    def _sum_skipped(self, model: nn.Module) -> None:
+    def _sum_skipped(self, model: nn.Module, compiled: bool) -> None:
         """Sum all parameters on every rank, also those that this rank skips.
 
         torch sums only those with a gradient on this rank, which would match others elsewhere.
         """
         assert isinstance(model, FSDPModule)
-        model.set_reduce_scatter_unused_params(True)
+        sum_unused_parameters(model)
+        # A compiled layer cannot be called as the identity.
+        if not compiled:
+            self._layers = LayerOrder(model, units_of(model))
 
         # Which parameters have a gradient of this rank: hooks on those that a forward uses, which
         # are not the model's own rows. They exist when torch's hook has gathered them.
@@ -126,6 +137,8 @@ class FSDP(DataParallel):
         names = {id(module): name for name, module in model.named_modules()}
         hooked: set[int] = set()
         computed = self._computed
+        gathered = self._gathered
+        frozen = self._frozen
         for unit in units:
             assert isinstance(unit, nn.Module)
 
@@ -134,9 +147,32 @@ class FSDP(DataParallel):
                     return
                 hooked.add(id(unit))
                 for name, p in _own_params(unit, names[id(unit)]):
-                    p.register_post_accumulate_grad_hook(lambda _, name=name: computed.add(name))
+                    if not p.requires_grad:
+                        frozen.append((name, p))
+                        continue
+                    gathered.append(p)
+                    p.register_post_accumulate_grad_hook(partial(_note, computed, name))
 
             unit.register_forward_pre_hook(watch)
+
+    def learn(self) -> None:
+        if self._layers is not None:
+            calls_of_ranks = self._axis.mesh.all_gather(self._layers.calls)
+            self._layers.learn(calls_of_ranks)
+            self._skips = any(calls != calls_of_ranks[0] for calls in calls_of_ranks)
+
+    @property
+    def notes(self) -> list[str]:
+        if not self._skips:
+            return []
+        return [
+            "note    the ranks call different layers, and fsdp gathers the weights of all of them "
+            "on every rank: dp_mode zero2 sends less"
+        ]
+
+    @property
+    def checksum(self) -> int:
+        return 0 if self._layers is None else self._layers.checksum
 
     @property
     def computed(self) -> set[str]:
@@ -155,7 +191,16 @@ class FSDP(DataParallel):
         """Run a backward inside; the last one sums the gradients of all micro batches. (all ranks)"""
         assert isinstance(self._model, FSDPModule)
         self._model.set_requires_gradient_sync(last)
+        for name, p in self._frozen:
+            if p.requires_grad:  # its gradient would have no counterpart on other ranks
+                raise unfrozen(name)
+        # A parameter that the script has frozen on this rank takes part in the sum with zeros.
+        frozen = [p for p in self._gathered if not p.requires_grad]
+        for p in frozen:
+            p.requires_grad_(True)
         yield
+        for p in frozen:
+            p.requires_grad_(False)
         if not last:
             return
         if self.mirror_shards:
@@ -205,6 +250,8 @@ class FSDP(DataParallel):
 
     def zero_grad(self) -> None:
         self._computed.clear()
+        if self._layers is not None:
+            self._layers.checksum = 0
         for p in self._sharded.values():
             p.grad = None
         for shard in self._own:
@@ -310,10 +357,16 @@ def units_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _own_params(unit: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the trainable parameters that are gathered with a unit, by their names in the model."""
+    """Return the parameters that are gathered with a unit, by their names in the model."""
     for name, p in unit.named_parameters(prefix):
-        if p.requires_grad and not isinstance(p, DTensor):
+        if not isinstance(p, DTensor):
             yield name, p
+
+
+def _note(computed: set[str], name: str, p: Tensor) -> None:
+    """Note a gradient that backward has computed; one of a skipped layer is undefined."""
+    if p.grad is not None:
+        computed.add(name)
 
 
 def unit_of(model: nn.Module) -> dict[nn.Parameter, set[int]]:

@@ -171,6 +171,11 @@ class Plan:
         return [*self._mode.mirror_frozen]
 
     @property
+    def notes(self) -> list[str]:
+        """What the warm-up has shown that costs time, a line each."""
+        return self._mode.notes
+
+    @property
     def compresses(self) -> bool:
         """Whether gradients are compressed: one data rank sends none."""
         return self._compressor is not None
@@ -298,6 +303,7 @@ class Plan:
         """
         with Undisturbed(self.model):
             self._flow.warm_up(self._mode, x, y)
+            self._mode.learn()
             self.zero_grad()
             # The first loss shows whether a script's losses come with weights.
             if self._flow.found_weights and not self.is_weighted:

@@ -86,8 +86,9 @@ class WeightedFlow(Straight):
             del loss  # its graph would else live until the next forward has ended
 
         # One division is left, in place. With a single micro batch the unit was the total.
-        if self._accum > 1:
-            foreach_mul_(mode.gradients, unit / total)
+        gradients = mode.gradients  # with fsdp a rank may have none
+        if self._accum > 1 and gradients:
+            foreach_mul_(gradients, unit / total)
 
         # The mean over the ranks of what they return is the sum of all over the total weight.
         return own_sum * self._axis.size / total

@@ -23,10 +23,12 @@ from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.resume import open_run
 from nanoray.cli import Loaded, require_script, run_command, stop_signals
 from nanoray.config import Config, resolve_batch
+from nanoray.config.variables import THREADS, values_of
 from nanoray.data.prepare import prepare
 from nanoray.devices.choose import require_compiler
 from nanoray.devices.gpus import take_own_slice
 from nanoray.devices.host import available_cpus
+from nanoray.environment import environment
 from nanoray.errors import ConfigError, NanorayError, RendezvousError, WorkerFailed
 from nanoray.faults.cause import is_collective_error
 from nanoray.forecast.dry_run import dry_run_lines, plan
@@ -74,6 +76,12 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
 
     `main` is a script's function that trains a model of its own.
     """
+    # A program that goes on afterwards finds its environment as it was.
+    with environment(values_of(loaded.config.env, os.environ, started=True)):
+        return _run_here(loaded, started, main)
+
+
+def _run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None) -> int:
     require_script(loaded.config, main)
     ended = train_here(loaded, started, main)
     if ended is None:
@@ -258,6 +266,8 @@ def _local_rendezvous(config: Config) -> Rendezvous:
         )
     # The ranks of a node share its cores and its GPUs.
     threads = config.cpus_per_worker or available_cpus() / max(1, rendezvous.local_world_size)
+    if THREADS in config.env:
+        threads = int(os.environ[THREADS])
     device = f"cuda:{rendezvous.local_rank % gpus}" if gpus else "cpu"
     require_compiler(config, device)
     return replace(rendezvous, device=device, threads=max(1, int(threads)))

@@ -149,7 +149,7 @@ def describe_run(
     spec: RunSpec, batch: Batch, mesh: Mesh, device: Device | None, why_precision: str, task: Task
 ) -> list[str]:
     """Return the lines printed before training; each derived value has its reason."""
-    data, model = task.describe(batch)
+    *notes, data, model = task.describe(batch)
     where = f"CPU, {torch.get_num_threads()} thread(s) per rank"
     if mesh.device.type == "cuda":
         where = device.name if device else torch.cuda.get_device_name(mesh.device)
@@ -159,6 +159,7 @@ def describe_run(
         f"({mesh.backend_reason}) · {where}",
         data,
         f"{model}, {spec.config.precision} ({why_precision})",
+        *notes,
         *spec.notes,
     ]
 

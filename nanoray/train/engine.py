@@ -272,15 +272,14 @@ class Engine:
         """Run a forward and backward whose results are thrown away. (all ranks)"""
         # (all ranks) One rank's data that cannot be read end all ranks before the first step.
         if self.reading:
-            evaluates = self.cfg.eval_every > 0
-            self.reading.begin(
-                self.state.samples, self.batches.rank, evaluates, self.cfg.eval_samples
-            )
+            self.reading.begin(self.state.samples, self.batches.rank)
         # The next step's own batch: a script's loader may not be able to go back.
         x, y = self.batches.get(self.state.samples, 0)
         # The warm-up draws dropout masks, and the first step must not notice.
         with undisturbed_generators(self.mesh.device):
             self.par.warm_up(x, y)
+        for line in self.par.notes:
+            self.note(line)
         log.info("warmed up")
 
     def seed_dropout(self, step: int, micro: int, rank: int | None = None) -> None:

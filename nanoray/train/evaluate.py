@@ -46,6 +46,7 @@ def evaluate(
     ranks = batches.batch.dp
     own_windows = windows[batches.rank :: ranks]
     longest = math.ceil(len(windows) / ranks)
+    at_once = reading.windows_at_once if reading else batches.batch.micro
 
     # Sums of the scores, and the number of windows, or the weight. Float64 where the device has it.
     kind = torch.float64 if mesh.device.type == "cpu" else torch.float32
@@ -57,9 +58,9 @@ def evaluate(
     try:
         # An evaluation changes nothing: its passes do not count in a module's buffers.
         with par.undisturbed():
-            for first in range(0, longest, batches.batch.micro):
+            for first in range(0, longest, at_once):
                 phase("eval")  # a long evaluation must show progress
-                starts = own_windows[first : first + batches.batch.micro]
+                starts = own_windows[first : first + at_once]
                 counts = len(starts) > 0
                 x, y = data.val_batch(starts if counts else windows[:1])
                 scores = workload.score(par.whole, x, y)

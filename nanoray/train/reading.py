@@ -10,17 +10,28 @@ none of this.
 
 from __future__ import annotations
 
+import os
+import re
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
+import nanoray
 from nanoray.config import Batch
 from nanoray.data.own import Failure, OwnData
 from nanoray.errors import DataError, DataFailed
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
+
+# Frames of a traceback that are not the script's, and how a frame looks as text
+LIBRARIES = tuple(
+    f"{Path(file).resolve().parent}{os.sep}" for file in (nanoray.__file__, torch.__file__)
+)
+FRAME = re.compile(r'  File "(?P<file>.+)", line \d+, in .+\n(    .*\n)*')
+FRAMES = 8  # of the script's traceback, the innermost ones
 
 
 class Reading:
@@ -33,19 +44,14 @@ class Reading:
         self._vote: Vote | None = None
         self.has_failed = False  # on some rank
 
-    def begin(self, samples: int, rank: int, evaluates: bool, eval_samples: int) -> None:
-        """Read the first micro batches of this command. (all ranks)
+    def begin(self, samples: int, rank: int) -> None:
+        """Read the first micro batch of this group. (all ranks)
 
         Raises DataError on all ranks where a rank cannot read, or draws another order than others.
         """
         error: Exception | None = None
         try:
             self._data.train_batch(samples + rank * self._batch.micro, self._batch.micro)
-            windows = np.empty(0, np.int64)
-            if evaluates:
-                windows = self._data.val_windows(eval_samples)
-            if len(windows):
-                self._data.val_batch(windows[:1])
         except Exception as raised:
             error = raised
 
@@ -63,6 +69,11 @@ class Reading:
             )
         # From here on an error waits for the other ranks.
         self._data.keeps_errors = True
+
+    @property
+    def windows_at_once(self) -> int:
+        """The most windows of an evaluation that are read together."""
+        return self._data.windows_at_once
 
     def watch(self, micro_batches: Iterator[Any], end: int) -> Iterator[Any]:
         """Yield a step's micro batches; start the vote with the last one. (all ranks)
@@ -104,9 +115,17 @@ class Reading:
 
 
 def _describe(error: Exception) -> str:
-    """Return an error as one line, and with the script's traceback where it is not nanoray's."""
-    if isinstance(error, DataError):
-        return str(error)
-    lines = "".join(traceback.format_exception(error))
+    """Return an error as one line, and the script's own lines of the traceback after it."""
     first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}\n{lines}"
+    if isinstance(error, DataError) and not first.startswith("Caught "):
+        return str(error)
+    text = "".join(traceback.format_exception(error))
+    line = f"{type(error).__name__}: {first}"
+    if first.startswith("Caught "):  # torch's text for what was raised in a worker process
+        line = text.rstrip().splitlines()[-1]
+
+    frames = []
+    for found in FRAME.finditer(text):
+        if not found["file"].startswith(LIBRARIES):
+            frames.append(found[0].rstrip())
+    return "\n".join([line, *frames[-FRAMES:]])

@@ -70,7 +70,7 @@ class Task(Protocol):
         """Return the facts for the loop; `peak` is the FLOP/s of all ranks together, if known."""
 
     def describe(self, batch: Batch) -> list[str]:
-        """Return two lines: on the data, and on the batch and the model's size."""
+        """Return lines: notes, then one on the data and one on the batch and the model's size."""
 
     def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
         """Return a sample of the trained model, which `model_of` returns, if any. (rank 0 only)"""

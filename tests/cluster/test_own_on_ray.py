@@ -30,6 +30,8 @@ import nanoray
 def main(run):
     print("printed by rank", run.rank)
     logging.warning("logged by rank %d", run.rank)
+    secret = os.environ.get("A_SECRET") == "of the shell 471"
+    print("variables", os.environ.get("GIVEN"), secret, flush=True)
     os.write(1, f"written by rank {run.rank} as C does\\n".encode())
     x = torch.randn(200, 3, generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sin())
@@ -51,7 +53,9 @@ SETTINGS: dict[str, object] = {
     "spares": 0,
     "tensorboard": False,
     "placement_timeout_s": 60,
+    "env": ["GIVEN=1", "A_SECRET"],
 }
+SECRET = "of the shell 471"
 
 
 def launched(cluster: Cluster, folder: Path, out: Path, **settings: object) -> str:
@@ -61,7 +65,7 @@ def launched(cluster: Cluster, folder: Path, out: Path, **settings: object) -> s
     done = run(
         str(script),
         json.dumps(config),
-        env=os.environ | cluster.env | {"RAY_ADDRESS": cluster.address},
+        env=os.environ | cluster.env | {"RAY_ADDRESS": cluster.address, "A_SECRET": SECRET},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -79,8 +83,19 @@ def test_a_killed_rank_of_a_script_is_replaced(cluster: Cluster, tmp_path: Path,
     assert "by rank 1" not in output
     for rank, times in ((0, 1), (1, 2)):
         log = (only_run(tmp_path / "out") / "logs" / f"rank{rank}.log").read_text()
-        for line in (f"printed by rank {rank}\n", f"logged by rank {rank}\n", "as C does\n"):
+        for line in (
+            f"printed by rank {rank}\n",
+            f"logged by rank {rank}\n",
+            "as C does\n",
+            "variables 1 True\n",
+        ):
             assert log.count(line) == times, log
+
+    # A variable that takes its value from the shell is in no file, neither ours nor Ray's.
+    searched = [*only_run(tmp_path / "out").rglob("*"), *cluster.folder.rglob("logs/*")]
+    assert len(searched) > 20
+    for path in searched:
+        assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
     assert fired(tmp_path / "out") == ["kill"], output
     found = [(report["recovery"], report["steps_repeated"]) for report in reports(tmp_path / "out")]
     assert found == [("in_place", 0)], output
@@ -122,7 +137,7 @@ def unpicklable(run, lock=threading.Lock()):
 
 @ray.remote(num_cpus=0)
 def task():
-    return launch("task")
+    return launch("task", env=["GIVEN=1"])  # a worker of Ray has no A_SECRET
 
 launch("script")
 launch("elsewhere", ray_address="192.0.2.77:6379")
@@ -157,7 +172,7 @@ def test_the_ray_of_a_program_is_used_and_stays_as_it_was(cluster: Cluster, tmp_
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     config = SETTINGS | {"out_dir": str(tmp_path / "out"), "max_steps": 5, "checkpoint_every": 0}
-    env = os.environ | cluster.env | {"RAY_ADDRESS": cluster.address}
+    env = os.environ | cluster.env | {"RAY_ADDRESS": cluster.address, "A_SECRET": SECRET}
     done = run(str(program), json.dumps(config), env=env)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output

@@ -4,7 +4,6 @@ state.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -232,10 +231,9 @@ class Lookahead(Optimizer):
     """A wrapper: slow weights follow those of another optimizer in every fifth step."""
 
     def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
         self.param_groups = inner.param_groups
-        self.state: Any = defaultdict(dict)
-        self.defaults = inner.defaults
         self.count = 0
         self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
 
@@ -278,8 +276,15 @@ class Strange(Styled):
         state["window"] = range(3)
 
 
+class Wide(Styled):
+    """Its moments have a type that safetensors lacks."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        state["moment"] = grad.to(torch.complex128)
+
+
 class Complex(Styled):
-    """Its moments are complex, a type that safetensors lacks."""
+    """Its moments are complex, and of the whole parameter."""
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         state["spectrum"] = torch.fft.fft(grad)

@@ -259,7 +259,7 @@ class ScriptedRay:
     def remote(self, **_: Any) -> Callable[[Any], Any]:
         def options(**given: Any) -> Any:
             return SimpleNamespace(
-                remote=lambda run, slot, rehearsal, script: self._create(slot, given)
+                remote=lambda run, slot, rehearsal, script, variables: self._create(slot, given)
             )
 
         def decorate(what: Any) -> Any:

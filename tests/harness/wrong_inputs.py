@@ -397,6 +397,10 @@ def vector_and_weight(output: Tensor, y: Tensor) -> Any:
     return Weighted(F.mse_loss(output, y, reduction="none"), len(y))
 
 
+def not_a_number(output: Tensor, y: Tensor) -> Any:
+    return F.mse_loss(output, y) * float("nan")
+
+
 def raising(output: Tensor, y: Tensor) -> Any:
     raise KeyError("targets")
 
@@ -459,6 +463,13 @@ class Frame:
 
     def __getitem__(self, name: str) -> Any:
         raise KeyError(name)
+
+
+class Uneven(InBatches):
+    """Batches with a target too few."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(x, y[1:]) for x, y in self.batches])
 
 
 @dataclass(frozen=True)
@@ -782,6 +793,15 @@ WRONG_LOSSES: dict[str, Wrong] = {
     ),
 }
 WRONG_DATA: dict[str, Wrong] = {
+    "targets of another length": wrong(
+        "loss_fn, called with",
+        "(6, 1)",
+        "(5, 1)",
+        "must match the size",
+        "or what the model returns",
+        data=Uneven(),
+        settings={"micro_batch_size": 6},
+    ),
     "an array": wrong(
         "the train data are a float32 array of shape (24, 4)",
         "TensorDataset(inputs, targets)",

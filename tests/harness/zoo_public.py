@@ -514,6 +514,7 @@ class Functional(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
         self.template = nn.Linear(WIDTH, 1)
         self.shift = nn.Parameter(torch.zeros(1, WIDTH))
 
@@ -522,7 +523,7 @@ class Functional(nn.Module):
             "weight": self.template.weight + torch.tanh(self.shift),
             "bias": self.template.bias,
         }
-        return torch.func.functional_call(self.template, weights, (x,))
+        return torch.func.functional_call(self.template, weights, (torch.tanh(self.into(x)),))
 
 
 class FakeQuant(nn.Module):
@@ -557,7 +558,7 @@ class Hooked(nn.Module):
         self.second.register_full_backward_hook(
             lambda module, into, out: tuple(None if g is None else g * 0.5 for g in into)
         )
-        self.first.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        self.first.weight.register_hook(lambda gradient: gradient * 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x))
@@ -799,7 +800,12 @@ PUBLIC: list[Kind] = [
         apart=True,
         note="observers see the samples of their rank, and those of rank 0 are kept",
     ),
-    Kind("forward and backward hooks", Hooked, vectors),
+    Kind(
+        "forward and backward hooks",
+        Hooked,
+        vectors,
+        note="a hook sees its rank's part of a gradient: a clamp in it differs from one process",
+    ),
     Kind("graph network, index_add", Graph, graphs),
     Kind("mixture of experts of one's own", Router, classes, F.cross_entropy),
     Kind("Fourier layer", Fourier, waves),
@@ -823,7 +829,13 @@ PUBLIC: list[Kind] = [
         everyday=True,
     ),
     Kind("moving average in buffers", BufferedTeacher, vectors, None),
-    Kind("torch.jit.script", scripted, vectors),
+    Kind(
+        "torch.jit.script",
+        scripted,
+        vectors,
+        refused=dict.fromkeys(MODES[1:], "which a module of torch.jit.script does not take"),
+        note="takes no hooks",
+    ),
     Kind("torch.compile", compiled, vectors),
     Kind("float64", double, doubles),
 ]

@@ -141,7 +141,7 @@ def _run(
         name = f"{number}-{part}"
         # Rank 0 opens the run; the others read in the store what it has opened.
         if rank == 0:
-            opened = _open(folder / str(number), settings, resume=part > 0)
+            opened = _open(folder / str(number), settings, part > 0)
             store.set(f"spec/{name}", json.dumps(opened.to_dict()))
         spec = RunSpec.from_dict(json.loads(store.get(f"spec/{name}")))
         rendezvous = Rendezvous(
@@ -156,7 +156,7 @@ def _run(
             agent_store=True,
         )
         try:
-            Program(partial(_train, case=case), frozenset(settings))(
+            Program(partial(train_case, case=case), frozenset(settings))(
                 spec, rendezvous, store=store if world > 1 else None
             )
         except Exception as error:
@@ -178,18 +178,23 @@ def _run(
     return found
 
 
+def open_case(folder: Path, case: Case) -> Any:
+    """Open a new run of a case."""
+    return _open(folder, case.settings | {"dp_mode": case.mode}, False)
+
+
 def _open(folder: Path, settings: dict[str, Any], resume: bool) -> Any:
     from nanoray.checkpoint.resume import open_run
     from nanoray.config import make_config
     from nanoray.data.dataset import own_data
-    from nanoray.launch.own import DEFAULTS
+    from nanoray.train.own.settings import DEFAULTS
 
     more = {"out_dir": str(folder), "resume": "auto" if resume else "none"}
     spec = open_run(make_config(DEFAULTS | SETTINGS | more | settings), own_data(), time.time())
     return replace(spec, lock=None)  # the next part opens the run again
 
 
-def _train(run: Any, case: Case) -> None:
+def train_case(run: Any, case: Case) -> None:
     """What a script does: a model, its optimizer, its data."""
     from nanoray.train.own.engine import RuntimeEngine
     from tests.harness.zoo import BY_NAME

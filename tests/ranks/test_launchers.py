@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.faults.proc import start_time, stat_of
-from tests.harness.commands import Command
+from tests.harness.commands import Command, torchrun
 
 ONE_THREAD = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
 
@@ -85,6 +85,19 @@ def test_the_ranks_of_a_torchrun_that_was_killed_save_and_end(recipe: Path, tmp_
     assert newest.state.meta["step"] == summary["steps"] > 0
     said = (tmp_path / "output").read_text()
     assert f"torchrun (pid {agent.pid}), which started this rank, is gone: stopping after" in said
+
+
+def test_without_ray_a_lost_rank_ends_the_others_in_one_line(recipe: Path, tmp_path: Path) -> None:
+    """torch's traceback goes to the log; the line names what to look at, and how to go on."""
+    fault = ("--faults", "kill@rank=1,step=5")
+    first, second = torchrun(2, "nanoray.train", *flags(recipe, tmp_path), *fault, env=ONE_THREAD)
+    assert (first.returncode, second.returncode) == (1, -signal.SIGKILL)
+    run = only_run(tmp_path)
+    assert "Traceback" not in first.stderr
+    last = first.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: rank 0 lost another rank ("), first.stderr
+    assert last.endswith(f"start the command again with --resume {run}")
+    assert "Traceback" in (run / "logs" / "rank0.log").read_text()
 
 
 SCRIPT = """

@@ -298,7 +298,7 @@ def test_a_lowest_rate_above_the_optimizer_s_is_refused(tmp_path: Path) -> None:
     ), outcome
 
 
-def test_a_rate_of_zero_is_refused(tmp_path: Path) -> None:
+def test_a_rate_of_zero_that_a_schedule_multiplies_is_refused(tmp_path: Path) -> None:
     def main(run: Run) -> None:
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -309,7 +309,7 @@ def test_a_rate_of_zero_is_refused(tmp_path: Path) -> None:
         ConfigError,
         match=r"first group has lr = 0, and the schedule sets .*; give it a rate above 0",
     ):
-        main(Run(spec, Rendezvous(), given=frozenset()))
+        main(Run(spec, Rendezvous(), given=frozenset({"schedule"})))
 
 
 def test_an_optimizer_that_is_not_fused_leaves_a_bad_step_out(tmp_path: Path) -> None:
@@ -433,9 +433,9 @@ def of_another_model(run: Run) -> None:
     RuntimeEngine(network(), torch.optim.SGD(network().parameters(), lr=0.1), run)
 
 
-def with_factors(run: Run) -> None:
+def with_a_closure(run: Run) -> None:
     model = network()
-    RuntimeEngine(model, torch.optim.Adafactor(model.parameters()), run)
+    RuntimeEngine(model, torch.optim.LBFGS(model.parameters()), run).fit(points(50, 1))
 
 
 def of_half_a_model(run: Run) -> None:
@@ -462,9 +462,8 @@ def of_half_a_model(run: Run) -> None:
             "ConfigError: BatchNorm1d(16",
         ),
         (
-            with_factors,
-            "ConfigError: Adafactor keeps row_var of shape [2, 1] for a parameter of shape [2, 8]; "
-            "checkpoints",
+            with_a_closure,
+            "ConfigError: LBFGS.step() needs closure, but nanoray computes gradients once and calls",
         ),
         (
             of_half_a_model,

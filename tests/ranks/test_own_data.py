@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +102,16 @@ class Listed:
                 yield DATA[0:0]
 
 
+class Padded:
+    """Validation batches of different lengths, and one of fewer samples."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        x, y = DATA.tensors
+        yield x[:6].view(2, 3, 3), y[:6].view(2, 3, 1)
+        yield x[6:16].view(2, 5, 3), y[6:16].view(2, 5, 1)
+        yield x[16:20].view(1, 4, 3), y[16:20].view(1, 4, 1)
+
+
 class Streamed(IterableDataset[Any]):
     """A stream of samples, shared by the workers of a loader."""
 
@@ -171,6 +181,7 @@ def alone_of(sampler: DistributedSampler[Any]) -> Callable[[int], Iterator[Batch
 
 
 two = partial(DataLoader, batch_size=2)
+fork = partial(two, multiprocessing_context="fork")  # the fastest to start
 halves = ConcatDataset([Subset(DATA, range(10)), Subset(DATA, range(10, COUNT))])
 TABLE = {
     "in order": Case(lambda: two(DATA), plain(two(DATA))),
@@ -191,9 +202,9 @@ TABLE = {
     "batch_size None": Case(lambda: DataLoader(Stored(), batch_size=None), plain(two(DATA))),
     "a batch_sampler": Case(lambda: DataLoader(DATA, batch_sampler=Buckets()), None),
     "an iterable": Case(Listed, None),
-    "workers of a stream": Case(lambda: two(Streamed(), num_workers=2), None),
+    "workers of a stream": Case(lambda: fork(Streamed(), num_workers=2), None),
     "augmented": Case(lambda: two(Noisy(), shuffle=True), None),
-    "augmented by workers": Case(lambda: two(Noisy(), shuffle=True, num_workers=1), None),
+    "augmented by workers": Case(lambda: fork(Noisy(), shuffle=True, num_workers=1), None),
     "augmented, alone": Case(Noisy, None),
 }
 
@@ -203,7 +214,13 @@ def train_on(run: Run, name: str) -> None:
     model: nn.Module = WithNames() if case.named else network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine = RuntimeEngine(model, optimizer, run, None if case.named else nn.functional.mse_loss)
-    val_data = two(Named()) if case.named else two(DATA, num_workers=1)
+    val_data: Any = DATA
+    if name == "workers":
+        val_data = two(DATA, num_workers=1)
+    if case.named:
+        val_data = two(Named())
+    elif name == "an iterable":
+        val_data = Padded()
     engine.fit(case.data(), val_data, STEPS)
 
 
@@ -227,38 +244,50 @@ def right_losses(case: Case) -> dict[int, float]:
     return losses
 
 
-def losses_of_table(folder: Path, world: int, stop: int) -> dict[str, dict[int, float]]:
-    """Train on every loader of the table, and return the losses."""
+def losses_of(
+    names: Collection[str], folder: Path, world: int, stop: int
+) -> dict[str, dict[int, float]]:
+    """Train on these loaders of the table, and return the losses."""
     settings = {"global_batch_size": 2 * PER_STEP, "eval_every": STEPS, "max_steps": STEPS}
     turns = []
-    for name in TABLE:
+    for name in names:
         spec = open_own(folder / name.replace(" ", "_"), **settings)
         turns.append(Turn(spec, partial(train_on, name=name), frozenset(), stop))
     outcomes = run_in_turn(turns, world)
-    for name, of_ranks in zip(TABLE, outcomes, strict=True):
+    for name, of_ranks in zip(names, outcomes, strict=True):
         assert not [rank for rank in of_ranks if "error" in rank], (name, of_ranks)
         assert {rank["step"] for rank in of_ranks} == {STEPS}
-    return {name: series(turn.spec) for name, turn in zip(TABLE, turns, strict=True)}
+    losses = {}
+    for name, turn in zip(names, turns, strict=True):
+        losses[name] = series(turn.spec)
+        losses[f"{name}: validation"] = series(turn.spec, "val/loss")
+        assert [*losses[f"{name}: validation"]] == [STEPS]
+    return losses
 
 
-def check_table(found: dict[str, dict[int, float]]) -> None:
+ALONE = [name for name, case in TABLE.items() if case.right is None]
+
+
+def check(found: dict[str, dict[int, float]], alone: dict[str, dict[int, float]]) -> None:
+    """Compare losses with those of plain torch, or of one unbroken rank."""
     for name, case in TABLE.items():
-        assert len(found[name]) == STEPS
-        if case.right:
-            assert found[name] == pytest.approx(right_losses(case), abs=1e-5), name
+        right = right_losses(case) if case.right else alone[name]
+        assert found[name] == pytest.approx(right, abs=1e-5), name
+        assert len(right) == STEPS
+    for name in ALONE:
+        validation = f"{name}: validation"
+        assert found[validation] == pytest.approx(alone[validation], abs=1e-5), name
 
 
 def test_every_loader_trains_what_plain_torch_does(tmp_path: Path) -> None:
-    """On one rank, unbroken, and on two with a resume in the middle of an epoch."""
-    alone = losses_of_table(tmp_path / "alone", 1, stop=0)
-    check_table(alone)
-    two_ranks = losses_of_table(tmp_path / "two", 2, stop=4)
-    for name, losses in two_ranks.items():
-        assert losses == pytest.approx(alone[name], abs=1e-5), name
-    near = pytest.approx(alone["augmented"], abs=1e-5)
-    assert alone["augmented by workers"] == near
+    """On two ranks, with a resume in the middle of an epoch."""
+    alone = losses_of(ALONE, tmp_path / "alone", 1, stop=0)
+    assert alone["augmented by workers"] == alone["augmented"], "to the bit"
+    check(losses_of(TABLE, tmp_path / "two", 2, stop=4), alone)
 
 
 @pytest.mark.full
-def test_every_loader_trains_the_same_on_three_ranks(tmp_path: Path) -> None:
-    check_table(losses_of_table(tmp_path, 3, stop=5))
+@pytest.mark.parametrize("world", [1, 3])
+def test_it_does_so_on_other_numbers_of_ranks(tmp_path: Path, world: int) -> None:
+    alone = losses_of(ALONE, tmp_path / "alone", 1, stop=0)
+    check(losses_of(TABLE, tmp_path / "others", world, stop=5), alone)

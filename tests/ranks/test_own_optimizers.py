@@ -4,6 +4,7 @@ middle; the same ranks run all of them.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,12 +22,15 @@ from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.data.own import OwnData
+from nanoray.errors import ConfigError
+from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
 from nanoray.train.own.settings import DEFAULTS
 from tests.harness import optimizers as styles
+from tests.harness.elastic import run_elastic
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.ranks import records, series
 
@@ -237,8 +241,18 @@ def check(ranks: LastingRanks, folder: Path, optimizer: str, scheduler: str, mod
         assert torch.allclose(theirs[name], p, atol=1e-5), name
 
 
-@pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp"])
-@pytest.mark.parametrize("optimizer", IN_PIECES)
+def in_modes() -> list[Any]:
+    """Every optimizer in every mode; without `full`, each in one mode and two of them in all."""
+    cases = []
+    for i, optimizer in enumerate(IN_PIECES):
+        for j, mode in enumerate(("ddp", "zero1", "fsdp")):
+            is_short = i % 3 == j or optimizer in ("Lion", "two")
+            marks = () if is_short else pytest.mark.full
+            cases.append(pytest.param(optimizer, mode, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("optimizer", "mode"), in_modes())
 def test_an_optimizer_trains_as_a_plain_loop_and_resumes_to_the_bit(
     ranks: LastingRanks, tmp_path: Path, optimizer: str, mode: str
 ) -> None:
@@ -252,13 +266,158 @@ def test_an_optimizer_of_whole_parameters_does_so_with_ddp(
     check(ranks, tmp_path, optimizer, "none", "ddp")
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "mode"),
-    [(name, "zero1" if i % 2 else "ddp") for i, name in enumerate(SCHEDULERS) if name != "none"]
-    + [("OneCycleLR", "zero1"), ("two", "fsdp")],
-)
+def scheduled() -> list[Any]:
+    """Every scheduler in one mode; without `full`, those whose state or steps are of a kind."""
+    cases = [("OneCycleLR", "zero1"), ("MultiStepLR", "ddp"), ("function", "ddp")]
+    cases += [("sequential", "zero1"), ("plateau", "ddp"), ("two", "fsdp")]
+    marked = [pytest.param(*case) for case in cases]
+    for i, name in enumerate(SCHEDULERS):
+        case = (name, "zero1" if i % 2 else "ddp")
+        if name != "none" and case not in cases:
+            marked.append(pytest.param(*case, marks=pytest.mark.full))
+    return marked
+
+
+@pytest.mark.parametrize(("scheduler", "mode"), scheduled())
 def test_a_scheduler_is_stepped_saved_and_restored(
     ranks: LastingRanks, tmp_path: Path, scheduler: str, mode: str
 ) -> None:
     """In a sharded mode it moves the groups that train, and not those of the script alone."""
     check(ranks, tmp_path, "SGD", scheduler, mode)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "mode"),
+    [("Lion", "sequential", "zero1"), ("Mixed", "none", "ddp")],
+)
+def test_a_lost_rank_costs_no_bit_of_any_state(
+    ranks: LastingRanks, tmp_path: Path, optimizer: str, scheduler: str, mode: str
+) -> None:
+    """Numbers, values of groups and the scheduler come from the memory of the rank that is left."""
+    main = partial(fit, optimizer=optimizer, scheduler=scheduler)
+    whole = trained(ranks, tmp_path / "whole", main, dp_mode=mode)
+    faults = "kill@rank=0,step=3;kill@rank=1,step=6,phase=backward"
+    spec = open_own(tmp_path / "faults", dp_mode=mode, faults=faults)
+    outcome = run_elastic(spec, 2, train=Program(main, frozenset()))
+    assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
+    assert len(outcome.left) == 2
+    assert series(spec) == series(whole)
+    assert series(spec, "train/lr") == series(whole, "train/lr")
+    ours, theirs = final(spec), final(whole)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_rollback_goes_back_to_the_rates_of_the_checkpoint(
+    ranks: LastingRanks, tmp_path: Path
+) -> None:
+    main = partial(fit, optimizer="Lion", scheduler="cosine")
+    settings = {"on_nan": "rollback", "checkpoint_every": 3, "checkpoint_mode": "sync"}
+    spec = trained(ranks, tmp_path, main, faults="nan@rank=0,step=6", **settings)
+    assert records(spec)[-1]["fault/rollbacks"] == 1
+    rates, _ = plain("SGD", "cosine")
+    assert series(spec, "train/lr") == pytest.approx(rates, rel=1e-7)
+    steps = final(spec)["step:int.0.weight"]
+    assert steps.item() == STEPS, "the step that was rolled back counts once"
+
+
+def test_a_checkpoint_of_another_schedule_is_refused(ranks: LastingRanks, tmp_path: Path) -> None:
+    """In both directions: a run would go on at a wrong place of its schedule."""
+    for first, then, text in (
+        ("cosine", "none", "of step 2 has the state of CosineAnnealingLR, but the script gives no"),
+        ("none", "cosine", "of step 2 has the state of no scheduler, but the script gives Cosin"),
+        ("two", "cosine", "has the state of StepLR, ReduceLROnPlateau, but the script gives Cos"),
+    ):
+        folder = tmp_path / f"{first} {then}"
+        trained(ranks, folder, partial(fit, optimizer="SGD", scheduler=first), stop_at=2)
+        spec = open_own(folder, resume="auto")
+        main = Program(partial(fit, optimizer="SGD", scheduler=then), frozenset())
+        outcomes = ranks.train(spec, main)
+        assert [outcome.get("error") for outcome in outcomes] == ["CheckpointError"] * 2, outcomes
+        assert text in outcomes[0]["message"]
+
+
+def refused(folder: Path, main: Callable[[Run], None], *given: str, **settings: Any) -> str:
+    """Return the text of the ConfigError with which a script is refused before it trains."""
+    spec = open_own(folder, **settings)
+    run = Run(spec, Rendezvous(), given=frozenset(given))
+    with pytest.raises(ConfigError) as found:
+        main(run)
+    return str(found.value)
+
+
+def test_schedulers_that_would_do_nothing_or_too_much_are_refused(tmp_path: Path) -> None:
+    def main(run: Run, make: Callable[[Any], Any], give: bool = True, **more: Any) -> None:
+        model = network()
+        optimizer = optim.SGD(groups_of(model))
+        scheduler = make(optimizer)
+        given = scheduler if give else None
+        engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss, scheduler=given)
+        engine.fit(points(50, 1), **more)
+
+    class Stranger:
+        """As timm's schedulers are: not of torch, and stepped with the number of the epoch."""
+
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+        def step(self, epoch: int) -> None:
+            pass
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    class StrangeScheduler(Stranger):
+        pass
+
+    one_cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.1)
+    for text, make, more, given in (
+        ("OneCycleLR is attached to the optimizer, but RuntimeEngine does not have it and would nev",
+         partial(one_cycle, total_steps=8), {"give": False}, ()),
+        ("ReduceLROnPlateau is attached to the optimizer", lr_scheduler.ReduceLROnPlateau,
+         {"give": False}, ()),
+        ("StrangeScheduler is attached to the optimizer", StrangeScheduler, {"give": False}, ()),
+        ("Stranger.step() needs epoch, but is called once after each step without argum", Stranger,
+         {}, ()),
+        ("OneCycleLR has total_steps = 5, but the run has 8 steps", partial(one_cycle, total_steps=5),
+         {}, ()),
+        ("OneCycleLR has total_steps = 8, but the run has 9 steps", partial(one_cycle, total_steps=8),
+         {"steps": 9}, ()),
+        ("ReduceLROnPlateau follows the validation loss, but the run evaluates nothing",
+         lr_scheduler.ReduceLROnPlateau, {}, ()),
+        ("the configuration sets lr, warmup_steps, and the script gives a scheduler; set the rates",
+         partial(one_cycle, total_steps=8), {}, ("lr", "warmup_steps")),
+        ("scheduler is a int; give a scheduler of torch.optim.lr_scheduler", lambda optimizer: 3,
+         {}, ()),
+        ("StepLR does not belong to the optimizer that RuntimeEngine was given",
+         lambda optimizer: lr_scheduler.StepLR(optim.SGD(network().parameters()), 2), {}, ()),
+        ("Keeps/what is a range, which a checkpoint cannot hold; let the scheduler keep", Keeps,
+         {}, ()),
+    ):  # fmt: skip
+        gc.collect()
+        found = refused(tmp_path, partial(main, make=make, **more), *given)
+        assert found.startswith(text), found
+
+
+class Keeps(lr_scheduler.StepLR):
+    """A scheduler with a value that no file can hold."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, 2)
+        self.what = range(3)
+
+
+def test_sharded_modes_refuse_an_optimizer_of_whole_matrices(tmp_path: Path) -> None:
+    for mode in ("zero1", "zero2", "fsdp"):
+        text = refused(tmp_path / mode, partial(fit, optimizer="Adafactor"), dp_mode=mode)
+        assert text.startswith(f"dp_mode = {mode} gives the optimizer flat pieces of the paramet")
+
+
+def test_an_optimizer_that_is_capturable_needs_a_gpu(tmp_path: Path) -> None:
+    def main(run: Run) -> None:
+        model = network()
+        optimizer = optim.AdamW(model.parameters(), capturable=True)
+        RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1))
+
+    text = refused(tmp_path, main)
+    assert text.startswith("the optimizer is capturable, which works on a GPU only, but this rank")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from nanoray.errors import ConfigError
 from nanoray.train.own.engine import RuntimeEngine
 from tests.harness.commands import run, torchrun
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 SETTINGS: dict[str, Any] = {
     "global_batch_size": 12,
@@ -82,6 +84,15 @@ def checkpoints(folder: Path) -> list[list[str]]:
     """The checkpoints of each run, in their order."""
     runs = sorted((folder / "runs").iterdir(), key=lambda path: path.stat().st_ctime)
     return [sorted(path.name for path in (one / "checkpoints").iterdir()) for one in runs]
+
+
+def test_the_example_of_a_plain_script_runs(tmp_path: Path) -> None:
+    script = shutil.copytree(EXAMPLES, tmp_path / "examples") / "own_script.py"
+    done = run(str(script), env=ONE_THREAD, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "step 200/200 | " in done.stdout
+    assert "lr 4.0e-08" in done.stdout, "OneCycleLR ends near zero"
+    assert done.stdout.splitlines()[-1].endswith("quadrants [3, 0]")
 
 
 ENDS = "[('finished', 3), ('finished', 2), ('stopped_by_script', 6)]"

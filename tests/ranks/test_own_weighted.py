@@ -129,7 +129,7 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.full)])
 def test_the_gradient_is_that_of_the_whole_batch(tmp_path: Path, world: int) -> None:
     turns = []
     for name, case in TABLE.items():

@@ -24,11 +24,12 @@ from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
 from nanoray.train.own.settings import DEFAULTS
 from nanoray.train.own.task import copied
+from nanoray.train.own.trial import notes_on_hooks
 from nanoray.train.own.untouched import untouched
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.messages import find_line
 from tests.harness.ranks import series
-from tests.harness.wrong_inputs import WRONG, fit, inputs, network
+from tests.harness.wrong_inputs import WRONG, fit, inputs, network, not_a_number
 
 SETTINGS = {
     "global_batch_size": 12,
@@ -87,6 +88,14 @@ def test_a_mistake_is_refused_in_one_line_on_all_ranks(
         assert word in message[place:], f"no {word!r} in {message!r} after {place}"
         place = message.index(word, place) + len(word)
     assert not (spec.folder / "metrics.jsonl").exists() or not series(spec), "no step was done"
+
+
+def test_a_loss_that_is_not_finite_is_left_to_the_guards(ranks: Ranks, tmp_path: Path) -> None:
+    """They name the layer and the samples, and a run may leave such a step out (on_nan)."""
+    program = partial(fit, loss_fn=not_a_number)
+    (outcome,) = ranks(1).train(opened(tmp_path / "stop"), Program(program, frozenset()))
+    assert outcome["error"] == "TrainingDiverged", outcome
+    find_line(outcome["message"], "at step 1 the loss is nan", "samples 0 to 11")
 
 
 # --- the trial changes nothing ---
@@ -189,6 +198,15 @@ def test_a_warning_of_torch_becomes_a_note(ranks: Ranks, tmp_path: Path) -> None
     assert "error" not in outcome, outcome
     line = find_line(spec.log(0).read_text(), "note    the first batch warns", "broadcasting")
     assert "target size" in line
+
+
+def test_hooks_on_gradients_are_named() -> None:
+    """On several ranks they see a part of the gradient."""
+    model = network()
+    assert notes_on_hooks(model) == []
+    model[2].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))  # type: ignore[index]
+    (note,) = notes_on_hooks(model)
+    assert find_line(note, "the gradient hook of 2.weight", "rank's part of the gradient")
 
 
 # --- lazy modules ---

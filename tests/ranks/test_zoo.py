@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import nn
+from torch.optim import Optimizer
 
 from nanoray.data.own import OwnData
 from tests.harness.zoo import BY_NAME, ZOO
@@ -18,7 +20,7 @@ STEPS = SETTINGS["max_steps"]
 
 
 @cache
-def alone(name: str, optimizer_name: str, clip: float = 0.0) -> dict[str, Tensor]:
+def alone(name: str, optimizer_name: str, clip: float = 0.0) -> tuple[nn.Module, Optimizer]:
     """Train an exhibit with plain torch, in this process, on the batches of the run."""
     exhibit = BY_NAME[name]
     model = exhibit.model()
@@ -33,12 +35,13 @@ def alone(name: str, optimizer_name: str, clip: float = 0.0) -> dict[str, Tensor
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    return model.state_dict()
+    return model, optimizer
 
 
 def distance(case: Case, found: Found) -> float:
     """Return how far a case's weights are from those of plain torch."""
-    expected = alone(case.exhibit, case.optimizer, case.settings.get("grad_clip", 0.0))
+    model, _ = alone(case.exhibit, case.optimizer, case.settings.get("grad_clip", 0.0))
+    expected = model.state_dict()
     assert found.weights.keys() == expected.keys()
     far = 0.0
     for name, tensor in expected.items():
@@ -64,12 +67,27 @@ def wrong(cases: list[Case], found: list[Found]) -> list[str]:
     return lines
 
 
+def failures(world: int, modes_of: Callable[[int], Sequence[str]], folder: Path) -> str:
+    """Train the zoo, each exhibit in the modes that `modes_of` returns for its number."""
+    cases = []
+    for number, exhibit in enumerate(ZOO):
+        for mode in modes_of(number):
+            cases.append(Case(exhibit.name, mode, stops=(6,)))
+    return "\n".join(wrong(cases, run_cases(cases, world, folder)))
+
+
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_modules_train_as_in_plain_torch(tmp_path: Path, world: int) -> None:
-    cases = []
-    for exhibit in ZOO:
-        for mode in MODES if world > 1 else ("ddp",):
-            cases.append(Case(exhibit.name, mode, stops=(6,)))
-    found = run_cases(cases, world, tmp_path)
-    lines = wrong(cases, found)
-    assert not lines, "\n".join(lines)
+    """Each module in one mode at each number of ranks, with a resume in the middle."""
+
+    def modes_of(number: int) -> Sequence[str]:
+        return ["ddp"] if world == 1 else [MODES[(number + 2 * world) % len(MODES)]]
+
+    assert not failures(world, modes_of, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_modules_train_so_in_every_mode(tmp_path: Path, world: int, mode: str) -> None:
+    assert not failures(world, lambda number: [mode], tmp_path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +19,12 @@ from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.pieces import Shard, whole_shards
 from nanoray.optimizer_state import changed_groups, group_values, load_groups, values_of
 from nanoray.state import load_optimizer_tensors, optimizer_tensors
-from nanoray.train.own.optimizer import optimizer_of, require_elementwise
+from nanoray.train.own.optimizer import (
+    optimizer_of,
+    require_elementwise,
+    require_no_draws,
+    require_resumable,
+)
 from nanoray.train.own.shards import cut_optimizer
 from nanoray.values import Unsupported, put_together, same, take_apart
 from tests.harness import optimizers as styles
@@ -32,6 +38,7 @@ class Case(NamedTuple):
     make: Callable[[Any], Any]
     refused: str = ""
     in_pieces: str = ""
+    ddp: str = "as torch, resumed to the bit"  # for the page
 
 
 def matrices(params: Any) -> list[Any]:
@@ -61,7 +68,9 @@ CASES = {
     "SGD momentum": Case(lambda params: optim.SGD(params, momentum=0.9, nesterov=True)),
     "Adam amsgrad foreach": Case(lambda params: optim.Adam(params, amsgrad=True, foreach=True)),
     "AdamW fused maximize": Case(lambda params: optim.AdamW(params, fused=True, maximize=True)),
-    "AdamW capturable": Case(lambda params: optim.AdamW(params, capturable=True)),
+    "AdamW capturable": Case(
+        lambda params: optim.AdamW(params, capturable=True), ddp="the same; refused on a CPU"
+    ),
     "AdamW tensor lr": Case(lambda params: optim.AdamW(params, lr=torch.tensor(0.01))),
     "RMSprop centered": Case(lambda params: optim.RMSprop(params, centered=True, momentum=0.5)),
     "SGD differentiable": Case(
@@ -86,15 +95,62 @@ CASES = {
         in_pieces="has a state_dict() of its own, which cannot be cut",
     ),
     "Rateless": Case(lambda params: styles.Rateless(params, budget=100)),
-    "Noisy": Case(styles.Noisy, in_pieces=WHOLE),
+    "Noisy": Case(styles.Noisy, in_pieces=WHOLE, ddp="the same; refused with several ranks"),
     "Forgetful": Case(styles.Forgetful, refused="Forgetful takes other steps after a resume: it"),
     "Strange": Case(
         styles.Strange, refused="Strange keeps window as a range, which a checkpoint cannot hold"
     ),
-    "Complex": Case(styles.Complex, refused="Complex keeps spectrum in complex64, which a check"),
+    "Complex": Case(
+        styles.Complex, in_pieces="keeps another spectrum for a piece than for the whole"
+    ),
+    "Wide": Case(styles.Wide, refused="Wide keeps moment in complex128, which a checkpoint cannot"),
     "Sam": Case(styles.Sam, refused="sharpness aware minimization requires a closure); use anot"),
 }
 ACCEPTED = sorted(name for name, case in CASES.items() if not case.refused)
+
+
+# What is special about a style, for the table of the page.
+STYLES = {
+    "Adan": "a step counter in the group",
+    "Complex": "moments in complex64, of the whole parameter",
+    "EightBit": "moments in 8 bits, with scales of blocks",
+    "Forgetful": "a counter that state_dict() lacks",
+    "Lars": "rates by the norms of parameters",
+    "Lion": "`step` as a Python int",
+    "Lookahead": "a wrapper with slow weights and a state_dict() of its own",
+    "Mixed": "texts, booleans, None, tuples, nested dicts, `state['global']`",
+    "Noisy": "random noise in each update",
+    "Prodigy": "a rate in the group, by sums over all parameters",
+    "Rateless": "no `lr`, and an argument without a default",
+    "Sam": "a closure that the signature does not ask for",
+    "ScheduleFree": "train() and eval()",
+    "Shampoo": "lists of matrices of other shapes",
+    "Sophia": "a curvature of every third step",
+    "Strange": "an object that no file can hold",
+    "Wide": "moments of a type that safetensors lacks",
+}
+
+
+def page() -> str:
+    """Return the table of docs/own-models.md."""
+    lines = ["| optimizer | ddp | shards |", "| --- | --- | --- |"]
+    for name, case in CASES.items():
+        title = f"{STYLES[name]} (as {name})" if name in STYLES else f"`{name}`"
+        ddp = case.ddp
+        shards = "the same"
+        if case.in_pieces:
+            shards = "refused"
+        if case.refused:
+            ddp = "refused"
+            shards = "refused"
+        lines.append(f"| {title} | {ddp} | {shards} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_has_this_table() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "own-models.md").read_text("utf-8")
+    assert page() in text, "run python -m tests.unit.test_own_optimizers, and paste its output"
+    assert STYLES.keys() <= CASES.keys()
 
 
 def test_the_table_has_every_optimizer_of_torch() -> None:
@@ -126,9 +182,10 @@ def test_an_optimizer_is_accepted_or_refused_in_one_line(name: str) -> None:
     given = case.make(list(a_model(1).parameters()))
     if not case.refused:
         assert optimizer_of(given) is given
+        require_resumable(given)
         return
     with pytest.raises(ConfigError) as found:
-        optimizer_of(given)
+        require_resumable(optimizer_of(given))
     assert case.refused in str(found.value)
     assert "\n" not in str(found.value)
     assert str(found.value).startswith(type(given).__name__)
@@ -215,6 +272,16 @@ def test_pieces_are_updated_as_the_whole_is(name: str) -> None:
             assert torch.allclose(shard.param, expected, rtol=1e-5, atol=1e-7), shard.piece.name
 
 
+def test_random_numbers_in_an_update_are_noticed() -> None:
+    params = [nn.Parameter(torch.zeros(2, 8))]
+    with pytest.raises(ConfigError, match="Noisy draws random numbers in its step, which differ"):
+        require_no_draws(styles.Noisy(params))
+    require_no_draws(styles.Lion(params))
+    before = torch.get_rng_state()
+    require_no_draws(torch.optim.AdamW(params))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_state_of_another_optimizer_names_the_keys() -> None:
     """A state without the number that the optimizer needs, as an older nanoray wrote it."""
     model = a_model(1)
@@ -242,7 +309,7 @@ def test_what_is_no_optimizer_is_refused() -> None:
     kept_open = torch.optim.SGD(model.parameters(), lr=0.1)
     kept_open.handle = (n for n in range(3))  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="SGD cannot be copied to be tried before the first step"):
-        optimizer_of(kept_open)
+        require_resumable(kept_open)
 
 
 @pytest.mark.parametrize(
@@ -280,3 +347,7 @@ def test_values_keep_their_types(value: Any) -> None:
 def test_other_values_are_named_with_their_place(value: Any, text: str) -> None:
     with pytest.raises(Unsupported, match=f"^{text}$"):
         take_apart(value, "value", {})
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -14,6 +14,7 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import Position, Watchdog
 from nanoray.faults.progress import ProgressFile
+from nanoray.launch.actors import ActorPool
 from nanoray.launch.fault_log import LOG_LINES
 from nanoray.launch.rank_end import EXIT_RECORD_S, end_hung, read_result
 from nanoray.launch.worker_group import WorkerGroup
@@ -152,6 +153,22 @@ def test_a_group_of_replicas_has_every_part(
     _, group = started(tmp_path, 4, **CUT)
     group.runs = dict.fromkeys(left)
     assert group.divisible(left) == slots
+
+
+def test_variables_of_the_user_decide_threads_and_outrank_those_of_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    run = Run(tmp_path)
+    variables = {"OMP_NUM_THREADS": "3", "NCCL_DEBUG": "INFO"}
+    pool = ActorPool(run.spec, run.place, api=run.ray, clock=run.ray.time, variables=variables)
+    group = WorkerGroup(pool)
+    group.create()
+    group.members = sorted(pool.actors)
+    for rank in group._rendezvous():
+        assert rank.threads == 3
+        assert dict(rank.env) == {"NCCL_ALGO": "Ring"}
 
 
 def test_the_rank_that_has_done_most_steps_goes_on(tmp_path: Path) -> None:

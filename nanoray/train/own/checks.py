@@ -85,10 +85,29 @@ def require_trainable(model: nn.Module, config: Config, ranks: int) -> None:
         )
     if ranks == 1:
         return  # nothing is cut
+    _require_hooks(model, config.dp_mode)
     if config.dp_mode == "fsdp":
         _require_one_type(trained)
     if config.sharded:
         _require_own_memory(parameters, config.dp_mode)
+
+
+def _require_hooks(model: nn.Module, mode: str) -> None:
+    """Raise ConfigError for a scripted module where a mode needs hooks, which it does not take.
+
+    fsdp hooks every layer, ddp_by_hand and zero the model, and torch's DDP none of them.
+    """
+    hooked = {"": model}
+    if mode == "fsdp":
+        hooked = dict(model.named_modules())
+    for name, module in hooked.items():
+        if mode != "ddp" and isinstance(module, torch.jit.ScriptModule):
+            what = name or "the model"
+            raise ConfigError(
+                f"dp_mode = {mode} needs hooks, which a module of torch.jit.script does not take, "
+                f"and {what} is one; give the module as it was before it was scripted, or use "
+                "dp_mode ddp"
+            )
 
 
 def _require_one_type(trained: dict[str, nn.Parameter]) -> None:

@@ -40,6 +40,7 @@ from nanoray.train.own.optimizer import (
     optimizer_of,
     require_all_parameters,
     require_elementwise,
+    require_no_draws,
     require_resumable,
 )
 from nanoray.train.own.run import Run
@@ -124,6 +125,7 @@ class RuntimeEngine:
         def fit_as(run: Run) -> None:
             self._run = run
             self._fit(run, train_data, val_data, steps)
+            self._is_cut = run.config.sharded
 
         if self._loaded is not None:
             if self._is_cut:
@@ -131,7 +133,6 @@ class RuntimeEngine:
                     f"dp_mode = {self._loaded.config.dp_mode} has cut the state of the optimizer in "
                     "the first fit; fit once, or start anew with resume auto and more steps"
                 )
-            self._is_cut = self._loaded.config.sharded
             return fit_here(self._loaded, steps, fit_as)
 
         run = self.run
@@ -150,6 +151,8 @@ class RuntimeEngine:
         require_trainable(self.model, run.config, run.world_size)
         require_storable(self.model, self._one, run.config.sharded)
         require_resumable(self._one)
+        if run.world_size > 1:
+            require_no_draws(self._one)
         if run.config.sharded:
             require_elementwise(self._one, run.config.dp_mode)
 

@@ -7,7 +7,8 @@ copy ─► whole matrices, and flat halves of them: equal, or refused where dp_
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -87,7 +88,8 @@ def require_resumable(optimizer: Optimizer) -> None:
 
 def _require_resumable(optimizer: Optimizer) -> None:
     name = _name(optimizer)
-    needed = needed_arguments(optimizer.step)
+    # Of the class: a scheduler has replaced the method of the object.
+    needed = needed_arguments(type(optimizer).step)
     if needed:
         raise ConfigError(
             f"{name}.step() needs {', '.join(needed)}, but nanoray computes gradients once and "
@@ -162,6 +164,24 @@ def require_elementwise(optimizer: Optimizer, dp_mode: str) -> None:
             )
 
 
+def require_no_draws(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer whose update is random: it would differ between ranks."""
+    for member in members_of(optimizer):
+        with torch.random.fork_rng(devices=[]):
+            trial = _trial(member, trial_of)
+            for probe in trial.probes:
+                probe.grad = torch.zeros_like(probe)
+            before = torch.get_rng_state()
+            with suppress(Exception):  # `require_resumable` has tried it
+                trial.optimizer.step()
+            draws = not torch.equal(before, torch.get_rng_state())
+        if draws:
+            raise ConfigError(
+                f"{_name(member)} draws random numbers in its step, which differ between ranks, so "
+                "their weights would drift apart; train it on one rank, or use another optimizer"
+            )
+
+
 def _difference_of_pieces(optimizer: Optimizer) -> str:
     """Return how an optimizer treats pieces unlike the whole; "" if it does not."""
     if has_own_state_dict(optimizer):
@@ -199,26 +219,52 @@ def _compare_with_halves(optimizer: Optimizer, matrix: tuple[int, int]) -> str:
     except Exception as error:  # any class of optimizer may come from a user's script
         return f"fails on them ({_first_line(error)})"
 
-    for i, probe in enumerate(whole.probes):
-        start = before[i].flatten()
-        update = probe.detach().flatten() - start
-        pieces = torch.cat([half.probes[i].detach() for half in halves]) - start
-        limit = CLOSE * update.abs().max().item()
-        if not torch.allclose(update, pieces, rtol=CLOSE, atol=limit):
+    for i, start in enumerate(before):
+        update = whole.probes[i].detach() - start
+        updates = [half.probes[i].detach() for half in halves]
+        pieces = torch.cat(updates) - start.flatten()
+        if not _close(update.flatten(), pieces):
             return "gives other results on a piece than on the whole, as if it used rows or norms"
-        for half in halves:
-            for key, value in half.optimizer.state[half.probes[i]].items():
-                if not isinstance(value, (Tensor, int, float)):
-                    return f"keeps a {type(value).__name__} for each ({key})"
-            for key, tensor in elements_of(half.optimizer.state[half.probes[i]]).items():
-                if tensor.dim() and tensor.shape != half.probes[i].shape:
-                    return f"keeps {key} in another shape than theirs"
+        states = [trial.optimizer.state[trial.probes[i]] for trial in (whole, *halves)]
+        problem = _difference_of_states(states[0], states[1:])
+        if problem:
+            return problem
     if values_of(whole.optimizer, whole.names):
         return "keeps values beside those of single parameters"
     groups = [group_values(trial.optimizer) for trial in (whole, *halves)]
     if any(a != b for a, b in pairwise(groups)):
         return "keeps values of a group that depend on all parameters"
     return ""
+
+
+def _difference_of_states(whole: Mapping[str, Any], halves: Sequence[Mapping[str, Any]]) -> str:
+    """Return how the states of two halves differ from that of the whole; "" if they do not."""
+    for key, value in whole.items():
+        if not isinstance(value, (Tensor, int, float)):
+            return f"keeps a {type(value).__name__} for each ({key})"
+    elements = elements_of(whole)
+    parts = [elements_of(half) for half in halves]
+    for key, tensor in elements.items():
+        if any(key not in part for part in parts):
+            return f"keeps {key} for large parameters only"
+        if not tensor.dim():
+            equal = all(_close(tensor, part[key]) for part in parts)
+        else:
+            flat = torch.cat([part[key].flatten() for part in parts])
+            equal = flat.shape == (tensor.numel(),) and _close(tensor.flatten(), flat)
+        if not equal:
+            return (
+                f"keeps another {key} for a piece than for the whole, as if it used rows or norms"
+            )
+    return ""
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal but for the order of sums within a kernel."""
+    if not a.numel():
+        return True
+    limit = CLOSE * a.abs().max().item()
+    return torch.allclose(a, b.to(a.dtype), rtol=CLOSE, atol=limit)
 
 
 def _uneven_trial(

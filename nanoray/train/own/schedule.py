@@ -193,7 +193,7 @@ def _require_usable(scheduler: Any, optimizer: Optimizer) -> None:
             "change nothing; make it from that optimizer"
         )
     if not isinstance(scheduler, ReduceLROnPlateau):
-        needed = needed_arguments(scheduler.step)
+        needed = needed_arguments(type(scheduler).step)
         if needed:
             raise ConfigError(
                 f"{name}.step() needs {', '.join(needed)}, but is called once after each step "
@@ -208,10 +208,10 @@ def _require_usable(scheduler: Any, optimizer: Optimizer) -> None:
         ) from None
 
 
-def needed_arguments(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments that have no default."""
+def needed_arguments(method: Callable[..., Any]) -> list[str]:
+    """Return the arguments of a class' method that have no default, besides the object itself."""
     names = []
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in list(inspect.signature(method).parameters.values())[1:]:
         is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if parameter.default is parameter.empty and not is_variable:
             names.append(parameter.name)

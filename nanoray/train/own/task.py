@@ -258,7 +258,9 @@ class OwnTask:
         if config.eval_every and self._val_data is not None:
 
             def val_batch() -> tuple[Any, Any]:
-                return data.val_batch(data.val_windows(config.eval_samples)[: batch.micro])
+                windows = data.val_windows(config.eval_samples)
+                inputs, targets = data.val_batch(windows[: data.windows_at_once])
+                return inputs, targets.targets if isinstance(targets, Counted) else targets
 
         subject = Subject(
             model, self._given.loss_fn, lambda: batches.get(0, 0), val_batch, data.in_batches

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 import nanoray
 from nanoray.checkpoint.storable import unstorable
-from nanoray.compat import tree_leaves, tree_map
+from nanoray.compat import has_gradient_hooks, tree_leaves, tree_map
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.mesh.mesh import Mesh
@@ -124,7 +124,21 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
             "after a resume it draws other numbers; draw from the default generator, which nanoray "
             "seeds for each micro batch"
         )
+    if mesh.world_size > 1:
+        notes += notes_on_hooks(model)
     return notes
+
+
+def notes_on_hooks(model: nn.Module) -> list[str]:
+    """Return a note where the script's hooks see the gradients of one rank."""
+    hooked = [name for name, p in model.named_parameters() if has_gradient_hooks(p)]
+    if not hooked:
+        return []
+    return [
+        f"note    the gradient hook of {hooked[0]} sees this rank's part of the gradient, with the "
+        "factor that dp_mode gives it: what is not linear, such as a clamp, differs from one "
+        "process; clip by grad_clip"
+    ]
 
 
 def _forward(subject: Subject, x: Any, y: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """Run a model, and leave it as it was: the trial before step 1 may change nothing of a run.
 
     weights       compared with a copy afterwards: a forward may write them, also through `.data`
-    gradients     those of before, usually None
+    gradients     those of before, usually None; and which weights require one
     attributes    what a forward binds anew on a module, of any type
     generators    also those that modules have
     buffers, extra states, modes: module_state.Undisturbed, as around every other pass
@@ -47,6 +47,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[Traces]:
     traces = Traces()
     weights = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
     gradients = {name: p.grad for name, p in model.named_parameters()}
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
     modules = [_Attributes(name, module) for name, module in _plain_modules(model)]
     for p in model.parameters():
         p.grad = None
@@ -56,6 +57,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[Traces]:
         finally:
             for name, p in model.named_parameters():
                 p.grad = gradients.get(name)
+                p.requires_grad_(trained.get(name, p.requires_grad))
                 if name in weights and not equal_bits(p.detach().cpu(), weights[name]):
                     traces.written.append(name)
                     assign(p.data, weights[name])

@@ -1,0 +1,91 @@
+"""Environment variables of the ranks: what is taken, what is refused, and what is written nowhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.cli import parse_args
+from nanoray.config import make_config
+from nanoray.config.load import lay_over
+from nanoray.config.variables import explicit, values_of
+from nanoray.errors import ConfigError
+
+BATCH = {"micro_batch_size": 1}
+SHELL = {"HF_TOKEN": "a secret", "LANG": "C"}
+
+
+@pytest.mark.parametrize(
+    ("given", "variables"),
+    [
+        (["A=1", "B"], {"A": "1", "B": None}),
+        ("A=1=2", {"A": "1=2"}),
+        (["A="], {"A": ""}),
+        ({"A": 1, "B": None, "C": "x"}, {"A": "1", "B": None, "C": "x"}),
+        ([], {}),
+    ],
+)
+def test_flags_and_yaml_become_one_mapping(given: Any, variables: dict[str, Any]) -> None:
+    assert make_config(BATCH | {"env": given}).env == variables
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (["A B=1"], r"'A B' is no name of a variable"),
+        (["=1"], r"'' is no name of a variable"),
+        ({"A": True}, r"the value of A is True, not a text; write it in quotes"),
+        ({"A": 1e3}, r"the value of A is 1000.0, not a text; write it in quotes"),
+        (["RANK=0"], r"RANK differs from rank to rank, and nanoray sets it"),
+        (["CUDA_VISIBLE_DEVICES=0"], r"CUDA_VISIBLE_DEVICES differs from rank to rank"),
+        (7, r"env = 7: .*dictionary"),
+    ],
+)
+def test_what_is_no_variable_is_refused(given: Any, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        make_config(BATCH | {"env": given})
+
+
+def test_a_variable_without_a_value_has_that_of_the_shell_and_is_written_nowhere() -> None:
+    loaded = parse_args(["--env", "HF_TOKEN", "--env", "A=1"], "nanoray launch", "")
+    assert loaded.config.env == {"HF_TOKEN": None, "A": "1"}
+    assert "a secret" not in loaded.config.to_json()
+    assert make_config(json.loads(loaded.config.to_json())) == loaded.config
+    assert values_of(loaded.config.env, SHELL, False) == {"HF_TOKEN": "a secret", "A": "1"}
+    assert explicit(loaded.config.env) == {"A": "1"}
+
+
+def test_flags_are_added_to_the_variables_of_a_file(tmp_path: Path) -> None:
+    merged = lay_over({"env": {"A": "1", "B": "2"}}, {"env": ["B=3", "C"]}, "the flags")
+    assert merged["env"] == {"A": "1", "B": "3", "C": None}
+
+
+@pytest.mark.parametrize(
+    ("variables", "started", "problem"),
+    [
+        (
+            {"NOT_SET": None},
+            False,
+            r"env NOT_SET takes its value from the shell .* not set; export",
+        ),
+        ({"OMP_NUM_THREADS": "many"}, False, r"OMP_NUM_THREADS = 'many' is not a whole number"),
+        ({"OMP_NUM_THREADS": "0"}, True, r"OMP_NUM_THREADS = '0' is not a whole number above 0"),
+        ({"LD_PRELOAD": "x.so"}, True, r"env LD_PRELOAD would be ignored: .* before the command"),
+        ({"LD_PRELOAD": None}, False, r"env LD_PRELOAD without a value would be ignored"),
+    ],
+)
+def test_a_variable_that_would_have_no_effect_is_refused(
+    variables: dict[str, str | None], started: bool, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        values_of(variables, {"LD_PRELOAD": "y.so"}, started)
+
+
+def test_what_a_process_reads_at_its_start_is_right_where_the_process_has_it() -> None:
+    shell = {"LD_PRELOAD": "x.so"}
+    assert values_of({"LD_PRELOAD": "x.so"}, {}, started=False) == shell
+    assert values_of({"LD_PRELOAD": "x.so"}, shell, started=True) == shell
+    assert values_of({"LD_PRELOAD": None}, shell, started=True) == shell
