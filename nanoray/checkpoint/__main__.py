@@ -24,7 +24,7 @@ from nanoray.checkpoint.files import find_all, load, peek
 from nanoray.checkpoint.find import newest_valid
 from nanoray.cli import run_subcommand, writing
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.state import StateDict, entries_of
+from nanoray.state.train_state import StateDict, entries_of
 
 
 def main(argv: list[str] | None = None) -> int:

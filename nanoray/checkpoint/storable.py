@@ -10,7 +10,7 @@ from torch.nn.parameter import Buffer, is_lazy
 
 from nanoray.checkpoint.tensorfile import DTYPE_NAMES
 from nanoray.errors import CheckpointError
-from nanoray.module_state import EXTRA, buffer_names, buffers_of, has_extra_state, split
+from nanoray.state.modules import EXTRA, buffer_names, buffers_of, has_extra_state, split
 
 _PLAIN = (Tensor, nn.Parameter, Buffer)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanoray.errors import CheckpointError
-from nanoray.module_state import bytes_of
+from nanoray.mesh.memory import bytes_of
 
 GONE = (FileNotFoundError, NotADirectoryError)
 CHUNK = 8 << 20  # bytes hashed and written at a time

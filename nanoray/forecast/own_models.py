@@ -22,7 +22,7 @@ from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.forecast.rank_memory import assume_device, memory_line
 from nanoray.forecast.trial import trial_on_fakes
 from nanoray.mesh.layout import Layout
-from nanoray.optimizer_state import PROBE, kept_alone, name_of
+from nanoray.state.optimizers import PROBE, kept_alone, name_of
 
 
 class DryRunEnded(BaseException):

@@ -22,7 +22,7 @@ from nanoray.mesh.pieces import Box, Piece
 from nanoray.models import costs, resnet_costs
 from nanoray.models.gpt import ModelShape
 from nanoray.models.resnet import ResNetShape
-from nanoray.optimizer_state import name_of
+from nanoray.state.optimizers import name_of
 
 SHAPELESS = "tree without shapes, connections and counts"
 

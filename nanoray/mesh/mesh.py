@@ -36,9 +36,9 @@ from nanoray.compat import (
 from nanoray.errors import GroupNotFormed, NanorayError, RankDiffers, RendezvousError
 from nanoray.mesh import wire
 from nanoray.mesh.interfaces import own_interfaces, require_interfaces
+from nanoray.mesh.memory import plain_memory
 from nanoray.mesh.rendezvous import PATIENCE_S, Order, Rendezvous, T, connect_store, public_name
 from nanoray.mesh.wire import SealedStore
-from nanoray.module_state import plain_memory
 from nanoray.points import reached
 
 READ_S = 5.0  # for the other ranks to read why the roll call has failed

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.errors import ConfigError
+from nanoray.mesh.memory import bytes_of
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.batch_norm import BatchNorm
-from nanoray.module_state import Undisturbed, assign, buffers_of, bytes_of, has_extra_state
 from nanoray.parallel.hooks import StepHook
+from nanoray.state.modules import Undisturbed, assign, buffers_of, has_extra_state
 
 
 def is_loose(model: nn.Module) -> bool:

@@ -26,7 +26,6 @@ from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, whole_shards
 from nanoray.models.weighted import mean_of
-from nanoray.module_state import Undisturbed
 from nanoray.parallel import ep, pp, tp
 from nanoray.parallel.absent import AbsentGradients
 from nanoray.parallel.buckets import BY_HAND, Buckets
@@ -41,6 +40,7 @@ from nanoray.parallel.norm import norm_of_owned
 from nanoray.parallel.statistics import RunningStatistics, has_statistics
 from nanoray.parallel.stream import PartialGradients
 from nanoray.parallel.weighted_flow import WeightedFlow
+from nanoray.state.modules import Undisturbed
 
 Axes = Mapping[str, Axis]  # by name: dp, tp, pp, ep, and edp where ep cuts experts
 SHARDED = ("zero1", "zero2", "fsdp")  # modes in which a rank updates a part of the parameters

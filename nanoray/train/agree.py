@@ -86,10 +86,20 @@ def code_hash() -> str:
     """Return a hash of the sources that decide what a step computes, as this process finds them."""
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
-    for room in ("mesh", "data", "devices", "models", "parallel", "checkpoint", "trace", "train"):
+    rooms = (
+        "mesh",
+        "data",
+        "devices",
+        "models",
+        "state",
+        "parallel",
+        "checkpoint",
+        "trace",
+        "train",
+    )
+    for room in rooms:
         for path in sorted((root / room).rglob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())
-    digest.update((root / "state.py").read_bytes())
     return digest.hexdigest()[:16]
 
 

@@ -26,7 +26,7 @@ from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state import Rate, TrainState, Update, undisturbed_generators
+from nanoray.state.train_state import Rate, TrainState, Update, undisturbed_generators
 from nanoray.train.evaluate import evaluate
 from nanoray.train.guard import replicas
 from nanoray.train.guard.audit import Audit

@@ -13,7 +13,7 @@ from nanoray.errors import TrainingDiverged
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.weighted import Weighted, mean_of, weight_of
 from nanoray.parallel.plan import Plan
-from nanoray.state import TrainState
+from nanoray.state.train_state import TrainState
 from nanoray.train.reading import Reading
 from nanoray.train.workload import Workload
 

@@ -27,10 +27,10 @@ from nanoray.errors import StateLost
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.models.precision import step_unless
-from nanoray.optimizer_state import elements_of, put_element
 from nanoray.parallel.norm import clip_to
 from nanoray.points import reached
-from nanoray.state import Holding, TrainState, Update, fetch
+from nanoray.state.optimizers import elements_of, put_element
+from nanoray.state.train_state import Holding, TrainState, Update, fetch
 
 log = logging.getLogger("nanoray")
 # A place (the part of a parameter that a model has), and where elements of it begin and end

@@ -42,7 +42,7 @@ from nanoray.parallel.compile import compile_layers
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state import Holding, TrainState, share
+from nanoray.state.train_state import Holding, TrainState, share
 from nanoray.trace.ledger import Ledger
 from nanoray.train.agree import (
     agree_on_precision,

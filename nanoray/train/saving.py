@@ -18,7 +18,7 @@ from nanoray.errors import CheckpointError, TrainingDiverged
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
-from nanoray.state import MEMORY, StateDict, TrainState, rng_state, set_rng_state
+from nanoray.state.train_state import MEMORY, StateDict, TrainState, rng_state, set_rng_state
 from nanoray.train.workload import Workload
 
 

@@ -23,7 +23,7 @@ from nanoray.models.resnet import ResNetShape, loss_and_accuracy
 from nanoray.models.sampling import generate
 from nanoray.models.weighted import LossValue
 from nanoray.run import RunSpec
-from nanoray.state import Schedule
+from nanoray.state.train_state import Schedule
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.watch.observers import short
 from nanoray.train.workload import Workload

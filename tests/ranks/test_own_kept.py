@@ -23,9 +23,9 @@ from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.data.own import OwnData
-from nanoray.module_state import bytes_of
+from nanoray.mesh.memory import bytes_of
 from nanoray.run import RunSpec
-from nanoray.state import StateDict
+from nanoray.state.train_state import StateDict
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run

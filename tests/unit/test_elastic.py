@@ -16,7 +16,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.precision import LossScaler
 from nanoray.run import RunSpec
-from nanoray.state import TrainState
+from nanoray.state.train_state import TrainState
 from nanoray.train.elastic import Group, furthest, train_in_groups
 from nanoray.train.engine import Regroup
 from nanoray.train.guard.guards import Guards

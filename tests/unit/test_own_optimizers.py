@@ -17,8 +17,9 @@ from torch import nn
 
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.pieces import Shard, whole_shards
-from nanoray.optimizer_state import changed_groups, group_values, load_groups, values_of
-from nanoray.state import load_optimizer_tensors, optimizer_tensors
+from nanoray.state.optimizers import changed_groups, group_values, load_groups, values_of
+from nanoray.state.train_state import load_optimizer_tensors, optimizer_tensors
+from nanoray.state.values import Unsupported, put_together, same, take_apart
 from nanoray.train.own.optimizer import (
     optimizer_of,
     require_elementwise,
@@ -26,7 +27,6 @@ from nanoray.train.own.optimizer import (
     require_resumable,
 )
 from nanoray.train.own.shards import cut_optimizer
-from nanoray.values import Unsupported, put_together, same, take_apart
 from tests.harness import optimizers as styles
 
 WHOLE = "as if it used rows or norms"

@@ -15,8 +15,9 @@ from nanoray.checkpoint.__main__ import main as checkpoint
 from nanoray.checkpoint.contents import is_listed, missing_from
 from nanoray.checkpoint.files import save
 from nanoray.checkpoint.storable import unstorable
-from nanoray.module_state import Undisturbed, bytes_of, extra_states, join, split
-from nanoray.state import StateDict
+from nanoray.mesh.memory import bytes_of
+from nanoray.state.modules import Undisturbed, extra_states, join, split
+from nanoray.state.train_state import StateDict
 from nanoray.train.own.task import mode_notes
 from tests.harness.keepers import KEEPERS
 

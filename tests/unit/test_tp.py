@@ -30,7 +30,7 @@ from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import LossScaler
 from nanoray.parallel import tp
 from nanoray.parallel.buckets import Buckets
-from nanoray.state import Holding, TrainState
+from nanoray.state.train_state import Holding, TrainState
 from nanoray.train.guard.guards import Guards
 
 SHAPE = ModelShape(n_layer=2, n_head=4, n_embd=24, block_size=8, bias=True, vocab_size=65)

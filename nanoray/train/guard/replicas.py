@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from nanoray.errors import StateDiverged
+from nanoray.mesh.memory import plain_memory
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import is_cut
-from nanoray.module_state import plain_memory
-from nanoray.state import TrainState, optimizer_tensors, share
+from nanoray.state.train_state import TrainState, optimizer_tensors, share
 from nanoray.train.guard.certificate import format_hash
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from nanoray.checkpoint.tensorfile import DTYPE_NAMES
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.optimizer_state import (
+from nanoray.state.optimizers import (
     TRIAL_STEPS,
     Trial,
     changed_groups,
@@ -34,10 +34,10 @@ from nanoray.optimizer_state import (
     trial_of_copies,
     values_of,
 )
+from nanoray.state.values import Unsupported, same
 from nanoray.train.optim.modes import has_modes, set_mode
 from nanoray.train.own.schedule import needed_arguments
 from nanoray.train.own.several import Several
-from nanoray.values import Unsupported, same
 
 STEPS_AFTER = 7  # of both copies after a resume: Lookahead's slow weights move every fifth step
 CLOSE = 1e-3  # of an update: two ways to sum differ by 1e-6, a norm of another piece by far more

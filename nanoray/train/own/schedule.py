@@ -22,8 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from nanoray.compat import mark_as_stepped
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.optimizer_state import changed_groups, group_values, load_groups, members_of
-from nanoray.values import Unsupported, put_together, take_apart
+from nanoray.state.optimizers import changed_groups, group_values, load_groups, members_of
+from nanoray.state.values import Unsupported, put_together, take_apart
 
 Optimizer = torch.optim.Optimizer
 

@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanoray.module_state import Undisturbed, assign, bytes_of
-from nanoray.state import undisturbed_generators
+from nanoray.mesh.memory import bytes_of
+from nanoray.state.modules import Undisturbed, assign
+from nanoray.state.train_state import undisturbed_generators
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 # Of nn.Module itself; Undisturbed restores the buffers

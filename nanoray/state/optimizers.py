@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanoray.errors import CheckpointError
-from nanoray.values import Unsupported, put_together, take_apart
+from nanoray.state.values import Unsupported, put_together, take_apart
 
 PROBE = (2, 8)  # the parameter that an optimizer is tried on
 TRIAL_STEPS = 3  # some optimizers make a part of their state in a later step than the first

@@ -203,19 +203,6 @@ def write_buffers(
                 module._buffers[key] = None
 
 
-def plain_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements in a row, contiguous; a copy only where it must be one.
-
-    torch may keep a conjugation or a negation as a mark on the tensor: here it is done.
-    """
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as bytes, in a row."""
-    return plain_memory(tensor).view(torch.uint8)
-
-
 @torch.no_grad()
 def assign(tensor: Tensor, value: Tensor) -> None:
     """Overwrite a tensor in place; one of another shape, or with repeated elements, gets new memory."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, is_cut, whole_shards
-from nanoray.module_state import (
+from nanoray.state.modules import (
     EXTRA,
     assign,
     buffer_names,
@@ -35,7 +35,7 @@ from nanoray.module_state import (
     tensors_within,
     write_buffers,
 )
-from nanoray.optimizer_state import (
+from nanoray.state.optimizers import (
     changed_groups,
     group_values,
     load_groups,
