@@ -4,7 +4,7 @@
     forward   each rank changes its own, from the samples that it sees
     add_up    rank 0 sends its buffers: one message of a few bytes, and one of all of them
     commit    all ranks take these over, with the weights
-    undo      a step that broke, or is done again: back to the copy
+    undo      a step that broke, is not finite, or is done again: back to the copy
 
 torch's DDP also lets rank 0's buffers hold for all, before each forward. Nothing but these messages
 depends on the values of others, so a step that is repeated changes a counter once. Extra states
