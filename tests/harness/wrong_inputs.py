@@ -689,7 +689,10 @@ WRONG_MODELS: dict[str, Wrong] = {
         settings={"dp_mode": "zero1"},
     ),
     "get_extra_state raises": wrong(
-        "the state_dict of BadState", "LookupError: no state yet", "mend", model=BadState
+        "module BadState: get_extra_state raises",
+        "LookupError: no state yet",
+        "mend",
+        model=BadState,
     ),
     "weights of 4 bits": wrong("packed has the dtype float4_e2m1fn_x2", "cast it", model=Float4),
     "a sparse buffer": wrong("graph has the layout sparse_coo", "to_dense", model=SparseBuffer),
