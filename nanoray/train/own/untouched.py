@@ -4,7 +4,7 @@
     gradients     those of before, usually None; and which weights require one
     attributes    what a forward binds anew on a module, of any type
     generators    also those that modules have
-    buffers, extra states, modes: module_state.Undisturbed, as around every other pass
+    buffers, extra states, modes: state.modules.Undisturbed, as around every other pass
 
 What a forward changes inside of a list, a dict or another object of its own stays changed.
 """
