@@ -1,4 +1,4 @@
-"""Watch a run with a callback, which observes and changes nothing.
+"""Watch a run with a callback: save the best checkpoint, and stop when the loss goes up again.
 
 python examples/own_callback.py
 """
@@ -16,11 +16,22 @@ import nanoray
 class StopWatch(nanoray.Callback):
     """Prints the run's evaluations, checkpoints and faults. The methods run on rank 0."""
 
+    def __init__(self) -> None:
+        self.best = float("inf")  # validation loss
+
     def on_run_start(self, run: nanoray.Run) -> None:
+        self.run = run
         print(f"watching {run.spec.folder.name}, {run.world_size} rank(s)", flush=True)
 
     def on_eval_end(self, step: int, record: Mapping[str, Any]) -> None:
-        print(f"step {step}: validation loss {record['val/loss']:.3f}", flush=True)
+        loss = record["val/loss"]
+        print(f"step {step}: validation loss {loss:.3f}", flush=True)
+        # Both take effect on all ranks, after the next step.
+        if loss < self.best:
+            self.best = loss
+            self.run.save()
+        if loss > 2 * self.best:
+            self.run.stop()
 
     def on_checkpoint(self, step: int) -> None:
         print(f"step {step} is on disk", flush=True)

@@ -9,6 +9,8 @@ _EXPORTED = {
     "RuntimeEngine": "nanoray.train.own.engine",
     "Callback": "nanoray.train.own.callbacks",
     "Run": "nanoray.train.own.run",
+    "Config": "nanoray.config",
+    "Weighted": "nanoray.models.weighted",
 }
 
 

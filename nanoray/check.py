@@ -301,7 +301,7 @@ def _port_answers(address: str) -> bool:
 
 
 def version_problems(installed: dict[str, str | None]) -> Iterator[Problem]:
-    """Compare the installed versions with the pins in the metadata of the nanoray package."""
+    """Compare the installed versions with the ranges in the metadata of the nanoray package."""
     try:
         requirements = metadata.requires("nanoray") or []
         python_range = str(metadata.metadata("nanoray")["Requires-Python"])
@@ -310,22 +310,18 @@ def version_problems(installed: dict[str, str | None]) -> Iterator[Problem]:
         python_range = ""
 
     for name in ("torch", "ray"):
-        pin = _pinned_version(name, requirements)
+        allowed = _range_of(name, requirements)
         version = installed[name]
-        install = f"pip install {name}"
-        if pin:
-            install += f"=={pin}"
+        install = f"pip install '{name}{allowed}'"
         if version is None:
             yield Problem(f"{name} is not installed", install, fatal=True)
-        elif pin and version.partition("+")[0] != pin:  # without the build: 2.13.0+cpu
-            yield Problem(f"{name} {version} is not the tested version {pin}", install, fatal=False)
+        elif not _is_within(version, allowed):
+            what = (
+                f"{name} {version} is outside {allowed}, the versions that nanoray is tested with"
+            )
+            yield Problem(what, install, fatal=False)
 
-    # Only the minor version of Python is compared: ">=3.10,<3.14" becomes 10 <= minor < 14.
-    bounds = dict(re.findall(r"(>=|<)3\.(\d+)", python_range))
-    lowest = int(bounds.get(">=", 0))
-    end = int(bounds.get("<", 99))
-    minor = int(str(installed["python"]).split(".")[1])
-    if not lowest <= minor < end:
+    if not _is_within(str(installed["python"]), python_range):
         yield Problem(
             f"Python {installed['python']} is outside {python_range}",
             "make the environment with another",
@@ -333,13 +329,36 @@ def version_problems(installed: dict[str, str | None]) -> Iterator[Problem]:
         )
 
 
-def _pinned_version(name: str, requirements: list[str]) -> str | None:
-    """Return the version that a requirement such as `ray[default]==2.60.0` pins."""
+def _range_of(name: str, requirements: list[str]) -> str:
+    """Return the range of a requirement such as `ray[default]<3,>=2.50`, lowest version first.
+
+    Empty if there is none.
+    """
     for requirement in requirements:
-        match = re.match(rf"{name}(?:\[\w+\])?==([\w.]+)", requirement)
+        match = re.match(rf"{name}(?:\[\w+\])?([<>=][\w.,<>=]*)", requirement)
         if match:
-            return match[1]
-    return None
+            return ",".join(sorted(match[1].split(","), reverse=True))
+    return ""
+
+
+def _is_within(version: str, allowed: str) -> bool:
+    """Return whether a version is in a range such as ">=2.11,<3"; only numbers are compared."""
+    found = _numbers(version)
+    for operator, bound in re.findall(r"(>=|<)([\d.]+)", allowed):
+        limit = _numbers(bound)
+        is_below = found[: len(limit)] < limit
+        if is_below != (operator == "<"):
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return (2, 13, 0) of "2.13.0+cpu"; of a part such as "0rc1" its first digits."""
+    numbers: list[int] = []
+    for part in version.partition("+")[0].split("."):
+        digits = re.match(r"\d+", part)
+        numbers.append(int(digits[0]) if digits else 0)
+    return tuple(numbers)
 
 
 def gpu_problems(

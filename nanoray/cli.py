@@ -27,7 +27,7 @@ from nanoray.config import (
     refuse_unknown,
 )
 from nanoray.config.conflicts import TABLE, Row, Rule, known_from
-from nanoray.config.load import lay_over
+from nanoray.config.load import lay_over, run_folder_of
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.output import lasting_output
@@ -165,15 +165,27 @@ def _config_of_run(resume: str) -> dict[str, Any]:
 
     PATH is the run's folder, or one of its checkpoints.
     """
-    if resume in ("none", "auto"):
+    folder = run_folder_of(resume)
+    if folder is None:
         return {}
-    path = Path(resume).expanduser()
-    for folder in (path, path.parent, path.parent.parent):
-        file = folder / "config.json"
-        if file.is_file():
-            values = read_yaml(file)
-            return {key: value for key, value in values.items() if key not in _NOT_INHERITED}
-    return {}
+    values = read_yaml(folder / "config.json")
+    inherited = {key: value for key, value in values.items() if key not in _NOT_INHERITED}
+    return inherited | _found_from_here(inherited, folder)
+
+
+def _found_from_here(values: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Return the keys with a path that was relative to the working folder of the run's command."""
+    cwd = read_yaml(folder / "run.json").get("cwd") if (folder / "run.json").is_file() else None
+    if not isinstance(cwd, str):  # an older version wrote it
+        return {}
+    paths = {}
+    for key in ("dataset", "data_dir"):
+        value = str(values.get(key) or "")
+        # A word such as `shakespeare` names no file there
+        there = Path(cwd, value)
+        if value and not Path(value).exists() and there.exists():
+            paths[key] = str(there)
+    return paths
 
 
 def _refuse_files(file: str | None, preset: str | None, prog: str) -> None:

@@ -9,16 +9,25 @@ what the driver imports at its top does not import this file.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
 __all__ = [
     "CPU_ATTENTION",
@@ -36,6 +45,7 @@ __all__ = [
     "foreach_add",
     "foreach_add_",
     "foreach_mul_",
+    "has_gradient_hooks",
     "mark_as_stepped",
     "node_sequence",
     "operator_of",
@@ -43,8 +53,13 @@ __all__ = [
     "restart_group_names",
     "scaled_mm",
     "storage_key",
+    "sum_unused_parameters",
+    "transient_buffers",
+    "tree_flatten",
     "tree_leaves",
+    "tree_map",
     "tree_map_only",
+    "tree_unflatten",
 ]
 
 # ---- newer than torch 2.11 ----
@@ -58,6 +73,40 @@ all_gather_single: Any = _NEW or getattr(dist, "all_gather_into_tensor")  # noqa
 NO_BUFFER_SYNC: dict[str, Any] = {"broadcast_buffers": False}
 if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
     NO_BUFFER_SYNC = {"forward_sync_buffers": False}
+
+
+def sum_unused_parameters(model: nn.Module) -> None:
+    """Let a model that fully_shard has cut sum all its trained parameters, also unused ones.
+
+    A parameter without a gradient on this rank has zeros there, as torch 2.13 does it; older ones
+    leave it out of this rank's sum, which would then be added to another sum of the other ranks.
+    """
+    setting = getattr(model, "set_reduce_scatter_unused_params", None)
+    if setting is not None:
+        setting(True)
+        return
+
+    from torch.distributed.fsdp import FSDPModule  # half a second, which only fsdp should take
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group: Any = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                group.post_backward = partial(_fill_and_reduce, group, group.post_backward)
+
+
+def _fill_and_reduce(group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    """Give the unused parameters of a unit a gradient of zeros, then let torch reduce them all."""
+    if group.reduce_grads:
+        for each in group.fsdp_params:
+            # One that no forward has gathered yet has no place for a gradient.
+            if not hasattr(each, "_unsharded_param") or each.unsharded_accumulated_grad is not None:
+                continue
+            parameter = each.unsharded_param
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    reduce(*unused)
+
 
 # ---- private in every torch so far (2.11 to 2.14) ----
 
@@ -114,6 +163,19 @@ def collectives_of(group: Any) -> int:
     with suppress(RuntimeError):
         return int(group._get_sequence_number_for_group())
     return 0
+
+
+def transient_buffers(module: nn.Module) -> set[str]:
+    """Return the live set of names of a module's buffers that its state_dict leaves out.
+
+    A scripted module has none.
+    """
+    return getattr(module, "_non_persistent_buffers_set", set())
+
+
+def has_gradient_hooks(p: Tensor) -> bool:
+    """Return whether a function would be called with the gradient of a parameter."""
+    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -4,6 +4,7 @@ remedy.
     NanorayError
     ├── ConfigError          the configuration is wrong, or asks for the impossible      exit 2
     ├── DataError            the dataset is missing, damaged, too short, or not text     exit 2
+    ├── DataFailed           a script's data fail in the middle of a run; its steps are saved    exit 1
     ├── PlacementError       the machine or the cluster cannot hold the request          exit 3
     ├── RendezvousError      the ranks did not meet, or do not agree with each other     exit 3
     │   ├── RankDiffers      this rank has other code, settings or versions              exit 3
@@ -37,6 +38,10 @@ class DataError(NanorayError):
     """The dataset is missing, damaged, too short, or not text."""
 
     exit_code = 2
+
+
+class DataFailed(NanorayError):
+    """A script's data raise an error in the middle of a run, whose steps are saved."""
 
 
 class PlacementError(NanorayError):
@@ -96,6 +101,7 @@ class WorkerFailed(NanorayError):
 REMEDIES: dict[type[NanorayError], str] = {
     ConfigError: "change the key that the message names; `--dry_run` shows the plan without starting anything",
     DataError: "give another `--dataset`, or mend what the message names",
+    DataFailed: "mend what the script's traceback shows, then `--resume RUN`",
     PlacementError: "lower `--workers`, or add nodes; `nanoray check` shows what would run where",
     RendezvousError: "same code, versions and configuration on all ranks; `logs/rankN.log` of the absent rank",
     RankDiffers: "update that node, or let the run go on without it (`--recovery shrink`)",
@@ -109,7 +115,7 @@ REMEDIES: dict[type[NanorayError], str] = {
 }
 EXIT_CODES = {
     0: "the run has finished",
-    1: "ranks failed, a file cannot be read or written, or a defect of nanoray (with a traceback)",
+    1: "ranks or a script's data failed, a file cannot be read or written, or a defect of nanoray (with a traceback)",
     2: "the configuration or the dataset is wrong: nothing was started",
     3: "the machine or cluster cannot hold the ranks, or they did not meet",
     4: "a checkpoint is damaged, missing, or of another model",

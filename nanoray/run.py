@@ -2,7 +2,7 @@
 
 runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     config.json      the configuration; `--config` reads it
-    run.json         the RunSpec: dataset, versions, command
+    run.json         the RunSpec: dataset, versions, command and its working folder
     metrics.jsonl    one record per logged step
     statistics.jsonl  with statistics_every: what each layer is like
     memory/          with memory_at: the memory of a step on each rank;  `nanoray report` draws it
@@ -97,6 +97,7 @@ class RunSpec:
             "notes": list(self.notes),
             "nanoray": __version__,
             "command": sys.argv,
+            "cwd": _working_folder(),  # relative paths of the configuration begin here
         }
 
     @classmethod
@@ -187,6 +188,14 @@ def new_folder(out_dir: Path, name: str) -> Path:
     raise ConfigError(
         f"out_dir = {out_dir} already has 999 runs of this second; use another --name"
     )
+
+
+def _working_folder() -> str:
+    """Return this process's working folder; "" if it was deleted, as Ray does with a job's copy."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
 
 
 def lock_run(folder: Path) -> tuple[RunLock | None, str]:

@@ -15,7 +15,7 @@ from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.sampling import generate
-from nanoray.state import StateDict
+from nanoray.state.train_state import StateDict
 
 
 def main(argv: list[str] | None = None) -> int:

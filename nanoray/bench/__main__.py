@@ -27,6 +27,7 @@ from nanoray.bench.registry import BENCHMARKS, Entry
 from nanoray.cli import Parser
 from nanoray.config import refuse_unknown
 from nanoray.errors import ConfigError, NanorayError, PlacementError
+from nanoray.mesh.launchers import set_torch_variables
 
 FIGURES = (".png", ".svg", ".pdf")
 # Flag -> a name to propose
@@ -53,7 +54,13 @@ def main(argv: list[str] | None = None) -> int:
         print(USAGE.format(benches=benches, all="all", figures=", ".join(FIGURES)))
         return 0 if argv else 2
     name, *flags = argv
-    return exit_code_of(lambda: _run_all(flags) if name == "all" else _run_named(name, flags))
+
+    def run() -> int:
+        # Under srun and mpirun, too, each process is a rank: benchmarks read torchrun's variables.
+        set_torch_variables(os.environ)
+        return _run_all(flags) if name == "all" else _run_named(name, flags)
+
+    return exit_code_of(run)
 
 
 def exit_code_of(run: Callable[[], int]) -> int:

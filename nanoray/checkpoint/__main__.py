@@ -1,24 +1,30 @@
 """`nanoray checkpoint list|verify|show|export`: list, verify, inspect and export checkpoints.
 
 list     step, size, validation loss of each checkpoint of a run; checks sizes and manifest only
-verify   read every byte and compare the checksums; exit 1 if one is damaged
+verify   read every byte, compare the checksums and the list of the model's tensors; exit 1 if one
+         is damaged or lacks a tensor
 show     metadata and tensors of one checkpoint
-export   the weights alone as one safetensors file, with the model's shape in its header
+export   the model alone, as load_state_dict takes it: FILE.safetensors, with the model's shape in
+         its header, or FILE.pt (torch.save), which also holds extra states
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from nanoray.atomic import replace_bytes
+from nanoray.checkpoint.contents import is_listed, missing_from
 from nanoray.checkpoint.files import find_all, load, peek
 from nanoray.checkpoint.find import newest_valid
 from nanoray.cli import run_subcommand, writing
 from nanoray.errors import CheckpointError, ConfigError
+from nanoray.state.train_state import StateDict, entries_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,13 +61,24 @@ def _list(argv: list[str]) -> int:
 
 
 def _verify(argv: list[str]) -> int:
-    parser = _parser("verify", "read every byte of every checkpoint and compare the checksums")
+    parser = _parser(
+        "verify",
+        "read every byte of every checkpoint, compare the checksums and the list of tensors",
+    )
     args = parser.parse_args(argv)
     damaged = 0
     for path in find_all(args.path):
         try:
-            load(path)
-            print(f"{path.name}  ok")
+            state = load(path)
+            missing = missing_from(state)
+            if missing:
+                raise CheckpointError(f"{missing[0]}; of {len(missing)} such tensor(s)")
+            older = (
+                ""
+                if is_listed(state)
+                else " (of an older version: the names of its tensors are not compared)"
+            )
+            print(f"{path.name}  ok{older}")
         except CheckpointError as error:
             damaged += 1
             print(f"{path.name}  DAMAGED: {error}")
@@ -116,16 +133,15 @@ def _count_numbers(tensors: dict[str, Tensor]) -> str:
 
 
 def _export(argv: list[str]) -> int:
-    parser = _parser(
-        "export", "write the weights of the newest valid checkpoint as one safetensors file"
-    )
+    parser = _parser("export", "write the model of the newest valid checkpoint as one file")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="the file to write; not overwritten"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the file to write; not overwritten; FILE.pt: written by torch.save",
     )
     args = parser.parse_args(argv)
-    # Here, because `list` and `show` do not need it.
-    from safetensors.torch import save
-
     # Before the checkpoint is read, which may take minutes.
     if args.out.exists():
         raise ConfigError(f"{args.out} already exists; give --out another name")
@@ -135,6 +151,41 @@ def _export(argv: list[str]) -> int:
         )
     path = _newest(args.path)
     state = load(path)
+    missing = missing_from(state)
+    if missing:
+        raise CheckpointError(f"{path} is not complete: {missing[0]}; use another checkpoint")
+
+    as_torch_saves = args.out.suffix in (".pt", ".pth")
+    data = _torch_file(state) if as_torch_saves else _safetensors_file(state, args.out)
+    with writing(args.out, "give --out another path"):
+        replace_bytes(args.out, data)
+    print(
+        f"{args.out}  step {state.meta['step']}, {len(state.model)} tensors, "
+        f"{args.out.stat().st_size / 1e6:.2f} MB"
+    )
+    return 0
+
+
+def _torch_file(state: StateDict) -> bytes:
+    """Return the model's state_dict as torch.save writes it; torch.load needs no pickled code."""
+    tensors, values = entries_of(state, torch.device("cpu"))
+    file = io.BytesIO()
+    # Clones, because torch.save would write the checkpoint's whole buffer for each tensor.
+    torch.save({name: tensor.clone() for name, tensor in tensors.items()} | values, file)
+    return file.getvalue()
+
+
+def _safetensors_file(state: StateDict, out: Path) -> bytes:
+    """Return the model's tensors as a safetensors file. Raises ConfigError where it cannot hold all."""
+    # Here, because `list` and `show` do not need it.
+    from safetensors.torch import save
+
+    tensors, values = entries_of(state, torch.device("cpu"))
+    if values:
+        raise ConfigError(
+            f"{min(values)} is no tensor, and a safetensors file holds tensors only; give "
+            f"--out {out.with_suffix('.pt')}"
+        )
     # Metadata of a safetensors file are strings.
     header = {
         "format": "pt",
@@ -142,14 +193,7 @@ def _export(argv: list[str]) -> int:
         "model_shape": json.dumps(state.meta["model_shape"]),
     }
     # Clones, because safetensors refuses tensors that share memory, as tied weights do.
-    tensors = {name: tensor.clone() for name, tensor in state.model.items()}
-    with writing(args.out, "give --out another path"):
-        replace_bytes(args.out, save(tensors, header))
-    print(
-        f"{args.out}  step {state.meta['step']}, {len(state.model)} tensors, "
-        f"{args.out.stat().st_size / 1e6:.2f} MB"
-    )
-    return 0
+    return save({name: tensor.clone() for name, tensor in tensors.items()}, header)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from nanoray.checkpoint.tensorfile import damage_of, layout, read_file, tensors_
 from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import Piece, fill, overlaps
 from nanoray.points import reached
-from nanoray.state import StateDict
+from nanoray.state.train_state import StateDict
 
 _POLL_S = 0.02
 _FILE = re.compile(r"(model|optimizer)-(\d{5})\.safetensors")
@@ -151,16 +151,24 @@ def _load_model(
     ranks = _ranks_with(saved, pieces) | {0}  # rank 0 also saves tensors that no rank owns
     # Read each file once, however many pieces of it are wanted.
     files = _read_files(path, sums, saved, "model", ranks)
-    model = _assemble(files, {name: (name, piece) for name, piece in pieces.items()})
+    in_pieces = {name: (name, piece) for name, piece in pieces.items() if name in whole}
+    model = _assemble(files, in_pieces)
     if weights is None:
         model = {name: tensor.view(whole[name].shape) for name, tensor in model.items()}
-        # Tied weights are saved once.
-        for name, origin in aliases.items():
-            model[name] = model[origin]
+
+    # Other tensors are saved as a whole. Frozen weights are, where their ranks had not cut them.
     for _, tensors in files:
         for name, tensor in tensors.items():
-            if name not in whole:
-                model[name] = tensor
+            if name in whole:
+                continue
+            model[name] = tensor
+            if weights is not None and name in weights:
+                model[name] = weights[name].take(tensor)
+
+    # Tied weights are saved once.
+    for name, origin in aliases.items():
+        if weights is None or origin in model:
+            model[name] = model[origin]
     return model
 
 

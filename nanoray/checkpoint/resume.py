@@ -16,8 +16,9 @@ from nanoray.run import RunSpec, lock_run, new_folder, write_attempt
 def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     """Create or find the run's folder, and write config.json and run.json. (one process)
 
-    `--resume auto` and a run folder under out_dir continue in that folder. A single checkpoint, or
-    a run elsewhere or of another name, starts a new folder. The run stays locked while the spec
+    `--resume auto` and a run folder under out_dir continue in that folder; without an out_dir of
+    its own, a configuration has that of the run (make_config). A single checkpoint, or a run of
+    another name or under another out_dir, starts a new folder. The run stays locked while the spec
     lives, or this process. Raises CheckpointError when there is nothing to resume at a path,
     ConfigError when another process uses the run.
     """

@@ -20,18 +20,25 @@ import torch
 from torch import Tensor
 
 from nanoray.errors import CheckpointError
+from nanoray.mesh.memory import bytes_of
 
 GONE = (FileNotFoundError, NotADirectoryError)
 CHUNK = 8 << 20  # bytes hashed and written at a time
 DTYPES = {
+    "C64": torch.complex64,
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "BOOL": torch.bool,
     "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
     "I8": torch.int8,
     "I16": torch.int16,
     "I32": torch.int32,
@@ -117,7 +124,7 @@ def write_file(path: Path, parts: list[Tensor]) -> dict[str, Any]:
     try:
         for tensor in parts:
             # Each of these steps copies only if it must.
-            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            data = bytes_of(tensor.cpu()).numpy().data
             for start in range(0, len(data), CHUNK):
                 chunk = data[start : start + CHUNK]
                 digest.update(chunk)

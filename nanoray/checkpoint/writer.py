@@ -31,7 +31,7 @@ from nanoray.checkpoint import parts
 from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
 from nanoray.run import RunSpec, read_attempt
-from nanoray.state import StateDict
+from nanoray.state.train_state import StateDict
 
 log = logging.getLogger("nanoray")
 TRIES = 3  # failed checkpoints in a row (a full disk, say) that end the run
@@ -471,7 +471,9 @@ def _layout(tensors: Tensors) -> tuple[dict[tuple[str, str], Place], int]:
         # Tensors over the same memory are tied. Empty ones may share an address by chance.
         identity: Any = name
         if tensor.nbytes:
-            identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            # A conjugated view of a tensor lies over its memory, and has other values.
+            marks = (tensor.is_conj(), tensor.is_neg())
+            identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, marks)
         if identity not in offsets:
             offsets[identity] = size
             blocks = -(-tensor.nbytes // _ALIGN)  # rounded up

@@ -203,12 +203,30 @@ def load_config(
     return make_config(lay_over(merged, overrides, "the flags"))
 
 
+def run_folder_of(resume: str) -> Path | None:
+    """Return the folder of the run that a value of `resume` names; None for a word, or no run.
+
+    The value is the path of the run's folder, or of one of its checkpoints.
+    """
+    if resume in ("none", "auto"):
+        return None
+    path = Path(resume).expanduser().resolve()
+    for folder in (path, path.parent, path.parent.parent):
+        if (folder / "config.json").is_file():
+            return folder
+    return None
+
+
 def make_config(values: dict[str, Any]) -> Config:
     """Validate `values` into a Config.
 
-    Raises ConfigError, in one line with key and value, where pydantic reports an error.
+    A run that is resumed stays beside the runs where it is, unless `values` have an out_dir. Raises
+    ConfigError, in one line with key and value, where pydantic reports an error.
     """
     _require_known(values)
+    resumed = run_folder_of(str(values.get("resume", "none")))
+    if resumed and "out_dir" not in values:
+        values = values | {"out_dir": str(resumed.parent)}
     try:
         return Config(**values)
     except ValidationError as error:

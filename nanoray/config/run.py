@@ -18,7 +18,8 @@ class Run(Group):
     """name of the run, which ends its folder's name (default: the preset's or file's name)"""
 
     out_dir: str = field("runs", "run", min_length=1)
-    """parent of the run folders; with several nodes it must be shared storage"""
+    """parent of the run folders; with several nodes it must be shared storage. A run that --resume
+    PATH names stays where it is, unless this is given"""
 
     resume: str = field("none", "run", min_length=1)
     """none | auto (the newest run in out_dir with this name and recipe) | PATH of a run folder or

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from nanoray.data.seeding import generators_kept, seed_generators_for
 from nanoray.errors import DataError
 
 KEPT = 64  # batches that a rank keeps, with the state before each, to repeat a step
@@ -42,8 +43,11 @@ def has_index(data: Any) -> bool:
 class Stateful:
     """The batches of one rank's loader, by their numbers. The newest ones are kept."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, seed: int = 0, rank: int = 0) -> None:
+        """`seed` and `rank`: what the loader draws from global generators follows from them."""
         self._loader = loader
+        self._seed = seed
+        self._rank = rank
         # None: not begun, or to be begun again from a state
         self._iterator: Iterator[Any] | None = None
         self._next = 0  # the number of the batch that the iterator yields next
@@ -91,17 +95,21 @@ class Stateful:
         if known:
             self._loader.load_state_dict(copy.deepcopy(self._states[max(known)]))
         self._next = max(known, default=0)
-        self._iterator = iter(self._loader)
+        with generators_kept():
+            seed_generators_for(self._seed, self._rank, self._next, -1)
+            self._iterator = iter(self._loader)
 
     def _advance(self) -> None:
         """Read the next batch, and keep the state before it."""
         assert self._iterator is not None
         # A copy, because a loader may return the object that it goes on to change.
         self._states[self._next] = copy.deepcopy(self._loader.state_dict())
-        batch = next(self._iterator, None)
-        if batch is None:  # the next epoch
-            self._iterator = iter(self._loader)
+        with generators_kept():
+            seed_generators_for(self._seed, self._rank, self._next)
             batch = next(self._iterator, None)
+            if batch is None:  # the next epoch
+                self._iterator = iter(self._loader)
+                batch = next(self._iterator, None)
         if batch is None:
             raise DataError(
                 "the loader of the train data yields no batch in a whole epoch; give it at least "

@@ -22,7 +22,7 @@ from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.forecast.rank_memory import assume_device, memory_line
 from nanoray.forecast.trial import trial_on_fakes
 from nanoray.mesh.layout import Layout
-from nanoray.optimizer_state import PROBE, kept_alone
+from nanoray.state.optimizers import PROBE, kept_alone, name_of
 
 
 class DryRunEnded(BaseException):
@@ -44,7 +44,7 @@ def own_lines(
     """
     device = assume_device(config)
     sizes = Sizes.of(model)
-    optimizer_name = type(optimizer).__name__
+    optimizer_name = name_of(optimizer)
     notes = []
 
     # State: exact, but for an optimizer that cannot be tried alone.

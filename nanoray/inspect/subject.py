@@ -29,14 +29,14 @@ from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.owners import rank_model
 from nanoray.forecast.scale import known_dataset
 from nanoray.forecast.trial import Loss
-from nanoray.launch.own import DEFAULTS
 from nanoray.mesh.layout import Coords, Layout
 from nanoray.models.build import OwnShape, shape_of
 from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import weight_type
 from nanoray.models.resnet import ResNetShape
-from nanoray.state import StateDict
+from nanoray.state.train_state import StateDict
 from nanoray.train.own.program import call_until_fit
+from nanoray.train.own.settings import DEFAULTS
 from nanoray.train.own.task import OwnTask
 
 PROG = "nanoray inspect"
@@ -194,7 +194,8 @@ def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
         "inspect SCRIPT.py"
     )
     batch = resolve_batch(config, Layout.of(config, ranks).dp)
-    updated = {name.partition(".")[2] for name in state.optimizer} or state.model.keys()
+    # Some optimizers have tensors besides those of parameters.
+    updated = {name.partition(".")[2] for name in state.optimizer} - {""} or state.model.keys()
     layout, model = Layout.of(config, ranks), outline(state.model, updated)
     return Subject(
         title,
@@ -279,7 +280,7 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
                 model,
                 OwnShape(),
                 example,
-                task.loss,
+                task.mean_loss,
                 optimizer,
             )
         )

@@ -22,6 +22,7 @@ from nanoray.mesh.pieces import Box, Piece
 from nanoray.models import costs, resnet_costs
 from nanoray.models.gpt import ModelShape
 from nanoray.models.resnet import ResNetShape
+from nanoray.state.optimizers import name_of
 
 SHAPELESS = "tree without shapes, connections and counts"
 
@@ -62,7 +63,7 @@ def dump(subject: Subject) -> dict[str, Any]:
     # A script brings its optimizer as an object; any other model's is a name.
     optimizer: str = config.optimizer
     if subject.optimizer:
-        optimizer = type(subject.optimizer).__name__
+        optimizer = name_of(subject.optimizer)
     checkpoint = None
     if subject.checkpoint:
         checkpoint = str(subject.checkpoint)

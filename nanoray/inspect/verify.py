@@ -33,7 +33,7 @@ from nanoray.models import costs, resnet_costs
 from nanoray.models.build import OwnShape, build_model
 from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import autocast, step_unless, weight_type
-from nanoray.state import optimizer_tensors
+from nanoray.state.train_state import optimizer_tensors
 from nanoray.train.optim.groups import make_optimizer
 
 TIED = ("lm_head.weight", "tok_emb.weight")  # of a GPT
@@ -99,7 +99,7 @@ def verify_model(
 ) -> dict[str, Any]:
     """Run one batch through `model` and one update; return checks and measurements."""
     config = subject.config
-    model.train()
+    # In the mode in which it trains: a script may have set modules of its model to eval mode.
     trial = Trial(model)
     with autocast("cpu", config.precision):
         loss = trial.forward(lambda: subject.loss(model, x, y), (x, y))

@@ -128,6 +128,7 @@ def launch(
                         variables=variables,
                     )
                     driver.console = console
+                    report.count_steps = lambda: console.max_steps
                     outcome = driver.run()
                 report.state = outcome["exit_reason"]
         finally:

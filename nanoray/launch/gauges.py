@@ -48,11 +48,14 @@ class RayMetrics:
 
 
 class MessageQueue:
-    """Keeps rank 0's notes and records until the driver polls them, and sets the Ray metrics."""
+    """Keeps rank 0's notes, records and number of steps until the driver polls them, and sets the Ray metrics."""
 
     def __init__(self, messages: deque[tuple[str, Any]], metrics: RayMetrics) -> None:
         self._messages = messages
         self._metrics = metrics
+
+    def on_length(self, steps: int) -> None:
+        self._messages.append(("length", steps))
 
     def on_note(self, text: str) -> None:
         self._messages.append(("note", text))

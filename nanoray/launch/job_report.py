@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from nanoray.launch.placement import bounded
@@ -40,6 +41,8 @@ class JobReport:
 
     def __init__(self, spec: RunSpec) -> None:
         self.state = ""  # set at the end: finished, stopped, failed: ...
+        # How many steps the run has: a script may give `fit` another number
+        self.count_steps: Callable[[], int] = lambda: spec.config.max_steps
         self._spec = spec
         self._job = submission_id()
         self._written: dict[str, str] = {}
@@ -66,7 +69,7 @@ class JobReport:
         facts = {"state": "starting", "folder": str(self._spec.folder)}
         if record:
             facts["state"] = "training"
-            facts |= progress(record, self._spec.config.max_steps)
+            facts |= progress(record, self.count_steps())
         if self.state:
             facts["state"] = self.state
         return facts

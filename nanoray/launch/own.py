@@ -7,22 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanoray.cli import Loaded, exit_code_of
-from nanoray.config import Config, make_config
+from nanoray.cli import exit_code_of
+from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.mesh.launchers import Place, describe_variables, place_of
-
-# A script brings its own model and optimizer, so these keys do not follow a recipe.
-DEFAULTS = {
-    "name": "own",
-    "model": "own",
-    "micro_batch_size": 32,
-    "max_steps": 1000,
-    "schedule": "constant",
-    "warmup_steps": 0,
-    "grad_clip": 0.0,
-    "sample_tokens": 0,
-}
+from nanoray.train.own.settings import loaded_of
 
 
 def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool = True) -> int:
@@ -41,15 +30,7 @@ def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool 
 
 
 def _launch(main: Callable[[Any], Any], config: dict[str, Any], ray: bool, started: float) -> int:
-    dry_run = bool(config.pop("dry_run", False))
-    quiet = bool(config.pop("quiet", False))
-    values = DEFAULTS | config
-    if values["model"] != "own":
-        raise ConfigError(f"model = {values['model']}, but the script brings its own; drop the key")
-    # A global batch that was given alone decides the micro batch, not the default above.
-    if "global_batch_size" in config and "micro_batch_size" not in config:
-        values["micro_batch_size"] = 0
-    loaded = Loaded(make_config(values), frozenset(config), dry_run, quiet=quiet)
+    loaded = loaded_of(config)
     place = place_of(os.environ)
     if place and ray:
         refuse_both(place, loaded.config, loaded.given)

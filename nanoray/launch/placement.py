@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,8 @@ from nanoray.launch.worker import bound_devices
 
 # A container's user may have neither HOME nor an entry in passwd: then "~" stays, and nothing is there.
 _TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))
+START_TRIES = 5  # of a local Ray, each of 30 s
+START_NICE = -10  # of its processes until it is up
 # Variables that `ray.init` or `_local_options` sets in this process
 _SET_BY_RAY = ("RAY_USAGE_STATS_ENABLED", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE")
 START_TIMEOUT_S = 90.0  # for a process to start and answer
@@ -151,7 +152,7 @@ def _connect(address: str, options: dict[str, Any], temp: str | None, stop: Stop
             _require_token(address)
         # Ray's dashboard leaves temporary files behind, so its temporary folder is `temp`.
         variables = {"TMPDIR": temp} if temp else {}
-        with environment(variables), _own_process_groups(), stop.at_once():
+        with environment(variables), _prepared_processes(), stop.at_once():
             return _init(address, options, temp)
     except SystemExit as ended:
         # Ray has put its own handler for SIGTERM in the place of ours, and it exits.
@@ -192,18 +193,47 @@ def _require_token(address: str) -> None:
 
 
 def _init(address: str, options: dict[str, Any], temp: str | None) -> Any:
-    """Call ray.init, a second time if a local Ray exceeds the 30 s that Ray gives it to start."""
-    for retry_folder in (temp, None):
+    """Call ray.init; again if a local Ray, in `temp`, exceeds the 30 s that Ray gives it to start.
+
+    Ray has no setting for these 30 s, and a machine whose cores are taken needs more. What a try
+    has read from the disk is in memory at the next one. Raises PlacementError after START_TRIES.
+    """
+    for number in range(1, START_TRIES + 1):
         try:
-            return ray.init(address=address, **options)
+            context = ray.init(address=address, **options)
+            if temp:
+                _set_priority(temp, os.getpriority(os.PRIO_PROCESS, 0))
+            return context
         except Exception as error:  # Ray raises no more specific one here
-            if "timed out during startup" not in str(error):
+            if not temp or "timed out during startup" not in str(error):
                 raise
-            if not retry_folder:
-                raise RuntimeError(str(error)) from None
-            bounded(ray.shutdown, CLEANUP_TIMEOUT_S)
-            _end_processes_of(retry_folder)
-    raise AssertionError
+        bounded(ray.shutdown, CLEANUP_TIMEOUT_S)
+        _end_processes_of(temp)
+        if number < START_TRIES:
+            print(
+                f"ray    a local Ray was not up within 30 s: this machine is busy ({_load()}); "
+                f"trying again, {number + 1} of {START_TRIES}",
+                flush=True,
+            )
+    raise PlacementError(
+        f"a local Ray timed out during startup, {START_TRIES} times after 30 s: this machine is "
+        f"busy ({_load()}); wait until it is less so, train without Ray (`python -m "
+        "nanoray.train`), or start a Ray with `ray start --head` and give its --ray_address"
+    )
+
+
+def _load() -> str:
+    """Return how many processes want a CPU of this machine, over the last minute."""
+    return f"load {os.getloadavg()[0]:.1f} on {available_cpus():g} CPUs"
+
+
+def _set_priority(temp: str, nice: int) -> None:
+    """Give the processes of a local Ray a priority; those that it starts later inherit it."""
+    for pid in _processes_of(temp):
+        with suppress(OSError):  # it has ended
+            group = os.getpgid(pid)
+            if group != os.getpgrp():
+                os.setpriority(os.PRIO_PGRP, group, nice)
 
 
 def _disconnect(temp: str | None) -> None:
@@ -222,9 +252,17 @@ def _disconnect(temp: str | None) -> None:
 
 
 def _end_processes_of(temp: str) -> None:
-    """End what an interrupted start of a local Ray has left: processes with open files in `temp`.
+    """End what an interrupted start of a local Ray has left."""
+    for pid in _processes_of(temp):
+        with suppress(OSError):  # it has ended
+            os.kill(pid, signal.SIGKILL)
 
-    Their parents are gone by then, and Ray overwrites their command lines and environments.
+
+def _processes_of(temp: str) -> Iterator[int]:
+    """Yield the other processes that have open files in `temp`: those of a local Ray.
+
+    After an interrupted start their parents are gone, and Ray overwrites their command lines and
+    environments.
     """
     own_pid = os.getpid()
     for folder in Path("/proc").glob("[0-9]*"):
@@ -233,16 +271,23 @@ def _end_processes_of(temp: str) -> None:
             files = [os.readlink(link) for link in (folder / "fd").iterdir()]
             in_temp = any(file.startswith(f"{temp}/") for file in files)
             if pid != own_pid and in_temp:
-                os.kill(pid, signal.SIGKILL)
+                yield pid
 
 
-def _own_process_groups() -> AbstractContextManager[None]:
-    """Start Ray's processes in process groups of their own.
+def _prepared_processes() -> AbstractContextManager[None]:
+    """Start Ray's processes in process groups of their own, and with priority where root may.
 
     A terminal that closes, `timeout` and batch systems send a signal to the whole process group of
     a command. In it Ray's head would end at once, and the ranks with it, before they have saved.
     """
-    return prepared_processes(partial(os.setpgid, 0, 0))
+    return prepared_processes(_prepare_process)
+
+
+def _prepare_process() -> None:
+    os.setpgid(0, 0)
+    # Ray gives up after 30 s, so that its start comes before the work of others on a busy machine.
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, 0, START_NICE)
 
 
 def bounded(cleanup: Callable[[], object], seconds: float = CLEANUP_TIMEOUT_S) -> threading.Thread:

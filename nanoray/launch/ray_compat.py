@@ -19,8 +19,13 @@ TOKENS_SINCE = (2, 52)  # the first Ray that can ask for a token
 
 def has_tokens(version: str = ray.__version__) -> bool:
     """Return whether a Ray of this version can ask for a token."""
+    return numbers_of(version) >= TOKENS_SINCE
+
+
+def numbers_of(version: str = ray.__version__) -> tuple[int, int]:
+    """Return major and minor number of a version of Ray."""
     major, minor = version.split(".")[:2]
-    return (int(major), int(minor)) >= TOKENS_SINCE
+    return int(major), int(minor)
 
 
 def refuses_token(address: str, token: str = "", timeout_s: float = 5.0) -> bool:

@@ -360,6 +360,8 @@ class WorkerGroup:
                 for kind, value in self.pool.api.get(answer):
                     if kind == "note":
                         console.on_note(value)
+                    elif kind == "length":
+                        console.on_length(value)
                     elif kind == "record":
                         console.on_record(value)
                     else:

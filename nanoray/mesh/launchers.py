@@ -1,7 +1,7 @@
 """The program that started this process as one rank of many, recognised by its variables.
 
     torchrun, or RANK and WORLD_SIZE of a StatefulSet    ─┐
-    mpirun: Open MPI, MVAPICH, Intel MPI and MPICH        ├─► place_of(environment) ─► Place, or None
+    mpirun: Open MPI, MVAPICH, Intel MPI, MPICH, Cray     ├─► place_of(environment) ─► Place, or None
     srun: a step of SLURM with more than one task        ─┘
 
 Launchers nest: srun starts torchrun on each node, and mpirun starts its daemons with srun. Variables
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 from nanoray.errors import ConfigError
@@ -23,6 +23,7 @@ from nanoray.errors import ConfigError
 _PORTS = range(20000, 30000)
 # SLURM numbers the steps of batch scripts, interactive shells and the like from here on
 _SPECIAL_STEPS = 2**32 - 256
+_UNKNOWN = -1
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -37,8 +38,8 @@ class Launcher:
     command: str  # what users type
     rank: str
     world_size: tuple[str, ...]
-    local_rank: str
-    local_world_size: str = ""
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...] = ()
     job: tuple[str, ...] = ()  # they identify the job on all of its nodes
 
 
@@ -47,7 +48,7 @@ SRUN = Launcher(
     "srun",
     rank="SLURM_PROCID",
     world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-    local_rank="SLURM_LOCALID",
+    local_rank=("SLURM_LOCALID",),
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
 # The innermost first. Each has a test in tests/unit/test_launchers.py.
@@ -57,8 +58,8 @@ MPIRUNS = (
         "mpirun",
         rank="OMPI_COMM_WORLD_RANK",
         world_size=("OMPI_COMM_WORLD_SIZE",),
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
         job=("PMIX_NAMESPACE",),
     ),
     Launcher(
@@ -66,16 +67,16 @@ MPIRUNS = (
         "mpirun",
         rank="MV2_COMM_WORLD_RANK",
         world_size=("MV2_COMM_WORLD_SIZE",),
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
+        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
+        local_world_size=("MV2_COMM_WORLD_LOCAL_SIZE",),
     ),
     Launcher(
         "Intel MPI or MPICH",
         "mpirun",
         rank="PMI_RANK",
         world_size=("PMI_SIZE",),
-        local_rank="MPI_LOCALRANKID",
-        local_world_size="MPI_LOCALNRANKS",
+        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK", "PALS_LOCAL_RANKID"),
+        local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
     ),
 )
 TORCHRUN = Launcher(
@@ -83,8 +84,8 @@ TORCHRUN = Launcher(
     "torchrun",
     rank="RANK",
     world_size=("WORLD_SIZE",),
-    local_rank="LOCAL_RANK",
-    local_world_size="LOCAL_WORLD_SIZE",
+    local_rank=("LOCAL_RANK",),
+    local_world_size=("LOCAL_WORLD_SIZE",),
     job=("TORCHELASTIC_RUN_ID",),
 )
 # RANK and WORLD_SIZE without torchrun: a StatefulSet, a Kubeflow job, DeepSpeed, a user's own script
@@ -93,8 +94,8 @@ VARIABLES = Launcher(
     "",
     rank="RANK",
     world_size=("WORLD_SIZE",),
-    local_rank="LOCAL_RANK",
-    local_world_size="LOCAL_WORLD_SIZE",
+    local_rank=("LOCAL_RANK",),
+    local_world_size=("LOCAL_WORLD_SIZE",),
 )
 
 
@@ -123,9 +124,12 @@ class Place:
         by = self.launcher.name
         if self.launcher is VARIABLES:
             by = "the environment"
+        where = "this process trains alone, without Ray"
+        if self.world_size > 1:
+            where = f"they meet at {self.master_addr}:{self.master_port}"
         return (
             f"ranks  {self.world_size} by {by} ({self.launcher.rank}, {self.size_variable}); "
-            f"they meet at {self.master_addr}:{self.master_port}"
+            f"{where}"
         )
 
 
@@ -147,6 +151,22 @@ def place_of(env: Mapping[str, str]) -> Place | None:
     return None
 
 
+def set_torch_variables(env: MutableMapping[str, str]) -> None:
+    """Set RANK, WORLD_SIZE and the others for a rank of srun or mpirun, as torchrun would.
+
+    For programs that read these alone. Raises ConfigError as `place_of` does.
+    """
+    place = place_of(env)
+    if place is None or place.launcher in (TORCHRUN, VARIABLES):
+        return
+    env["RANK"] = str(place.rank)
+    env["WORLD_SIZE"] = str(place.world_size)
+    env["LOCAL_RANK"] = str(place.local_rank)
+    env["LOCAL_WORLD_SIZE"] = str(place.local_world_size)
+    env["MASTER_ADDR"] = place.master_addr
+    env["MASTER_PORT"] = str(place.master_port)
+
+
 def describe_variables(env: Mapping[str, str], place: Place) -> str:
     """Return the variables that make this process a rank, with their values, for messages."""
     names = (place.launcher.rank, place.size_variable)
@@ -155,10 +175,11 @@ def describe_variables(env: Mapping[str, str], place: Place) -> str:
 
 def refuse_many_starts(env: Mapping[str, str], command: str) -> None:
     """Raise ConfigError if a launcher starts a command several times that is to be started once."""
-    try:
-        place = place_of(env)
-    except ConfigError:  # left-over variables, which this command does not read
+    outer = _outer_launcher(env)
+    complete = all(name in env for name in _TORCH)
+    if not outer and not complete:  # what is left over of torch's variables is not read
         return
+    place = place_of(env)
     if place and place.world_size > 1:
         by = place.launcher.command or "torchrun"
         raise ConfigError(
@@ -180,11 +201,8 @@ def _place_of_torch(env: Mapping[str, str], launcher: Launcher) -> Place:
             "four (torchrun does), or none for one process"
         )
     rank, world_size = _rank_of(env, "RANK", "WORLD_SIZE")
-    local_world_size = 1
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):  # DeepSpeed sets the second one
-        if name in env:
-            local_world_size = max(1, _number(env, name))
-            break
+    # DeepSpeed sets LOCAL_SIZE.
+    local_world_size = max(1, _first_number(env, ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), 1))
     node_rank = whole_number(env, "GROUP_RANK", rank // local_world_size)
     return Place(
         launcher=launcher,
@@ -265,8 +283,9 @@ def _numbered(env: Mapping[str, str], launcher: Launcher) -> Place | None:
     if world_size == 1:
         return None
 
-    local_rank = whole_number(env, launcher.local_rank, 0)
-    local_world_size = max(1, whole_number(env, launcher.local_world_size, 1))
+    local_rank = _first_number(env, (*launcher.local_rank, "LOCAL_RANK"), _UNKNOWN)
+    local_sizes = (*launcher.local_world_size, "LOCAL_WORLD_SIZE")
+    local_world_size = max(1, _first_number(env, local_sizes, 1))
     node_rank = rank // local_world_size
     if launcher is SRUN:
         node_rank = whole_number(env, "SLURM_NODEID", 0)
@@ -296,6 +315,13 @@ def _place_of_outer(env: Mapping[str, str], place: Place) -> Place:
                 f"({launcher.command}); unset RANK, WORLD_SIZE and LOCAL_RANK to be a rank of "
                 f"{launcher.command}, or unset {launcher.rank} to be what they say"
             )
+
+    if place.local_rank == _UNKNOWN:
+        raise ConfigError(
+            f"{describe_variables(env, place)} ({place.launcher.name}), but none of "
+            f"{', '.join(place.launcher.local_rank)} says which rank of its host this is, and so "
+            "which GPU it has; set LOCAL_RANK and LOCAL_WORLD_SIZE for each rank"
+        )
 
     one_host = _is_one_host(env, place)
     job = [env[name] for name in place.launcher.job if name in env]
@@ -386,6 +412,14 @@ def whole_number(env: Mapping[str, str], name: str, default: int) -> int:
     if name not in env:
         return default
     return _number(env, name)
+
+
+def _first_number(env: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
+    """Return the first of some variables that is set, as a number. Raises ConfigError."""
+    for name in names:
+        if name in env:
+            return _number(env, name)
+    return default
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

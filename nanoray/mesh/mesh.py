@@ -36,6 +36,7 @@ from nanoray.compat import (
 from nanoray.errors import GroupNotFormed, NanorayError, RankDiffers, RendezvousError
 from nanoray.mesh import wire
 from nanoray.mesh.interfaces import own_interfaces, require_interfaces
+from nanoray.mesh.memory import plain_memory
 from nanoray.mesh.rendezvous import PATIENCE_S, Order, Rendezvous, T, connect_store, public_name
 from nanoray.mesh.wire import SealedStore
 from nanoray.points import reached
@@ -105,6 +106,16 @@ class Mesh:
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
             self.require_unbroken()
         return tensor
+
+    def max_of(self, flags: Tensor) -> Tensor:
+        """Combine bytes, on the CPU, by their maximum over the ranks, in place. (all ranks)
+
+        From host to host, so no device is waited for.
+        """
+        if self.world_size > 1:
+            with self._noted("all_reduce", "absent", "control", flags):
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.control_group)
+        return flags
 
     def start_vote(self, wanted: Order) -> Vote:
         """Start a vote for the highest order that any rank wants. (all ranks)
@@ -194,8 +205,12 @@ class Mesh:
         """Overwrite `tensor`, on this rank's device, with that of rank `src`. (all ranks)"""
         if self.world_size == 1:
             return
+        # As bytes, because backends lack some dtypes, such as int16.
+        memory = plain_memory(tensor)
         with self._noted("broadcast", "state", "default", tensor):
-            dist.broadcast(tensor, src=src)
+            dist.broadcast(memory.view(torch.uint8), src=src)
+        if memory.data_ptr() != tensor.data_ptr():
+            tensor.copy_(memory.view(tensor.shape))
         self.require_unbroken()
 
     def require_unbroken(self) -> None:

@@ -143,6 +143,7 @@ class Shard:
     holders: int = 1  # ranks that hold the same piece of a state that is cut
     # The parameter of this rank's model, which may be a piece itself; None: it is `piece`
     cut_from: Piece | None = None
+    trained: bool = True  # whether an optimizer updates it; False: a frozen weight
 
     @property
     def origin(self) -> Piece:

@@ -33,8 +33,10 @@ class Order(IntEnum):
     """What the ranks do after a step. All vote, and the highest value wins."""
 
     GO_ON = 0
-    REGROUP = 1  # leave the groups and meet again, in another number
-    STOP = 2  # save a checkpoint and end
+    SAVE = 1  # save a checkpoint and go on: a script has asked for it
+    REGROUP = 2  # leave the groups and meet again, in another number
+    FINISH = 3  # save a checkpoint and end: a script has asked for it
+    STOP = 4  # the same, by a signal
 
 
 # Timeout while one rank works and the others wait: writing and verifying checkpoints

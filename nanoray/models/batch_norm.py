@@ -40,7 +40,10 @@ class BatchNorm(nn.Module):
         # the number of these passes. Not part of the state.
         self.register_buffer("pending", torch.zeros(2, channels), persistent=False)
         self.register_buffer("passes", torch.zeros(1), persistent=False)
+        # Of a norm in place of torch's: how many times the running statistics were updated
+        self.register_buffer("num_batches_tracked", None)
         self.axis: Axis | None = None
+        self.num_batches_tracked: Tensor | None
         self.running_mean: Tensor
         self.running_var: Tensor
         self.pending: Tensor
@@ -67,6 +70,7 @@ class BatchNorm(nn.Module):
         replacement.bias = norm.bias
         replacement.running_mean.copy_(norm.running_mean)
         replacement.running_var.copy_(norm.running_var)
+        replacement.num_batches_tracked = norm.num_batches_tracked
         return replacement.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,6 +100,8 @@ class BatchNorm(nn.Module):
         # Without a branch on `good`, so the host need not wait for the device.
         for running, new in ((self.running_mean, mean), (self.running_var, var)):
             running.copy_(torch.where(good, running + self.momentum * (new - running), running))
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked += good
 
 
 def replace_norms(model: nn.Module) -> None:

@@ -6,6 +6,9 @@ and layers.
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -55,3 +58,9 @@ def seed_generators(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)
+
+
+def seed_host_generators(seed: int) -> None:
+    """Seed the generators of Python and numpy."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from nanoray.compat import foreach_mul_
 from nanoray.errors import TrainingDiverged
+from nanoray.models.weighted import LossValue
 
 # The dtype of autocast; with fp8 it applies outside of the products of fp8.py
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -47,11 +48,12 @@ def mean_loss(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
-) -> Tensor:
+    loss: Callable[[nn.Module, Tensor, Tensor], LossValue] | None = None,
+) -> LossValue:
     """Return a model's mean loss over a batch, computed in the run's precision.
 
-    Without `loss` the model itself returns it, given inputs and targets.
+    Without `loss` the model itself returns it, given inputs and targets. A script's loss may be a
+    sum with a weight (weighted.py) in place of a mean.
     """
     with autocast(device_type, precision):
         if loss is None:

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Shard, whole_pieces
 from nanoray.parallel.compress import Compressor, Sent
@@ -60,6 +61,7 @@ class Bucket:
     mirror_grad: Tensor | None = None  # (s,), of the rank whose slice this rank mirrors
     empty: bool = True  # own_grad has no gradient of this step yet
     missing: int = 0  # parameters whose gradient this backward has not computed yet
+    sent: bool = False  # in this backward
 
 
 class Buckets(DataParallel):
@@ -95,6 +97,15 @@ class Buckets(DataParallel):
         self._flight: deque[tuple[Bucket, Callable[[Tensor], Tensor]]] = deque()
         self._gathers: list[Callable[[], None]] = []
 
+        # Gradients that this rank has computed: in the present backward, and in the present step.
+        self._arrived: set[nn.Parameter] = set()
+        self._computed: set[nn.Parameter] = set()
+        # A backward of this model may compute a gradient in several parts: buckets leave at its end
+        self._in_parts = False
+        self._late = ""  # the parameter of a part that came after its bucket had left
+        # What has no gradient in this step, with the place of the gradient of the next ones
+        self._left_out: list[tuple[nn.Parameter, Tensor]] = []
+
         params = []
         for name, p in model.named_parameters():
             if p.requires_grad and (only is None or name in only):
@@ -124,6 +135,7 @@ class Buckets(DataParallel):
                 self._place_of[p] = (bucket, i)
 
         names = {p: name for name, p in model.named_parameters()}
+        self._name_of = names
         self._names = {bucket.index: [names[p] for p in bucket.params] for bucket in self._buckets}
         if mode != "ddp_by_hand":
             self.shards = self._shards_of(axis.index, model, names)
@@ -251,6 +263,9 @@ class Buckets(DataParallel):
         """
         self._inside = True
         self._sending = last or self._mode == "zero2"
+        self._arrived.clear()
+        for bucket in self._buckets:
+            bucket.sent = False
         self._next, self._end = self._ranges[chunk]
         try:
             if last and late is not None:
@@ -271,38 +286,66 @@ class Buckets(DataParallel):
         The first micro batch's is copied and not added to zeros, which would read and write the
         bucket once more.
         """
-        if not self._inside:
+        if not self._inside or p.grad is None:  # a function of a script may return no gradient
             return
         bucket, i = self._place_of[p]
-        assert p.grad is not None
-        if self._mode == "zero2":
-            # The bucket exists from its first gradient on, and holds one micro batch's.
-            if bucket.grads is None:
-                bucket.grads = torch.zeros(bucket.size, dtype=p.dtype, device=p.device)
-            start = bucket.starts[i]
-            bucket.grads[start : start + p.numel()].view_as(p).copy_(p.grad)
-            p.grad = None
-        elif p.grad is not bucket.places[i]:
-            # From now on autograd accumulates into the bucket by itself.
-            p.grad = bucket.places[i].copy_(p.grad)
+        again = p in self._arrived
+        self._arrived.add(p)
+        if again:
+            self._in_parts = True
+            if bucket.sent:
+                self._late = self._name_of[p]
+                return
+        self._take(bucket, i, again)
 
-        if self._sending:
+        if self._sending and not again:
             bucket.missing -= 1
             self._send_full()
 
+    def _take(self, bucket: Bucket, i: int, again: bool = False) -> None:
+        """Move the gradient of a bucket's parameter into the bucket.
+
+        again: the bucket has another part of it already, which with zero2 is no longer in `.grad`.
+        """
+        p = bucket.params[i]
+        assert p.grad is not None
+        self._computed.add(p)
+        if self._mode != "zero2":
+            # From now on autograd accumulates into the bucket by itself.
+            if p.grad is not bucket.places[i]:
+                p.grad = bucket.places[i].copy_(p.grad)
+            return
+
+        # The bucket exists from its first gradient on, and holds one micro batch's.
+        if bucket.grads is None:
+            bucket.grads = torch.zeros(bucket.size, dtype=p.dtype, device=p.device)
+        start = bucket.starts[i]
+        place = bucket.grads[start : start + p.numel()].view_as(p)
+        if again:
+            place.add_(p.grad)
+        else:
+            place.copy_(p.grad)
+        p.grad = None
+
     def _send_full(self) -> None:
         """Send the buckets that are full, but none before its turn."""
+        if self._in_parts:
+            return  # a full one may get a further part
         while self._next < self._end and self._buckets[self._next].missing <= 0:
             self._send(self._buckets[self._next])
 
     def _send(self, bucket: Bucket) -> None:
         """Start a bucket's reduce-scatter, and finish that of an earlier one."""
         self._next += 1
+        bucket.sent = True
 
-        # Parameters that took no part in this step have a gradient of zero: other ranks may have one.
-        for p, place in zip(bucket.params, bucket.places, strict=False):
-            if p.grad is None:
-                p.grad = place.zero_()
+        # A hook of a script may have set a gradient itself. A parameter that took no part in this
+        # step gets a gradient of zero: other ranks may have one.
+        for i, p in enumerate(bucket.params):
+            if p.grad is not None:
+                self._take(bucket, i)
+            elif bucket.places:
+                p.grad = bucket.places[i].zero_()
         if bucket.grads is None:  # zero2, and none of its parameters took part
             bucket.grads = torch.zeros_like(bucket.own_grad).repeat(self._axis.size)
 
@@ -348,6 +391,39 @@ class Buckets(DataParallel):
         self.settle()
         for bucket in self._buckets:
             bucket.missing = len(bucket.params)
+
+    @property
+    def notes(self) -> list[str]:
+        if not self._in_parts:
+            return []
+        return [
+            "note    backward computes a gradient in several parts (a layer in two recomputed "
+            "segments): gradients are sent after backward, and not beside it"
+        ]
+
+    @property
+    def computed(self) -> set[str]:
+        if self._late:
+            raise ConfigError(
+                f"backward computed the gradient of {self._late} in two parts, and the second one "
+                "came after the first had been sent, as torch.utils.checkpoint with "
+                "use_reentrant=True does for a layer that is used twice in some steps only; set "
+                "use_reentrant=False"
+            )
+        return {self._name_of[p] for p in self._computed}
+
+    def leave_out(self, absent: Collection[str]) -> None:
+        if self._mode == "ddp_by_hand":
+            for p in self._place_of:
+                if self._name_of[p] in absent:
+                    p.grad = None
+            return
+
+        # A shard's gradient is a part of a bucket: `zero_grad` puts it back.
+        for shard in [*(self.shards or ()), *(self.mirror_shards or ())]:
+            if shard.piece.name in absent and shard.param.grad is not None:
+                self._left_out.append((shard.param, shard.param.grad))
+                shard.param.grad = None
 
     def sum_of(self, p: nn.Parameter) -> Tensor:
         """Return this rank's part of the summed gradient of a parameter with its own bucket, live.
@@ -406,6 +482,11 @@ class Buckets(DataParallel):
 
     def zero_grad(self) -> None:
         self._flight.clear()  # a step that broke may have left some
+        self._computed.clear()
+        self._late = ""
+        while self._left_out:
+            param, grad = self._left_out.pop()
+            param.grad = grad
         for bucket in self._buckets:
             bucket.missing = len(bucket.params)
             bucket.empty = True

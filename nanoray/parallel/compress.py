@@ -23,7 +23,7 @@ Source: Seide et al. 2014 (error feedback); Vogels, Karimireddy and Jaggi 2019, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,8 +69,8 @@ class Compressor(StepHook):
         self.kind = config.grad_compress
         self.bucket_names: dict[int, list[str]] = {}
         self._flight: deque[Iterator[None]] = deque()
-        # The new values of the step in progress, each with its place in the memory
-        self._changes: list[tuple[Tensor, Tensor]] = []
+        # The new values of the step in progress: the parameter, the place in the memory, the value
+        self._changes: list[tuple[Tensor, Tensor, Tensor]] = []
 
         self._names: dict[Tensor, str] = {}
         for name, param in model.named_parameters():
@@ -79,6 +79,8 @@ class Compressor(StepHook):
         device = next(iter(self._names)).device
         one = torch.ones((), device=device)
         self._scale = None if scale(one) is one else lambda: scale(one)
+        # A factor that the gradients of this step still have (weighted_flow.py); None: 1
+        self.unit: Tensor | None = None
 
         # Which parameters leave an error: with int8 all, with powersgd the matrices of low rank. In
         # 16 bits a gradient is rounded once and its error is forgotten.
@@ -148,9 +150,20 @@ class Compressor(StepHook):
 
         left_out: 1 on the device then. The device decides, so the host does not wait.
         """
-        for place, new in self._changes:
+        for _, place, new in self._changes:
             place.copy_(new if left_out is None else torch.where(left_out > 0, place, new))
         self.drop()
+
+    def leave_out(self, absent: Collection[str]) -> None:
+        """Keep the old errors of these parameters: no rank has computed a gradient of them.
+
+        What was sent of their errors is left out of the update, as if it had not been sent.
+        """
+        kept = []
+        for param, place, new in self._changes:
+            if self._names[param] not in absent:
+                kept.append((param, place, new))
+        self._changes = kept
 
     def drop(self) -> None:
         """Forget a step that changed nothing: a warm-up, a rollback."""
@@ -164,20 +177,28 @@ class Compressor(StepHook):
         """
         work = torch.zeros(size, device=sent.flat.device)
         work[: sent.flat.numel()] = sent.flat
-        scale = self._scale() if self._scale and self._error else None
+        scale = self._factor() if self._error else None
         for p, start in zip(sent.params, sent.starts, strict=True):
             if p in self._error:
                 error = self._error[p]
                 work[start : start + p.numel()] += error if scale is None else error * scale
         return work
 
+    def _factor(self) -> Tensor | None:
+        """Return the factor between the memory and the gradients in memory; None for 1."""
+        scale = self._scale() if self._scale else None
+        if self.unit is None:
+            return scale
+        return self.unit if scale is None else self.unit * scale
+
     def _keep(self, sent: Sent, left: Tensor) -> None:
         """Note the errors of a bucket, (size,); they enter the memory with the update."""
-        if self._scale:
-            left = left / self._scale()
+        factor = self._factor()
+        if factor is not None:
+            left = left / factor
         for p, start in zip(sent.params, sent.starts, strict=True):
             if p in self._error:
-                self._changes.append((self._error[p], left[start : start + p.numel()]))
+                self._changes.append((p, self._error[p], left[start : start + p.numel()]))
 
     def _rounded(self, sent: Sent) -> Iterator[None]:
         """Sum a bucket in two exchanges of rounded numbers. Each `yield` is a wait for one."""
@@ -265,7 +286,8 @@ class Compressor(StepHook):
             work[spans[param]] = (p @ q.mT).view(-1)
             # The next Q. A column without a length keeps its old direction, which may serve later.
             size = q.norm(dim=0)
-            self._changes.append((self._q[param], torch.where(size > 0, q / size, self._q[param])))
+            new = torch.where(size > 0, q / size, self._q[param])
+            self._changes.append((param, self._q[param], new))
         sent.flat.copy_(work)
 
 

@@ -10,8 +10,9 @@ A hook may average the buckets in place of the backend: by an all-reduce written
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -24,12 +25,14 @@ from torch.nn.utils import get_total_norm
 
 from nanoray.compat import NO_BUFFER_SYNC
 from nanoray.config import Config
+from nanoray.errors import ConfigError
 from nanoray.mesh.algorithms import AsyncAllReduce
 from nanoray.mesh.axis import Axis, data_axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.compress import Compressor, Sent
 from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import clip_to
+from nanoray.parallel.touch import touch
 
 
 class TorchDDP(DataParallel):
@@ -51,6 +54,14 @@ class TorchDDP(DataParallel):
         self._compressor = compressor
         self._by_hand: AsyncAllReduce | None = None
         self._twin: nn.Module | None = None
+
+        # A script's own model may skip parameters, which torch's DDP would wait for.
+        self._names = {p: name for name, p in model.named_parameters()}
+        self._may_skip = config.model == "own" and axis.size > 1
+        self._arrived: set[nn.Parameter] = set()  # parameters that the present backward has reached
+        self._computed: set[str] = set()  # parameters with a gradient of this rank, in this step
+        if self._may_skip:
+            self._watch()
 
         # Who averages a bucket: the backend (no hook), an all-reduce by hand, or the compressor.
         hook: Hook | None = None
@@ -91,7 +102,60 @@ class TorchDDP(DataParallel):
     def backward(
         self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
     ) -> AbstractContextManager[None]:
-        return nullcontext() if last else self.quiet()
+        if not last:
+            return self.quiet()
+        return self._complete() if self._may_skip else nullcontext()
+
+    @contextmanager
+    def _complete(self) -> Iterator[None]:
+        """Run the last backward inside, then hand DDP the parameters that it has not reached.
+
+        DDP sends a bucket when all of its gradients have come. Without this, a parameter that this
+        rank skips would keep the bucket here, and the other ranks waiting for it.
+        """
+        self._arrived.clear()
+        try:
+            yield
+        except RuntimeError as error:
+            if "mark a variable ready only once" not in str(error):
+                raise
+            raise ConfigError(
+                "dp_mode = ddp: backward computes the gradient of a parameter in two parts, as "
+                "torch.utils.checkpoint with use_reentrant=True does for a layer that is used "
+                "twice; set use_reentrant=False, or use dp_mode ddp_by_hand"
+            ) from error
+
+        missing = [p for p in self._params if p not in self._arrived]
+        for p in missing:  # an earlier micro batch, or a hook of the script, may have set one
+            if p.grad is not None:
+                self._computed.add(self._names[p])
+        if missing:
+            touch(missing)
+
+    def _watch(self) -> None:
+        """Note each gradient that a backward computes, before DDP sees it and fills in zeros."""
+        arrived = self._arrived
+        computed = self._computed
+        names = self._names
+
+        def note(p: Tensor) -> None:
+            assert isinstance(p, nn.Parameter)
+            arrived.add(p)
+            if p.grad is not None:  # a function of the script may return none
+                computed.add(names[p])
+
+        hooks = [p.register_post_accumulate_grad_hook(note) for p in self._params]
+        # The model outlives this object, which ends with its group of ranks.
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+
+    @property
+    def computed(self) -> set[str]:
+        return self._computed
+
+    def leave_out(self, absent: Collection[str]) -> None:
+        for p in self._params:
+            if self._names[p] in absent:
+                p.grad = None
 
     def quiet(self) -> AbstractContextManager[None]:
         if self._axis.size == 1:
@@ -118,6 +182,7 @@ class TorchDDP(DataParallel):
         clip_to(limit, self.gradients, norm)
 
     def zero_grad(self) -> None:
+        self._computed.clear()
         for p in self._params:
             p.grad = None
 

@@ -1,9 +1,10 @@
 """How the micro batches of a step pass through a rank.
 
-    Straight    the whole model is on this rank: F0 B0 F1 B1 F2 B2 ...
-    pp.Pipe     a stage of a pipeline is: forwards and backwards in the order of a schedule
+    Straight                     the whole model is on this rank: F0 B0 F1 B1 F2 B2 ...
+    weighted_flow.WeightedFlow   the same, for a loss that is a sum with a weight
+    pp.Pipe                      a stage of a pipeline is: forwards and backwards by a schedule
 
-Both put the factor of the mean, 1/(accum · divisor), on the loss, so that all sums of gradients that
+They put the factor of the mean, 1/(accum · divisor), on the loss, so that all sums of gradients that
 follow are plain sums.
 """
 
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoray.models.weighted import LossValue, Weighted, mean_of
 from nanoray.parallel.mode import DataParallel
 
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # (model, inputs, targets) -> mean loss
+# (model, inputs, targets) -> mean loss, or its sum and weight
+Loss = Callable[[nn.Module, Tensor, Tensor], LossValue]
 Scale = Callable[[Tensor], Tensor]  # multiplies a loss by the loss scale of fp16
 MicroBatch = tuple[Tensor, Tensor]  # inputs, targets
 Phase = Callable[[str], None]  # called with a phase's name when the phase begins
@@ -31,6 +34,7 @@ class Flow(ABC):
     bubble = 0.0  # the share of the time that this rank waits by its schedule
     has_loss = True  # whether `whole` returns the loss on this rank
     has_twin = True  # whether a second DDP wrapper can measure a step
+    found_weights = False  # whether the loss of the warm-up was a sum with a weight
 
     def __init__(
         self, model: nn.Module, accum: int, loss: Loss, scale: Scale, device: torch.device
@@ -51,7 +55,7 @@ class Flow(ABC):
     def run(
         self, mode: DataParallel, micro_batches: Iterator[MicroBatch], phase: Phase, seed: Seed
     ) -> Tensor:
-        """Run a step's forwards and backwards; return the sum of the replica's losses. (all ranks)"""
+        """Run a step's forwards and backwards; return the mean of the replica's losses. (all ranks)"""
 
     @abstractmethod
     def repeat(
@@ -84,6 +88,7 @@ class Straight(Flow):
                 phase("forward")
                 seed(micro)
                 loss = self._loss(mode.wrapped, x, y)  # mean over (B, T)
+                assert isinstance(loss, Tensor), "see weighted_flow.py"
 
             # Only the graph keeps what backward needs of the batch.
             total += loss.detach()
@@ -95,7 +100,8 @@ class Straight(Flow):
                 self._scale(loss / (self._accum * mode.divisor)).backward()
             del loss  # its graph would else live until the next forward has ended
 
-        return total
+        # Every micro batch has the same size, so the mean of their means is the mean of all.
+        return total / self._accum
 
     def repeat(
         self, batch: Callable[[int], MicroBatch], seed: Seed, after: Callable[[int], None]
@@ -103,11 +109,13 @@ class Straight(Flow):
         for micro in range(self._accum):
             x, y = batch(micro)
             seed(micro)
-            loss = self._loss(self._model, x, y)
+            loss = mean_of(self._loss(self._model, x, y))
             after(micro)
             (loss / self._accum).backward()
             after(micro)
 
     def warm_up(self, mode: DataParallel, x: Tensor, y: Tensor) -> None:
         with mode.backward(last=True):
-            self._scale(self._loss(mode.wrapped, x, y)).backward()
+            loss = self._loss(mode.wrapped, x, y)
+            self.found_weights = isinstance(loss, Weighted)
+            self._scale(mean_of(loss)).backward()

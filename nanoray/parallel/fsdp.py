@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from nanoray.compat import all_gather_single
+from nanoray.compat import all_gather_single, has_gradient_hooks, sum_unused_parameters
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Piece, Shard, whole_pieces
 from nanoray.models.batch_norm import BatchNorm
+from nanoray.parallel.absent import unfrozen
+from nanoray.parallel.fsdp_order import LayerOrder
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import clip_to, norm_of_owned
 
@@ -58,26 +61,45 @@ class FSDP(DataParallel):
         refuse_to_cut(model, config.fsdp_gather)
 
         # Shapes, pieces and the mirrored rank's rows come from the whole parameters.
-        pieces = whole_pieces(model)
-        dims = {name: p.dim() for name, p in model.named_parameters()}
+        pieces = pieces_to_cut(model)
         if mirror:
-            self.mirror_shards = self._copied(model, pieces)
+            copies = self._copied(model, pieces)
+            self.mirror_shards = [shard for shard in copies if shard.trained]
+            self.mirror_frozen = [shard for shard in copies if not shard.trained]
+            self._mirror_grad = _grad_of(self.mirror_shards, model)
 
         _shard_fully(model, axis, config)
+        # A script's own model may skip parameters, each rank others.
+        self._computed: set[str] = set()
+        self._layers: LayerOrder | None = None
+        self._skips = False  # the ranks called different layers in the warm-up
+        # Whole parameters, as forwards use them: those that are trained, and the others
+        self._gathered: list[nn.Parameter] = []
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._may_skip = config.model == "own" and axis.size > 1
+        if self._may_skip:
+            self._sum_skipped(model, bool(config.compile))
 
-        # What is updated: this rank's rows, as flat views of the DTensors' local parts.
-        self._sharded = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # This rank's rows, as flat views of the DTensors' local parts. Those of trained weights are
+        # updated.
+        self._sharded: dict[str, nn.Parameter] = {}
         self._own: list[Shard] = []
-        for name, p in self._sharded.items():
+        frozen: list[Shard] = []
+        for name, p in model.named_parameters():
+            if name not in pieces:
+                continue
+            if p.requires_grad:
+                self._sharded[name] = p
             assert isinstance(p, DTensor)
             local = p.to_local().detach()
             piece = rows_of(pieces[name], p.shape[0], axis.size, axis.index)
             assert local.numel() == piece.numel, name
             if piece.numel:  # a rank may have no row of a short parameter
-                param = nn.Parameter(local.view(-1))
-                decays = dims[name] >= 2
-                self._own.append(Shard(piece, param, decays, cut_from=pieces[name]))
+                param = nn.Parameter(local.view(-1), requires_grad=p.requires_grad)
+                shards = self._own if p.requires_grad else frozen
+                shards.append(_shard_of(piece, param, pieces[name]))
         self.shards = self._own
+        self.frozen_shards = frozen
 
     @property
     def mirrored(self) -> int:
@@ -85,26 +107,82 @@ class FSDP(DataParallel):
         return (self._axis.index - self._mirror) % self._axis.size
 
     def _copied(self, model: nn.Module, pieces: dict[str, Piece]) -> list[Shard]:
-        """Return copies of the mirrored rank's rows of a whole model.
-
-        Their gradients lie in one tensor, to be received.
-        """
+        """Return copies of the mirrored rank's rows of a whole model."""
         shards = []
         for name, p in model.named_parameters():
-            if not p.requires_grad:
+            if name not in pieces:
                 continue
             piece = rows_of(pieces[name], p.shape[0], self._axis.size, self.mirrored)
             begin, end = piece.span_in(pieces[name])
             if piece.numel:
-                param = nn.Parameter(p.detach().reshape(-1)[begin:end].clone())
-                shards.append(Shard(piece, param, p.dim() >= 2, cut_from=pieces[name]))
-
-        sizes = [shard.param.numel() for shard in shards]
-        like = next(model.parameters())
-        self._mirror_grad = like.new_zeros(sum(sizes))
-        for shard, grad in zip(shards, self._mirror_grad.split(sizes), strict=True):
-            shard.param.grad = grad
+                copy = p.detach().reshape(-1)[begin:end].clone()
+                param = nn.Parameter(copy, requires_grad=p.requires_grad)
+                shards.append(_shard_of(piece, param, pieces[name]))
         return shards
+
+    def _sum_skipped(self, model: nn.Module, compiled: bool) -> None:
+        """Sum all parameters on every rank, also those that this rank skips.
+
+        torch sums only those with a gradient on this rank, which would match others elsewhere.
+        """
+        assert isinstance(model, FSDPModule)
+        sum_unused_parameters(model)
+        # A compiled layer cannot be called as the identity.
+        if not compiled:
+            self._layers = LayerOrder(model, units_of(model))
+
+        # Which parameters have a gradient of this rank: hooks on those that a forward uses, which
+        # are not the model's own rows. They exist when torch's hook has gathered them.
+        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        names = {id(module): name for name, module in model.named_modules()}
+        hooked: set[int] = set()
+        computed = self._computed
+        gathered = self._gathered
+        frozen = self._frozen
+        for unit in units:
+            assert isinstance(unit, nn.Module)
+
+            def watch(unit: nn.Module, *_: Any) -> None:
+                if id(unit) in hooked:
+                    return
+                hooked.add(id(unit))
+                for name, p in _own_params(unit, names[id(unit)]):
+                    if not p.requires_grad:
+                        frozen.append((name, p))
+                        continue
+                    gathered.append(p)
+                    p.register_post_accumulate_grad_hook(partial(_note, computed, name))
+
+            unit.register_forward_pre_hook(watch)
+
+    def learn(self) -> None:
+        if self._layers is not None:
+            calls_of_ranks = self._axis.mesh.all_gather(self._layers.calls)
+            self._layers.learn(calls_of_ranks)
+            self._skips = any(calls != calls_of_ranks[0] for calls in calls_of_ranks)
+
+    @property
+    def notes(self) -> list[str]:
+        if not self._skips:
+            return []
+        return [
+            "note    the ranks call different layers, and fsdp gathers the weights of all of them "
+            "on every rank: dp_mode zero2 sends less"
+        ]
+
+    @property
+    def checksum(self) -> int:
+        return 0 if self._layers is None else self._layers.checksum
+
+    @property
+    def computed(self) -> set[str]:
+        return self._computed
+
+    def leave_out(self, absent: Collection[str]) -> None:
+        # `backward` sets them anew in each step.
+        for shard in [*self._own, *(self.mirror_shards or ())]:
+            if shard.piece.name in absent:
+                shard.param.grad = None
 
     @contextmanager
     def backward(
@@ -113,9 +191,23 @@ class FSDP(DataParallel):
         """Run a backward inside; the last one sums the gradients of all micro batches. (all ranks)"""
         assert isinstance(self._model, FSDPModule)
         self._model.set_requires_gradient_sync(last)
+        for name, p in self._frozen:
+            if p.requires_grad:  # its gradient would have no counterpart on other ranks
+                raise unfrozen(name)
+        # A parameter that the script has frozen on this rank takes part in the sum with zeros.
+        frozen = [p for p in self._gathered if not p.requires_grad]
+        for p in frozen:
+            p.requires_grad_(True)
         yield
+        for p in frozen:
+            p.requires_grad_(False)
         if not last:
             return
+        if self.mirror_shards:
+            sizes = [shard.param.numel() for shard in self.mirror_shards]
+            parts = self._mirror_grad.split(sizes)
+            for shard, part in zip(self.mirror_shards, parts, strict=True):
+                shard.param.grad = part
         for shard in self._own:
             grad = self._sharded[shard.piece.name].grad
             if grad is None:  # it took no part in this step
@@ -123,6 +215,9 @@ class FSDP(DataParallel):
                 continue
             assert isinstance(grad, DTensor)
             shard.param.grad = grad.to_local().view(-1)
+            # A hook of a script may have set a gradient without a backward that computes it.
+            if self._may_skip and shard.piece.name not in self._computed and grad.to_local().any():
+                self._computed.add(shard.piece.name)
 
     def sum_of(self, p: nn.Parameter) -> Tensor:
         raise NotImplementedError("a pipeline has no fsdp")
@@ -135,8 +230,13 @@ class FSDP(DataParallel):
     def mirror_gradients(self) -> bool:
         if self.mirror_shards is None:
             return False
-        own = torch.cat([*self.gradients, self._mirror_grad[:0]])  # a rank may have no rows
-        self._axis.pass_on([own], [self._mirror_grad], self._mirror, "mirror")
+        # Zeros in place of absent gradients: what is sent has the same size in every step. A rank
+        # may have no rows at all.
+        own = [self._mirror_grad[:0]]
+        for shard in self._own:
+            grad = shard.param.grad
+            own.append(torch.zeros_like(shard.param) if grad is None else grad)
+        self._axis.pass_on([torch.cat(own)], [self._mirror_grad], self._mirror, "mirror")
         return True
 
     def norm(self) -> Tensor:
@@ -149,10 +249,65 @@ class FSDP(DataParallel):
         clip_to(limit, gradients, norm)
 
     def zero_grad(self) -> None:
+        self._computed.clear()
+        if self._layers is not None:
+            self._layers.checksum = 0
         for p in self._sharded.values():
             p.grad = None
         for shard in self._own:
             shard.param.grad = None
+
+
+def _shard_of(piece: Piece, param: nn.Parameter, whole: Piece) -> Shard:
+    """Return a part of the parameter `whole` as a shard."""
+    decays = len(whole.shape) >= 2
+    return Shard(piece, param, decays, cut_from=whole, trained=param.requires_grad)
+
+
+def _grad_of(shards: list[Shard], model: nn.Module) -> Tensor:
+    """Return one tensor, to be received, in which the gradients of `shards` lie."""
+    sizes = [shard.param.numel() for shard in shards]
+    like = next(p for p in model.parameters() if p.requires_grad)
+    flat = like.detach().new_zeros(sum(sizes))
+    for shard, grad in zip(shards, flat.split(sizes), strict=True):
+        shard.param.grad = grad
+    return flat
+
+
+def pieces_to_cut(model: nn.Module) -> dict[str, Piece]:
+    """Return the parameters that fully_shard cuts, as whole pieces."""
+    kept = kept_whole(model)
+    pieces = whole_pieces(model)
+    for name, p in model.named_parameters():
+        if p in kept:
+            pieces.pop(name, None)
+        elif not p.requires_grad:
+            pieces[name] = Piece.whole(name, p.shape)
+    return pieces
+
+
+def kept_whole(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that every rank keeps whole, because fully_shard cannot cut them.
+
+    They are frozen ones that are single numbers or no floating point (quantised weights), and empty
+    ones.
+    """
+    kept = set()
+    for p in model.parameters():
+        cannot_be_cut = not p.dim() or not p.is_floating_point()
+        if not p.numel() or (cannot_be_cut and not p.requires_grad):
+            kept.add(p)
+    return kept
+
+
+def frozen_to_cut(model: nn.Module) -> list[Shard]:
+    """Return the frozen weights of a whole model that fully_shard would cut, as whole shards."""
+    parameters = dict(model.named_parameters())
+    shards = []
+    for name, piece in pieces_to_cut(model).items():
+        if not parameters[name].requires_grad:
+            shards.append(_shard_of(piece, parameters[name], piece))
+    return shards
 
 
 def _shard_fully(model: nn.Module, axis: Axis, config: Config) -> None:
@@ -161,14 +316,23 @@ def _shard_fully(model: nn.Module, axis: Axis, config: Config) -> None:
     assert group is not None
     mesh = DeviceMesh.from_group(group, axis.mesh.device.type, mesh_dim_names=(axis.name,))
     gathered_as = torch.bfloat16 if config.fsdp_gather == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=gathered_as, reduce_dtype=torch.float32)
+    # Sums in float32 at least: a model in float64 keeps its digits.
+    summed_as = torch.float32
+    if any(p.dtype == torch.float64 and p.requires_grad for p in model.parameters()):
+        summed_as = torch.float64
+    policy = MixedPrecisionPolicy(param_dtype=gathered_as, reduce_dtype=summed_as)
+    kept = kept_whole(model)
 
     # Layers within layers first. What is left, such as the embeddings, is gathered with the whole
     # model; backward needs it first, so it is not freed between.
     reshard = config.fsdp_reshard == "full"
     for unit in reversed(units_of(model)):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+        fully_shard(
+            unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=kept
+        )
+    fully_shard(
+        model, mesh=mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=kept
+    )
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -192,6 +356,19 @@ def units_of(model: nn.Module) -> list[nn.Module]:
     return units
 
 
+def _own_params(unit: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Return the parameters that are gathered with a unit, by their names in the model."""
+    for name, p in unit.named_parameters(prefix):
+        if not isinstance(p, DTensor):
+            yield name, p
+
+
+def _note(computed: set[str], name: str, p: Tensor) -> None:
+    """Note a gradient that backward has computed; one of a skipped layer is undefined."""
+    if p.grad is not None:
+        computed.add(name)
+
+
 def unit_of(model: nn.Module) -> dict[nn.Parameter, set[int]]:
     """Return the indices in `units_of` of the units of each parameter; -1: the rest.
 
@@ -212,11 +389,24 @@ def unit_of(model: nn.Module) -> dict[nn.Parameter, set[int]]:
 def refuse_to_cut(model: nn.Module, gather: str) -> None:
     """Raise ConfigError for a model that fully_shard cannot cut as it is."""
     names = {p: name for name, p in model.named_parameters()}
+    kept = kept_whole(model)
     for p, units in unit_of(model).items():
+        if p in kept:
+            continue
+        if p.is_complex():
+            raise ConfigError(
+                f"dp_mode = fsdp sums gradients as real numbers, but {names[p]} is {p.dtype}; use "
+                "dp_mode zero2"
+            )
         if not p.dim():
             raise ConfigError(
                 f"dp_mode = fsdp cuts parameters by rows, but {names[p]} is a single number; give "
                 "it the shape (1,), or use dp_mode zero2"
+            )
+        if has_gradient_hooks(p):
+            raise ConfigError(
+                f"dp_mode = fsdp replaces parameters by their rows, and {names[p]} has a hook on "
+                "its gradient, which would be lost; use dp_mode zero2"
             )
         if len(units) > 1:
             raise ConfigError(

@@ -6,7 +6,9 @@ feature                                   class
 tied embedding of a pipeline              pp.TiedEmbedding
 gradients of a rank's own positions       stream.PartialGradients
 running statistics of batch norms         statistics.RunningStatistics
+buffers that a script's forward changes   loose_buffers.LooseBuffers
 error feedback of compressed gradients    compress.Compressor
+gradients that no rank has computed       absent.AbsentGradients
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ class StepHook:
 
     def commit(self, left_out: Tensor | None = None) -> None:
         """Keep the step's results: the weights have changed, unless `left_out` is 1 on the device."""
+
+    def undo(self) -> None:
+        """Undo what the forwards of a step that is not committed have changed."""
 
     def drop(self) -> None:
         """Forget the step's results; called whenever the gradients are forgotten."""

@@ -8,7 +8,7 @@ ddp.py, buckets.py, fsdp.py and ep.py each have one subclass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -27,6 +27,8 @@ class DataParallel:
     divisor = 1  # divides the loss, besides the number of micro batches
     shards: list[Shard] | None = None  # what the optimizer updates; None: the model's parameters
     mirror_shards: list[Shard] | None = None  # another rank's shards, updated here as well
+    frozen_shards: Sequence[Shard] = ()  # of frozen weights, where no rank has all of them
+    mirror_frozen: Sequence[Shard] = ()  # copies of those of the mirrored rank
     keeps_groups = False  # whether something refers to the process groups after `close`
 
     def __init__(self, model: nn.Module, axis: Axis) -> None:
@@ -58,6 +60,28 @@ class DataParallel:
     @property
     def gradients(self) -> list[Tensor]:
         """The gradients that this rank updates with."""
+        raise NotImplementedError
+
+    @property
+    def notes(self) -> list[str]:
+        """What the warm-up has shown that costs time, a line each."""
+        return []
+
+    def learn(self) -> None:
+        """Take from the warm-up in which order the ranks call layers. (all ranks)"""
+
+    @property
+    def checksum(self) -> int:
+        """A number of 32 bits that must be equal on all ranks after the backwards of a step."""
+        return 0
+
+    @property
+    def computed(self) -> set[str]:
+        """The names of the parameters that this rank has computed a gradient of in this step."""
+        raise NotImplementedError
+
+    def leave_out(self, absent: Collection[str]) -> None:
+        """Let these parameters have no gradient in this step: no rank has computed one."""
         raise NotImplementedError
 
     def sum_of(self, p: nn.Parameter) -> Tensor:

@@ -25,17 +25,22 @@ from nanoray.mesh.axis import Axis, axes_of, data_axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, whole_shards
+from nanoray.models.weighted import mean_of
 from nanoray.parallel import ep, pp, tp
+from nanoray.parallel.absent import AbsentGradients
 from nanoray.parallel.buckets import BY_HAND, Buckets
 from nanoray.parallel.compress import Compressor
 from nanoray.parallel.ddp import TorchDDP
 from nanoray.parallel.flow import Flow, Loss, MicroBatch, Phase, Scale, Seed, Straight
-from nanoray.parallel.fsdp import FSDP
+from nanoray.parallel.fsdp import FSDP, frozen_to_cut
 from nanoray.parallel.hooks import StepHook
+from nanoray.parallel.loose_buffers import LooseBuffers, is_loose
 from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import norm_of_owned
 from nanoray.parallel.statistics import RunningStatistics, has_statistics
 from nanoray.parallel.stream import PartialGradients
+from nanoray.parallel.weighted_flow import WeightedFlow
+from nanoray.state.modules import Undisturbed
 
 Axes = Mapping[str, Axis]  # by name: dp, tp, pp, ep, and edp where ep cuts experts
 SHARDED = ("zero1", "zero2", "fsdp")  # modes in which a rank updates a part of the parameters
@@ -98,6 +103,10 @@ class Plan:
             self._compressor = Compressor(model, self.data, config, scale)
         self._mode = share(model, mode, axes, config, self._compressor, mirror, mirrored_experts)
         self.shards, self.weights = owned_shards(model, mode, axes, self._mode)
+        # This rank's shards of frozen weights, where a group of ranks cuts them
+        self.frozen = [*self._mode.frozen_shards]
+        if config.dp_mode == "fsdp" and mode != "fsdp":
+            self.frozen = frozen_to_cut(model)
 
         # What the optional features add to a step: nothing in a plain run.
         self._hooks: list[StepHook] = []
@@ -109,6 +118,12 @@ class Plan:
             self._hooks.append(RunningStatistics(model, self.data, config.sync_batchnorm))
         if self._compressor is not None:
             self._hooks.append(self._compressor)
+        # A script's own model may leave parameters without a gradient; nanoray's never do.
+        if config.model == "own" and self.data.size > 1:
+            self._hooks.append(AbsentGradients(model, self._mode, mesh, self._compressor))
+        self._is_loose = is_loose(model)
+        if self._is_loose:
+            self._hooks.append(LooseBuffers(model, mesh))
 
         # The losses that `forward_backward` has returned in the newest step
         self.own_losses: list[Tensor] = []
@@ -124,6 +139,11 @@ class Plan:
     def whole(self) -> Any:
         """What to call for the loss of a batch without gradients. (all ranks of a replica)"""
         return self._flow.whole
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether losses come with weights; known after the warm-up."""
+        return isinstance(self._flow, WeightedFlow)
 
     @property
     def knows_loss(self) -> bool:
@@ -144,6 +164,16 @@ class Plan:
     def mirror_shards(self) -> list[Shard] | None:
         """The shards of another rank that this rank updates as well; None: nothing is mirrored."""
         return self._mode.mirror_shards
+
+    @property
+    def mirror_frozen(self) -> list[Shard]:
+        """Copies of another rank's shards of frozen weights, beside `mirror_shards`."""
+        return [*self._mode.mirror_frozen]
+
+    @property
+    def notes(self) -> list[str]:
+        """What the warm-up has shown that costs time, a line each."""
+        return self._mode.notes
 
     @property
     def compresses(self) -> bool:
@@ -174,12 +204,10 @@ class Plan:
         # A plain run has no hooks: its step is the flow, and the mode in it.
         for hook in self._hooks:
             hook.begin()
-        total = self._flow.run(self._mode, micro_batches, phase, seed)
+        loss = self._flow.run(self._mode, micro_batches, phase, seed)
         for hook in self._hooks:
             hook.add_up()
 
-        # Every micro batch has the same size, so the mean of their means is the mean of all.
-        loss = total / self._accum
         self.own_losses = [loss]
         return loss
 
@@ -218,6 +246,11 @@ class Plan:
         if self._shares_updates:
             self._mode.spread()
 
+    def undo(self) -> None:
+        """Undo what the forwards of a step that broke have changed in the model's buffers."""
+        for hook in self._hooks:
+            hook.undo()
+
     def settle(self) -> None:
         """Wait until the weights are complete; a forward waits by itself."""
         self._mode.settle()
@@ -228,7 +261,11 @@ class Plan:
         for hook in self._hooks:
             hook.drop()
 
-    # Other passes than those of a step.
+    # Other passes than those of a step. They leave the model's buffers as they were.
+
+    def undisturbed(self) -> AbstractContextManager[object]:
+        """Leave the model as it was: what forwards inside change is undone at the end."""
+        return Undisturbed(self.model) if self._is_loose else nullcontext()
 
     def repeat(
         self, batch: Callable[[int], MicroBatch], seed: Seed, look: Callable[[int], None]
@@ -238,7 +275,8 @@ class Plan:
         `batch` returns a micro batch by its number; `look` is called with that number after each
         forward and backward.
         """
-        self._flow.repeat(batch, seed, look)
+        with self.undisturbed():
+            self._flow.repeat(batch, seed, look)
 
     def gradients_of(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Return the gradients of one micro batch, before any sum, by name; it sends nothing.
@@ -247,7 +285,7 @@ class Plan:
         a model that is whole on this rank.
         """
         # torch.autograd.grad leaves `.grad` and its hooks alone, so no bucket is filled.
-        loss = self._loss(self.model, x, y) / (self._accum * self._mode.divisor)
+        loss = mean_of(self._loss(self.model, x, y)) / (self._accum * self._mode.divisor)
         trained = self.trained
         gradients = torch.autograd.grad(
             self._scale(loss), list(trained.values()), allow_unused=True
@@ -263,21 +301,35 @@ class Plan:
         is bit-exact at 3 and more ranks. The warm-up also compiles the model, and detects a lack of
         memory, before the first step.
         """
-        self._flow.warm_up(self._mode, x, y)
-        self.zero_grad()
+        with Undisturbed(self.model):
+            self._flow.warm_up(self._mode, x, y)
+            self._mode.learn()
+            self.zero_grad()
+            # The first loss shows whether a script's losses come with weights.
+            if self._flow.found_weights and not self.is_weighted:
+                self._flow = WeightedFlow(
+                    self.model,
+                    self._accum,
+                    self._loss,
+                    self._scale,
+                    self._mesh.device,
+                    self.data,
+                    self._compressor,
+                )
 
-        # The second wrapper has buckets of its own, which are regrouped at its second forward.
-        if self._mode.has_twin():
-            self._mode.trace(True)
-            for _ in range(2):
-                self._backward(x, y)
-                self.zero_grad()
-            self.no_sync_backward(x, y, nullcontext())
+            # The second wrapper has buckets of its own, which are regrouped at its second forward.
+            if self._mode.has_twin():
+                self._mode.trace(True)
+                for _ in range(2):
+                    with self._mode.backward(last=True):
+                        self._backward(x, y)
+                    self.zero_grad()
+                self.no_sync_backward(x, y, nullcontext())
 
     def no_sync_backward(self, x: Tensor, y: Tensor, timed: AbstractContextManager[None]) -> None:
         """Run a forward and backward that exchange nothing under `timed`, to compare with a step."""
         self._mode.trace(False)
-        with self._mode.quiet():
+        with self.undisturbed(), self._mode.quiet():
             if self._accum > 1:
                 self._backward(x, y)  # a step's last backward adds to existing gradients
             with timed:
@@ -285,7 +337,7 @@ class Plan:
         self.zero_grad()
 
     def _backward(self, x: Tensor, y: Tensor) -> None:
-        self._scale(self._loss(self._mode.wrapped, x, y)).backward()
+        self._scale(mean_of(self._loss(self._mode.wrapped, x, y))).backward()
 
     # Measuring, and the end.
 
@@ -424,7 +476,7 @@ def owned_shards(
             weights = tp.with_owners(whole_shards(model), names, tensor, replicas, False)
 
     if mode == "fsdp":  # weights lie where they are updated
-        weights = shards
+        weights = [*(shards or ()), *sharing.frozen_shards]
 
     # The first and the last stage of a pipeline both have the tied embedding.
     if stages.size > 1 and shards is not None and weights is not None:

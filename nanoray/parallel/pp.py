@@ -248,7 +248,7 @@ class Pipe(Flow):
     def run(
         self, mode: DataParallel, micro_batches: Iterator[MicroBatch], phase: Phase, seed: Seed
     ) -> Tensor:
-        """Run the turns of a step; return the sum of the losses on every stage. (all ranks)"""
+        """Run the turns of a step; return the mean of the losses on every stage. (all ranks)"""
 
         def scaled(loss: Tensor) -> Tensor:
             return self._scale(loss / (self._accum * mode.divisor))
@@ -281,7 +281,7 @@ class Pipe(Flow):
                 with mode.backward(is_last and turn.op == self.last_half, turn.chunk, self.late):
                     phase("backward")
                     self.backward(turn, scaled)
-        return self.finish(total, phase)
+        return self.finish(total, phase) / self._accum
 
     def repeat(
         self, batch: Callable[[int], MicroBatch], seed: Seed, after: Callable[[int], None]
@@ -353,6 +353,7 @@ class Pipe(Flow):
 
         inputs = x if stream is None else stream
         made = self._loss(partial(model, chunk=turn.chunk), inputs, y)  # type: ignore[arg-type]
+        assert isinstance(made, Tensor), "a script's model is in no pipeline"
         self._kept[turn.chunk, turn.micro] = _Kept(stream, made, self._stage.aside)
         self._stage.aside = None
 

@@ -28,6 +28,7 @@ from nanoray.data.tokens import MicroBatches
 from nanoray.faults.plan import Injector
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Order
+from nanoray.models.weighted import mean_of
 from nanoray.parallel.ddp import TorchDDP
 from nanoray.parallel.norm import clip_to, norm_of_owned
 from nanoray.parallel.plan import Loss, MicroBatch, Plan
@@ -58,7 +59,7 @@ class Witness:
     def call(self, loss: Loss, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Return loss(model, x, y); record batch and loss if this is the step and rank to watch."""
         if not self._looks:
-            return loss(model, x, y)
+            return mean_of(loss(model, x, y))
         if self._debug:
             self._debug = False
             forward = model.forward
@@ -67,7 +68,7 @@ class Witness:
                 forward, *args, **named
             )
         try:
-            value = loss(model, x, y)
+            value = mean_of(loss(model, x, y))
         finally:
             # Without this the debugger would stop again in the next micro batch.
             model.__dict__.pop("forward", None)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,6 +63,14 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(run_here, argv, "python -m nanoray.train", what)
 
 
+class Ended(NamedTuple):
+    """The end of a run in this process."""
+
+    code: int  # the exit code: not 0 after a stop by a signal
+    outcome: dict[str, Any]
+    ranks: int
+
+
 def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None = None) -> int:
     """Train in this process, as the only rank or as one of a launcher's; return the exit code.
 
@@ -75,22 +83,41 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
 
 def _run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None) -> int:
     require_script(loaded.config, main)
+    ended = train_here(loaded, started, main)
+    if ended is None:
+        return 0
+    if ended.ranks > 1:
+        # The results are on disk. Shutting down gloo's threads can hang, so exit without it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended.code)
+    return ended.code
+
+
+def train_here(
+    loaded: Loaded, started: float, main: Callable[[Run], Any] | None = None
+) -> Ended | None:
+    """Train in this process, and print; return how it ended, or None after a dry run."""
     if loaded.scale:
         print("\n".join(forecast_lines(loaded, loaded.scale)))
-        return 0
+        return None
     run_rank = Program(main, loaded.given) if main else train
     place = place_of(os.environ)
     rendezvous = _local_rendezvous(loaded.config)
     config, ranks = loaded.config, rendezvous.world_size
     if config.workers not in ("auto", rendezvous.world_size):
+        program = "-m nanoray.train ..."
+        ray = "`python -m nanoray.launch`"
+        if main:
+            program = "SCRIPT.py"
+            ray = "put the script into a function for nanoray.launch(main, config)"
         raise ConfigError(
             f"workers = {config.workers}, but this is {rendezvous.world_size} process(es); start "
-            f"`torchrun --nproc-per-node {config.workers} -m nanoray.train ...`, or `python -m "
-            "nanoray.launch`"
+            f"`torchrun --nproc-per-node {config.workers} {program}`, or {ray}"
         )
     if loaded.dry_run:
         print_dry_run(loaded, rendezvous, main)
-        return 0
+        return None
     if ranks > 1:
         require_interfaces(os.environ)
 
@@ -102,6 +129,7 @@ def _run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None)
     store = None
     if rendezvous.world_size > 1 or rendezvous.agent_store:
         store = connect_store(rendezvous, config.init_timeout_s)
+        rendezvous = _apart_from_earlier_runs(rendezvous, store)
     rendezvous = _with_backend(rendezvous, config, store)
     spec = _shared_spec(loaded, rendezvous, store, started)
     if place:
@@ -129,13 +157,22 @@ def _run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None)
     if is_first:
         summary = write_summary(spec, outcome | {"exit_code": code}, restarts=spec.attempt)
         print("\n".join(closing_lines(spec, summary, loaded.quiet)), flush=True)
+    return Ended(code, outcome, ranks)
 
-    if rendezvous.world_size > 1:
-        # The results are on disk. Shutting down gloo's threads can hang, so exit without it.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+
+def _apart_from_earlier_runs(rendezvous: Rendezvous, store: Any) -> Rendezvous:
+    """Return a rendezvous whose keys in the store are not those of an earlier run of these ranks.
+
+    A script may call `fit` several times, on all ranks in the same order.
+    """
+    number = store.add(f"nanoray/{rendezvous.public}/runs/{rendezvous.rank}", 1)
+    if number == 1:
+        return rendezvous
+    return replace(
+        rendezvous,
+        secret=f"{rendezvous.secret}.{number}",
+        run_id=f"{rendezvous.run_id}.{number}",
+    )
 
 
 @contextmanager

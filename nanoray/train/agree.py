@@ -86,10 +86,20 @@ def code_hash() -> str:
     """Return a hash of the sources that decide what a step computes, as this process finds them."""
     root = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
-    for room in ("mesh", "data", "devices", "models", "parallel", "checkpoint", "trace", "train"):
+    rooms = (
+        "mesh",
+        "data",
+        "devices",
+        "models",
+        "state",
+        "parallel",
+        "checkpoint",
+        "trace",
+        "train",
+    )
+    for room in rooms:
         for path in sorted((root / room).rglob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())
-    digest.update((root / "state.py").read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -149,7 +159,7 @@ def describe_run(
     spec: RunSpec, batch: Batch, mesh: Mesh, device: Device | None, why_precision: str, task: Task
 ) -> list[str]:
     """Return the lines printed before training; each derived value has its reason."""
-    data, model = task.describe(batch)
+    *notes, data, model = task.describe(batch)
     where = f"CPU, {torch.get_num_threads()} thread(s) per rank"
     if mesh.device.type == "cuda":
         where = device.name if device else torch.cuda.get_device_name(mesh.device)
@@ -159,6 +169,7 @@ def describe_run(
         f"({mesh.backend_reason}) · {where}",
         data,
         f"{model}, {spec.config.precision} ({why_precision})",
+        *notes,
         *spec.notes,
     ]
 

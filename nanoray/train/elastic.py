@@ -30,7 +30,7 @@ from nanoray.mesh.mesh import Mesh, abandon_groups
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state import TrainState
+from nanoray.state.train_state import TrainState
 from nanoray.train.engine import Engine, Regroup
 from nanoray.train.guard.replicas import agreed, digest
 from nanoray.train.optim.groups import make_optimizer
@@ -105,6 +105,7 @@ def train_in_groups(
             engine.writer.hold()
             if engine.audit:
                 engine.audit.forget()
+            engine.par.undo()
         del engine
         reached("leave")
         leave(group, state)

@@ -17,15 +17,16 @@ from typing import Any
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
+from nanoray.data.own import OwnData
 from nanoray.data.tokens import MicroBatches
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
-from nanoray.models.dropout import derive_seed, seed_generators
+from nanoray.models.dropout import derive_seed, seed_generators, seed_host_generators
 from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state import Rate, TrainState, Update, rng_state, set_rng_state
+from nanoray.state.train_state import Rate, TrainState, Update, undisturbed_generators
 from nanoray.train.evaluate import evaluate
 from nanoray.train.guard import replicas
 from nanoray.train.guard.audit import Audit
@@ -34,6 +35,8 @@ from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import BadStep, Guards
 from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.optim.groups import lr_at, set_lr
+from nanoray.train.optim.modes import evaluated_weights, set_mode
+from nanoray.train.reading import Reading
 from nanoray.train.record import StepRecorder, outcome
 from nanoray.train.saving import pack_for_checkpoint, read_checkpoint, save_checkpoint
 from nanoray.train.watch.instruments import Watch
@@ -82,6 +85,11 @@ class Engine:
         )
         self.regular_intervals = [every for every in intervals if every]
 
+        # A script's data can fail in the middle of a run.
+        self.reading: Reading | None = None
+        if isinstance(self.batches.data, OwnData):
+            self.reading = Reading(self.mesh, self.batches.data, self.batch)
+
         every = self.cfg.audit_every
         self.audit: Audit | None = None
         if every:
@@ -106,6 +114,7 @@ class Engine:
         # (all ranks) Warm up. Then finish the newest step: the last group may have broken between
         # its update and its record.
         self.phase("init")
+        set_mode(state.optimizers, "train")
         self.warm_up()
         self.finish_step()
         watch.begin_run()
@@ -116,9 +125,12 @@ class Engine:
             order = mesh.start_vote(self.wanted()).result()
 
         last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
-        while state.step < last and order is Order.GO_ON:
+        while state.step < last and order <= Order.SAVE:
             if cfg.target_loss and self.on_target:
                 break
+            # (all ranks) A script has asked for a checkpoint of the newest step.
+            if order is Order.SAVE:
+                self.save_at_once()
 
             step = state.step + 1  # counted from 1; state.step is the number of completed steps
             state.session.current = step
@@ -146,7 +158,15 @@ class Engine:
             # (all ranks) Forward and backward over the micro batches. The last backward averages
             # the gradients over the data ranks.
             micro_batches = self.batches.step(state.samples)
+            if self.reading:
+                end = state.samples + samples_per_step
+                micro_batches = self.reading.watch(micro_batches, end)
             own_loss = par.forward_backward(micro_batches, phase, seed)
+
+            # (all ranks) Where a script's data could not be read on a rank, no rank updates.
+            if self.reading and self.reading.fails():
+                order = self.leave_out(vote)
+                break
 
             # (all ranks) Where two ranks disagree on a gradient, the step is done again.
             if self.audit:
@@ -236,6 +256,9 @@ class Engine:
         if state.step > state.session.begun:
             self.compare()
             self.save(final=True)
+        set_mode(state.optimizers, "eval")
+        if self.reading and self.reading.has_failed:
+            self.reading.raise_failure(state.step, saved=state.step > state.session.begun)
         self.phase("done")
         return outcome(self.spec, mesh, state, self.exit_reason(order), watch.summary())
 
@@ -247,12 +270,16 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run a forward and backward whose results are thrown away. (all ranks)"""
-        # The warm-up draws dropout masks, and the first step must not notice.
-        generators = rng_state(self.mesh.device)
+        # (all ranks) One rank's data that cannot be read end all ranks before the first step.
+        if self.reading:
+            self.reading.begin(self.state.samples, self.batches.rank)
         # The next step's own batch: a script's loader may not be able to go back.
         x, y = self.batches.get(self.state.samples, 0)
-        self.par.warm_up(x, y)
-        set_rng_state(generators, self.mesh.device)
+        # The warm-up draws dropout masks, and the first step must not notice.
+        with undisturbed_generators(self.mesh.device):
+            self.par.warm_up(x, y)
+        for line in self.par.notes:
+            self.note(line)
         log.info("warmed up")
 
     def seed_dropout(self, step: int, micro: int, rank: int | None = None) -> None:
@@ -265,7 +292,11 @@ class Engine:
         if not (self.cfg.dropout or self.workload.draws):
             return
         data_rank = self.batches.rank if rank is None else rank
-        seed_generators(derive_seed(self.cfg.seed, step, micro, data_rank), self.mesh.device)
+        seed = derive_seed(self.cfg.seed, step, micro, data_rank)
+        seed_generators(seed, self.mesh.device)
+        # A script's modules may draw from numpy or Python, to skip layers for example.
+        if self.workload.draws:
+            seed_host_generators(seed)
 
     def is_logged(self, step: int, last: int) -> bool:
         """Return whether a step is recorded: regular ones, and the first and last of a command."""
@@ -283,16 +314,18 @@ class Engine:
         """Repeat a bad step with hooks, and describe what all ranks found. (all ranks)"""
         state = self.state
         size = self.batch.global_size
+        # What the step's forwards have changed in buffers differs between ranks, and may be not
+        # finite: the bad step leaves no trace in them.
+        self.par.undo()
         # A flipped exponent bit makes infinities, too; the comparison finds and heals it.
         self.compare(again=True)
 
         # The first sample of that step, which may lie some steps back on a GPU.
         start = state.samples - (state.step - bad.step + 1) * size
-        generators = rng_state(self.mesh.device)
         batch = partial(self.batches.get, start)
         seed = partial(self.seed_dropout, bad.step - 1)
-        layer, micro = replay(state.model, batch, self.par.repeat, seed)
-        set_rng_state(generators, self.mesh.device)
+        with undisturbed_generators(self.mesh.device):
+            layer, micro = replay(state.model, batch, self.par.repeat, seed)
 
         repeated = "repeated"
         weights_have_changed = self.cfg.on_nan == "skip" and bad.step <= state.step
@@ -328,6 +361,8 @@ class Engine:
 
         self.guards.rolled_back(path, why)
         self.note(f"warning  {why}. Rolling back to {path} and continuing with the data after it")
+        # First what the forwards of this step have changed, then the checkpoint.
+        self.par.zero_grad()
         shape = self.workload.meta["model_shape"]
         saved = read_checkpoint(path, self.spec, self.mesh, state, shape, self.par, self.note)
         self.par.settle()
@@ -335,9 +370,9 @@ class Engine:
         # Until mirrors have gone back, too, no lost rank's share may be taken from one.
         state.whole = state.mirror is None
         state.rewind(saved, state.samples + self.batch.global_size)
+        set_mode(state.optimizers, "train")
         copy_to_mirror(state, self.mesh)
         state.whole = True
-        self.par.zero_grad()
         self.observers.rewind(state.step)
 
     def leave_out(self, vote: Vote) -> Order:
@@ -407,15 +442,18 @@ class Engine:
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss of the newest step, and its other scores. (all ranks)"""
         state = self.state
-        scores = evaluate(
-            self.mesh,
-            self.par,
-            state,
-            self.batches,
-            self.workload,
-            self.cfg.eval_samples,
-            self.phase,
-        )
+        with evaluated_weights(state.optimizers):
+            scores = evaluate(
+                self.mesh,
+                self.par,
+                state,
+                self.batches,
+                self.workload,
+                self.cfg.eval_samples,
+                self.phase,
+                self.reading,
+            )
+        # Nothing communicates from the loss to here, so an evaluation is done as a whole.
         if state.schedule is not None and state.scalars.val_loss is not None:
             state.schedule.see_loss(state.scalars.val_loss, state.optimizers)
         return scores
@@ -426,10 +464,21 @@ class Engine:
         self.state.session.reported = self.state.step
         self.observers.record(record)
 
+    def save_at_once(self) -> None:
+        """Save a checkpoint of the newest step, unless there is one. (all ranks)"""
+        state = self.state
+        if state.session.saved != state.step:
+            # No checkpoint may contain a state on which ranks disagree.
+            self.compare()
+            self.watch.pause(self.save())
+
     def save(self, final: bool = False) -> float:
         """Save a checkpoint of the newest step; return the seconds that it took. (all ranks)"""
         self.phase("checkpoint")
-        return save_checkpoint(self.spec, self.mesh, self.state, self.workload, self.writer, final)
+        with evaluated_weights(self.state.optimizers, back=not final):
+            return save_checkpoint(
+                self.spec, self.mesh, self.state, self.workload, self.writer, final
+            )
 
     def compare(self, again: bool = False) -> None:
         """Compare the replicas, and heal a minority; once a step, or `again`. (all ranks)"""
@@ -465,6 +514,8 @@ class Engine:
             return "finished"
         if order is Order.STOP:
             return "stopped"
+        if order is Order.FINISH:
+            return "stopped_by_script"
         if self.on_target:
             return "target_loss"
         return "stop_at"

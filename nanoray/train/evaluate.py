@@ -11,8 +11,10 @@ import torch
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import TrainingDiverged
 from nanoray.mesh.mesh import Mesh
+from nanoray.models.weighted import Weighted, mean_of, weight_of
 from nanoray.parallel.plan import Plan
-from nanoray.state import TrainState
+from nanoray.state.train_state import TrainState
+from nanoray.train.reading import Reading
 from nanoray.train.workload import Workload
 
 
@@ -25,11 +27,13 @@ def evaluate(
     workload: Workload,
     most_samples: int,
     phase: Callable[[str], None],
+    reading: Reading | None = None,
 ) -> dict[str, float]:
     """Return the mean loss, other scores, and time/eval_s, of at most `most_samples`. (all ranks)
 
-    Stores the loss in `state`. `phase` is called with "eval" before each batch. Raises
-    TrainingDiverged when the loss is not finite.
+    Stores the loss in `state`. `phase` is called with "eval" before each batch. `reading`: for data
+    of a script; without scores where a rank could not read them. Raises TrainingDiverged when the
+    loss is not finite.
     """
     phase("eval")
     start = time.perf_counter()
@@ -42,8 +46,9 @@ def evaluate(
     ranks = batches.batch.dp
     own_windows = windows[batches.rank :: ranks]
     longest = math.ceil(len(windows) / ranks)
+    at_once = reading.windows_at_once if reading else batches.batch.micro
 
-    # Sums of the scores, and the number of windows. Float64 where the device has it.
+    # Sums of the scores, and the number of windows, or the weight. Float64 where the device has it.
     kind = torch.float64 if mesh.device.type == "cpu" else torch.float32
     total = torch.zeros(len(names) + 1, dtype=kind).to(mesh.device)
 
@@ -51,22 +56,35 @@ def evaluate(
     training = [module for module in state.model.modules() if module.training]
     state.model.eval()
     try:
-        for first in range(0, longest, batches.batch.micro):
-            phase("eval")  # a long evaluation must show progress
-            starts = own_windows[first : first + batches.batch.micro]
-            counts = len(starts) > 0
-            x, y = data.val_batch(starts if counts else windows[:1])
-            scores = workload.score(par.whole, x, y)
-            if counts and par.knows_loss:
-                terms = [*scores, torch.ones_like(scores[0])]
-                total += torch.stack([term * len(starts) for term in terms])
+        # An evaluation changes nothing: its passes do not count in a module's buffers.
+        with par.undisturbed():
+            for first in range(0, longest, at_once):
+                phase("eval")  # a long evaluation must show progress
+                starts = own_windows[first : first + at_once]
+                counts = len(starts) > 0
+                x, y = data.val_batch(starts if counts else windows[:1])
+                scores = workload.score(par.whole, x, y)
+                if not (counts and par.knows_loss):
+                    continue
+
+                # A mean counts once for each window; a loss with a weight has its own.
+                values = [mean_of(score) for score in scores]
+                weight = torch.full_like(values[0], len(starts))
+                if isinstance(scores[0], Weighted):
+                    weight = weight_of(scores[0])
+                total += torch.stack([*(value * weight for value in values), weight])
     finally:
         for module in training:
             module.training = True
 
+    # (all ranks) A rank that could not read has evaluated other samples.
+    if reading and reading.fails_in_evaluation():
+        return {"time/eval_s": time.perf_counter() - start}
+
     # One small all-reduce: the sums of all ranks.
     *sums, count = mesh.all_reduce(total, "eval").tolist()
-    means = [score / count for score in sums]
+    # A loss over no targets at all is 0, as in training.
+    means = [score / (count or 1.0) for score in sums]
     loss = means[0]
     state.scalars.val_loss = loss
     state.session.evaluated = state.step

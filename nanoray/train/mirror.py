@@ -27,10 +27,10 @@ from nanoray.errors import StateLost
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.models.precision import step_unless
-from nanoray.optimizer_state import elements_of, put_element
 from nanoray.parallel.norm import clip_to
 from nanoray.points import reached
-from nanoray.state import Holding, TrainState, Update, fetch
+from nanoray.state.optimizers import elements_of, put_element
+from nanoray.state.train_state import Holding, TrainState, Update, fetch
 
 log = logging.getLogger("nanoray")
 # A place (the part of a parameter that a model has), and where elements of it begin and end
@@ -80,10 +80,11 @@ def recover(
 
     held = []
     if holds:
-        held.append(Holding(state.shards, state.optimizer, mesh.rank))
+        held.append(Holding(state.shards, state.optimizer, mesh.rank, state.frozen))
         if state.mirror:
             held.append(state.mirror)
-    deal(mesh, held, wanted, weights)
+    deal(mesh, held, wanted, [shard for shard in weights if shard.trained])
+    deal_frozen(mesh, held, wanted)
     state.can_finish = False
 
 
@@ -102,7 +103,11 @@ def finish(state: TrainState, update: Update, clip: float) -> None:
 def copy_to_mirror(state: TrainState, mesh: Mesh) -> None:
     """Send each rank's share, just read from disk, to the rank that mirrors it. (all ranks)"""
     if state.mirror:
-        deal(mesh, [Holding(state.shards, state.optimizer, mesh.rank)], [state.mirror])
+        # What has no state at this step must have none in the copy.
+        state.mirror.optimizer.state.clear()
+        own = Holding(state.shards, state.optimizer, mesh.rank, state.frozen)
+        deal(mesh, [own], [state.mirror])
+        deal_frozen(mesh, [own], [state.mirror])
 
 
 @torch.no_grad()
@@ -155,6 +160,37 @@ def deal(
             mesh.broadcast_tensor(part, rank)
             for shard, optimizer in targets.get(place, ()):
                 _paste(shard, optimizer, (begin, end), key, part)
+
+
+@torch.no_grad()
+def deal_frozen(mesh: Mesh, held: Sequence[Holding], wanted: Sequence[Holding]) -> None:
+    """Send parts of frozen weights from holders to ranks that need them. (all ranks)
+
+    Raises StateLost on all ranks where no rank holds a needed one.
+    """
+    sources = [shard for holding in held for shard in holding.frozen]
+    targets = [shard for holding in wanted for shard in holding.frozen]
+    sizes = {}
+    for shard in targets:
+        sizes[shard.origin.place] = (shard.origin.numel, shard.param.dtype)
+
+    # (all ranks) The same order everywhere: by the sorted names of places.
+    everyone = mesh.all_gather(([shard.span for shard in sources], sizes))
+    all_sizes: dict[str, tuple[int, torch.dtype]] = {}
+    for _, sizes_of_rank in everyone:
+        all_sizes |= sizes_of_rank
+    numbers = {place: size for place, (size, _) in sorted(all_sizes.items())}
+
+    # (all ranks) Broadcast each span once.
+    for (place, begin, end), rank in senders([spans for spans, _ in everyone], numbers):
+        part = torch.empty(end - begin, dtype=all_sizes[place][1], device=mesh.device)
+        if rank == mesh.rank:
+            of_place: list[Kept] = [(s, None) for s in sources if s.origin.place == place]
+            part = _cut(of_place, begin, end)[""]
+        mesh.broadcast_tensor(part, rank)
+        for shard in targets:
+            if shard.origin.place == place:
+                _paste(shard, None, (begin, end), "", part)
 
 
 def senders(held: Sequence[Sequence[Span]], sizes: Mapping[str, int]) -> list[tuple[Span, int]]:

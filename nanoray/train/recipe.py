@@ -22,12 +22,13 @@ from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
 from nanoray.config.conflicts import refuse
 from nanoray.data.lengths import length_at
+from nanoray.data.own import OwnData
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import MicroBatches
 from nanoray.data.verify import verify
 from nanoray.devices.host import keep_freed_memory
 from nanoray.devices.peaks import peak_flops
-from nanoray.errors import NanorayError
+from nanoray.errors import ConfigError, NanorayError
 from nanoray.faults.plan import Injector
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.mesh.layout import Layout, mirrored
@@ -41,7 +42,7 @@ from nanoray.parallel.compile import compile_layers
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state import Holding, TrainState, share
+from nanoray.state.train_state import Holding, TrainState, share
 from nanoray.trace.ledger import Ledger
 from nanoray.train.agree import (
     agree_on_precision,
@@ -310,6 +311,7 @@ class Recipe:
         """Begin at step 0, with the weights of rank 0. (all ranks)"""
         par, owner = self.cut_model(group)
         if self._cfg.sharded:
+            self.require_shards(par, group.mesh)
             self.hold(par, self.holdings(par, group.mesh.rank, owner))
         # CPUs of different models may initialise weights differently.
         share(self.state, group.mesh, 0)
@@ -321,6 +323,7 @@ class Recipe:
         state = self.state
         par, owner = self.cut_model(group)
         if self._cfg.sharded:
+            self.require_shards(par, group.mesh)
             self.hold(par, self.holdings(par, group.mesh.rank, owner))
 
         shape = shape_of(self._cfg, spec.dataset.vocab_size).to_dict()
@@ -401,6 +404,20 @@ class Recipe:
         """Return the function of the mean loss of a batch, in the run's precision."""
         return partial(mean_loss, mesh.device.type, self._cfg.precision, loss=self.task.loss)
 
+    def require_shards(self, par: Plan, mesh: Mesh) -> None:
+        """Raise ConfigError where a rank would have nothing of a script's small model. (all ranks)
+
+        Raised on all of them: the others would wait for that rank.
+        """
+        if self._cfg.model != "own" or par.shards is None:
+            return
+        counts = mesh.all_gather(len(par.shards))
+        if 0 in counts:
+            raise ConfigError(
+                f"dp_mode = {self._cfg.dp_mode} leaves rank {counts.index(0)} no element of this "
+                "small model; use fewer ranks, or dp_mode ddp"
+            )
+
     def holdings(self, par: Plan, rank: int, owner: int) -> list[Holding]:
         """Return this rank's share of a sharded state, and its copy of `owner`'s, both at step 0.
 
@@ -411,10 +428,10 @@ class Recipe:
         # A rank that has a state already keeps its optimizer until the new one is filled.
         of_whole_model = par.shards is None and not self.state.whole
         optimizer = make_optimizer(self.model, None if of_whole_model else own)
-        holdings = [Holding(own, optimizer, rank)]
+        holdings = [Holding(own, optimizer, rank, par.frozen)]
         if par.mirror_shards is not None:
             optimizer = make_optimizer(self.model, par.mirror_shards)
-            holdings.append(Holding(par.mirror_shards, optimizer, owner))
+            holdings.append(Holding(par.mirror_shards, optimizer, owner, par.mirror_frozen))
         return holdings
 
     def hold(self, par: Plan, holdings: Sequence[Holding]) -> None:
@@ -436,6 +453,8 @@ class Recipe:
 
         # The parts of this group alone.
         batch = self.batch_for(mesh)
+        if isinstance(self.data, OwnData):
+            self.data.divide(batch, par.data.index)
         batches = self.batches(self.data, batch, par.data.index, self._length_of_samples())
         workload = self._workload(mesh)
         watch = self._watch(group, par, batches, workload)
@@ -539,5 +558,7 @@ class Recipe:
     def close(self) -> None:
         """Finish what is still being written, and close this process' files."""
         self.writer.close()
+        if isinstance(self.data, OwnData):
+            self.data.close()
         self.observers.close()
         self.ledger.close()

@@ -13,7 +13,7 @@ import torch
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import LossScaler
 from nanoray.run import RunSpec, disk_used
-from nanoray.state import TrainState
+from nanoray.state.train_state import TrainState
 from nanoray.train.guard.guards import Guards
 from nanoray.train.watch.observers import now
 from nanoray.train.workload import Workload

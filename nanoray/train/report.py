@@ -10,13 +10,14 @@ from typing import Any
 from nanoray.run import RunSpec, expected_loss
 from nanoray.train.watch.observers import clock, short
 
+_PROMPT = "To be"  # of the command that samples; a text without these letters has none
+
 
 def closing_lines(spec: RunSpec, summary: dict[str, Any], quiet: bool = False) -> list[str]:
     """Return the last lines of a run: loss, expected loss, sample, folder, and commands to run next.
 
     `quiet`: only the losses and the folder.
     """
-    config = spec.config
     # A run that failed before its first report has no number of steps.
     steps = summary["steps"]
     if steps is None:
@@ -39,16 +40,38 @@ def closing_lines(spec: RunSpec, summary: dict[str, Any], quiet: bool = False) -
         lines += [f"  {line}" for line in summary["sample"].splitlines()]
     lines.append(f"files  {run}")
 
-    # Commands that fit this run: every one of them can be pasted.
-    python = shlex.quote(_from_here(sys.executable))
-    parent = shlex.quote(_from_here(str(spec.folder.parent)))
-    lines.append(f"next   {python} -m tensorboard.main --logdir {parent}")
+    for number, command in enumerate(_next_commands(spec)):
+        label = "next" if number == 0 else ""
+        lines.append(f"{label:<6} {command}")
+    return lines
+
+
+def _next_commands(spec: RunSpec) -> list[str]:
+    """Return commands that fit this run: each can be pasted, also in another working folder."""
+    config = spec.config
+    python = shlex.quote(sys.executable)
+    run = shlex.quote(str(spec.folder))
+    commands = []
+    if config.tensorboard:
+        commands.append(
+            f"{python} -m tensorboard.main --logdir {shlex.quote(str(spec.folder.parent))}"
+        )
     if config.model == "gpt":
-        lines.append(f"       {python} -m nanoray.sample {run} --prompt 'To be'")
+        prompt = ""
+        if _can_write(_PROMPT, spec.dataset.tokenizer):
+            prompt = f" --prompt {shlex.quote(_PROMPT)}"
+        commands.append(f"{python} -m nanoray.sample {run}{prompt}")
     if config.model != "own":
         twice = 2 * config.max_steps
-        lines.append(f"       {python} -m nanoray.launch --resume {run} --max_steps {twice}")
-    return lines
+        commands.append(f"{python} -m nanoray.launch --resume {run} --max_steps {twice}")
+    return commands
+
+
+def _can_write(text: str, tokenizer: dict[str, Any]) -> bool:
+    """Return whether a run's vocabulary has all characters of a text."""
+    if tokenizer.get("kind") == "char":
+        return set(text) <= set(tokenizer["chars"])
+    return tokenizer.get("kind") in ("byte", "gpt2")
 
 
 def _format_loss(spec: RunSpec, summary: dict[str, Any]) -> str:

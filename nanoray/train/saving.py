@@ -14,11 +14,11 @@ from torch.nn.utils import get_total_norm
 from nanoray.checkpoint import files
 from nanoray.checkpoint.find import check_shape
 from nanoray.checkpoint.writer import CheckpointWriter
-from nanoray.errors import TrainingDiverged
+from nanoray.errors import CheckpointError, TrainingDiverged
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
-from nanoray.state import MEMORY, StateDict, TrainState, rng_state, set_rng_state
+from nanoray.state.train_state import MEMORY, StateDict, TrainState, rng_state, set_rng_state
 from nanoray.train.workload import Workload
 
 
@@ -113,6 +113,11 @@ def read_checkpoint(
     """
     saved = files.load(Path(path), state.pieces if state.sharded else None, state.weight_pieces)
     check_shape(saved, model_shape, path)
+    for name in state.weight_pieces or ():
+        if name not in saved.model:
+            raise CheckpointError(
+                f"the checkpoint {path} lacks {name}; resume with the model that wrote it"
+            )
     meta = saved.meta
     note(f"resume  from step {meta['step']} of {path}")
 

@@ -21,13 +21,14 @@ from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import autocast
 from nanoray.models.resnet import ResNetShape, loss_and_accuracy
 from nanoray.models.sampling import generate
+from nanoray.models.weighted import LossValue
 from nanoray.run import RunSpec
-from nanoray.state import Schedule
+from nanoray.state.train_state import Schedule
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.watch.observers import short
 from nanoray.train.workload import Workload
 
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Loss = Callable[[nn.Module, Tensor, Tensor], LossValue]
 RankStates = list[dict[str, Tensor]]  # the parts of a checkpoint that one rank alone has
 
 
@@ -49,7 +50,7 @@ class Task(Protocol):
 
     @property
     def loss(self) -> Loss | None:
-        """The function of a batch's mean loss; None: the model returns it, given targets."""
+        """The function of a batch's mean loss, or of its sum and weight; None: the model's own."""
 
     def data(self, device: torch.device) -> Samples:
         """Open the dataset."""
@@ -69,7 +70,7 @@ class Task(Protocol):
         """Return the facts for the loop; `peak` is the FLOP/s of all ranks together, if known."""
 
     def describe(self, batch: Batch) -> list[str]:
-        """Return two lines: on the data, and on the batch and the model's size."""
+        """Return lines: notes, then one on the data and one on the batch and the model's size."""
 
     def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
         """Return a sample of the trained model, which `model_of` returns, if any. (rank 0 only)"""

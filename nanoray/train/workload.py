@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from nanoray.models.weighted import LossValue
+
 
 @dataclass(frozen=True)
 class Workload:
     """The facts about a model and its data that the loop needs. A task fills them in."""
 
-    # (model, inputs, targets) -> mean loss, in the run's precision
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    # (model, inputs, targets) -> mean loss, or sum and weight, in the run's precision
+    loss: Callable[[nn.Module, Tensor, Tensor], LossValue]
     tokens_per_sample: int
     flops_per_token: float | None
     peak_flops: float | None  # of all ranks together; None for an unknown device
@@ -33,8 +35,11 @@ class Workload:
         """The metric that counts the data consumed so far."""
         return "train/samples" if self.unit == "samples" else "train/tokens"
 
-    def score(self, model: nn.Module, x: Tensor, y: Tensor) -> Sequence[Tensor]:
-        """Return the means over a batch that an evaluation measures, as scalars on the device."""
+    def score(self, model: nn.Module, x: Tensor, y: Tensor) -> Sequence[LossValue]:
+        """Return the means over a batch that an evaluation measures, as scalars on the device.
+
+        The loss may be a sum with a weight.
+        """
         if self.scores:
             return self.scores(model, x, y)
         return (self.loss(model, x, y),)

@@ -33,7 +33,8 @@ def measure(text: Path, tmp_path: Path, *flags: str) -> dict[tuple[str, str], di
 
 @pytest.mark.usefixtures("shared_head")
 @pytest.mark.timeout(SLOW_S)
-@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("workers", ["1", "2"])
 def test_the_traffic_of_ray_is_measured(
     workers: str,
     text: Path,

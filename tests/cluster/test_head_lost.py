@@ -180,9 +180,8 @@ def test_a_new_head_in_the_place_of_the_old_one(
     )
 
 
-@pytest.mark.parametrize(
-    "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
-)
+@pytest.mark.full  # a stop during other waits: tests/cluster/test_nothing_lost.py
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_while_nodes_are_awaited(
     recipe: Path, tmp_path: Path, signum: signal.Signals
 ) -> None:

@@ -64,7 +64,9 @@ MIRRORED = {"exchange_mirror", "caught_up"}  # and where it is mirrored
 IMAGES = {"exchange_statistics", "exchange_batchnorm"}  # reached by a resnet: test_images.py
 TENSOR = {"exchange_activations", "exchange_logits"}  # with --tp
 EXPERTS = {"exchange_tokens"}  # with --ep: the same
-ELSEWHERE = {"exchange_overflow", "aside", *SHARDED, *MIRRORED, *IMAGES, *TENSOR, *EXPERTS}
+OWN = {"exchange_absent"}  # of a script's own model: tests/ranks/test_absent.py
+ELSEWHERE = {"exchange_overflow", "aside"}
+ELSEWHERE |= {*SHARDED, *MIRRORED, *IMAGES, *TENSOR, *EXPERTS, *OWN}
 IN_RECOVERY = {*MEETING, "exchange_state"} - {"last"}
 
 

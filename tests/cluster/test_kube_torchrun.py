@@ -69,6 +69,7 @@ def ranks_of(pod: RunningPod) -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_three_ranks_in_one_pod_train_and_a_killed_one_costs_a_restart(
     machine: Machine, text: Path, tmp_path: Path
 ) -> None:

@@ -217,6 +217,19 @@ def test_bad_arithmetic_fails_before_ray(recipe: Path, tmp_path: Path) -> None:
     assert "ray " not in output
 
 
+def test_an_interface_that_no_node_has_ends_the_run_at_once(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    """The ranks refuse it before they meet. It was tried three times, with 92 lines of tracebacks."""
+    code, output = finish(start(cluster, recipe, tmp_path, GLOO_SOCKET_IFNAME="nowhere0"))
+    assert code == 2, output
+    assert "GLOO_SOCKET_IFNAME = 'nowhere0' names no interface ('nowhere0') on " in output
+    assert "set it to one of these, or unset it" in output
+    assert "Traceback" not in output
+    assert summary(tmp_path)["restarts"] <= 1  # the failure itself counts
+    assert "restart " not in output
+
+
 def test_no_cluster_at_the_address_says_so(recipe: Path, tmp_path: Path) -> None:
     with closed_port() as port:
         code, output = launch(None, recipe, tmp_path, "--ray_address", f"127.0.0.1:{port}")
@@ -450,6 +463,7 @@ def test_each_actor_sees_exactly_its_own_slice() -> None:
         assert seen == [[s] for s in SLICES]
 
 
+@pytest.mark.full
 def test_whole_gpus_are_not_taken_for_slices() -> None:
     with ray_head("--num-gpus=2", dashboard=False, CUDA_VISIBLE_DEVICES="0,1") as cluster:
         kind, workers, seen = in_driver(cluster, MIG_DRIVER.replace("DEVICE", "auto"))

@@ -15,7 +15,7 @@ from nanoray.bench.equivalence import ADAMW, ENTRY, MODES, SGD
 from nanoray.bench.harness.rank_pool import RankPool
 from nanoray.checkpoint.find import newest_valid
 from nanoray.models.precision import LossScaler
-from nanoray.state import StateDict
+from nanoray.state.train_state import StateDict
 from tests.gpu.conftest import backend
 from tests.harness import commands
 

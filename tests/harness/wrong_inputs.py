@@ -1,11 +1,13 @@
 """Programs with a mistake that a user makes: each must be refused before step 1, in one line.
 
-WRONG lists them: a name, the program, and the words that the message must contain, in this order.
+The three tables list them: a name, the program, and the words that the message must contain, in this
+order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from nanoray.models.weighted import Weighted
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.run import Run
 
@@ -209,6 +212,103 @@ class Renormalises(nn.Module):
         return self.head(rows)
 
 
+class OneRow(Model):
+    """Has a row of weights for one rank alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Late(Model):
+    """Makes a layer in its first forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "second"):
+            self.second = nn.Linear(1, 1)
+        return self.second(self.layer(x))
+
+
+class Shifts(Model):
+    """Changes its inputs in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x -= 1
+        return self.layer(x)
+
+
+class Overlapping(nn.Module):
+    """Two parameters over one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = nn.Parameter(torch.randn(4, 1))
+        self.part = nn.Parameter(self.all.data[:2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.all + x[:, :2] @ self.part
+
+
+class Teacher(Model):
+    """Moves the average of its weights in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Linear(4, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.weight.data = 0.9 * self.average.weight.data + 0.1 * self.layer.weight.data
+        return self.layer(x) - self.average(x)
+
+
+class BadState(Model):
+    """Has a state that cannot be asked for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def get_extra_state(self) -> Any:
+        raise LookupError("no state yet")
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class Float4(Model):
+    """Has a weight of a type that no checkpoint holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        four_bits = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+        self.packed = nn.Parameter(four_bits, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class SparseBuffer(Model):
+    """Keeps a sparse matrix as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("graph", torch.eye(4).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer((self.graph @ x.T).T)  # type: ignore[operator]
+
+
+class StateOfObjects(Model):
+    """Has an extra state that is no data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def get_extra_state(self) -> Any:
+        return {"lock": threading.Lock()}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return network()
@@ -281,6 +381,26 @@ def backward_inside(output: Tensor, y: Tensor) -> Any:
     return loss
 
 
+def pair(output: Tensor, y: Tensor) -> Any:
+    return F.mse_loss(output, y, reduction="sum"), len(y)
+
+
+def weightless(output: Tensor, y: Tensor) -> Any:
+    return Weighted(F.mse_loss(output, y, reduction="sum"), None)  # type: ignore[arg-type]
+
+
+def below_zero(output: Tensor, y: Tensor) -> Any:
+    return Weighted(F.mse_loss(output, y, reduction="sum"), torch.tensor(-1.0))
+
+
+def vector_and_weight(output: Tensor, y: Tensor) -> Any:
+    return Weighted(F.mse_loss(output, y, reduction="none"), len(y))
+
+
+def not_a_number(output: Tensor, y: Tensor) -> Any:
+    return F.mse_loss(output, y) * float("nan")
+
+
 def raising(output: Tensor, y: Tensor) -> Any:
     raise KeyError("targets")
 
@@ -294,6 +414,18 @@ def empty(output: Tensor, y: Tensor) -> Any:
 
 
 # --- data ---
+
+
+class InBatches:
+    """An iterable of batches, each made once."""
+
+    def __init__(self) -> None:
+        x = inputs()
+        y = x.sum(1, keepdim=True)
+        self.batches = [(x[i : i + 6], y[i : i + 6]) for i in range(0, 24, 6)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 class Items:
@@ -333,6 +465,13 @@ class Frame:
         raise KeyError(name)
 
 
+class Uneven(InBatches):
+    """Batches with a target too few."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(x, y[1:]) for x, y in self.batches])
+
+
 @dataclass(frozen=True)
 class Wrong:
     """A program with a mistake."""
@@ -367,8 +506,7 @@ EVERY = (1, 2)
 _X = torch.zeros(4)
 _Y = torch.zeros(1)
 
-WRONG: dict[str, Wrong] = {
-    # The model
+WRONG_MODELS: dict[str, Wrong] = {
     "a function as the model": Wrong(
         partial(given_as, model=a_function, trained=nn.Linear(4, 1)),
         (
@@ -524,7 +662,49 @@ WRONG: dict[str, Wrong] = {
         model=Renormalises,
         worlds=(2,),
     ),
-    # The loss
+    "frozen weights that forward writes": wrong(
+        "the forward writes the frozen weight average.weight",
+        "keep it as a buffer",
+        model=Teacher,
+        worlds=EVERY,
+    ),
+    "a layer made in forward": wrong(
+        "the forward makes the parameter second.bias",
+        "make it in __init__",
+        model=Late,
+        worlds=EVERY,
+    ),
+    "inputs changed in place": wrong(
+        "the forward of Shifts changes its inputs in place",
+        "x = x - 1",
+        model=Shifts,
+        data=InBatches(),
+        settings={"micro_batch_size": 6},
+    ),
+    "two weights over one memory": wrong(
+        "part and all are two parameters over the same memory",
+        "one parameter under two names",
+        model=Overlapping,
+        worlds=(2,),
+        settings={"dp_mode": "zero1"},
+    ),
+    "get_extra_state raises": wrong(
+        "the state_dict of BadState", "LookupError: no state yet", "mend", model=BadState
+    ),
+    "weights of 4 bits": wrong("packed has the dtype float4_e2m1fn_x2", "cast it", model=Float4),
+    "a sparse buffer": wrong("graph has the layout sparse_coo", "to_dense", model=SparseBuffer),
+    "extra state of objects": wrong(
+        "_extra_state/lock is or contains a _thread.lock", "return numbers", model=StateOfObjects
+    ),
+    "too small for the ranks": wrong(
+        "fsdp leaves rank 1 no element",
+        "use fewer ranks",
+        model=OneRow,
+        worlds=(2, 3),
+        settings=FSDP,
+    ),
+}
+WRONG_LOSSES: dict[str, Wrong] = {
     "loss of a vector": wrong(
         "loss_fn returns a float32 tensor of shape",
         "not one number",
@@ -599,7 +779,29 @@ WRONG: dict[str, Wrong] = {
         "give RuntimeEngine a loss_fn",
         loss_fn=None,
     ),
-    # The data
+    "a pair of sum and weight": wrong(
+        "loss_fn returns a tuple", "nanoray.Weighted(sum=..., weight=...)", loss_fn=pair
+    ),
+    "weight is None": wrong(
+        "Weighted whose weight is None", "the number of targets", loss_fn=weightless
+    ),
+    "weight below 0": wrong(
+        "Weighted whose weight is the number -1.0", "0 or more", loss_fn=below_zero
+    ),
+    "sum of a vector": wrong(
+        "Weighted whose sum is a float32 tensor", "not one number", loss_fn=vector_and_weight
+    ),
+}
+WRONG_DATA: dict[str, Wrong] = {
+    "targets of another length": wrong(
+        "loss_fn, called with",
+        "(6, 1)",
+        "(5, 1)",
+        "must match the size",
+        "or what the model returns",
+        data=Uneven(),
+        settings={"micro_batch_size": 6},
+    ),
     "an array": wrong(
         "the train data are a float32 array of shape (24, 4)",
         "TensorDataset(inputs, targets)",
@@ -639,7 +841,9 @@ WRONG: dict[str, Wrong] = {
     "a path": wrong("the train data are the text 'train.csv'", "read it", data="train.csv"),
     "a number": wrong("the train data are a int", "give a dataset", data=24),
     "items are dicts": wrong(
-        "a batch is a dict", "pack it as (inputs, targets)", data=Items({"x": _X, "labels": _Y})
+        "a batch is a dict",
+        "or give pairs of inputs and targets",
+        data=Items({"x": _X, "labels": _Y}),
     ),
     "items of three": wrong(
         "a batch is a list of 3", "pack it as (inputs, targets)", data=Items((_X, _Y, _Y))
@@ -700,3 +904,4 @@ WRONG: dict[str, Wrong] = {
         data=TensorDataset(inputs().long(), inputs().sum(1, keepdim=True)),
     ),
 }
+WRONG = WRONG_MODELS | WRONG_LOSSES | WRONG_DATA

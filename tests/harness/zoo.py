@@ -226,6 +226,98 @@ class Halves(Base):
         return self.head(torch.tanh(self.into(h.float())))
 
 
+class NoneForWeight(torch.autograd.Function):
+    """Multiplies, and returns no gradient of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        return grads[0] * weight, None
+
+
+class UndefinedGradient(Base):
+    """Has a function of its own that returns None in place of a parameter's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = NoneForWeight.apply(torch.tanh(self.into(x)), self.scale)
+        return self.head(torch.tanh(self.extra(h)))
+
+
+class Freezing(Base):
+    """Freezes a layer in the batches without a marked sample, and lets it train in the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.extra.requires_grad_(self.marked(x))
+        h = torch.tanh(self.into(x))
+        return self.head(torch.tanh(h + x[:, :1] * self.extra(h)))
+
+
+class Unfreezing(Base):
+    """Begins with a frozen layer, and lets it train from the first marked sample on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.marked(x):
+            self.extra.requires_grad_(True)
+        h = torch.tanh(self.into(x))
+        return self.head(torch.tanh(self.extra(h)))
+
+
+class Layered(nn.Module):
+    """Layers in a list, which fsdp gathers one by one; each rank skips others of them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.into(x))
+        if self.how == "chosen":
+            return self.head(h + self.chosen(x, h))
+        if self.how == "order":
+            h = h + 0.1 * sum(layer(h) for layer in self.ordered(x))
+            return self.head(h)
+
+        # The last layers are for marked samples alone.
+        count = 4 if (x[:, 0] > 0).any() else 2
+        for number in range(count):
+            weight = x[:, :1] if number >= 2 else 1.0
+            h = h + weight * torch.tanh(self.layers[number](h))
+        return self.head(h)
+
+    def ordered(self, x: Tensor) -> list[nn.Module]:
+        """Return the layers in an order that the samples decide."""
+        layers = [*self.layers]
+        if (x[:, 0] > 0).any():
+            layers.reverse()
+        return layers
+
+    def chosen(self, x: Tensor, h: Tensor) -> Tensor:
+        """Return the result of each sample's own expert: the rank of one of its inputs."""
+        choice = ((x[:, 1] + 1.5) * 1.3).long().clamp(0, 3)
+        mixed = torch.zeros_like(h)
+        for number, layer in enumerate(self.layers):
+            rows = (choice == number).nonzero().flatten()
+            if len(rows):
+                mixed = mixed.index_add(0, rows, layer(h[rows]))
+        return mixed
+
+
 class HookedGradient(Base):
     """Sets a gradient outside of the graph, by a hook on another one."""
 
@@ -254,8 +346,39 @@ ZOO: list[Exhibit] = [
     Exhibit("checkpoint", lambda: Checkpointed(reentrant=False), vectors),
     Exhibit("checkpoint, reentrant", lambda: Checkpointed(reentrant=True), vectors),
     Exhibit("checkpoint, shared", lambda: Checkpointed(reentrant=False, shared=True), vectors),
+    Exhibit(
+        "checkpoint, reentrant, shared",
+        lambda: Checkpointed(reentrant=True, shared=True),
+        vectors,
+        refused={"ddp": "backward computes the gradient of a parameter in two parts"},
+    ),
     Exhibit("gradient penalty", GradientPenalty, vectors, loss=None),
     Exhibit("expanded gradients", ExpandedGradient, vectors),
     Exhibit("wider gradients", Halves, vectors),
+    Exhibit("undefined gradient", UndefinedGradient, vectors),
+    Exhibit("frozen in some steps", Freezing, vectors),
+    Exhibit(
+        "unfrozen during the run",
+        Unfreezing,
+        vectors,
+        refused=dict.fromkeys(
+            ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"),
+            "extra.weight had requires_grad = False when the run began",
+        ),
+    ),
+    Exhibit("layers left out", lambda: Layered("some"), vectors),
+    Exhibit(
+        "layers in an order of the samples",
+        lambda: Layered("order"),
+        vectors,
+        refused={"fsdp": "calls them in a different order; use dp_mode zero2"},
+    ),
+    Exhibit("experts in a list", lambda: Layered("chosen"), vectors),
+    Exhibit(
+        "gradient set by a hook",
+        HookedGradient,
+        vectors,
+        refused={"fsdp": "head.weight has a hook on its gradient"},
+    ),
 ]
 BY_NAME = {exhibit.name: exhibit for exhibit in ZOO}

@@ -129,7 +129,7 @@ def test_a_group_that_never_came_to_be_does_not_count() -> None:
     ("world", "phase", "settings"),
     [
         (3, "backward", {}),
-        (4, "forward", {"tp": 2}),
+        pytest.param(4, "forward", {"tp": 2}, marks=pytest.mark.full),
         pytest.param(3, "exchange_norm", {"dp_mode": "zero1"}, marks=pytest.mark.full),
         pytest.param(
             4,

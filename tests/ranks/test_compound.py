@@ -49,7 +49,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
+@pytest.mark.parametrize("mode", [pytest.param("zero1", marks=pytest.mark.full), "fsdp"])
 def test_no_share_is_taken_from_a_mirror_that_has_not_gone_back(
     text: Path, tmp_path: Path, mode: str
 ) -> None:
@@ -64,7 +64,7 @@ def test_no_share_is_taken_from_a_mirror_that_has_not_gone_back(
     assert max(record["step"] for record in records(spec)) <= 10
 
 
-@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
+@pytest.mark.parametrize("mode", ["zero1", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_a_rank_that_was_replaced_takes_part_in_a_roll_back(
     text: Path, tmp_path: Path, mode: str
 ) -> None:

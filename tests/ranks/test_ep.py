@@ -140,7 +140,11 @@ def runs(text: Path, tmp_path: Path) -> Runs:
 
 @pytest.mark.parametrize(
     ("ep", "mode", "world"),
-    [(2, "zero1", 4), pytest.param(2, "ddp_by_hand", 2, marks=pytest.mark.full), (1, "ddp", 2)],
+    [
+        pytest.param(2, "zero1", 4, marks=pytest.mark.full),
+        (2, "ddp_by_hand", 2),
+        pytest.param(1, "ddp", 2, marks=pytest.mark.full),
+    ],
 )
 def test_a_run_resumes_to_the_bit(runs: Runs, ep: int, mode: str, world: int) -> None:
     whole, rest = runs.resumed(world, 5, ep=ep, dp_mode=mode, dropout=0.1, expert_capacity=1.0)

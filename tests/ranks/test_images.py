@@ -35,7 +35,7 @@ def trained(images: DatasetInfo, folder: Path, world: int, **settings: Any) -> R
 
 @pytest.mark.parametrize(
     ("world", "mode"),
-    [(1, "ddp"), pytest.param(2, "ddp", marks=pytest.mark.full), (2, "zero2"), (3, "ddp")],
+    [*(pytest.param(n, "ddp", marks=pytest.mark.full) for n in (1, 2)), (2, "zero2"), (3, "ddp")],
 )
 def test_resume_in_the_middle_of_an_epoch_changes_no_bit(
     images: DatasetInfo, tmp_path: Path, world: int, mode: str
@@ -101,7 +101,7 @@ def test_a_run_goes_on_with_another_mode(images: DatasetInfo, tmp_path: Path) ->
         pytest.param(2, "ddp", marks=pytest.mark.full),
         (3, "ddp_by_hand"),
         pytest.param(2, "zero2", marks=pytest.mark.full),
-        (2, "fsdp"),
+        pytest.param(2, "fsdp", marks=pytest.mark.full),
     ],
 )
 def test_synchronised_norms_train_as_one_process_does(
@@ -215,18 +215,20 @@ def test_a_step_that_is_not_finite_leaves_the_running_statistics_finite(
     assert all(torch.isfinite(tensor).all() for tensor in final(spec).model.values())
 
 
-def test_fp16_and_bf16_train_with_momentum(images: DatasetInfo, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.full)])
+def test_fp16_and_bf16_train_with_momentum(
+    images: DatasetInfo, tmp_path: Path, precision: str
+) -> None:
     """fp16's first scales overflow: the updates that are left out leave the momentum at zero."""
-    for precision in ("fp16", "bf16"):
-        settings = {
-            "precision": precision,
-            "sync_batchnorm": precision == "bf16",
-            "max_steps": 4,
-            "eval_every": 0,
-        }
-        spec = trained(images, tmp_path / precision, 2, **settings)
-        assert all(math.isfinite(loss) for loss in series(spec).values())
-        assert all(torch.isfinite(tensor).all() for tensor in final(spec).optimizer.values())
+    settings = {
+        "precision": precision,
+        "sync_batchnorm": precision == "bf16",
+        "max_steps": 4,
+        "eval_every": 0,
+    }
+    spec = trained(images, tmp_path, 2, **settings)
+    assert all(math.isfinite(loss) for loss in series(spec).values())
+    assert all(torch.isfinite(tensor).all() for tensor in final(spec).optimizer.values())
 
 
 def test_another_depth_is_refused_on_resume(images: DatasetInfo, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.faults.proc import start_time, stat_of
-from tests.harness.commands import Command
+from tests.harness.commands import Command, torchrun
 
 ONE_THREAD = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
 
@@ -85,3 +85,55 @@ def test_the_ranks_of_a_torchrun_that_was_killed_save_and_end(recipe: Path, tmp_
     assert newest.state.meta["step"] == summary["steps"] > 0
     said = (tmp_path / "output").read_text()
     assert f"torchrun (pid {agent.pid}), which started this rank, is gone: stopping after" in said
+
+
+def test_without_ray_a_lost_rank_ends_the_others_in_one_line(recipe: Path, tmp_path: Path) -> None:
+    """torch's traceback goes to the log; the line names what to look at, and how to go on."""
+    fault = ("--faults", "kill@rank=1,step=5")
+    first, second = torchrun(2, "nanoray.train", *flags(recipe, tmp_path), *fault, env=ONE_THREAD)
+    assert (first.returncode, second.returncode) == (1, -signal.SIGKILL)
+    run = only_run(tmp_path)
+    assert "Traceback" not in first.stderr
+    last = first.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: rank 0 lost another rank ("), first.stderr
+    assert last.endswith(f"start the command again with --resume {run}")
+    assert "Traceback" in (run / "logs" / "rank0.log").read_text()
+
+
+SCRIPT = """
+import torch
+import nanoray
+
+def main(run):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 2), torch.randn(64, 1))
+    engine = nanoray.RuntimeEngine(model, optimizer, run, torch.nn.functional.mse_loss)
+    engine.fit(data, steps=3)
+
+raise SystemExit(nanoray.launch(main, {"log_every": 1, "micro_batch_size": 4, "tensorboard": False}))
+"""
+
+
+def test_a_script_under_a_launcher_of_one_rank_says_so_and_counts_to_its_own_steps(
+    tmp_path: Path,
+) -> None:
+    """RANK and WORLD_SIZE = 1 may be left over: a line names them, and no Ray is started."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with Command(str(script), env=ONE_THREAD | alone, cwd=tmp_path) as command:
+        output, _ = command.communicate(timeout=200)
+    assert command.returncode == 0, output
+    assert "ranks  1 by the environment (RANK, WORLD_SIZE); this process trains alone, " in output
+    assert "step 1/3 | " in output
+    assert "step 3/3 | " in output
+    assert "1000" not in output
+
+    # With a Ray's address it is not clear which of the two is wanted.
+    both = ONE_THREAD | alone | {"RAY_ADDRESS": "127.0.0.1:1"}
+    with Command(str(script), env=both, cwd=tmp_path) as command:
+        output, _ = command.communicate(timeout=200)
+    assert command.returncode == 2
+    assert output.startswith("error: RAY_ADDRESS = 127.0.0.1:1 asks for Ray, but RANK = 0 and ")
+    assert len(output.splitlines()) == 1

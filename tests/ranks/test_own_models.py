@@ -18,11 +18,11 @@ from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
-from nanoray.launch.own import DEFAULTS
 from nanoray.run import RunSpec
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
+from nanoray.train.own.settings import DEFAULTS
 from tests.harness.ranks import run_ranks, series
 
 SETTINGS: dict[str, Any] = {
@@ -133,9 +133,8 @@ def test_statistics_are_means_over_the_passes_that_a_norm_has_made(
 @pytest.mark.parametrize(
     "mode",
     [
-        "ddp",
         "fsdp",
-        *(pytest.param(mode, marks=pytest.mark.full) for mode in ("ddp_by_hand", "zero1")),
+        *(pytest.param(mode, marks=pytest.mark.full) for mode in ("ddp", "ddp_by_hand", "zero1")),
     ],
 )
 def test_weights_in_channels_last_train_as_others_do(tmp_path: Path, mode: str) -> None:

@@ -134,7 +134,10 @@ def test_dropout_is_that_of_one_process_under_every_schedule(runs: Runs) -> None
 
 @pytest.mark.parametrize(
     ("settings", "world"),
-    [({"dp_mode": "zero1", "pp_schedule": "zero_bubble"}, 4), ({"pp_schedule": "interleaved"}, 2)],
+    [
+        pytest.param({"dp_mode": "zero1", "pp_schedule": "zero_bubble"}, 4, marks=pytest.mark.full),
+        ({"pp_schedule": "interleaved"}, 2),
+    ],
 )
 def test_a_pipeline_resumes_to_the_bit(runs: Runs, settings: dict[str, Any], world: int) -> None:
     runs.resumed(world, 4, **{"pp": 2, "dropout": 0.1, **settings})
@@ -176,6 +179,7 @@ def test_any_mesh_loads_the_bits_that_any_other_saved(runs: Runs) -> None:
         assert mine.optimizer.keys() == saved.optimizer.keys()
 
 
+@pytest.mark.full
 def test_a_run_goes_on_over_many_meshes(runs: Runs) -> None:
     alone = runs.trained("alone", 1, max_steps=8)
     for stop, (world, settings) in enumerate(MESHES, 1):

@@ -59,9 +59,15 @@ def test_a_pure_run_resumes_to_the_bit_and_is_near_float32(runs: Runs, mode: str
             assert torch.equal(state.model[name.removeprefix("master.")], master.to(kind))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    "settings", [{"precision": "bf16"}, {"precision": "fp16"}], ids=["bf16", "fp16"]
+    ("settings", "ranks"),
+    [
+        pytest.param({"precision": "bf16"}, 1, marks=pytest.mark.full),
+        pytest.param({"precision": "bf16"}, 2, marks=pytest.mark.full),
+        pytest.param({"precision": "fp16"}, 1, marks=pytest.mark.full),
+        ({"precision": "fp16"}, 2),
+    ],
+    ids=["bf16, one rank", "bf16", "fp16, one rank", "fp16"],
 )
 def test_a_run_under_autocast_resumes_to_the_bit(
     runs: Runs, settings: dict[str, Any], ranks: int
@@ -72,7 +78,7 @@ def test_a_run_under_autocast_resumes_to_the_bit(
     assert {t.dtype for t in (*state.model.values(), *state.optimizer.values())} == {torch.float32}
 
 
-@pytest.mark.parametrize("mode", ["bf16, stochastic", "fp16"])
+@pytest.mark.parametrize("mode", ["bf16, stochastic", pytest.param("fp16", marks=pytest.mark.full)])
 def test_one_rank_alone_resumes_to_the_bit(runs: Runs, mode: str) -> None:
     runs.resumed(1, 5, **MODES[mode])
 

@@ -134,6 +134,7 @@ def test_a_run_resumes_to_the_bit_and_goes_on_without(runs: Runs) -> None:
     assert not equal(final(plain), final(rest))
 
 
+@pytest.mark.full
 def test_tracing_comparing_and_evaluating_work(runs: Runs) -> None:
     settings = {
         "comm_trace": "always",

@@ -232,7 +232,10 @@ def test_what_cannot_be_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "mode",
-    ["ddp_by_hand", *(pytest.param(m, marks=pytest.mark.full) for m in ("zero1", "zero2")), "fsdp"],
+    [
+        *(pytest.param(m, marks=pytest.mark.full) for m in ("ddp_by_hand", "zero1", "zero2")),
+        "fsdp",
+    ],
 )
 def test_tracing_comparing_evaluating_and_sampling_work_in_every_mode(
     text: Path, tmp_path: Path, mode: str
@@ -276,7 +279,13 @@ def test_a_step_that_is_not_finite_is_named_in_every_mode(
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"experts": 4}, {"experts": 4, "precision": "bf16"}], ids=str
+    "settings",
+    [
+        {},
+        pytest.param({"experts": 4}, marks=pytest.mark.full),
+        pytest.param({"experts": 4, "precision": "bf16"}, marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_weights_that_are_gathered_in_bf16_train(
     text: Path, tmp_path: Path, settings: dict[str, Any]

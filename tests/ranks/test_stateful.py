@@ -82,8 +82,15 @@ def read(notes: Path, rank: int) -> list[list[str]]:
     return [*found.values()]
 
 
-@pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("stop", [3, 7])
+@pytest.mark.parametrize(
+    ("stop", "accum"),
+    [
+        (3, 2),
+        (7, 1),
+        pytest.param(3, 1, marks=pytest.mark.full),
+        pytest.param(7, 2, marks=pytest.mark.full),
+    ],
+)
 def test_a_resume_reads_exactly_the_next_batches(tmp_path: Path, accum: int, stop: int) -> None:
     """In the middle of an epoch, and (7 steps of one batch) at its end; a batch that was read ahead
     is read again.
@@ -155,7 +162,9 @@ def streamed_beside(spec: RunSpec, rendezvous: Rendezvous, **how: Any) -> dict[s
     )
 
 
-@pytest.mark.parametrize(("mode", "every"), [("ddp", 2), ("zero1", 2), ("ddp", 0)])
+@pytest.mark.parametrize(
+    ("mode", "every"), [pytest.param("ddp", 2, marks=pytest.mark.full), ("zero1", 2), ("ddp", 0)]
+)
 def test_a_lost_rank_is_replaced_and_its_loader_goes_on(
     tmp_path: Path, mode: str, every: int
 ) -> None:

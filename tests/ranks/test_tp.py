@@ -114,6 +114,7 @@ def test_a_run_resumes_to_the_bit(runs: Runs, tp: int, mode: str, world: int) ->
     runs.resumed(world, 5, tp=tp, dp_mode=mode, dropout=0.1)
 
 
+@pytest.mark.full
 def test_any_mesh_goes_on_with_what_any_other_saved(runs: Runs) -> None:
     """Weights and optimizer state are cut anew each time: by heads, by slices, by rows, and not at
     all.

@@ -19,16 +19,17 @@ from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.errors import ConfigError
-from nanoray.launch.own import DEFAULTS
 from nanoray.run import RunSpec
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
+from nanoray.train.own.settings import DEFAULTS
 from nanoray.train.own.task import copied
+from nanoray.train.own.trial import notes_on_hooks
 from nanoray.train.own.untouched import untouched
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.messages import find_line
 from tests.harness.ranks import series
-from tests.harness.wrong_inputs import WRONG, fit, inputs, network
+from tests.harness.wrong_inputs import WRONG, fit, inputs, network, not_a_number
 
 SETTINGS = {
     "global_batch_size": 12,
@@ -89,6 +90,14 @@ def test_a_mistake_is_refused_in_one_line_on_all_ranks(
     assert not (spec.folder / "metrics.jsonl").exists() or not series(spec), "no step was done"
 
 
+def test_a_loss_that_is_not_finite_is_left_to_the_guards(ranks: Ranks, tmp_path: Path) -> None:
+    """They name the layer and the samples, and a run may leave such a step out (on_nan)."""
+    program = partial(fit, loss_fn=not_a_number)
+    (outcome,) = ranks(1).train(opened(tmp_path / "stop"), Program(program, frozenset()))
+    assert outcome["error"] == "TrainingDiverged", outcome
+    find_line(outcome["message"], "at step 1 the loss is nan", "samples 0 to 11")
+
+
 # --- the trial changes nothing ---
 
 
@@ -109,6 +118,10 @@ class Restless(nn.Module):
         self.hidden: Any = None
         self.drop = nn.Dropout(0.5)
         self.notes: dict[str, int] = {}
+        self.torchs = torch.Generator().manual_seed(1)
+        self.pythons = random.Random(1)
+        self.numpys = np.random.default_rng(1)
+        self.older = np.random.RandomState(1)
 
     def get_extra_state(self) -> Any:
         return {"notes": dict(self.notes)}
@@ -131,7 +144,8 @@ class Restless(nn.Module):
         self.hidden = x.detach()
         self.notes["seen"] = self.notes.get("seen", 0) + 1
         noise = torch.randn(()) + np.random.rand() + random.random()
-        return self.drop(self.layer(x)) + noise
+        noise = noise + torch.randn((), generator=self.torchs) + self.pythons.random()
+        return self.drop(self.layer(x)) + noise + self.numpys.random() + self.older.rand()
 
 
 def facts(model: Any) -> dict[str, Any]:
@@ -140,10 +154,17 @@ def facts(model: Any) -> dict[str, Any]:
     values = {name: tensor.detach().clone().tolist() for name, tensor in tensors.items()}
     attributes = (model.calls, model.memory.tolist(), model.hidden, dict(model.notes))
     generators = (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate())
+    own = (
+        model.torchs.get_state().tolist(),
+        model.pythons.getstate(),
+        model.numpys.bit_generator.state,
+        str(model.older.get_state()),
+    )
     return {
         "values": values,
         "attributes": attributes,
         "generators": generators,
+        "own generators": own,
         "modes": [module.training for module in model.modules()],
         "saved": sorted(model.state_dict()),
         "gradients": [p.grad for p in model.parameters()],
@@ -154,13 +175,14 @@ def test_a_model_is_afterwards_as_it_was() -> None:
     model = Restless()
     model.drop.eval()
     before = facts(model)
-    with untouched(model, torch.device("cpu")) as written:
+    with untouched(model, torch.device("cpu")) as traces:
         loss = model(inputs()).mean()
         loss.backward()
         model.eval()
         changed = facts(model)
     assert facts(model) == before
-    assert written == ["frozen", "layer.weight"]
+    assert traces.written == ["frozen", "layer.weight"]
+    assert traces.drawn == ["torchs", "pythons", "numpys", "older"]
     # The forward has changed each of them; without that the comparison would show nothing.
     assert all(changed[kind] != before[kind] for kind in before)
     for name, value in before["values"].items():
@@ -176,6 +198,15 @@ def test_a_warning_of_torch_becomes_a_note(ranks: Ranks, tmp_path: Path) -> None
     assert "error" not in outcome, outcome
     line = find_line(spec.log(0).read_text(), "note    the first batch warns", "broadcasting")
     assert "target size" in line
+
+
+def test_hooks_on_gradients_are_named() -> None:
+    """On several ranks they see a part of the gradient."""
+    model = network()
+    assert notes_on_hooks(model) == []
+    model[2].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))  # type: ignore[index]
+    (note,) = notes_on_hooks(model)
+    assert find_line(note, "the gradient hook of 2.weight", "rank's part of the gradient")
 
 
 # --- lazy modules ---

@@ -208,7 +208,7 @@ def test_a_run_that_ends_too_soon_is_no_measurement(run: Run) -> None:
             "workers = 1: no rank would be left after a kill; use --workers 2 or more",
         ),
         (
-            ["--goodput_s", "0.001"],
+            ["--workers", "2", "--goodput_s", "0.001"],
             "no kill within goodput_s = 0.001 at mean_s = 10; take another --seed",
         ),
     ],

@@ -298,18 +298,18 @@ def test_disk(machine: Machine, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "what", "remedy", "fatal"),
     [
-        ({"torch": None}, "torch is not installed", "pip install torch==9.1.0", True),
-        ({"ray": None}, "ray is not installed", "pip install ray==8.2", True),
+        ({"torch": None}, "torch is not installed", "pip install 'torch>=9.1,<10'", True),
+        ({"ray": None}, "ray is not installed", "pip install 'ray>=8.2,<9'", True),
         (
-            {"torch": "9.0.0+cpu"},
-            "torch 9.0.0+cpu is not the tested version 9.1.0",
-            "pip install torch==9.1.0",
+            {"torch": "9.0.9+cpu"},
+            "torch 9.0.9+cpu is outside >=9.1,<10, the versions that nanoray is tested with",
+            "pip install 'torch>=9.1,<10'",
             False,
         ),
         (
-            {"ray": "8.2.1"},
-            "ray 8.2.1 is not the tested version 8.2",
-            "pip install ray==8.2",
+            {"ray": "9.0.0rc1"},
+            "ray 9.0.0rc1 is outside >=8.2,<9, the versions that nanoray is tested with",
+            "pip install 'ray>=8.2,<9'",
             False,
         ),
         (
@@ -331,11 +331,13 @@ def test_versions(
 ) -> None:
     about = Message()
     about["Requires-Python"] = ">=3.10,<3.14"
-    pins = ["torch==9.1.0", "ray[default]==8.2", 'ray[train]==8.2; extra == "bench"', "numpy"]
+    ranges = ["torch<10,>=9.1", "ray[default]<9,>=8.2", 'ray[train]; extra == "bench"', "numpy"]
     monkeypatch.setattr(check.metadata, "metadata", lambda _: about)
-    monkeypatch.setattr(check.metadata, "requires", lambda _: pins)
+    monkeypatch.setattr(check.metadata, "requires", lambda _: ranges)
     good = {"python": "3.13.9", "torch": "9.1.0+cu130", "ray": "8.2"}
     assert list(check.version_problems(good)) == []
+    newer = {"python": "3.10.0", "torch": "9.11.3", "ray": "8.30.1"}
+    assert list(check.version_problems(newer)) == []
     assert list(check.version_problems(good | found)) == [check.Problem(what, remedy, fatal)]
 
 

@@ -21,7 +21,7 @@ from nanoray.checkpoint import tensorfile
 from nanoray.checkpoint.files import load, save
 from nanoray.checkpoint.find import check_shape, find_run, newest_valid
 from nanoray.errors import CheckpointError
-from nanoray.state import StateDict
+from nanoray.state.train_state import StateDict
 from tests.harness.commands import forkserver, killed_saves
 from tests.harness.messages import find_line
 from tests.harness.permissions import closed
@@ -200,7 +200,7 @@ def test_meta_that_would_come_back_changed(tmp_path, change, text):
 def test_tensors_that_cannot_be_stored(tmp_path):
     state = make(1)
     for name, tensor in {
-        "z": torch.zeros(2, dtype=torch.complex64),
+        "z": torch.zeros(2, dtype=torch.complex128),
         "__metadata__": torch.zeros(2),
     }.items():
         state.model = {name: tensor}
@@ -607,6 +607,7 @@ def save_forever(folder, done):
 
 
 @pytest.mark.slow
+@pytest.mark.full  # tests/ranks/test_writer.py kills saves beside training
 def test_sigkill_at_any_time_loses_nothing(tmp_path):
     for done in killed_saves(tmp_path, save_forever, tmp_path):
         found, notes = newest_valid(tmp_path)

@@ -258,8 +258,17 @@ def test_sample_refuses(
     assert message in process.stderr
 
 
-@pytest.mark.parametrize("lost", ["stdout", "stderr"])
-@pytest.mark.parametrize("how", ["closed", "a full disk", "a pipe that nobody reads"])
+@pytest.mark.parametrize(
+    ("how", "lost"),
+    [
+        ("closed", "stderr"),
+        ("a full disk", "stdout"),
+        ("a pipe that nobody reads", "stdout"),
+        pytest.param("closed", "stdout", marks=pytest.mark.full),
+        pytest.param("a full disk", "stderr", marks=pytest.mark.full),
+        pytest.param("a pipe that nobody reads", "stderr", marks=pytest.mark.full),
+    ],
+)
 def test_a_lost_stream_ends_no_command(
     one_process: tuple[Path, str],
     tmp_path: Path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -156,12 +157,23 @@ class Looks(nn.Module):
         return self.layer(x) if x.sum().item() > 0 else x
 
 
+class Sized(torch.optim.SGD):
+    """It works for parameters of the sizes that it was made for, and no others."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1)
+        self.sizes = {p.shape for p in self.param_groups[0]["params"]}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.sizes >= {p.shape for p in self.param_groups[0]["params"]}
+        super().step()
+
+
 def test_what_cannot_be_tried_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def main(run: Run) -> None:
         model, x = Looks(), torch.randn(8, 3)
-        RuntimeEngine(
-            model, torch.optim.LBFGS(model.parameters()), run, nn.functional.mse_loss
-        ).fit(TensorDataset(x, x))
+        optimizer = Sized(model.parameters())
+        RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(TensorDataset(x, x))
 
     config = {"micro_batch_size": 2, "device": "cpu", "dry_run": True}
     assert nanoray.launch(main, config, ray=False) == 0  # type: ignore[operator]
@@ -170,7 +182,7 @@ def test_what_cannot_be_tried_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
         "memory     without activations: a forward on fake tensors failed "
         "(DataDependentOutputException" in out
     )
-    assert "memory     without the state of LBFGS, which could not be tried alone" in out
+    assert "memory     without the state of Sized, which could not be tried alone" in out
     assert parts(out).keys() == {"parameters", "gradients"}
 
 

@@ -16,7 +16,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.precision import LossScaler
 from nanoray.run import RunSpec
-from nanoray.state import TrainState
+from nanoray.state.train_state import TrainState
 from nanoray.train.elastic import Group, furthest, train_in_groups
 from nanoray.train.engine import Regroup
 from nanoray.train.guard.guards import Guards
@@ -108,6 +108,9 @@ class Engine:
 
     def forget(self) -> None:
         """An audit in progress is broken off."""
+
+    def undo(self) -> None:
+        """A step in progress leaves no trace in the model's buffers."""
 
     def close(self) -> None:
         self._groups.events.append("close")

@@ -613,7 +613,7 @@ def test_a_command_may_take_long_but_not_be_silent(
     with pytest.raises(
         KubeError, match=r"nothing came for 3 s, so its output is not complete; try again"
     ):
-        Api().run_in("tb", "nanoray", ["sh", "-c", "echo one; sleep 9; echo two"])
+        Api().run_in("tb", "nanoray", ["sh", "-c", "echo one; sleep 4; echo two"])
 
 
 def test_an_archive_that_breaks_off_is_not_taken_for_the_run(

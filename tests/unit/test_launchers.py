@@ -9,7 +9,7 @@ import pytest
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.launch.own import refuse_both
-from nanoray.mesh.launchers import first_host, place_of, refuse_many_starts
+from nanoray.mesh.launchers import first_host, place_of, refuse_many_starts, set_torch_variables
 from nanoray.mesh.rendezvous import Rendezvous
 
 TORCH = {
@@ -44,6 +44,7 @@ OPEN_MPI = {
     "PMIX_NAMESPACE": "prterun-a-17@1",
 }
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+CRAY = {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
 MVAPICH = {
     "MV2_COMM_WORLD_RANK": "1",
     "MV2_COMM_WORLD_SIZE": "2",
@@ -76,6 +77,7 @@ FAR = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
         (DAEMONS | TORCHRUN, "torchrun", (3, 4, 1, 2, 1), "10.0.0.1:29500"),
         (OPEN_MPI, "Open MPI", (1, 2, 1, 2, 0), "127.0.0.1:"),
         (HYDRA, "Intel MPI or MPICH", (1, 2, 1, 2, 0), "127.0.0.1:"),
+        (CRAY, "Intel MPI or MPICH", (1, 2, 1, 2, 0), "127.0.0.1:"),
         (MVAPICH, "MVAPICH", (1, 2, 1, 2, 0), "127.0.0.1:"),
         (OPEN_MPI | ADDRESS, "Open MPI", (1, 2, 1, 2, 0), "a:1234"),
         (DAEMONS | OPEN_MPI | FAR | ADDRESS, "Open MPI", (5, 8, 1, 2, 2), "a:1234"),
@@ -101,8 +103,27 @@ def test_each_launcher_is_recognised(
     assert 0 < r.master_port < 2**15, "not a port that the system may have given to another program"
     said = place.describe()
     assert said.startswith(f"ranks  {r.world_size} by ")
-    assert f"{r.master_addr}:{r.master_port}" in said
+    meets = f"{r.master_addr}:{r.master_port}"
+    assert said.endswith(meets if r.world_size > 1 else "this process trains alone, without Ray")
     assert place.supervised == (launcher != "variables")
+
+
+@pytest.mark.parametrize("env", [SRUN, OPEN_MPI, HYDRA])
+def test_a_program_for_torchrun_is_also_one_for_srun_and_mpirun(env: dict[str, str]) -> None:
+    """The variables of both agree, so the same rank is read from them."""
+    before = Rendezvous.from_env(env)
+    both = dict(env)
+    set_torch_variables(both)
+    assert both["RANK"] == str(before.rank)
+    assert Rendezvous.from_env(both) == before
+    torchs = {key: value for key, value in both.items() if key not in env}
+    alone = Rendezvous.from_env(torchs)
+    assert (alone.rank, alone.world_size, alone.local_rank, alone.master_port) == (
+        before.rank,
+        before.world_size,
+        before.local_rank,
+        before.master_port,
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,6 +190,12 @@ def test_the_ranks_of_a_job_meet_at_one_port_and_two_jobs_at_two() -> None:
             OPEN_MPI | FAR,
             "(Open MPI) are ranks on several hosts, and nothing says where rank 0 is: MASTER_ADDR "
             "or MASTER_PORT is not set; mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
+        ),
+        # Without its number on the host each rank would take the first GPU.
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2"} | ADDRESS,
+            "none of MPI_LOCALRANKID, PMI_LOCAL_RANK, PALS_LOCAL_RANKID says which rank of its "
+            "host this is, and so which GPU it has; set LOCAL_RANK",
         ),
         (HYDRA | {"PMI_SIZE": "4", "MASTER_ADDR": "a"}, "MASTER_ADDR or MASTER_PORT is not set"),
         (
@@ -242,6 +269,11 @@ def test_a_command_that_starts_ranks_itself_is_started_once(env: dict[str, str])
         ConfigError, match="each of them would start a run of its own; start it once"
     ):
         refuse_many_starts(env, "it")
+
+
+def test_nor_if_its_variables_contradict_each_other() -> None:
+    with pytest.raises(ConfigError, match="RANK = 0, but SLURM_PROCID = 3"):
+        refuse_many_starts(SRUN | ALONE, "it")
 
 
 @pytest.mark.parametrize("env", [{}, ALONE, BATCH, {"RANK": "3"}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -10,9 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from nanoray.errors import ConfigError, RankDiffers, RendezvousError
-from nanoray.mesh.mesh import break_meeting, join
+from nanoray.errors import ConfigError, GroupNotFormed, RankDiffers, RendezvousError
+from nanoray.faults.cause import is_collective_error
+from nanoray.mesh.mesh import abandon_groups, break_meeting, join
 from nanoray.mesh.rendezvous import (
     BackendChoice,
     RankDevice,
@@ -24,6 +27,7 @@ from nanoray.mesh.rendezvous import (
     public_name,
     rendezvous_of,
 )
+from nanoray.mesh.wire import SealedStore
 from tests.harness.ports import closed_port
 
 TORCHRUN = {
@@ -289,6 +293,57 @@ def test_a_taken_port_is_said() -> None:
         )
         with pytest.raises(RendezvousError, match="is rank 0 up, and the port free"):
             connect_store(master, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR = no-such-host.invalid does not "),
+        ({"RANK": "0"}, "cannot be opened on this host (Address already in use): end what uses it"),
+        ({}, "MASTER_ADDR and MASTER_PORT must name rank 0's host, and a port open to this one"),
+    ],
+)
+def test_the_variables_of_an_address_that_fails_are_named(
+    change: dict[str, str], text: str
+) -> None:
+    """In one line, with torch's own reason; the port belongs to a program that says nothing."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        rank = Rendezvous.from_env(env | {"MASTER_PORT": str(port)} | change)
+        with pytest.raises(RendezvousError) as error:
+            connect_store(rank, 1)
+    said = str(error.value)
+    assert said.startswith(
+        f"rank {rank.rank} cannot reach the store at {rank.master_addr}:{port}; "
+    )
+    assert text in said
+    assert "\n" not in said
+
+
+def test_groups_that_cannot_form_end_in_one_line_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The ranks have met, and gloo then refuses what nanoray has no check for."""
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "NOWHERE")
+    store = open_store("127.0.0.1", 2, 10)
+    # The other rank's part of the roll call; it never gets as far as gloo.
+    other = SealedStore(dist.PrefixStore(f"nanoray/{public_name('s')}", store), "s")
+    other.set("facts/1", json.dumps({"WORLD_SIZE": "2", "backend": "gloo"}))
+    other.add("arrived", 1)
+    try:
+        with pytest.raises(GroupNotFormed) as error:
+            join(rendezvous(0, 2, store.port), {}, timeout_s=5, init_timeout_s=60, store=store)
+    finally:
+        abandon_groups()
+    said = str(error.value)
+    assert said.startswith("rank 0 of 2 met the others, but could not connect to them over gloo (")
+    assert "(makeDeviceForHostname(): unsupported gloo device)" in said
+    assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on each host to one of its " in said
+    assert "\n" not in said
+    assert is_collective_error(error.value), "on Ray a lost peer is the likely cause: tried again"
 
 
 def test_the_kernel_picks_a_different_port_each_time() -> None:

@@ -28,7 +28,7 @@ from nanoray.models.build import gpt_of
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
-from nanoray.state import Holding, TrainState
+from nanoray.state.train_state import Holding, TrainState
 from nanoray.train.guard.guards import Guards
 from nanoray.train.optim.groups import make_optimizer
 

@@ -16,9 +16,9 @@ from nanoray.forecast.scaling import derive_scaling
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.costs import scaling_parameters
 from nanoray.models.gpt import ModelShape
-from nanoray.optimizer_state import kept_alone
 from nanoray.parallel.norm import clip_to
-from nanoray.state import load_optimizer_tensors, optimizer_tensors
+from nanoray.state.optimizers import kept_alone
+from nanoray.state.train_state import load_optimizer_tensors, optimizer_tensors
 from nanoray.train.optim.groups import lr_at, make_optimizer
 
 

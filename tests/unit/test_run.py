@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 
+from nanoray.checkpoint.resume import open_run
+from nanoray.cli import parse_args
+from nanoray.config import make_config
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.run import (
     RunSpec,
@@ -201,3 +204,42 @@ def test_a_summary_that_cannot_be_written_hides_nothing(
     spec = replace(make_spec(text, tmp_path), folder=tmp_path / "gone")
     assert write_summary(spec, {"exit_reason": "failed"}, 0)["exit_reason"] == "failed"
     assert "summary.json was not written: [Errno 2]" in caplog.text
+
+
+def test_a_resumed_run_stays_where_it_is_unless_an_out_dir_is_given(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By path, relative or not, from flags or from a script's configuration."""
+    first = make_spec(text, tmp_path / "shared", stop_at=2)
+    run_ranks(first, 1)
+    run, name = first.folder, first.config.name
+    (checkpoint,) = first.checkpoints.iterdir()
+    monkeypatch.chdir(tmp_path)
+    elsewhere = str(tmp_path / "elsewhere")
+
+    def opened(*flags: str, base: dict[str, Any] | None = None) -> RunSpec:
+        config = make_config(base) if base else parse_args(list(flags), "test", "").config
+        return open_run(config, first.dataset, 0.0)
+
+    in_place = [
+        ["--resume", str(run)],
+        ["--resume", f"shared/{run.name}/"],
+        ["--resume", f"shared/{run.name}/checkpoints"],
+        ["--resume", str(run), "--max_steps", "9"],
+    ]
+    for flags in in_place:
+        spec = opened(*flags)
+        assert spec.folder == run, flags
+        assert spec.resume == str(run)
+    values = {key: value for key, value in first.config.model_dump().items() if key != "out_dir"}
+    assert opened(base=values | {"resume": f"shared/{run.name}"}).folder == run
+
+    # A single checkpoint begins a new folder, beside the run.
+    spec = opened("--resume", str(checkpoint))
+    assert spec.folder != run
+    assert (spec.folder.parent, spec.config.name) == (run.parent, name)
+    # An out_dir that was given counts.
+    spec = opened("--resume", str(run), "--out_dir", elsewhere)
+    assert spec.folder.parent == Path(elsewhere)
+    spec = opened(base=values | {"resume": str(run), "out_dir": elsewhere})
+    assert spec.folder.parent == Path(elsewhere)

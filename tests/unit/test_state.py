@@ -16,7 +16,7 @@ from nanoray.config import Batch, make_config
 from nanoray.errors import StateDiverged
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import LossScaler
-from nanoray.state import EMA_DECAY, StateDict, TrainState, share
+from nanoray.state.train_state import EMA_DECAY, StateDict, TrainState, share
 from nanoray.train.guard import replicas
 from nanoray.train.guard.guards import Guards
 

@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanoray.checkpoint import parts
+from nanoray.checkpoint.contents import missing_from
+from nanoray.checkpoint.files import Draft, load, save_shared
 from nanoray.cli import Loaded
-from nanoray.config import make_config, resolve_batch
+from nanoray.config import Batch, make_config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 from nanoray.forecast.dry_run import dry_run_lines, plan, talk_lines
@@ -24,8 +27,11 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard, fill, whole_pieces, whole_shards
 from nanoray.models.costs import Cut, activation_memory, count_parameters
 from nanoray.models.gpt import GPT, ModelShape
+from nanoray.models.precision import LossScaler
 from nanoray.parallel import tp
 from nanoray.parallel.buckets import Buckets
+from nanoray.state.train_state import Holding, TrainState
+from nanoray.train.guard.guards import Guards
 
 SHAPE = ModelShape(n_layer=2, n_head=4, n_embd=24, block_size=8, bias=True, vocab_size=65)
 MESHES = [(1, 1), (1, 3), (2, 1), (2, 2), (4, 1), (4, 3)]  # tp, dp
@@ -270,3 +276,40 @@ def test_the_loss_by_parts_is_cross_entropy() -> None:
         (2 * value).backward()
         found.append((value.detach(), leaf.grad))
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_rank_saves_and_loads_its_pieces_and_no_whole_weights(tmp_path: Path) -> None:
+    """What a checkpoint has for a rank of tp are flat pieces, not tensors of its model."""
+    states = []
+    for rank in range(2):
+        model, _, _ = cut(rank, 2, 1)
+        shards = owned(rank, 2, 1, "ddp")
+        for shard, own in zip(shards, whole_shards(model), strict=True):
+            shard.param = own.param
+        optimizer = torch.optim.SGD([shard.param for shard in shards], lr=0.1)
+        config = make_config({"micro_batch_size": 2})
+        scaler = LossScaler(torch.device("cpu"), False)
+        guards = Guards(config, Batch(2, 1, 1), torch.device("cpu"), None)
+        torch.manual_seed(1)
+        state = TrainState(GPT(SHAPE), optimizer, scaler, guards)
+        state.model = model
+        state.hold(Holding(shards, optimizer, rank), None, True, shards)
+        states.append(state)
+        assert state.pack().model == {}
+
+    draft = Draft(tmp_path, 0, "0", None)
+    draft.begin(1000)
+    parts.write(draft.temp, 1, states[1].pack_own(first=False))
+    first = states[0].pack_own(first=True)
+    save_shared(draft, first, 2, 1, lambda: None)
+    assert missing_from(load(draft.final)) == []
+
+    for state in states:
+        before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
+        saved = load(draft.final, state.pieces, state.weight_pieces)
+        with torch.no_grad():
+            for p in state.model.parameters():
+                p.zero_()
+        state.load(saved, optimizer=False)
+        for name, p in state.model.named_parameters():
+            assert torch.equal(p, before[name]), name

@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from nanoray.launch import ray_compat
+from tests.harness.versions import PAIRS, load, table
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPATIBILITY = {"nanoray/compat.py", "nanoray/launch/ray_compat.py"}
@@ -107,6 +108,20 @@ def pinned() -> dict[str, Version]:
         if equals:
             found[name] = Version(version.strip())
     return found
+
+
+def test_the_oldest_versions_that_are_allowed_are_tested() -> None:
+    for name, version in (("torch", PAIRS[0].torch), ("ray", PAIRS[0].ray)):
+        (lowest,) = [p.version for p in declared()[name].specifier if p.operator == ">="]
+        assert version == f"{lowest}.0"
+    assert {(record["torch"], record["ray"]) for record in load()} == {
+        (pair.torch, pair.ray) for pair in PAIRS
+    }
+
+
+def test_the_readme_says_which_pairs_have_passed() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "\n".join(table()) in readme, "paste: python -m tests.harness.versions --table"
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,7 @@ class Replica:
         from nanoray.config import batch_for, resolve_batch
         from nanoray.data.tokens import MicroBatches
         from nanoray.models.precision import mean_loss
+        from nanoray.models.weighted import mean_of
         from nanoray.train.optim.groups import lr_at, set_lr
 
         cfg = self.spec.config
@@ -156,10 +157,10 @@ class Replica:
         loss = torch.zeros((), device=self.device)
         for micro in range(batch.accum):
             x, y = micro_batches.get(step * batch.global_size, micro)
-            part = (
-                mean_loss(self.device.type, self.precision, self.plain, x, y, self.task.loss)
-                / batch.accum
+            loss_of_batch = mean_loss(
+                self.device.type, self.precision, self.plain, x, y, self.task.loss
             )
+            part = mean_of(loss_of_batch) / batch.accum
             part.backward()
             loss += part.detach()
         self._average_gradients()

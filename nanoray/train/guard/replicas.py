@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from nanoray.errors import StateDiverged
+from nanoray.mesh.memory import plain_memory
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import is_cut
-from nanoray.state import TrainState, optimizer_tensors, share
+from nanoray.state.train_state import TrainState, optimizer_tensors, share
 from nanoray.train.guard.certificate import format_hash
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -206,7 +207,7 @@ def _compare_mirrors(state: TrainState, mesh: Mesh) -> None:
 
 def bits_of(tensor: Tensor) -> Tensor:
     """Return a tensor's elements in a row, as integers of their size: equal where all bits are."""
-    return tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
+    return plain_memory(tensor).view(_INTEGERS.get(tensor.element_size(), torch.int64))
 
 
 def hash_tensors(tensors: dict[str, Tensor]) -> tuple[list[str], list[int]]:

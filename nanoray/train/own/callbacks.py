@@ -14,8 +14,8 @@ log = logging.getLogger("nanoray")
 class Callback:
     """Hooks that a script overrides to receive the reports of a run, on rank 0.
 
-    They only observe: an exception in one of them is logged, and the run goes on. The step waits
-    for them, so they must be quick.
+    They change nothing by themselves, but may call `run.save()` and `run.stop()`. An exception in
+    one of them is logged, and the run goes on. The step waits for them, so they must be quick.
     """
 
     def on_run_start(self, run: Run) -> None:

@@ -5,6 +5,7 @@ What a batch must show is found by the trial (trial.py), on each rank's device.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from nanoray.compat import storage_key
 from nanoray.config import Config
 from nanoray.errors import ConfigError, DataError
 
@@ -55,8 +57,8 @@ def require_loss_fn(loss_fn: Any) -> None:
         )
 
 
-def require_trainable(model: nn.Module, config: Config) -> None:
-    """Raise ConfigError for parameters that no step could train, or dp_mode not cut."""
+def require_trainable(model: nn.Module, config: Config, ranks: int) -> None:
+    """Raise ConfigError for parameters that no step could train, or dp_mode not cut on `ranks`."""
     parameters = dict(model.named_parameters())
     if not parameters:
         raise ConfigError(
@@ -81,8 +83,31 @@ def require_trainable(model: nn.Module, config: Config) -> None:
             f"none of the {len(parameters)} parameters of {type(model).__name__} requires a "
             "gradient, so there is nothing to train; call requires_grad_(True) on some"
         )
+    if ranks == 1:
+        return  # nothing is cut
+    _require_hooks(model, config.dp_mode)
     if config.dp_mode == "fsdp":
         _require_one_type(trained)
+    if config.sharded:
+        _require_own_memory(parameters, config.dp_mode)
+
+
+def _require_hooks(model: nn.Module, mode: str) -> None:
+    """Raise ConfigError for a scripted module where a mode needs hooks, which it does not take.
+
+    fsdp hooks every layer, ddp_by_hand and zero the model, and torch's DDP none of them.
+    """
+    hooked = {"": model}
+    if mode == "fsdp":
+        hooked = dict(model.named_modules())
+    for name, module in hooked.items():
+        if mode != "ddp" and isinstance(module, torch.jit.ScriptModule):
+            what = name or "the model"
+            raise ConfigError(
+                f"dp_mode = {mode} needs hooks, which a module of torch.jit.script does not take, "
+                f"and {what} is one; give the module as it was before it was scripted, or use "
+                "dp_mode ddp"
+            )
 
 
 def _require_one_type(trained: dict[str, nn.Parameter]) -> None:
@@ -95,6 +120,30 @@ def _require_one_type(trained: dict[str, nn.Parameter]) -> None:
                 f"{type_name(p.dtype)} and {first_name} {type_name(first.dtype)}; use dp_mode "
                 "zero2, or give both one type"
             )
+
+
+def _require_own_memory(parameters: dict[str, nn.Parameter], mode: str) -> None:
+    """Raise ConfigError for two parameters over the same memory, which modes with shards move."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, p in parameters.items():
+        if not p.numel():
+            continue
+        begin = int(p.storage_offset()) * p.element_size()
+        # The last element that its strides reach.
+        last = 0
+        for size, stride in zip(p.shape, p.stride(), strict=True):
+            last += (int(size) - 1) * int(stride)
+        end = begin + (last + 1) * p.element_size()
+        spans.setdefault(storage_key(p.untyped_storage()), []).append((begin, end, name))
+    for of_storage in spans.values():
+        of_storage.sort()
+        for (_, end, name), (begin, _, other) in itertools.pairwise(of_storage):
+            if begin < end:
+                raise ConfigError(
+                    f"{name} and {other} are two parameters over the same memory, which dp_mode "
+                    f"{mode} would part; make them one parameter under two names, or use dp_mode "
+                    "ddp"
+                )
 
 
 def lazy_parameters(model: nn.Module) -> list[str]:

@@ -5,16 +5,23 @@ RuntimeEngine, and its `fit` calls recipe.train with an OwnTask:
 
     nanoray.launch(main, config) ─► Program ─► main(run)
     main(run) ─► RuntimeEngine(model, ..., run).fit(data) ─► recipe.train
+
+A plain script needs no function: with a configuration in the place of `run`, `fit` trains in this
+process, or as a rank of torchrun (here.py):
+
+    RuntimeEngine(model, ..., {"dp_mode": "zero1"}).fit(data) ─► Program ─► recipe.train
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from nanoray.cli import Loaded
+from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.forecast.own_models import DryRunEnded
 from nanoray.mesh.rendezvous import Rendezvous
@@ -28,10 +35,13 @@ from nanoray.train.own.checks import (
     require_module,
     require_trainable,
 )
+from nanoray.train.own.here import end_in_one_line, fit_here
 from nanoray.train.own.optimizer import (
     optimizer_of,
     require_all_parameters,
     require_elementwise,
+    require_no_draws,
+    require_resumable,
 )
 from nanoray.train.own.run import Run
 from nanoray.train.own.schedule import (
@@ -39,8 +49,9 @@ from nanoray.train.own.schedule import (
     require_no_other_scheduler,
     schedulers_of,
 )
+from nanoray.train.own.settings import loaded_of
 from nanoray.train.own.task import Given, LossFn, OwnTask
-from nanoray.train.own.trial import fill_lazy_parameters
+from nanoray.train.own.trial import fill_lazy_parameters, require_storable
 from nanoray.train.recipe import train
 
 
@@ -51,39 +62,52 @@ class RuntimeEngine:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        run: Run,
+        run: Run | Config | Mapping[str, Any],
         loss_fn: LossFn | None = None,
         callbacks: Sequence[Callback] = (),
         scheduler: Any = None,
     ) -> None:
         """Take a model and the optimizer of its parameters. All ranks start from rank 0's weights.
 
-        The loss of a batch is loss_fn(model(inputs), targets), a mean over the batch; without
-        `loss_fn`, model(inputs, targets). Several optimizers are stepped in their order. They keep
-        their rates and groups, unless the configuration sets `lr`, `schedule` or `warmup_steps`:
-        then the rate of the first group follows it, and the others keep their ratio to it. A
-        `scheduler` of torch, a list of them, or a function that returns the factor of the rate
-        after a number of steps, is stepped once per optimizer step. torch's BatchNorm is replaced, in
-        place, by one whose running statistics are equal on all ranks (models/batch_norm.py).
+        `run` is what nanoray.launch passes to a function; or, in a plain script, the configuration.
+        The loss of a batch is loss_fn(model(inputs), targets), a mean over the batch or a
+        nanoray.Weighted; without `loss_fn`, model(inputs, targets). Several optimizers are stepped
+        in their order. They keep their rates and groups, unless the configuration sets `lr`,
+        `schedule` or `warmup_steps`: then the rate of the first group follows it, and the others
+        keep their ratio to it. A `scheduler` of torch, a list of them, or a function from the step
+        to the factor of the rate, is stepped once per optimizer step. torch's BatchNorm is replaced,
+        in place, by one whose running statistics are equal on all ranks (models/batch_norm.py).
         """
+        self._loaded: Loaded | None = None
+        if isinstance(run, Run):
+            self._run: Run | None = run
+        else:
+            end_in_one_line()
+            self._run = None
+            self._loaded = loaded_of(run)
         require_module(model)
         require_loss_fn(loss_fn)
         self.model = model
         self.optimizer = optimizer
-        self.run = run
         self.loss_fn = loss_fn
         self.callbacks = callbacks
-        one = optimizer_of(optimizer)
-        updated = require_all_parameters(model, one)
-        schedulers = schedulers_of(scheduler, one)
-        require_no_other_scheduler(one, schedulers)
-        if run.config.sharded:
-            require_elementwise(one, run.config.dp_mode)
-        self._given = Given(model, one, loss_fn, updated, run, OwnSchedule(schedulers, one))
+        self._one = optimizer_of(optimizer)
+        self._updated = require_all_parameters(model, self._one)
+        schedulers = schedulers_of(scheduler, self._one)
+        require_no_other_scheduler(self._one, schedulers)
+        self._schedule = OwnSchedule(schedulers, self._one)
+        self._is_cut = False  # whether a fit has left the optimizer's state to its shards
         # torch's BatchNorm would let running statistics drift apart. A lazy norm has no channels
         # before its first batch.
         if not lazy_parameters(model):
             replace_norms(model)
+
+    @property
+    def run(self) -> Run:
+        """This rank's part of the run. In a plain script there is one from `fit` on."""
+        if self._run is None:
+            raise ConfigError("there is no run before fit; read it there, or in a callback")
+        return self._run
 
     def fit(
         self, train_data: Any, val_data: Any = None, steps: int | None = None
@@ -91,39 +115,66 @@ class RuntimeEngine:
         """Train for `steps` optimizer steps, and return the outcome. (all ranks)
 
         Without `steps` they are max_steps of the configuration. `train_data` and `val_data`: a
-        dataset with len() and [], a DataLoader (its dataset is taken), or an iterable of batches of
-        micro_batch_size samples. Items and batches are pairs (inputs, targets). Raises ConfigError
-        for a second call, and NanorayError when the run cannot start or continue.
+        dataset with len() and [], a DataLoader, or an iterable of batches. Items and batches are
+        pairs (inputs, targets), or dicts of the model's arguments. With a configuration, a second
+        call is a new run, which goes on with the weights and the optimizer as they are. Raises
+        ConfigError for a second call in a run of nanoray.launch, and NanorayError when the run
+        cannot start or continue.
         """
+
+        def fit_as(run: Run) -> None:
+            self._run = run
+            self._fit(run, train_data, val_data, steps)
+            self._is_cut = run.config.sharded
+
+        if self._loaded is not None:
+            if self._is_cut:
+                raise ConfigError(
+                    f"dp_mode = {self._loaded.config.dp_mode} has cut the state of the optimizer in "
+                    "the first fit; fit once, or start anew with resume auto and more steps"
+                )
+            return fit_here(self._loaded, steps, fit_as)
+
         run = self.run
         if run.outcome is not None:
             raise ConfigError("fit was called twice in one run; launch a run for each of them")
+        return self._fit(run, train_data, val_data, steps)
+
+    def _fit(self, run: Run, train_data: Any, val_data: Any, steps: int | None) -> dict[str, Any]:
+        given = Given(self.model, self._one, self.loss_fn, self._updated, run, self._schedule)
         require_dataset(train_data, "train", val_data)
         require_dataset(val_data, "validation")
         if lazy_parameters(self.model):
-            task = OwnTask(self._given, run.spec, train_data, val_data, steps)
+            task = OwnTask(given, run.spec, train_data, val_data, steps)
             fill_lazy_parameters(self.model, self.loss_fn, *task.first_batch())
             replace_norms(self.model)
-        require_trainable(self.model, run.config)
+        require_trainable(self.model, run.config, run.world_size)
+        require_storable(self.model, self._one, run.config.sharded)
+        require_resumable(self._one)
+        if run.world_size > 1:
+            require_no_draws(self._one)
+        if run.config.sharded:
+            require_elementwise(self._one, run.config.dp_mode)
 
         # A dry run, or `nanoray inspect`, ends the script here.
         if run.on_fit:
-            run.on_fit(OwnTask(self._given, run.spec, train_data, val_data, steps))
+            run.on_fit(OwnTask(given, run.spec, train_data, val_data, steps))
             raise DryRunEnded
         observers = [Observer(callback, run) for callback in self.callbacks]
         watchers = [*run.watchers, *observers]
 
         def task_of(spec: RunSpec) -> OwnTask:
-            return OwnTask(self._given, spec, train_data, val_data, steps)
+            return OwnTask(given, spec, train_data, val_data, steps)
 
         # The script may read run.rank later, so it follows each new rendezvous.
         def rejoin(lost: str) -> tuple[RunSpec, Rendezvous]:
+            run.group_lost()
             spec, run.rendezvous = run.rejoin(lost)
             return spec, run.rendezvous
 
         again = rejoin if run.rejoin else None
         run.outcome = train(
-            run.spec, run.rendezvous, watchers, run.wanted, run.store, again, task_of=task_of
+            run.spec, run.rendezvous, watchers, run.order, run.store, again, task_of=task_of
         )
         if run.rank == 0:
             for observer in observers:

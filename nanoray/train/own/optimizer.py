@@ -7,7 +7,8 @@ copy ─► whole matrices, and flat halves of them: equal, or refused where dp_
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 
 from nanoray.checkpoint.tensorfile import DTYPE_NAMES
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.optimizer_state import (
+from nanoray.state.optimizers import (
     TRIAL_STEPS,
     Trial,
     changed_groups,
@@ -30,22 +31,26 @@ from nanoray.optimizer_state import (
     members_of,
     tensors_of,
     trial_of,
+    trial_of_copies,
     values_of,
 )
+from nanoray.state.values import Unsupported, same
+from nanoray.train.optim.modes import has_modes, set_mode
 from nanoray.train.own.schedule import needed_arguments
 from nanoray.train.own.several import Several
-from nanoray.values import Unsupported, same
 
 STEPS_AFTER = 7  # of both copies after a resume: Lookahead's slow weights move every fifth step
 CLOSE = 1e-3  # of an update: two ways to sum differ by 1e-6, a norm of another piece by far more
-# Large enough for optimizers that keep 8 bits only from some thousand elements on
-MATRIX = (64, 96)
+# Matrices to compare with their pieces. The small one comes first: an optimizer that keeps a matrix
+# for each dimension would take minutes for the other one, which is for optimizers that keep 8 bits
+# from some thousand elements on.
+MATRICES = ((6, 8), (64, 96))
 
 
 def optimizer_of(given: Any) -> Optimizer:
     """Return a script's optimizer; of several, one that steps them in their order.
 
-    Raises ConfigError for what nanoray cannot step, save and resume as torch would.
+    Raises ConfigError for what is no optimizer, and for a parameter that belongs to two.
     """
     several = isinstance(given, (list, tuple))
     members = list(given) if several else [given]
@@ -69,20 +74,34 @@ def optimizer_of(given: Any) -> Optimizer:
         for group in member.param_groups:
             for p in group["params"]:
                 owners[p] = member
-        require_resumable(member)
     return Several(members) if several else members[0]
 
 
 def require_resumable(optimizer: Optimizer) -> None:
-    """Raise ConfigError for an optimizer whose resume would not be exact, or whose step fails."""
+    """Raise ConfigError for what nanoray cannot step, save and resume as torch would.
+
+    Tried on small copies, of which each parameter must have a shape.
+    """
+    for member in members_of(optimizer):
+        _require_resumable(member)
+
+
+def _require_resumable(optimizer: Optimizer) -> None:
     name = _name(optimizer)
-    needed = needed_arguments(optimizer.step)
+    # Of the class: a scheduler has replaced the method of the object.
+    needed = needed_arguments(type(optimizer).step)
     if needed:
         raise ConfigError(
             f"{name}.step() needs {', '.join(needed)}, but nanoray computes gradients once and "
             "calls step() without arguments; use another optimizer"
         )
-    first = _trial(optimizer)
+    make_trial: Callable[[Optimizer], Trial] = trial_of
+    try:
+        _take_steps(_trial(optimizer, make_trial), range(TRIAL_STEPS + STEPS_AFTER))
+    except ConfigError:
+        # It may have tensors of its parameters' shapes, as a wrapper with slow weights does.
+        make_trial = trial_of_copies
+    first = _trial(optimizer, make_trial)
     before = group_values(first.optimizer)
     _take_steps(first, range(TRIAL_STEPS))
     try:
@@ -103,7 +122,7 @@ def require_resumable(optimizer: Optimizer) -> None:
             )
 
     # What is saved must be all that the next steps depend on.
-    second = _trial(optimizer)
+    second = _trial(optimizer, make_trial)
     for old, new in zip(first.probes, second.probes, strict=True):
         new.data.copy_(old.data)
     try:
@@ -145,17 +164,44 @@ def require_elementwise(optimizer: Optimizer, dp_mode: str) -> None:
             )
 
 
+def require_no_draws(optimizer: Optimizer) -> None:
+    """Raise ConfigError for an optimizer whose update is random: it would differ between ranks."""
+    for member in members_of(optimizer):
+        with torch.random.fork_rng(devices=[]):
+            trial = _trial(member, trial_of)
+            for probe in trial.probes:
+                probe.grad = torch.zeros_like(probe)
+            before = torch.get_rng_state()
+            with suppress(Exception):  # `require_resumable` has tried it
+                trial.optimizer.step()
+            draws = not torch.equal(before, torch.get_rng_state())
+        if draws:
+            raise ConfigError(
+                f"{_name(member)} draws random numbers in its step, which differ between ranks, so "
+                "their weights would drift apart; train it on one rank, or use another optimizer"
+            )
+
+
 def _difference_of_pieces(optimizer: Optimizer) -> str:
     """Return how an optimizer treats pieces unlike the whole; "" if it does not."""
     if has_own_state_dict(optimizer):
         return "has a state_dict() of its own, which cannot be cut"
     if has_modes(optimizer):
         return "changes the weights in its eval() and train()"
-    whole = _large_trial(optimizer, lambda p: p)
+    for matrix in MATRICES:
+        problem = _compare_with_halves(optimizer, matrix)
+        if problem:
+            return problem
+    return ""
+
+
+def _compare_with_halves(optimizer: Optimizer, matrix: tuple[int, int]) -> str:
+    """Return how flat halves of parameters are treated unlike the whole; "" if they are not."""
+    whole = _uneven_trial(optimizer, matrix, lambda p: p)
     before = [probe.detach().clone() for probe in whole.probes]
     halves = [
-        _large_trial(optimizer, lambda p: p.flatten()[: p.numel() // 2]),
-        _large_trial(optimizer, lambda p: p.flatten()[p.numel() // 2 :]),
+        _uneven_trial(optimizer, matrix, lambda p: p.flatten()[: p.numel() // 2]),
+        _uneven_trial(optimizer, matrix, lambda p: p.flatten()[p.numel() // 2 :]),
     ]
     try:
         # A rank may have no element of a group.
@@ -173,20 +219,16 @@ def _difference_of_pieces(optimizer: Optimizer) -> str:
     except Exception as error:  # any class of optimizer may come from a user's script
         return f"fails on them ({_first_line(error)})"
 
-    for i, probe in enumerate(whole.probes):
-        start = before[i].flatten()
-        update = probe.detach().flatten() - start
-        pieces = torch.cat([half.probes[i].detach() for half in halves]) - start
-        limit = CLOSE * update.abs().max().item()
-        if not torch.allclose(update, pieces, rtol=CLOSE, atol=limit):
+    for i, start in enumerate(before):
+        update = whole.probes[i].detach() - start
+        updates = [half.probes[i].detach() for half in halves]
+        pieces = torch.cat(updates) - start.flatten()
+        if not _close(update.flatten(), pieces):
             return "gives other results on a piece than on the whole, as if it used rows or norms"
-        for half in halves:
-            for key, value in half.optimizer.state[half.probes[i]].items():
-                if not isinstance(value, (Tensor, int, float)):
-                    return f"keeps a {type(value).__name__} for each ({key})"
-            for key, tensor in elements_of(half.optimizer.state[half.probes[i]]).items():
-                if tensor.dim() and tensor.shape != half.probes[i].shape:
-                    return f"keeps {key} in another shape than theirs"
+        states = [trial.optimizer.state[trial.probes[i]] for trial in (whole, *halves)]
+        problem = _difference_of_states(states[0], states[1:])
+        if problem:
+            return problem
     if values_of(whole.optimizer, whole.names):
         return "keeps values beside those of single parameters"
     groups = [group_values(trial.optimizer) for trial in (whole, *halves)]
@@ -195,13 +237,47 @@ def _difference_of_pieces(optimizer: Optimizer) -> str:
     return ""
 
 
-def _large_trial(optimizer: Optimizer, part: Callable[[Tensor], Tensor]) -> Trial:
-    """Return a trial over a part of large parameters, with a rate that moves them."""
+def _difference_of_states(whole: Mapping[str, Any], halves: Sequence[Mapping[str, Any]]) -> str:
+    """Return how the states of two halves differ from that of the whole; "" if they do not."""
+    for key, value in whole.items():
+        if not isinstance(value, (Tensor, int, float)):
+            return f"keeps a {type(value).__name__} for each ({key})"
+    elements = elements_of(whole)
+    parts = [elements_of(half) for half in halves]
+    for key, tensor in elements.items():
+        if any(key not in part for part in parts):
+            return f"keeps {key} for large parameters only"
+        if not tensor.dim():
+            equal = all(_close(tensor, part[key]) for part in parts)
+        else:
+            flat = torch.cat([part[key].flatten() for part in parts])
+            equal = flat.shape == (tensor.numel(),) and _close(tensor.flatten(), flat)
+        if not equal:
+            return (
+                f"keeps another {key} for a piece than for the whole, as if it used rows or norms"
+            )
+    return ""
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal but for the order of sums within a kernel."""
+    if not a.numel():
+        return True
+    limit = CLOSE * a.abs().max().item()
+    return torch.allclose(a, b.to(a.dtype), rtol=CLOSE, atol=limit)
+
+
+def _uneven_trial(
+    optimizer: Optimizer, matrix: tuple[int, int], part: Callable[[Tensor], Tensor]
+) -> Trial:
+    """Return a trial over a part of each parameter, with a rate that moves them."""
     trial = trial_of(optimizer, lambda dim: (1,) * dim)
     swap: dict[Tensor, Tensor | None] = {}
     probes = []
     for number, probe in enumerate(trial.probes):
-        shape = _large_shape(probe.dim())
+        shape = (*matrix, *[3] * (probe.dim() - 2))
+        if probe.dim() < 2:
+            shape = (matrix[0] * matrix[1],)
         generator = torch.Generator().manual_seed(number)
         values = torch.randn(shape, generator=generator).to(probe.dtype)
         probes.append(nn.Parameter(part(values).clone()))
@@ -211,12 +287,6 @@ def _large_trial(optimizer: Optimizer, part: Callable[[Tensor], Tensor]) -> Tria
         if isinstance(group.get("lr"), (float, Tensor)):
             group["lr"] = group["lr"] * 0 + 0.01
     return Trial(duplicate, probes)
-
-
-def _large_shape(dim: int) -> tuple[int, ...]:
-    if dim < 2:
-        return (MATRIX[0] * MATRIX[1],)
-    return (*MATRIX, *[3] * (dim - 2))
 
 
 def _uneven_gradients(trial: Trial, seed: int) -> list[Tensor]:
@@ -231,16 +301,16 @@ def _uneven_gradients(trial: Trial, seed: int) -> list[Tensor]:
     return gradients
 
 
-def _trial(optimizer: Optimizer) -> Trial:
+def _trial(optimizer: Optimizer, make_trial: Callable[[Optimizer], Trial]) -> Trial:
     try:
-        trial = trial_of(optimizer)
+        trial = make_trial(optimizer)
     except Exception as error:  # any class of optimizer may come from a user's script
         raise ConfigError(
             f"{_name(optimizer)} cannot be copied to be tried before the first step "
             f"({_first_line(error)}); keep what cannot be copied out of its attributes, or use "
             "another optimizer"
         ) from None
-    set_mode(trial.optimizer, "train")
+    set_mode([trial.optimizer], "train")
     return trial
 
 
@@ -270,22 +340,6 @@ def _first_line(error: Exception) -> str:
     """Return an error's type and the first line of its text."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:120]}"
-
-
-# Optimizers that train other weights than those that they evaluate, such as schedule-free ones.
-
-
-def has_modes(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has train() and eval(), which change the weights."""
-    return any(callable(getattr(member, "eval", None)) for member in members_of(optimizer))
-
-
-def set_mode(optimizer: Optimizer, mode: str) -> None:
-    """Call train() or eval() of the optimizers that have them."""
-    for member in members_of(optimizer):
-        switch = getattr(member, mode, None)
-        if callable(switch):
-            switch()
 
 
 # Parameters.

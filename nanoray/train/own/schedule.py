@@ -22,8 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from nanoray.compat import mark_as_stepped
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.optimizer_state import changed_groups, group_values, load_groups, members_of
-from nanoray.values import Unsupported, put_together, take_apart
+from nanoray.state.optimizers import changed_groups, group_values, load_groups, members_of
+from nanoray.state.values import Unsupported, put_together, take_apart
 
 Optimizer = torch.optim.Optimizer
 
@@ -159,7 +159,7 @@ def _set(group: dict[str, Any], key: str, value: Any) -> None:
 def schedulers_of(given: Any, optimizer: Optimizer) -> list[Any]:
     """Return a script's schedulers: None, one, a list, or a function of the step.
 
-    A function returns the factor of the rate in the update after a number of steps, as LambdaLR's does.
+    A function returns the factor of the rate after a number of steps, as LambdaLR's does.
     Raises ConfigError for what cannot be stepped or saved.
     """
     given = given if isinstance(given, (list, tuple)) else [given]
@@ -193,7 +193,7 @@ def _require_usable(scheduler: Any, optimizer: Optimizer) -> None:
             "change nothing; make it from that optimizer"
         )
     if not isinstance(scheduler, ReduceLROnPlateau):
-        needed = needed_arguments(scheduler.step)
+        needed = needed_arguments(type(scheduler).step)
         if needed:
             raise ConfigError(
                 f"{name}.step() needs {', '.join(needed)}, but is called once after each step "
@@ -208,10 +208,10 @@ def _require_usable(scheduler: Any, optimizer: Optimizer) -> None:
         ) from None
 
 
-def needed_arguments(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments that have no default."""
+def needed_arguments(method: Callable[..., Any]) -> list[str]:
+    """Return the arguments of a class' method that have no default, besides the object itself."""
     names = []
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in list(inspect.signature(method).parameters.values())[1:]:
         is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if parameter.default is parameter.empty and not is_variable:
             names.append(parameter.name)

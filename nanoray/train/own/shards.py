@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.mesh.pieces import Shard
-from nanoray.optimizer_state import copy_of, members_of
+from nanoray.state.optimizers import copy_of, members_of
 
 
 def cut_optimizer(

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import Batch, Config, resolve_batch
-from nanoray.data.own import LOADER, OwnData
+from nanoray.data.own import LOADER, Batches, Counted, OwnData, batch_size_of
 from nanoray.data.tokens import MicroBatches, Samples
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.own_models import own_lines
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
+from nanoray.models.weighted import LossValue, Weighted, mean_of
 from nanoray.run import RunSpec
+from nanoray.train.own.call import loss_of
 from nanoray.train.own.run import Run
 from nanoray.train.own.schedule import OwnSchedule
 from nanoray.train.own.shards import cut_optimizer, follow_parameters
@@ -27,7 +29,9 @@ from nanoray.train.workload import Workload
 
 # Keys of the configuration that set the learning rates
 RATES = ("lr", "min_lr", "schedule", "warmup_steps", "decay_fraction")
-LossFn = Callable[[Any, Any], Tensor]  # (the model's output, targets) -> mean loss
+# (the model's output, targets) -> mean loss, or its sum and weight
+LossFn = Callable[[Any, Any], LossValue]
+UNKNOWN = -1  # the size of the data's batches, before they were looked at
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,9 @@ class OwnTask:
         self._steps = steps
         self._train_data = train_data
         self._val_data = val_data
+        self._batch_size: int | None = UNKNOWN  # of the data; None: they have none of their own
+        self._begun: Batches | None = None  # of an iterable, whose first batch was read for that
+        self._has_weights: bool | None = None  # whether losses come with weights; not known yet
 
     @property
     def schedule(self) -> OwnSchedule | None:
@@ -79,7 +86,7 @@ class OwnTask:
 
         Raises ConfigError for learning rates that contradict each other.
         """
-        settings: dict[str, Any] = {}
+        settings = self._size_of_batches()
         if self._steps is not None:
             settings["max_steps"] = self._steps
         if self._val_data is None:
@@ -115,15 +122,42 @@ class OwnTask:
                 settings["min_lr"] = 0.1 * lr
         return settings
 
+    def _size_of_batches(self) -> dict[str, Any]:
+        """Return micro_batch_size where the data come in batches: each is one rank's micro batch.
+
+        Raises ConfigError where the configuration has another size.
+        """
+        config = self._spec.config
+        if self._batch_size == UNKNOWN:
+            self._batch_size, self._begun = batch_size_of(self._train_data, config.seed)
+        size = self._batch_size
+        if size is None:
+            return {}
+        if "micro_batch_size" in self._given.run.given and config.micro_batch_size != size:
+            raise ConfigError(
+                f"micro_batch_size = {config.micro_batch_size}, but the train data come in batches "
+                f"of {size} samples, and each is one rank's micro batch; drop the key, or give "
+                "batches of that size"
+            )
+        settings = {"micro_batch_size": size}
+        try:
+            resolve_batch(config.model_copy(update=settings), self._given.run.rendezvous.slots)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}. The train data come in batches of {size} samples, and each is one "
+                "rank's micro batch"
+            ) from None
+        return settings
+
     def model(self) -> nn.Module:
         """Return the script's model, or a copy with fsdp, where each group cuts a model for good."""
         model = self._given.model
         if self._spec.config.dp_mode == "fsdp" and self._given.run.rejoin is not None:
             model = copied(model)
         # Weights in another memory format (channels_last) are laid out anew: ranks exchange, and
-        # cut, rows.
-        for p in model.parameters():
-            p.data = p.data.contiguous()
+        # cut, rows. An expanded buffer gets memory for each of its elements.
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.data = tensor.data.contiguous()
         return model
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
@@ -153,19 +187,45 @@ class OwnTask:
             )
         return cut_optimizer(own, self._given.updated, held)
 
-    def loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
-        loss_fn = self._given.loss_fn
-        if loss_fn is None:
-            return model(x, y)
-        return loss_fn(model(x), y)
+    def loss(self, model: nn.Module, x: Any, y: Any) -> LossValue:
+        """Return the loss of a batch. Raises ConfigError where a later one is of another kind."""
+        samples = None
+        if isinstance(y, Counted):
+            y, samples = y
+        loss = loss_of(model, self._given.loss_fn, x, y)
+
+        # All ranks add up weights, or none does.
+        has_weight = isinstance(loss, Weighted)
+        if self._has_weights is None:
+            self._has_weights = has_weight
+        if has_weight != self._has_weights:
+            raise ConfigError(
+                "the loss is nanoray.Weighted for some batches and a mean for others; return "
+                "nanoray.Weighted(sum=..., weight=...) for all of them"
+            )
+
+        # A micro batch with fewer samples than others counts for less, and one without for nothing.
+        if samples is None:
+            return loss
+        if not isinstance(loss, Weighted):
+            return Weighted(sum=loss * samples, weight=samples)
+        if samples == 0:
+            return Weighted(sum=loss.sum * 0, weight=0)
+        return loss
+
+    def mean_loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
+        """Return the mean loss of a batch alone."""
+        return mean_of(self.loss(model, x, y))
 
     def data(self, device: torch.device) -> Samples:
-        cfg = self._spec.config
+        cfg = self._spec.config.model_copy(update=self._size_of_batches())
         ranks = self._given.run.rendezvous.slots
         place = (self._given.run.rank, ranks)
         batch = resolve_batch(cfg, ranks)
         # Batches of a fixed size, or loaders that each rank has alone, fit one number of ranks.
-        self._data = OwnData(self._train_data, self._val_data, cfg.seed, batch.micro, device, place)
+        self._data = OwnData(
+            self._train_data, self._val_data, cfg.seed, batch.micro, device, place, self._begun
+        )
         if self._data.in_batches and cfg.recovery == "shrink":
             kind = "batches of a fixed size"
             if self._data.stateful:
@@ -174,6 +234,13 @@ class OwnTask:
                 "recovery = shrink changes the number of ranks and the micro batch, but the train "
                 f"data are {kind}; use recovery in_place or restart, or give a dataset with len() "
                 "and []"
+            )
+        # The driver decides which numbers of ranks are possible, and it does not see the data.
+        sizes = {"micro_batch_size", "global_batch_size"}
+        if cfg.recovery == "shrink" and self._batch_size and not sizes & self._given.run.given:
+            raise ConfigError(
+                "recovery = shrink divides the batch of the configuration, but here the "
+                f"DataLoader's batch_size decides it; give micro_batch_size = {batch.micro}"
             )
         return self._data
 
@@ -191,9 +258,13 @@ class OwnTask:
         if config.eval_every and self._val_data is not None:
 
             def val_batch() -> tuple[Any, Any]:
-                return data.val_batch(data.val_windows(config.eval_samples)[: batch.micro])
+                windows = data.val_windows(config.eval_samples)
+                inputs, targets = data.val_batch(windows[: data.windows_at_once])
+                return inputs, targets.targets if isinstance(targets, Counted) else targets
 
-        subject = Subject(model, self._given.loss_fn, lambda: batches.get(0, 0), val_batch)
+        subject = Subject(
+            model, self._given.loss_fn, lambda: batches.get(0, 0), val_batch, data.in_batches
+        )
         return try_model(subject, config, mesh)
 
     def first_batch(self) -> tuple[Any, Any]:
@@ -207,7 +278,8 @@ class OwnTask:
                 "the model has lazy modules, whose shapes follow from a batch, and the train data "
                 "are a loader with a state; run the model on one batch before RuntimeEngine"
             )
-        batch = resolve_batch(self._spec.config, self._given.run.world_size)
+        config = self._spec.config.model_copy(update=self._size_of_batches())
+        batch = resolve_batch(config, self._given.run.world_size)
         return data.train_batch(self._given.run.rank * batch.micro, batch.micro)
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
@@ -247,7 +319,8 @@ class OwnTask:
     def describe(self, batch: Batch) -> list[str]:
         numbers = sum(p.numel() for p in self._given.model.parameters())
         return [
-            "data   of the script",
+            *mode_notes(self._given.model),
+            f"data   of the script: {self._data.describe()}",
             f"batch  {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = "
             f"{batch.global_size} samples/step"
             f"      model {type(self._given.model).__name__}, {numbers / 1e6:.2f} M parameters",
@@ -263,7 +336,9 @@ class OwnTask:
         """Return the lines of a dry run. Reads one micro batch."""
         config, batch, example = self.example()
         given = self._given
-        return own_lines(config, given.model, given.optimizer, self.loss, batch, example, placement)
+        return own_lines(
+            config, given.model, given.optimizer, self.mean_loss, batch, example, placement
+        )
 
     def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
         return None
@@ -279,3 +354,19 @@ def copied(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} ({type(error).__name__}: {error}); keep what cannot be copied "
             "outside of the model, or use dp_mode zero2"
         ) from error
+
+
+def mode_notes(model: nn.Module) -> list[str]:
+    """Return a line on modules that were handed over in eval mode, and stay in it."""
+    in_eval = [name for name, module in model.named_modules() if not module.training]
+    if not in_eval:
+        return []
+    effect = "without dropout, and with fixed running statistics"
+    if not model.training:
+        return [
+            f"note    {type(model).__name__} was handed over in eval mode and trains in it, "
+            f"{effect}; call model.train() before RuntimeEngine if that is not meant"
+        ]
+    more = f" and {len(in_eval) - 1} more modules" if len(in_eval) > 1 else ""
+    verb = "are" if more else "is"
+    return [f"note    {in_eval[0]}{more} {verb} in eval mode and stay so, {effect}"]

@@ -7,7 +7,9 @@ again from their start. It costs one micro batch.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import math
 import os
 import traceback
 import warnings
@@ -19,19 +21,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.optim import Optimizer
 
 import nanoray
+from nanoray.checkpoint.storable import unstorable
+from nanoray.compat import has_gradient_hooks, tree_leaves, tree_map
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import autocast
+from nanoray.models.weighted import Weighted
+from nanoray.train.own.call import arguments_of, loss_in, loss_of
 from nanoray.train.own.checks import describe, lazy_parameters
-from nanoray.train.own.untouched import untouched
+from nanoray.train.own.untouched import equal_bits, untouched
 
-# Frames of a traceback that are not the script's
-LIBRARIES = tuple(
-    f"{Path(file).resolve().parent}{os.sep}" for file in (nanoray.__file__, torch.__file__)
+# Where the frames of a traceback lie that are not the script's
+LIBRARIES = (
+    f"{Path(nanoray.__file__).resolve().parent}{os.sep}",
+    f"{Path(torch.__file__).resolve().parent}{os.sep}",
+    contextlib.__file__,
 )
 FRAMES = 8  # of the script's traceback, the innermost ones
 WARNINGS = 3  # notes on what torch warns of
@@ -49,6 +57,8 @@ class Subject:
     loss_fn: Callable[[Any, Any], Any] | None
     train_batch: Callable[[], tuple[Any, Any]]  # the first micro batch of this rank
     val_batch: Callable[[], tuple[Any, Any]] | None  # None: there is no evaluation
+    # Whether a batch is read once and used again, and not made anew from samples
+    batches_are_kept: bool = False
 
 
 def try_model(subject: Subject, config: Config, mesh: Mesh) -> list[str]:
@@ -59,7 +69,10 @@ def try_model(subject: Subject, config: Config, mesh: Mesh) -> list[str]:
     fault = ""
     notes: list[str] = []
     try:
-        notes = _try_on_this_rank(subject, config, mesh)
+        # Whatever the script's code raises, also in a hook or in get_extra_state.
+        name = type(subject.model).__name__
+        with _explained(name, "mend what the traceback names"):
+            notes = _try_on_this_rank(subject, config, mesh)
     except Unfit as unfit:
         fault = str(unfit)
 
@@ -76,11 +89,14 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
     """Try the model; raise Unfit for the first mistake."""
     model = subject.model
     with _explained("reading the train data", "mend the dataset"):
-        x, y = subject.train_batch()
+        given = subject.train_batch()
+    # A copy, because a forward may change its inputs, and step 1 gets the same batch.
+    x, y = _copied(given)
+    names = {name for name, _ in model.named_parameters()}
 
     with warnings.catch_warnings(record=True) as seen:
         # Eager: compiled layers are compiled in the warm-up, for the wrapped model.
-        with untouched(model, mesh.device) as written, torch.compiler.set_stance("force_eager"):
+        with untouched(model, mesh.device) as traces, torch.compiler.set_stance("force_eager"):
             with autocast(mesh.device.type, config.precision):
                 loss = _forward(subject, x, y)
             _backward(subject, loss, x)
@@ -89,28 +105,58 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
                 _try_again(subject, config, mesh, x, y)
             if subject.val_batch is not None:
                 _evaluate(subject, config, mesh)
-        _require_unwritten(model, written, config, mesh)
+            # Forwards may have bound buffers or extra states that no checkpoint can hold.
+            for line in unstorable(model, None, config.sharded):
+                raise Unfit(line)
+        _require_unwritten(model, traces.written, mesh)
+    _require_same_names(model, names)
+    if subject.batches_are_kept and not _equal(given, (x, y)):
+        raise Unfit(
+            f"the forward of {type(model).__name__} changes its inputs in place, and nanoray keeps "
+            "a batch to repeat a step with it; write x = x - 1 instead of x -= 1"
+        )
 
     texts = dict.fromkeys(str(warning.message).split("\n", 1)[0] for warning in seen)
-    return [f"note    the first batch warns: {text}" for text in list(texts)[:WARNINGS]]
+    notes = [f"note    the first batch warns: {text}" for text in list(texts)[:WARNINGS]]
+    for name in traces.drawn:
+        notes.append(
+            f"note    the forward draws from the generator {name}, whose state no checkpoint has: "
+            "after a resume it draws other numbers; draw from the default generator, which nanoray "
+            "seeds for each micro batch"
+        )
+    if mesh.world_size > 1:
+        notes += notes_on_hooks(model)
+    return notes
+
+
+def notes_on_hooks(model: nn.Module) -> list[str]:
+    """Return a note where the script's hooks see the gradients of one rank."""
+    hooked = [name for name, p in model.named_parameters() if has_gradient_hooks(p)]
+    if not hooked:
+        return []
+    return [
+        f"note    the gradient hook of {hooked[0]} sees this rank's part of the gradient, with the "
+        "factor that dp_mode gives it: what is not linear, such as a clamp, differs from one "
+        "process; clip by grad_clip"
+    ]
 
 
 def _forward(subject: Subject, x: Any, y: Any) -> Tensor:
     """Return the loss of a batch, checked."""
     model = subject.model
-    arguments = (x,) if subject.loss_fn else (x, y)
-    _require_arguments(subject, arguments)
+    positional, named = arguments_of(x, y, subject.loss_fn is not None)
+    _require_arguments(subject, x, y)
     name = type(model).__name__
     given = describe(x) if subject.loss_fn else f"{describe(x)} and {describe(y)}"
     with _explained(f"the forward of {name}, called with {given},", "mend it, or the data"):
-        output = model(*arguments)
+        output = model(*positional, **named)
     if any(p.grad is not None for p in model.parameters()):
         raise Unfit(
-            f"the forward of {name} calls backward, and its gradients would be added to those of the loss; use "
-            "torch.autograd.grad in it, and leave the loss's backward to nanoray"
+            f"the forward of {name} calls backward, and its gradients would be added to those of "
+            "the loss; use torch.autograd.grad in it, and leave the loss's backward to nanoray"
         )
     if subject.loss_fn is None:
-        loss = output
+        loss = loss_in(output, x)
         source = name
         hint = "return the mean loss of the batch, or give RuntimeEngine a loss_fn"
     else:
@@ -121,19 +167,25 @@ def _forward(subject: Subject, x: Any, y: Any) -> Tensor:
             loss = subject.loss_fn(output, y)
         if any(p.grad is not None for p in model.parameters()):
             raise Unfit("loss_fn calls backward, which nanoray does; let it return the loss alone")
-    _require_loss(loss, source, hint)
-    if not loss.requires_grad:
+    scalar = _scalar_of(loss, source, hint)
+    if not scalar.requires_grad:
         raise Unfit(_why_no_gradient(subject, output))
-    return loss
+    return scalar
 
 
-def _require_arguments(subject: Subject, arguments: tuple[Any, ...]) -> None:
+def _require_arguments(subject: Subject, x: Any, y: Any) -> None:
     """Raise Unfit for a forward or a loss_fn that does not take what it is given."""
+    positional, named = arguments_of(x, y, subject.loss_fn is not None)
     model = subject.model
     name = type(model).__name__
-    if getattr(type(model).forward, "__name__", "") == "_forward_unimplemented":
+    if getattr(model.forward, "__name__", "") == "_forward_unimplemented":
         raise Unfit(f"{name} has no forward; define forward(self, inputs) in it")
-    refusal = _why_not_called(model.forward, arguments)
+    refusal = _why_not_called(model.forward, positional, named)
+    if refusal and named:
+        raise Unfit(
+            f"a batch is a dict, and the model is called with its keys as arguments, but the "
+            f"forward of {name} {refusal}; let it take them, or give pairs of inputs and targets"
+        )
     if refusal and subject.loss_fn is None:
         raise Unfit(
             f"without a loss_fn the model is called with inputs and targets, but the forward of "
@@ -142,12 +194,12 @@ def _require_arguments(subject: Subject, arguments: tuple[Any, ...]) -> None:
         )
     if refusal:
         raise Unfit(
-            f"the model is called with the inputs alone, {describe(arguments[0])}, but the forward "
+            f"the model is called with the inputs alone, {describe(x)}, but the forward "
             f"of {name} {refusal}; let it take one argument and unpack that: a tuple or a dict of "
             "tensors"
         )
     if subject.loss_fn is not None:
-        refusal = _why_not_called(subject.loss_fn, (None, None))
+        refusal = _why_not_called(subject.loss_fn, (None, None), {})
         if refusal:
             raise Unfit(
                 f"loss_fn is called with the model's output and the targets, but it {refusal}; "
@@ -155,43 +207,64 @@ def _require_arguments(subject: Subject, arguments: tuple[Any, ...]) -> None:
             )
 
 
-def _why_not_called(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+def _why_not_called(
+    function: Callable[..., Any], positional: tuple[Any, ...], named: dict[str, Any]
+) -> str:
     """Return why a function does not take these arguments; "" where it does, or is not known to."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function of C++
         return ""
     try:
-        signature.bind(*arguments)
+        signature.bind(*positional, **named)
     except TypeError as error:
         names = ", ".join(signature.parameters)
         return f"takes ({names}): {error}"
     return ""
 
 
-def _require_loss(loss: Any, source: str, hint: str) -> None:
-    """Raise Unfit unless a loss is one real number, as a tensor."""
+def _scalar_of(loss: Any, source: str, hint: str) -> Tensor:
+    """Return a loss, or the sum of one with a weight. Raises Unfit for anything else."""
+    if not isinstance(loss, Weighted):
+        if isinstance(loss, (tuple, list)) and len(loss) == 2:
+            hint = f"{hint}, or nanoray.Weighted(sum=..., weight=...)"
+        _require_loss(loss, f"{source} returns", hint)
+        return loss
+    found = f"{source} returns a nanoray.Weighted whose sum is"
+    _require_loss(loss.sum, found, "give the sum over its targets")
+    weight = loss.weight
+    if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
+        weight = weight.item()
+    is_number = isinstance(weight, (bool, int, float))
+    if not is_number or not 0 <= weight < math.inf:
+        raise Unfit(
+            f"{source} returns a nanoray.Weighted whose weight is {describe(weight)}; give "
+            "the number of targets that the sum adds up, 0 or more"
+        )
+    return loss.sum
+
+
+def _require_loss(loss: Any, found: str, hint: str) -> None:
+    """Raise Unfit unless a loss is one real number, as a tensor. `found`: where, and a verb."""
     if isinstance(loss, (bool, int, float)):
         raise Unfit(
-            f"{source} returns {describe(loss)}, through which no gradient flows; return the "
+            f"{found} {describe(loss)}, through which no gradient flows; return the "
             "tensor, without .item()"
         )
     if loss is None:
-        raise Unfit(f"{source} returns None; end it with `return loss`")
+        raise Unfit(f"{found} None; end it with `return loss`")
     if not isinstance(loss, Tensor):
         attribute = ", such as its .loss" if hasattr(loss, "loss") else ""
-        raise Unfit(f"{source} returns {describe(loss)}; {hint}, as one tensor{attribute}")
+        raise Unfit(f"{found} {describe(loss)}; {hint}, as one tensor{attribute}")
     if not loss.is_floating_point():
         raise Unfit(
-            f"{source} returns {describe(loss)}, and only a real floating point number has a "
+            f"{found} {describe(loss)}, and only a real floating point number has a "
             f"gradient; {hint}"
         )
     if loss.numel() != 1:
-        raise Unfit(
-            f"{source} returns {describe(loss)}, which is not one number; {hint}: loss.mean()"
-        )
+        raise Unfit(f"{found} {describe(loss)}, which is not one number; {hint}: loss.mean()")
     if loss.dim():
-        raise Unfit(f"{source} returns {describe(loss)}; return a single number: loss.squeeze()")
+        raise Unfit(f"{found} {describe(loss)}; return a single number: loss.squeeze()")
 
 
 def _why_no_gradient(subject: Subject, output: Any) -> str:
@@ -268,31 +341,54 @@ def _evaluate(subject: Subject, config: Config, mesh: Mesh) -> None:
     with torch.no_grad(), autocast(mesh.device.type, config.precision):
         what = f"the evaluation of {name}, in eval mode and called with {describe(x)},"
         with _explained(what, "let it return in eval mode what it returns in training"):
-            if subject.loss_fn is None:
-                loss = model(x, y)
-            else:
-                loss = subject.loss_fn(model(x), y)
+            loss = loss_of(model, subject.loss_fn, x, y)
     source = "loss_fn" if subject.loss_fn else name
-    _require_loss(loss, f"in eval mode {source}", "return what it returns in training")
+    _scalar_of(loss, f"in eval mode {source}", "return what it returns in training")
 
 
-def _require_unwritten(model: nn.Module, written: list[str], config: Config, mesh: Mesh) -> None:
-    """Raise Unfit for weights that the forward writes, where ranks would come to differ."""
-    if mesh.world_size == 1 or not written:
-        return
+def _require_unwritten(model: nn.Module, written: list[str], mesh: Mesh) -> None:
+    """Raise Unfit for weights that the forward writes: frozen ones, or on several ranks."""
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name in written:
-        if name in trained:
+        if name not in trained:
+            raise Unfit(
+                f"the forward writes the frozen weight {name}, and a step that is repeated after a "
+                "fault would write it twice; keep it as a buffer (register_buffer), which nanoray "
+                "restores"
+            )
+        if mesh.world_size > 1:
             raise Unfit(
                 f"the forward writes {name}, as max_norm of nn.Embedding does: each rank would "
                 "write its own values, of its own samples; normalise what is read, not what is "
                 "kept, or train on one rank"
             )
-        if config.dp_mode == "fsdp":
-            raise Unfit(
-                f"the forward writes the frozen {name}, but with dp_mode fsdp a rank has only a "
-                "temporary copy of it; use dp_mode zero2"
-            )
+
+
+def _require_same_names(model: nn.Module, before: set[str]) -> None:
+    """Raise Unfit for parameters that a forward has added or removed."""
+    after = {name for name, _ in model.named_parameters()}
+    if after - before:
+        raise Unfit(
+            f"the forward makes the parameter {min(after - before)}, which no optimizer updates; "
+            "make it in __init__, or with a lazy module such as nn.LazyLinear"
+        )
+    if before - after:
+        raise Unfit(
+            f"the forward removes the parameter {min(before - after)}; remove it in __init__, or "
+            "leave it unused"
+        )
+
+
+def _copied(batch: Any) -> Any:
+    """Return a batch with copies of its tensors."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _equal(batch: Any, other: Any) -> bool:
+    """Return whether the tensors of two batches have the same bits."""
+    pairs = zip(tree_leaves(batch), tree_leaves(other), strict=True)
+    tensors = [(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor)]
+    return all(equal_bits(a, b) for a, b in tensors)
 
 
 @contextmanager
@@ -334,6 +430,22 @@ def _frames(error: BaseException) -> list[str]:
     return [text.rstrip() for text in traceback.format_list(frames[-FRAMES:])]
 
 
+def require_storable(model: nn.Module, optimizer: Optimizer, sharded: bool) -> None:
+    """Raise ConfigError for what a checkpoint could not hold, or not restore exactly.
+
+    sharded: of a mode in which ranks save parts of the model.
+    """
+    name = type(model).__name__
+    try:
+        with _explained(f"the state_dict of {name}", "mend what the traceback names"):
+            lines = unstorable(model, optimizer, sharded)
+    except Unfit as unfit:
+        raise ConfigError(str(unfit)) from None
+    if lines:
+        more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+        raise ConfigError(f"{lines[0]}{more}")
+
+
 def fill_lazy_parameters(
     model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None, x: Any, y: Any
 ) -> None:
@@ -342,15 +454,15 @@ def fill_lazy_parameters(
     Raises ConfigError when the forward fails, or leaves a parameter without a shape.
     """
     subject = Subject(model, loss_fn, lambda: (x, y), None)
-    arguments = (x,) if loss_fn else (x, y)
+    positional, named = arguments_of(x, y, loss_fn is not None)
     what = f"the first forward of {type(model).__name__}, called with {describe(x)},"
     # In eval mode, so that no running statistics change. The modes of parts stay as they are.
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        _require_arguments(subject, arguments)
+        _require_arguments(subject, x, y)
         with torch.no_grad(), _explained(what, "mend it, or the data"):
-            model(*arguments)
+            model(*positional, **named)
     except Unfit as unfit:
         raise ConfigError(str(unfit)) from None
     finally:

@@ -1,11 +1,12 @@
 """Run a model, and leave it as it was: the trial before step 1 may change nothing of a run.
 
-weights       compared with a copy afterwards: a forward may write them, also through `.data`
-buffers       every one, also those that are not saved, replaced, added or set to None
-attributes    what a forward binds anew on a module: counters, a hidden state, the mode
-extra state   what get_extra_state returns
-gradients     those of before, usually None
-generators    torch's on CPU and GPU, numpy's, Python's
+    weights       compared with a copy afterwards: a forward may write them, also through `.data`
+    gradients     those of before, usually None; and which weights require one
+    attributes    what a forward binds anew on a module, of any type
+    generators    also those that modules have
+    buffers, extra states, modes: module_state.Undisturbed, as around every other pass
+
+What a forward changes inside of a list, a dict or another object of its own stays changed.
 """
 
 from __future__ import annotations
@@ -14,106 +15,126 @@ import copy
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanoray.state import rng_state, set_rng_state
+from nanoray.mesh.memory import bytes_of
+from nanoray.state.modules import Undisturbed, assign
+from nanoray.state.train_state import undisturbed_generators
 
-# Of nn.Module itself: parameters and buffers are restored by value
+GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
+# Of nn.Module itself; Undisturbed restores the buffers
 _INTERNAL = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
+@dataclass
+class Traces:
+    """What a forward has left, found when it is undone."""
+
+    written: list[str] = field(default_factory=list)  # names of weights
+    drawn: list[str] = field(default_factory=list)  # names of generators that modules have
+
+
 @contextmanager
-def untouched(model: nn.Module, device: torch.device) -> Iterator[list[str]]:
+def untouched(model: nn.Module, device: torch.device) -> Iterator[Traces]:
     """Restore the model and the random generators at the end.
 
-    Yields a list that is filled then: the names of the weights that were written inside. Costs a
-    copy of the weights in host memory.
+    Yields traces that are filled then. Costs a copy of the weights in host memory.
     """
-    written: list[str] = []
-    generators = rng_state(device)
-    numpy_state = np.random.get_state()
-    python_state = random.getstate()
+    traces = Traces()
     weights = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
     gradients = {name: p.grad for name, p in model.named_parameters()}
-    modules = [_Kept(module) for module in _plain_modules(model)]
+    trained = {name: p.requires_grad for name, p in model.named_parameters()}
+    modules = [_Attributes(name, module) for name, module in _plain_modules(model)]
     for p in model.parameters():
         p.grad = None
-    try:
-        yield written
-    finally:
-        for name, p in model.named_parameters():
-            p.grad = gradients.get(name)
-            if name in weights and not _equal_bits(p.detach().cpu(), weights[name]):
-                written.append(name)
-                p.data.copy_(weights[name])
-        for kept in modules:
-            kept.restore()
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        set_rng_state(generators, device)
+    with undisturbed_generators(device), Undisturbed(model):
+        try:
+            yield traces
+        finally:
+            for name, p in model.named_parameters():
+                p.grad = gradients.get(name)
+                p.requires_grad_(trained.get(name, p.requires_grad))
+                if name in weights and not equal_bits(p.detach().cpu(), weights[name]):
+                    traces.written.append(name)
+                    assign(p.data, weights[name])
+            for attributes in modules:
+                traces.drawn += attributes.restore()
 
 
-class _Kept:
-    """One module's buffers, attributes and extra state."""
+class _Attributes:
+    """The attributes of one module, and the values of the tensors and generators among them."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
         self._module = module
-        self._buffers = dict(module._buffers)
-        self._not_saved = set(module._non_persistent_buffers_set)
-        self._values = {}
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                self._values[name] = buffer.detach().clone()
-        self._attributes = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
+        self._before = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
         self._tensors = {}
-        for name, value in self._attributes.items():
+        self._generators = {}
+        for key, value in self._before.items():
             if isinstance(value, Tensor):
-                self._tensors[name] = value.detach().clone()
-        self._extra: Any = None
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            self._extra = copy.deepcopy(module.get_extra_state())
+                self._tensors[key] = value.detach().clone()
+            if isinstance(value, GENERATORS):
+                self._generators[key] = _state_of(value)
 
-    def restore(self) -> None:
-        """Give the module back what it had."""
-        module = self._module
-        for name in set(vars(module)) - set(self._attributes) - set(_INTERNAL):
-            del vars(module)[name]
-        vars(module).update(self._attributes)
-        for name, value in self._tensors.items():
-            _write(self._attributes[name], value)
+    def restore(self) -> list[str]:
+        """Give the module back what it had; return the names of the generators that were used."""
+        used = []
+        for key, state in self._generators.items():
+            generator = self._before[key]
+            if not _same_state(_state_of(generator), state):
+                used.append(f"{self._name}.{key}" if self._name else key)
+                _set_state(generator, state)
 
-        # The same tensor objects, because other modules may share them.
-        module._buffers.clear()
-        module._buffers.update(self._buffers)
-        module._non_persistent_buffers_set = self._not_saved
-        for name, value in self._values.items():
-            buffer = self._buffers[name]
-            assert buffer is not None
-            _write(buffer, value)
-        if self._extra is not None:
-            module.set_extra_state(self._extra)
+        attributes = vars(self._module)
+        for key in attributes.keys() - self._before.keys() - set(_INTERNAL):
+            del attributes[key]
+        attributes.update(self._before)
+        for key, value in self._tensors.items():
+            if not equal_bits(self._before[key], value):
+                assign(self._before[key], value)
+        return used
 
 
-def _plain_modules(model: nn.Module) -> list[nn.Module]:
+def _plain_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the modules whose attributes are Python's. A scripted module has its own."""
-    return [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    named = model.named_modules()
+    return [(name, m) for name, m in named if not isinstance(m, torch.jit.ScriptModule)]
 
 
-def _write(tensor: Tensor, value: Tensor) -> None:
-    """Write a value of before, where it has changed."""
-    data = tensor.data
-    if data.shape == value.shape:
-        if not _equal_bits(data, value):
-            data.copy_(value)
+def _state_of(generator: Any) -> Any:
+    """Return a copy of the state of a random generator."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return copy.deepcopy(generator.bit_generator.state)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator | np.random.RandomState):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
     else:
-        tensor.data = value
+        generator.bit_generator.state = state
 
 
-def _equal_bits(a: Tensor, b: Tensor) -> bool:
+def _same_state(state: Any, other: Any) -> bool:
+    if isinstance(state, Tensor):
+        return torch.equal(state, other)
+    # As text, because numpy's states are dicts with arrays. Long arrays would be shown in part.
+    with np.printoptions(threshold=1 << 20):
+        return repr(state) == repr(other)
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same bits; NaN equals itself.
 
     Tensors without plain memory (sparse, quantised, of another library) pass for equal.
@@ -122,8 +143,4 @@ def _equal_bits(a: Tensor, b: Tensor) -> bool:
         return False
     if a.layout != torch.strided or a.is_quantized or type(a.data) is not Tensor:
         return True
-    return torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return torch.equal(bytes_of(a), bytes_of(b))

@@ -70,12 +70,12 @@ class TerminalConsole(Console):
         from rich.table import Table
         from rich.text import Text
 
-        count = f"step {step:>{len(str(self._max_steps))}}/{self._max_steps}"
+        count = f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}"
         width = self._screen.width - 1  # a full line would wrap
         room = min(40, width - len(count) - len(news) - 4)
         row: list[Any] = [Text(count, "bold"), Text(news, no_wrap=True, overflow="ellipsis")]
         if room >= 5:
-            row.insert(1, ProgressBar(self._max_steps, step, width=room))
+            row.insert(1, ProgressBar(self.max_steps, step, width=room))
         grid = Table.grid(padding=(0, 2))
         grid.add_row(*row)
         with self._screen.capture() as drawn:

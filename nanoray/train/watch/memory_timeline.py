@@ -54,7 +54,7 @@ from nanoray.parallel import buckets, compress, fsdp
 from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
-from nanoray.state import TrainState
+from nanoray.state.train_state import TrainState
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "buckets", "other")
 # The kind of a storage made in a forward; if it is still there in backward it is an activation

@@ -60,6 +60,14 @@ class Saves(Protocol):
         """Do something now that the checkpoint of a step is on disk."""
 
 
+@runtime_checkable
+class ShowsLength(Protocol):
+    """A callback that shows after which step the run ends."""
+
+    def on_length(self, steps: int) -> None:
+        """Receive that number: max_steps, or the steps that a script gave to `fit`."""
+
+
 class JsonlWriter:
     """metrics.jsonl: one line per logged step, written before the step's checkpoint.
 
@@ -240,9 +248,13 @@ class Console:
     """Prints one line per logged step; console.py contains others, for terminals and --quiet."""
 
     def __init__(self, max_steps: int, stream: TextIO | None = None) -> None:
-        self._max_steps = max_steps
+        self.max_steps = max_steps
         self._stream = stream or sys.stdout
         self._first: tuple[float, int] | None = None
+
+    def on_length(self, steps: int) -> None:
+        """Count to that step from now on."""
+        self.max_steps = steps
 
     def on_note(self, text: str) -> None:
         """Print the line at once."""
@@ -261,7 +273,7 @@ class Console:
         """Return the line of a record. Steps increase from call to call, but for a restart."""
         step = record["step"]
         parts = [
-            f"step {step:>{len(str(self._max_steps))}}/{self._max_steps}",
+            f"step {step:>{len(str(self.max_steps))}}/{self.max_steps}",
             f"loss {record.get('train/loss', nan):.4f}",
         ]
         if "val/loss" in record:
@@ -292,7 +304,7 @@ class Console:
         if step == first_step:
             return []
         step_s = (record["time"] - first_time) / (step - first_step)
-        return [f"eta {clock(step_s * (self._max_steps - step))}"]
+        return [f"eta {clock(step_s * (self.max_steps - step))}"]
 
     def close(self) -> None:
         """Do nothing."""
@@ -326,6 +338,9 @@ class Observers:
                 self.callbacks.append(
                     TensorBoardWriter(folder / "tb", config.to_json(), resume_step)
                 )
+            for callback in self.callbacks:
+                if isinstance(callback, ShowsLength):
+                    callback.on_length(config.max_steps)
         while rank and self.callbacks:
             self.callbacks.pop().close()
 

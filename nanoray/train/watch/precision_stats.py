@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanoray.mesh.mesh import Mesh
-from nanoray.state import TrainState
+from nanoray.state.train_state import TrainState
 from nanoray.train.watch.dangers import PRECISION, SHARES, SUBNORMAL, UNCHANGED, ZERO
 
 # The smallest normal number of the format of gradients

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, Routing, Z
-from nanoray.state import TrainState
+from nanoray.state.train_state import TrainState
 
 LOADS = "expert_load"  # key of a record: for each layer, each expert's load over the mean
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoray.data.tokens import MicroBatches
 from nanoray.metrics import mfu_percent
-from nanoray.state import TrainState
+from nanoray.state.train_state import TrainState
 from nanoray.train.workload import Workload
 
 

@@ -15,7 +15,7 @@ from nanoray.data.tokens import MicroBatches
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
-from nanoray.state import TrainState, rng_state, set_rng_state
+from nanoray.state.train_state import TrainState, rng_state, set_rng_state
 from nanoray.trace.log import CommLog, CommTrace
 from nanoray.trace.recorder import CommRecorder
 

@@ -16,6 +16,7 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanoray.errors import CheckpointError
-from nanoray.values import Unsupported, put_together, take_apart
+from nanoray.state.values import Unsupported, put_together, take_apart
 
 PROBE = (2, 8)  # the parameter that an optimizer is tried on
 TRIAL_STEPS = 3  # some optimizers make a part of their state in a later step than the first
@@ -41,6 +42,11 @@ def members_of(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that this one consists of: itself, if it is a plain one."""
     members: list[Optimizer] | None = getattr(optimizer, "members", None)
     return [optimizer] if members is None else members
+
+
+def name_of(optimizer: Optimizer) -> str:
+    """Return the class of an optimizer, or the classes of those that it consists of."""
+    return ", ".join(type(member).__name__ for member in members_of(optimizer))
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
@@ -77,13 +83,18 @@ def put_element(state: dict[Any, Any], name: str, tensor: Tensor) -> None:
     state[unquote(key)] = number(tensor.item())
 
 
-def _quoted(key: Any) -> str:
+def _quoted(key: Any, characters: str = "%.:/") -> str:
     """Return a key without the characters that separate the parts of a tensor's name."""
     if not isinstance(key, str):
         raise Unsupported("a key of the state", key)
-    for character in "%.:":
+    for character in characters:
         key = key.replace(character, f"%{ord(character):02X}")
     return key
+
+
+def _quoted_place(place: str) -> str:
+    """Return the place of a tensor within a value, in which "/" separates the parts."""
+    return _quoted(place, "%.:")
 
 
 # All of an optimizer's state.
@@ -119,7 +130,7 @@ def _apart(
             if kept:
                 values[str(number)] = kept
         for place, tensor in outside.items():
-            tensors[f"{number}/{_quoted(place)}."] = tensor
+            tensors[f"{number}/{_quoted_place(place)}."] = tensor
     return tensors, values
 
 
@@ -152,7 +163,7 @@ def _state_apart(
             nested: dict[str, Tensor] = {}
             rest[key] = take_apart(value, _quoted(key), nested)
             for place, tensor in nested.items():
-                tensors[f"{_quoted(place)}.{name}"] = tensor
+                tensors[f"{_quoted_place(place)}.{name}"] = tensor
         if rest:
             of_parameters[name] = rest
 
@@ -342,8 +353,22 @@ class Trial(NamedTuple):
         return {probe: str(i) for i, probe in enumerate(self.probes)}
 
 
+def trial_of_copies(optimizer: Optimizer) -> Trial:
+    """Return a copy of an optimizer over copies of all of its parameters, on the CPU.
+
+    For an optimizer that has tensors of its parameters' shapes besides its state.
+    """
+    swap: dict[Tensor, Tensor | None] = {}
+    probes = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            probes.append(nn.Parameter(p.detach().cpu().clone(), requires_grad=p.requires_grad))
+            swap[p] = probes[-1]
+    return Trial(copy_of(optimizer, swap), probes)
+
+
 def small_shape(dim: int) -> tuple[int, ...]:
-    """Return the shape of a trial's parameter with `dim` dimensions; of PROBE for a number."""
+    """Return the shape of a trial's parameter with `dim` dimensions; PROBE for a number."""
     if dim == 0:
         return PROBE
     if dim == 1:
@@ -383,18 +408,27 @@ Kept = list[tuple[tuple[int, ...], dict[str, Tensor]]]  # a shape, and what is k
 
 
 def kept_by_kind(
-    optimizer: Optimizer, shape_of: Callable[[int], Sequence[int]] = small_shape
+    optimizer: Optimizer,
+    shape_of: Callable[[int], Sequence[int]] = small_shape,
+    with_own_dicts: bool = False,
 ) -> Kept | None:
     """Return what an optimizer keeps for one parameter of each group and number of dimensions.
 
-    None if no copy of it can be made and tried.
+    None if no copy of it can be made and tried. `with_own_dicts`: also what is saved by a
+    `state_dict` of its own.
     """
     try:
         trial = trial_of(optimizer, shape_of)
         for seed in range(TRIAL_STEPS):
             trial.step(seed)
-        state = trial.optimizer.state
-        return [(tuple(probe.shape), elements_of(state[probe])) for probe in trial.probes]
+        kept: Kept = []
+        for member in members_of(trial.optimizer):
+            if has_own_state_dict(member) and not with_own_dicts:
+                continue
+            for group in member.param_groups:
+                for probe in group["params"]:
+                    kept.append((tuple(probe.shape), elements_of(member.state.get(probe, {}))))
+        return kept
     except Exception as error:  # any class of optimizer may come from a user's script
         logging.getLogger("nanoray").info(
             "%s could not be tried alone: %r", type(optimizer).__name__, error
@@ -402,12 +436,16 @@ def kept_by_kind(
         return None
 
 
+def _always(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return shape
+
+
 def kept_alone(optimizer: Optimizer) -> dict[str, Tensor] | None:
     """Return the tensors that an optimizer keeps for a parameter of shape PROBE after a few steps.
 
     With several groups, those of any of them. None if no copy of it can be made and tried.
     """
-    found = kept_by_kind(optimizer, lambda dim: PROBE)
+    found = kept_by_kind(optimizer, partial(_always, PROBE), with_own_dicts=True)
     if found is None:
         return None
     kept: dict[str, Tensor] = {}
@@ -431,8 +469,11 @@ class StateFormat(NamedTuple):
     dtype: torch.dtype | None  # of its tensors; None: see `_dtype_of`
 
 
-def state_format(optimizer: Optimizer) -> StateFormat:
-    """Return what an optimizer keeps: as it declares it, else as a few steps of a copy show it."""
+def state_format(optimizer: Optimizer, shapes: Collection[tuple[int, ...]] = ()) -> StateFormat:
+    """Return what an optimizer keeps: as it declares it, else as a few steps of a copy show it.
+
+    The copy is tried on small parameters, and on those of the given shapes.
+    """
     on_host = getattr(optimizer, "scalars_on_host", False)
     dtype = getattr(optimizer, "state_type", None)
     declared = getattr(optimizer, "state_keys", None)
@@ -441,6 +482,8 @@ def state_format(optimizer: Optimizer) -> StateFormat:
         return StateFormat(keys, keys, keys - {"step"}, {"step"}, on_host, True, dtype)
 
     kinds = kept_by_kind(optimizer)
+    for shape in shapes:
+        kinds = (kinds or []) + (kept_by_kind(optimizer, partial(_always, shape)) or [])
     if not kinds:
         return StateFormat(None, set(), set(), {"step"}, on_host, False, dtype)
     keys = set()
@@ -479,12 +522,24 @@ def load_tensors(
         if owner and "/" not in key:
             of_parameters[name] = tensor
     saved_keys = {name.partition(".")[0] for name in of_parameters}
-    if form.keys is not None and not form.required <= saved_keys <= form.keys:
+    # The pieces of one rank may all be of parameters that have had no gradient yet.
+    has_state = bool(of_parameters) or not cut
+    fits = form.keys is None or form.required <= saved_keys <= form.keys
+    if has_state and not fits and not form.declared:
+        # Some optimizers keep other things for a large parameter than for a small one.
+        shapes = set()
+        for name in of_parameters:
+            key, _, owner = name.partition(".")
+            if key not in (form.keys or ()) and owner in params:
+                shapes.add(tuple(params[owner].shape))
+        form = state_format(optimizer, shapes)
+        fits = form.keys is None or form.required <= saved_keys <= form.keys
+    if has_state and not fits:
         where = ", in its precision" if form.declared else ""
         raise CheckpointError(
             f"optimizer state holds {sorted(saved_keys) or 'nothing'}, but "
-            f"{type(optimizer).__name__} needs {sorted(form.keys) or 'nothing'}; resume with the "
-            f"optimizer that wrote it{where}"
+            f"{name_of(optimizer)} needs {sorted(form.keys or ()) or 'nothing'}; resume "
+            f"with the optimizer that wrote it{where}"
         )
 
     # What this optimizer keeps now is of another step.

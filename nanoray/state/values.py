@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoray.mesh.memory import bytes_of
+
 # The kinds of dict that are restored as what they were
 _DICTS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
@@ -106,9 +108,9 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         alike = a.dtype == b.dtype and a.shape == b.shape and a.device == b.device
         # As bytes, because a NaN differs from itself.
-        return alike and bool(torch.equal(_bytes_of(a), _bytes_of(b)))
+        return alike and bool(torch.equal(bytes_of(a), bytes_of(b)))
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, float):
@@ -116,14 +118,9 @@ def same(a: Any, b: Any) -> bool:
     return a is b or bool(a == b)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, (n,) uint8, on its device."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def _inline(tensor: Tensor) -> dict[str, Any]:
     # As bytes, because numpy lacks bfloat16.
-    data = _bytes_of(tensor).cpu().numpy().tobytes()
+    data = bytes_of(tensor).cpu().numpy().tobytes()
     return {
         "": "tensor",
         "dtype": str(tensor.dtype).removeprefix("torch."),

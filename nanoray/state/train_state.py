@@ -11,17 +11,31 @@ compare by hash.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, is_cut, whole_shards
-from nanoray.optimizer_state import (
+from nanoray.state.modules import (
+    EXTRA,
+    assign,
+    buffer_names,
+    buffers_of,
+    join,
+    set_extra_states,
+    split,
+    tensors_within,
+    write_buffers,
+)
+from nanoray.state.optimizers import (
     changed_groups,
     group_values,
     load_groups,
@@ -34,6 +48,14 @@ from nanoray.optimizer_state import (
 MEMORY = "compression"
 EMA_DECAY = 0.99  # per step, of the smoothed loss
 Rate = float | Tensor | None  # a learning rate; a tensor may lie on a GPU
+
+# The kinds of a model's tensors: weights, persistent buffers, and other entries of its state_dict
+TRAINED = "trained"
+FROZEN = "frozen"
+BUFFER = "buffer"
+ENTRY = "entry"
+WEIGHTS = (TRAINED, FROZEN)
+Listing = dict[str, list[Any]]  # by name: kind, dtype, shape
 
 
 class Part(Protocol):
@@ -78,6 +100,8 @@ class StateDict:
     """A TrainState as plain data. `meta` holds `step` and anything else that is JSON.
 
     With `pieces`, the tensor of a parameter named there is that piece, flat. Others are whole.
+    `model` also has the tensors of extra states; meta["entries"] has what else is in these, and
+    meta["tensors"] the kind, dtype and shape of each tensor of the model.
     """
 
     model: dict[str, Tensor]
@@ -136,6 +160,7 @@ class Holding:
     shards: list[Shard]
     optimizer: torch.optim.Optimizer
     owner: int  # the rank whose shards they are: this one, or the one that it mirrors
+    frozen: list[Shard] = field(default_factory=list)  # of weights that no optimizer updates
 
 
 class Update(NamedTuple):
@@ -165,16 +190,20 @@ class TrainState:
         self.scalars = Scalars()
         self.session = Session()
 
+        # What a checkpoint must contain, listed while the model is whole
+        self._listed = _listing(model)
+
         # This rank's shards. `sharded`: other ranks hold the optimizer state of other ones.
         self.shards = whole_shards(model)
         self.sharded = False
         self.weights: list[Shard] | None = None  # of this rank, where no rank has all weights
+        self.frozen: list[Shard] = []  # of frozen weights, where a group of ranks cuts them
         self.mirror: Holding | None = None  # another rank's share, updated from the same gradients
 
         # The rounding errors of this rank's compressed gradients, flat; no other rank has them.
         self.memory: Tensor | None = None
-        # The buffers of a model that a former group of ranks had cut
-        self.left: dict[str, Tensor] | None = None
+        # What is whole of a model that a former group of ranks had cut: buffers, extra states
+        self.left: StateDict | None = None
 
         # Other ranks may copy this state only after a resume or recovery is done.
         self.whole = False
@@ -197,6 +226,7 @@ class TrainState:
         groups = self._changed_groups()
         self.shards = own.shards
         self.optimizer = own.optimizer
+        self.frozen = own.frozen
         self.mirror = mirror
         self.sharded = sharded
         self.weights = weights
@@ -204,21 +234,21 @@ class TrainState:
             load_groups(optimizer, groups)
 
     def leave_model(self) -> None:
-        """Release a model that a group of ranks has cut, and keep its buffers.
+        """Release a model that a group of ranks has cut, and keep its buffers and extra states.
 
         The shards keep the weights.
         """
-        # If the next group breaks before it has built a model, the buffers are here already.
+        # If the next group breaks before it has built a model, they are here already.
         if self.left is None:
-            self.left = self.buffers
+            packed = self.pack()
+            packed.model = self.without_owner(packed.model)
+            self.left = packed
         self.model = nn.Module()
 
     def take_left(self) -> None:
-        """Copy the buffers that `leave_model` has kept into the new model."""
+        """Copy what `leave_model` has kept into the new model."""
         if self.left is not None:
-            buffers = self.buffers
-            for name, kept in self.left.items():
-                buffers[name].copy_(kept)
+            self._load_whole_tensors(self.left)
         self.left = None
 
     @property
@@ -253,8 +283,8 @@ class TrainState:
 
         They are equal on all replicas.
         """
-        saved = self.model.state_dict().keys()  # without the buffers that are not persistent
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
+        found = buffers_of(self.model, persistent=True)
+        return {name: buffer.tensor for name, buffer in found.items()}
 
     def _changed_groups(self) -> list[list[dict[str, Any]]]:
         """Return the values of the optimizer's groups that have changed since the start, as JSON."""
@@ -345,7 +375,7 @@ class TrainState:
         The `first` rank adds the tensors that have no owner.
         """
         packed = self.pack()
-        owned = [shard for shard in self.shards if shard.owner]
+        owned = [shard for shard in [*self.shards, *self.frozen] if shard.owner]
         packed.pieces = {shard.piece.name: shard.piece for shard in owned}
 
         ownerless = self.without_owner(packed.model) if first else {}
@@ -365,12 +395,15 @@ class TrainState:
         return packed
 
     def without_owner(self, model: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a model that no optimizer updates: buffers and frozen weights."""
-        trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        """Return the tensors of a model that are in no shard: buffers, frozen and empty weights."""
+        in_shards = set()
+        for name, p in self.model.named_parameters():
+            if p.requires_grad and p.numel():
+                in_shards.add(name)
         aliases = _aliases(self.model)
         ownerless = {}
         for name, tensor in model.items():
-            if name not in trained and aliases[name] == name:
+            if name not in in_shards and aliases.get(name, name) == name:
                 ownerless[name] = tensor
         return ownerless
 
@@ -382,8 +415,9 @@ class TrainState:
         scalars = self.scalars
         is_evaluated = self.session.evaluated == self.step
         optimizer_values = self._optimizer_values()
+        tensors, values = split(self._whole_entries())
         packed = StateDict(
-            model=self.buffers if self.shards_weights else self.model.state_dict(),
+            model=tensors,
             optimizer={} if self.sharded else optimizer_tensors(self.optimizer, self.shards),
             rng=rng or [],
             scaler=self.scaler.values(),
@@ -394,11 +428,43 @@ class TrainState:
                 "best_val_loss": scalars.best_val_loss,
                 "scalars": {"step": self.step, "samples": self.samples, **asdict(scalars)},
                 "guards": self.guards.values(),
+                "entries": values,
+                "tensors": self._listed_now(tensors),
             },
         )
         if optimizer_values:
             packed.meta["optimizer"] = optimizer_values
         return packed
+
+    def _whole_entries(self, keep_vars: bool = False) -> dict[str, Any]:
+        """Return the model's state_dict, without what a group of ranks has cut: see `weights`."""
+        entries = self.model.state_dict(keep_vars=keep_vars)
+        if self.weights is None:
+            return entries
+        in_shards = {shard.piece.name for shard in self.weights}
+        aliases = _aliases(self.model)
+        whole = {}
+        for name, value in entries.items():
+            # A rank may have no row of a weight that is cut.
+            if aliases.get(name, name) not in in_shards and not _is_dtensor(value):
+                whole[name] = value
+        return whole
+
+    def _listed_now(self, tensors: dict[str, Tensor]) -> Listing:
+        """Return the listing of a checkpoint: the weights of the whole model, and what else it has.
+
+        Forwards may change the shapes of buffers, and register new ones.
+        """
+        listed = {}
+        for name, entry in self._listed.items():
+            if entry[0] in WEIGHTS:
+                listed[name] = entry
+        buffers = buffer_names(self.model)
+        for name, tensor in tensors.items():
+            if name not in listed:
+                kind = BUFFER if name in buffers else ENTRY
+                listed[name] = _entry(kind, tensor)
+        return listed
 
     def load(self, saved: StateDict, optimizer: bool = True, weights: bool = True) -> None:
         """Load what `pack` returned, in place. Raises CheckpointError for another optimizer or
@@ -407,14 +473,14 @@ class TrainState:
         Of a sharded state, `saved.optimizer` has this rank's pieces. Without `optimizer` the
         optimizer keeps its state; without `weights` only those are loaded that `saved` has.
         """
-        self._load_weights(saved.model, weights)
+        self._load_weights(saved, weights)
         self.can_finish = False
 
         # Before its first step an optimizer has no state.
         meta = saved.meta
         values = meta.get("optimizer", {})
-        if optimizer and (saved.optimizer or values or meta["step"] > 0):
-            kept = values.get("state", {})
+        kept = values.get("state", {})
+        if optimizer and (saved.optimizer or kept or meta["step"] > 0):
             load_optimizer_tensors(
                 self.optimizer, self.shards, saved.optimizer, kept, cut=self.sharded
             )
@@ -474,16 +540,103 @@ class TrainState:
         return True
 
     @torch.no_grad()
-    def _load_weights(self, saved: dict[str, Tensor], strict: bool) -> None:
-        """Copy weights and buffers; with `strict` a whole model must find all of its own."""
-        if self.weights is None:
-            self.model.load_state_dict(saved, strict=strict)
+    def _load_weights(self, saved: StateDict, strict: bool) -> None:
+        """Copy weights, buffers and extra states.
+
+        With `strict` a whole model must find all of its own. Raises CheckpointError for a state of
+        another model.
+        """
+        if strict:
+            self._refuse_other_model(saved)
+        if self.weights is not None:
+            for shard in self.weights:
+                # A state that comes from another rank has no weights.
+                if shard.piece.name in saved.model:
+                    shard.param.copy_(saved.model[shard.piece.name].view_as(shard.param))
+            self._load_whole_tensors(saved)
             return
-        for shard in self.weights:
-            if shard.piece.name in saved:  # a state that comes from another rank has no weights
-                shard.param.copy_(saved[shard.piece.name].view_as(shard.param))
-        for name, buffer in self.buffers.items():
-            buffer.copy_(saved[name])
+
+        # As plain torch does, with the hooks that a module may have. Buffers first get their shapes.
+        self._write_buffers(saved)
+        tensors, values = entries_of(saved, self._device)
+        own = self.model.state_dict()
+        for name in own.keys() - tensors.keys() - values.keys():
+            if name.endswith("num_batches_tracked"):
+                tensors[name] = own[name]  # older checkpoints have none
+        try:
+            self.model.load_state_dict(tensors | values, strict=strict)
+        except RuntimeError as error:
+            # torch lists everything on lines of its own.
+            text = " ".join(str(error).split())
+            raise CheckpointError(
+                f"the checkpoint does not fit this model: {text:.300}; resume with the model that "
+                "wrote it"
+            ) from None
+
+    def _load_whole_tensors(self, saved: StateDict) -> None:
+        """Copy what no rank has cut of a model that is cut: buffers, extra states, some weights."""
+        self._write_buffers(saved)
+        tensors, values = entries_of(saved, self._device)
+        buffers = self.buffers
+        for name, own in self._whole_entries(keep_vars=True).items():
+            if name not in tensors:
+                continue
+            if name.rpartition(".")[2] == EXTRA:
+                values[name] = tensors[name]
+            elif name not in buffers:
+                assign(own, tensors[name])
+        set_extra_states(self.model, values)
+
+    def _write_buffers(self, saved: StateDict) -> None:
+        """Give the model the buffers that were saved, in their shapes."""
+        if "tensors" not in saved.meta:  # a checkpoint of an older nanoray
+            for name, buffer in self.buffers.items():
+                if name in saved.model:
+                    assign(buffer, saved.model[name])
+            return
+        names = []
+        for name, (kind, _, _) in saved.meta["tensors"].items():
+            if kind == BUFFER and name in saved.model:
+                names.append(name)
+        write_buffers(self.model, saved.model, names, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    def _refuse_other_model(self, saved: StateDict) -> None:
+        """Raise CheckpointError when the saved weights are others, or others were trained."""
+        listed: Listing = saved.meta.get("tensors", {})
+        if not listed:
+            return
+        before = {name: entry for name, entry in listed.items() if entry[0] in WEIGHTS}
+        now = {name: entry for name, entry in self._listed.items() if entry[0] in WEIGHTS}
+        for names, where in (
+            (before.keys() - now.keys(), "only in the checkpoint"),
+            (now.keys() - before.keys(), "not in the checkpoint"),
+        ):
+            if names:
+                raise CheckpointError(
+                    f"the checkpoint is of another model: {_first_of(names)} {where}; resume with "
+                    "the model that wrote it"
+                )
+
+        shapes = [name for name in now if before[name][2] != now[name][2]]
+        if shapes:
+            name = min(shapes)
+            raise CheckpointError(
+                f"the checkpoint is of another model: {name} has the shape {before[name][2]} there "
+                f"and {now[name][2]} here; resume with the model that wrote it"
+            )
+        changed = {name for name in now if before[name][0] != now[name][0]}
+        if changed:
+            name = min(changed)
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise CheckpointError(
+                f"other weights were trained in the checkpoint: {name} ({before[name][0]} there, "
+                f"{now[name][0]} here){more}; resume with the same ones, or begin a new run from "
+                "the weights: nanoray checkpoint export, then load_state_dict"
+            )
 
     def rewind(self, saved: StateDict, samples: int) -> None:
         """Go back to `saved` and continue with the data from `samples`. Clock and guards keep their
@@ -531,30 +684,51 @@ def fetch(
     # The source lists its tensors: tied weights once, under their first name.
     aliases = _aliases(state.model)
     tensors: dict[tuple[str, str], Tensor] = {}
-    for name in {*aliases.values()} & packed.model.keys():
-        tensors["model", name] = packed.model[name]
+    for name, tensor in packed.model.items():
+        if aliases.get(name, name) == name:
+            tensors["model", name] = tensor
     for name, tensor in packed.optimizer.items():
         tensors["optimizer", name] = tensor
+    # Plain torch sends these at the start as well. They are in no checkpoint.
+    transient = buffers_of(state.model, persistent=False)
+    for name, buffer in transient.items():
+        tensors["transient", name] = buffer.tensor
     layout = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()]
 
     # Small values in one message, then each tensor in the order of that list.
-    layout, packed.scaler, packed.meta, session = mesh.broadcast(
-        (layout, packed.scaler, packed.meta, asdict(state.session)), src=source
+    layout, packed.scaler, packed.meta, session, aliases = mesh.broadcast(
+        (layout, packed.scaler, packed.meta, asdict(state.session), aliases), src=source
     )
     for key, shape, dtype in layout:
         if not is_source:
             tensors[key] = torch.empty(shape, dtype=dtype, device=mesh.device)
         mesh.broadcast_tensor(tensors[key].to(mesh.device), source)
 
-    # All names of a tied weight get the same tensor again.
     if not is_source:
-        for name, first in aliases.items():
-            if ("model", first) in tensors:
-                packed.model[name] = tensors["model", first]
         for (part, name), tensor in tensors.items():
-            if part == "optimizer":
+            if part == "model":
+                packed.model[name] = tensor
+            elif part == "optimizer":
                 packed.optimizer[name] = tensor
+            elif name in transient:
+                assign(transient[name].tensor, tensor)
+        # All names of a tied weight get the same tensor again.
+        for name, first in aliases.items():
+            if first in packed.model:
+                packed.model[name] = packed.model[first]
     return packed, Session(**session)
+
+
+def entries_of(saved: StateDict, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the entries of the model's state_dict: those that are tensors, and the others."""
+    encoded = saved.meta.get("entries", {})
+    values = join(encoded, saved.model, device)
+    within = set(tensors_within([*encoded.values()]))
+    tensors = {}
+    for name, tensor in saved.model.items():
+        if name not in within:
+            tensors[name] = tensor
+    return tensors, values
 
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
@@ -572,6 +746,20 @@ def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"].clone(), device)
 
 
+@contextmanager
+def undisturbed_generators(device: torch.device) -> Iterator[None]:
+    """Restore the random generators at the end: torch's, numpy's and Python's."""
+    state = rng_state(device)
+    of_numpy = np.random.get_state()
+    of_python = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        set_rng_state(state, device)
+
+
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Return each name of the model's state with the first name of the same tensor.
 
@@ -580,8 +768,39 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     aliases = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        aliases[name] = first.setdefault(id(tensor), name)
+        if isinstance(tensor, Tensor):
+            aliases[name] = first.setdefault(id(tensor), name)
     return aliases
+
+
+def _listing(model: nn.Module) -> Listing:
+    """Return kind, dtype and shape of each tensor in the state_dict of a whole model."""
+    weights = {id(p): p.requires_grad for p in model.parameters()}
+    buffers = buffer_names(model)
+    listed = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            continue
+        kind = BUFFER if name in buffers else ENTRY
+        if id(tensor) in weights:
+            kind = TRAINED if weights[id(tensor)] else FROZEN
+        listed[name] = _entry(kind, tensor)
+    return listed
+
+
+def _entry(kind: str, tensor: Tensor) -> list[Any]:
+    return [kind, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def _first_of(names: Collection[str]) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{min(names)}{more}"
+
+
+def _is_dtensor(value: Any) -> bool:
+    """Whether fully_shard has cut a tensor. Asked in this way, because DTensor's import is slow."""
+    return hasattr(value, "to_local")
 
 
 def optimizer_tensors(

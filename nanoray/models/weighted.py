@@ -1,0 +1,46 @@
+"""A loss over a varying number of targets: its sum and the weight of the sum, in place of a mean.
+
+The mean over each micro batch's own targets is not a part of the mean over the whole batch, where
+padding or `ignore_index` leaves some micro batches fewer targets than others. With sums and weights
+gradient and loss are those of the whole batch, however it is divided (parallel/flow.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Weighted(NamedTuple):
+    """A loss summed over the targets of a batch, and the weight of this sum.
+
+    sum: a scalar with a gradient. weight: the number of targets that it adds up, or the sum of
+    their weights; 0 is allowed, with a sum of 0.
+    """
+
+    sum: Tensor
+    weight: Tensor | float
+
+
+LossValue = Tensor | Weighted  # Tensor: the mean over a batch
+
+
+def weight_of(loss: Weighted) -> Tensor:
+    """Return the weight as a scalar, float32, on the loss's device."""
+    if isinstance(loss.weight, Tensor):
+        return loss.weight.detach().to(loss.sum.device, torch.float32).reshape(())
+    return torch.tensor(float(loss.weight), device=loss.sum.device)
+
+
+def positive(weight: Tensor) -> Tensor:
+    """Return a total weight to divide by: 1 in place of 0, so that no targets have a loss of 0."""
+    return torch.where(weight == 0, torch.ones_like(weight), weight)
+
+
+def mean_of(loss: LossValue) -> Tensor:
+    """Return the mean over the batch's own targets; 0 where it has none."""
+    if isinstance(loss, Weighted):
+        return loss.sum / positive(weight_of(loss)).to(loss.sum.dtype)
+    return loss

@@ -1,0 +1,91 @@
+"""Parameters without a gradient: in a step that no rank computes one, they rest, as in plain torch.
+
+    rank 0   a  b  ·  ·   ┐ the larger byte of all ranks:      a  b  c  ·     d.grad is None: no weight
+    rank 1   a  ·  c  ·   ┘ 1 where a rank has a gradient                     decay, no momentum, no step
+
+A model may skip a branch, freeze a tower by no_grad, or have a head that no loss reads. The modes
+sum buckets of all parameters, with zeros where this rank has no gradient. A sum of zeros is no
+missing gradient: it would let weight decay and momentum move the parameter. So after the last
+backward the ranks exchange a byte for each parameter, and gradients that no rank has become None.
+
+Any step may be the first one that skips a parameter, and only the rank that skips it can see that.
+So the exchange is part of every step of a script's own model; nanoray's models always use all of
+their parameters and have none. It passes over the control group, from host to host: no device is
+waited for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nanoray.errors import ConfigError
+from nanoray.mesh.mesh import Mesh
+from nanoray.parallel.compress import Compressor
+from nanoray.parallel.hooks import StepHook
+from nanoray.parallel.mode import DataParallel
+
+
+class AbsentGradients(StepHook):
+    """Takes away the gradients that no rank has computed, before anything reads them."""
+
+    def __init__(
+        self, model: nn.Module, mode: DataParallel, mesh: Mesh, compressor: Compressor | None
+    ) -> None:
+        """Watch the trainable parameters of `model`, which `mode` has prepared. (all ranks)"""
+        self._mode = mode
+        self._mesh = mesh
+        self._compressor = compressor
+        self._names: list[str] = []
+        self._frozen: dict[str, nn.Parameter] = {}
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                self._names.append(name)
+            else:
+                self._frozen[name] = p
+
+    def add_up(self) -> None:
+        """Find the parameters that no rank has a gradient of, and set theirs to None. (all ranks)
+
+        It comes before the norm, which is the commit point: once one rank has the norm, all ranks
+        have this result, and can finish the step without a lost rank.
+        """
+        # (all ranks) A byte for each parameter, in the same order on all ranks. The bytes of the
+        # checksum, and what they lack to 255: the two maxima add up to 255 where all are equal.
+        computed = self._mode.computed
+        own = [name in computed for name in self._names]
+        thawed = [p.requires_grad for p in self._frozen.values()]
+        check = [*self._mode.checksum.to_bytes(4, "big")]
+        rest = [255 - byte for byte in check]
+        flags = torch.tensor([*own, *thawed, *check, *rest], dtype=torch.uint8)
+        flags = self._mesh.max_of(flags)
+
+        sizes = [len(own), len(thawed), len(check), len(rest)]
+        present, thawed, check, rest = [part.tolist() for part in flags.split(sizes)]
+        for name, is_thawed in zip(self._frozen, thawed, strict=True):
+            if is_thawed:
+                raise unfrozen(name)
+        if any(low + high != 255 for low, high in zip(check, rest, strict=True)):
+            raise ConfigError(
+                "dp_mode = fsdp: the ranks called the model's layers in different ways, such as one "
+                "under no_grad on some ranks only, so they may have gathered different weights. No "
+                "weight has changed in this step; use dp_mode zero2"
+            )
+
+        absent = {
+            name for name, is_present in zip(self._names, present, strict=True) if not is_present
+        }
+        if not absent:
+            return
+        self._mode.leave_out(absent)
+        if self._compressor is not None:
+            self._compressor.leave_out(absent)
+
+
+def unfrozen(name: str) -> ConfigError:
+    """Return the error for a parameter that was frozen when the run began, and no longer is."""
+    return ConfigError(
+        f"{name} had requires_grad = False when the run began, and has True now: the ranks share "
+        "no gradient of it. Let it require a gradient when RuntimeEngine is made, and freeze it "
+        "then until its step"
+    )

@@ -1,0 +1,290 @@
+"""What a module keeps: tensors by name, and the values that its state_dict holds beside them.
+
+    state_dict() ─┬─► tensors   parameters and persistent buffers
+                  └─► values    extra states, as JSON; the tensors in them join the others
+
+`Undisturbed` undoes what a forward changes in a module: a warm-up, an evaluation, a replay, or a
+step that broke.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nanoray.compat import transient_buffers
+from nanoray.errors import CheckpointError
+
+EXTRA = "_extra_state"  # torch's name for the extra state of a module
+_SIMPLE = (bool, int, float, str, type(None), Tensor)  # attributes that a forward may replace
+
+
+class Named(NamedTuple):
+    """A buffer, and the module that has it."""
+
+    module: nn.Module
+    key: str
+    tensor: Tensor
+
+
+def buffers_of(model: nn.Module, persistent: bool | None = None) -> dict[str, Named]:
+    """Return the model's buffers by name, shared ones once.
+
+    `persistent`: only those that state_dict contains, or only the others.
+    """
+    found: dict[str, Named] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for key, tensor in module._buffers.items():
+            if tensor is None or id(tensor) in seen:
+                continue
+            is_persistent = key not in transient_buffers(module)
+            if persistent is not None and persistent is not is_persistent:
+                continue
+            seen.add(id(tensor))
+            found[f"{prefix}.{key}" if prefix else key] = Named(module, key, tensor)
+    return found
+
+
+def buffer_names(model: nn.Module) -> set[str]:
+    """Return all names of the persistent buffers; a shared module has several."""
+    names = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, tensor in module._buffers.items():
+            if tensor is not None and key not in transient_buffers(module):
+                names.add(f"{prefix}.{key}" if prefix else key)
+    return names
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Return whether a module defines get_extra_state."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """Return the modules' extra states under the names that state_dict gives them."""
+    states = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if has_extra_state(module):
+            states[f"{prefix}.{EXTRA}" if prefix else EXTRA] = module.get_extra_state()
+    return states
+
+
+def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
+    """Give each module the extra state that `states` has for it."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        name = f"{prefix}.{EXTRA}" if prefix else EXTRA
+        if has_extra_state(module) and name in states:
+            module.set_extra_state(states[name])
+
+
+# Values that are no tensors, as JSON.
+
+
+def split(entries: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a state_dict, and its other values as JSON data.
+
+    Tensors within values are returned with the others, under the value's name and their path in it.
+    Raises CheckpointError for a value that cannot be kept exactly.
+    """
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for name, value in entries.items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+        else:
+            values[name] = _encoded(value, name, tensors)
+    return tensors, values
+
+
+def join(
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Any]:
+    """Return the values that `split` has encoded; tensors that were on a GPU go to `device`."""
+    return {name: _decoded(value, tensors, device) for name, value in values.items()}
+
+
+def tensors_within(value: Any) -> Iterator[str]:
+    """Yield the names of the tensors within an encoded value."""
+    if isinstance(value, list):
+        for item in value:
+            yield from tensors_within(item)
+    elif isinstance(value, dict):
+        ((kind, inner),) = value.items()
+        if kind == "tensor":
+            yield inner[0]
+        elif kind == "dict":
+            yield from tensors_within([*inner.values()])
+        elif kind == "tuple":
+            yield from tensors_within(inner)
+
+
+def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    # Exact types: a subclass, such as numpy's float64 or an OrderedDict, would come back as another.
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        return {"tensor": [name, value.device.type]}
+    if kind in (list, tuple):
+        items = [_encoded(item, f"{name}/{i}", tensors) for i, item in enumerate(value)]
+        return items if kind is list else {"tuple": items}
+    if kind is dict:
+        encoded = {}
+        for key, item in value.items():
+            if type(key) is not str:
+                raise _unkept(name, f"a dict with the key {key!r}, a {type(key).__name__}")
+            encoded[key] = _encoded(item, f"{name}/{key}", tensors)
+        return {"dict": encoded}
+    raise _unkept(name, f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _unkept(name: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} is or contains {what}, which a checkpoint cannot keep exactly; return numbers, "
+        "text, tensors, lists, tuples, and dicts with text keys"
+    )
+
+
+def _decoded(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, tensors, device) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "float":
+        return float(inner)
+    if kind == "tensor":
+        name, was_on = inner
+        # A copy: the checkpoint's tensors share one buffer.
+        target = torch.device("cpu") if was_on == "cpu" else device
+        return tensors[name].to(target, copy=True)
+    if kind == "tuple":
+        return tuple(_decoded(item, tensors, device) for item in inner)
+    return {key: _decoded(item, tensors, device) for key, item in inner.items()}
+
+
+# Writing into a module.
+
+
+def write_buffers(
+    model: nn.Module, saved: Mapping[str, Tensor], names: Iterable[str], device: torch.device
+) -> None:
+    """Give a model the persistent buffers `names` of `saved`, and no others.
+
+    A buffer may have grown in training, or may have been registered, or set to None, by a forward:
+    then the model's own gets the saved shape, or is made, or is set to None.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    written: set[int] = set()
+    for name in names:
+        prefix, _, key = name.rpartition(".")
+        module = modules[prefix]
+        own = module._buffers.get(key)
+        if own is None:
+            own = saved[name].to(device, copy=True)
+            module.register_buffer(key, own)
+        else:
+            assign(own, saved[name])
+        written.add(id(own))
+
+    # A shared buffer is one tensor under several names, which need not all be given.
+    for module in modules.values():
+        for key, tensor in module._buffers.items():
+            is_persistent = key not in transient_buffers(module)
+            if is_persistent and id(tensor) not in written:
+                module._buffers[key] = None
+
+
+@torch.no_grad()
+def assign(tensor: Tensor, value: Tensor) -> None:
+    """Overwrite a tensor in place; one of another shape, or with repeated elements, gets new memory."""
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    repeats = any(stride == 0 and size > 1 for stride, size in strides)
+    if tensor.shape == value.shape and not repeats:
+        tensor.copy_(value)
+        return
+    tensor.data = value.to(tensor.device, tensor.dtype, copy=True).contiguous()
+
+
+class Undisturbed:
+    """A model's buffers, extra states, modes and simple attributes, to be restored.
+
+    It copies the buffers. As a context it restores them at the end.
+    """
+
+    def __init__(self, model: nn.Module, attributes: bool = True) -> None:
+        """Copy what a forward may change. `attributes`: also numbers, text and tensors that are
+        attributes of modules, such as a counter; it takes a look at each.
+        """
+        self._model = model
+        self._modules = [*model.modules()]
+        self._modes = [module.training for module in self._modules]
+        self._buffers: list[tuple[nn.Module, dict[str, Tensor | None], set[str]]] = []
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        for module in self._modules:
+            buffers = dict(module._buffers.items())
+            # A scripted module keeps its buffers in C++: they can change, but not be others.
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._buffers.append((module, buffers, set(transient_buffers(module))))
+            for tensor in buffers.values():
+                if tensor is not None and id(tensor) not in self._copies:
+                    self._copies[id(tensor)] = (tensor, tensor.detach().clone())
+
+        # A module may return its own dict, so its values and tensors are copied.
+        tensors, self._values = split(extra_states(model))
+        self._tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        if attributes:
+            for module in self._modules:
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue
+                simple = {}
+                for key, value in vars(module).items():
+                    if isinstance(value, _SIMPLE):
+                        simple[key] = value
+                self._attributes.append((vars(module), simple))
+
+    def __enter__(self) -> Undisturbed:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.restore()
+
+    def restore(self) -> None:
+        """Bring the model back to where it was."""
+        for attributes, simple in self._attributes:
+            for key, value in simple.items():
+                if attributes.get(key) is not value:
+                    attributes[key] = value
+
+        for module, buffers, transient in self._buffers:
+            same = buffers.keys() == module._buffers.keys()
+            if same and all(module._buffers[key] is buffers[key] for key in buffers):
+                continue
+            # In place: a module may keep a reference to these dicts.
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            transient_buffers(module).clear()
+            transient_buffers(module).update(transient)
+        for tensor, copy in self._copies.values():
+            assign(tensor, copy)
+
+        if self._values or self._tensors:
+            device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
+            states = join(self._values, self._tensors, device)
+            # An extra state may be a tensor itself.
+            for name, tensor in self._tensors.items():
+                if name.rpartition(".")[2] == EXTRA and name not in states:
+                    states[name] = tensor.clone()
+            set_extra_states(self._model, states)
+        for module, training in zip(self._modules, self._modes, strict=True):
+            module.training = training

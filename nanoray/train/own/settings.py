@@ -1,0 +1,55 @@
+"""The configuration of a script that brings its own model. Imports no torch: the driver uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from nanoray.cli import Loaded
+from nanoray.config import Config, make_config
+from nanoray.errors import ConfigError
+
+# A script brings its own model and optimizer, so these keys do not follow a recipe.
+DEFAULTS = {
+    "name": "own",
+    "model": "own",
+    "micro_batch_size": 32,
+    "max_steps": 1000,
+    "schedule": "constant",
+    "warmup_steps": 0,
+    "grad_clip": 0.0,
+    "sample_tokens": 0,
+}
+
+
+def loaded_of(config: Mapping[str, Any] | Config) -> Loaded:
+    """Return a script's configuration, with the keys that it has set.
+
+    Besides those of nanoray's configuration they are dry_run and quiet. Raises ConfigError.
+    """
+    if isinstance(config, Config):
+        config = {key: getattr(config, key) for key in config.model_fields_set}
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"the configuration is a {type(config).__name__}; give a dict or a nanoray.Config, or "
+            "the run that nanoray.launch passes to your function"
+        )
+    keys = dict(config)
+    dry_run = bool(keys.pop("dry_run", False))
+    quiet = bool(keys.pop("quiet", False))
+    values = DEFAULTS | keys
+    if values["model"] != "own":
+        raise ConfigError(f"model = {values['model']}, but the script brings its own; drop the key")
+    # A global batch that was given alone decides the micro batch, not the default above.
+    if "global_batch_size" in keys and "micro_batch_size" not in keys:
+        values["micro_batch_size"] = 0
+    return Loaded(make_config(values), frozenset(keys), dry_run, quiet=quiet)
+
+
+def with_steps(loaded: Loaded, steps: int | None) -> Loaded:
+    """Return a configuration with this number of steps; None: with its own."""
+    if steps is None:
+        return loaded
+    values = loaded.config.model_dump() | {"max_steps": steps}
+    return replace(loaded, config=make_config(values))

@@ -1,0 +1,131 @@
+"""End a run whose script's data fail: all ranks after the same step, with a checkpoint.
+
+    rank 0   reads ─► forward, backward ─┐
+    rank 1   error ─► the newest batch ──┴─► vote ─► no update ─► checkpoint ─► the error, on all ranks
+
+A rank that cannot read takes part in the step with the newest batch that it has, so that no other rank
+waits for it. The vote travels beside the last forward and backward of the step. Nanoray's own data have
+none of this.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nanoray
+from nanoray.config import Batch
+from nanoray.data.own import Failure, OwnData
+from nanoray.errors import DataError, DataFailed
+from nanoray.mesh.mesh import Mesh, Vote
+from nanoray.mesh.rendezvous import Order
+
+# Frames of a traceback that are not the script's, and how a frame looks as text
+LIBRARIES = tuple(
+    f"{Path(file).resolve().parent}{os.sep}" for file in (nanoray.__file__, torch.__file__)
+)
+FRAME = re.compile(r'  File "(?P<file>.+)", line \d+, in .+\n(    .*\n)*')
+FRAMES = 8  # of the script's traceback, the innermost ones
+
+
+class Reading:
+    """Lets the ranks agree on whether a script's data could be read."""
+
+    def __init__(self, mesh: Mesh, data: OwnData, batch: Batch) -> None:
+        self._mesh = mesh
+        self._data = data
+        self._batch = batch
+        self._vote: Vote | None = None
+        self.has_failed = False  # on some rank
+
+    def begin(self, samples: int, rank: int) -> None:
+        """Read the first micro batch of this group. (all ranks)
+
+        Raises DataError on all ranks where a rank cannot read, or draws another order than others.
+        """
+        error: Exception | None = None
+        try:
+            self._data.train_batch(samples + rank * self._batch.micro, self._batch.micro)
+        except Exception as raised:
+            error = raised
+
+        # (all ranks) One rank's error ends all of them.
+        own = "" if error is None else _describe(error)
+        everyone = self._mesh.all_gather((own, self._data.fingerprint if error is None else 0))
+        for number, (text, _) in enumerate(everyone):
+            if text:
+                raise DataError(f"rank {number} cannot read its first batch: {text}") from error
+        if len({fingerprint for _, fingerprint in everyone}) > 1:
+            raise DataError(
+                "the sampler of the train data draws another order on each rank; let it draw from "
+                "torch's, numpy's or Python's global generator, which nanoray seeds, or give it a "
+                "seed of its own"
+            )
+        # From here on an error waits for the other ranks.
+        self._data.keeps_errors = True
+
+    @property
+    def windows_at_once(self) -> int:
+        """The most windows of an evaluation that are read together."""
+        return self._data.windows_at_once
+
+    def watch(self, micro_batches: Iterator[Any], end: int) -> Iterator[Any]:
+        """Yield a step's micro batches; start the vote with the last one. (all ranks)
+
+        `end`: the first sample after the step.
+        """
+        for micro, batch in enumerate(micro_batches):
+            if micro == self._batch.accum - 1:
+                failure = self._data.failure
+                failed = failure is not None and failure.sample < end
+                self._vote = self._mesh.start_vote(Order.STOP if failed else Order.GO_ON)
+            yield batch
+
+    def fails(self) -> bool:
+        """Return whether the step has a batch that a rank could not read. (all ranks)"""
+        assert self._vote
+        self.has_failed = self._vote.result() is Order.STOP
+        return self.has_failed
+
+    def fails_in_evaluation(self) -> bool:
+        """Return whether a rank could not read a batch of an evaluation. (all ranks)"""
+        failure = self._data.failure
+        failed = failure is not None and failure.sample < 0
+        vote = self._mesh.start_vote(Order.STOP if failed else Order.GO_ON)
+        self.has_failed = vote.result() is Order.STOP
+        return self.has_failed
+
+    def raise_failure(self, step: int, saved: bool) -> None:
+        """Raise the error of the rank that could not read, on all ranks. (all ranks)"""
+        failure = self._data.failure
+        own = "" if failure is None else _describe(failure.error)
+        texts = self._mesh.all_gather(own)
+        rank = next(number for number, text in enumerate(texts) if text)
+        kept = f"the {step} steps before it are saved" if saved else "no step was lost"
+        raise DataFailed(
+            f"after step {step} rank {rank} could not read the script's data; {kept}: mend the "
+            f"data, and resume. {texts[rank]}"
+        ) from (failure.error if isinstance(failure, Failure) else None)
+
+
+def _describe(error: Exception) -> str:
+    """Return an error as one line, and the script's own lines of the traceback after it."""
+    first = (str(error).splitlines() or [""])[0]
+    if isinstance(error, DataError) and not first.startswith("Caught "):
+        return str(error)
+    text = "".join(traceback.format_exception(error))
+    line = f"{type(error).__name__}: {first}"
+    if first.startswith("Caught "):  # torch's text for what was raised in a worker process
+        line = text.rstrip().splitlines()[-1]
+
+    frames = []
+    for found in FRAME.finditer(text):
+        if not found["file"].startswith(LIBRARIES):
+            frames.append(found[0].rstrip())
+    return "\n".join([line, *frames[-FRAMES:]])

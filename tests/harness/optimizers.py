@@ -1,0 +1,314 @@
+"""Optimizers in the styles of those that people use with torch: short, and with the same kinds of
+state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class Styled(Optimizer):
+    """An optimizer whose step is a loop over parameters; `update` is that of one."""
+
+    defaults_of_class: dict[str, Any] = {}  # noqa: RUF012
+
+    def __init__(self, params: Any, lr: float = 0.01, **values: Any) -> None:
+        super().__init__(params, {"lr": lr} | self.defaults_of_class | values)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self.begin(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], group)
+
+    def begin(self, group: dict[str, Any]) -> None:
+        pass
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Lion(Styled):
+    """Its step is a Python int, as in most optimizers outside of torch."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(p)
+        state["step"] += 1
+        rate = group["lr"] / state["step"] ** 0.5
+        p.sub_(state["exp_avg"].mul(0.9).add(grad, alpha=0.1).sign_(), alpha=rate)
+        state["exp_avg"].mul_(0.99).add_(grad, alpha=0.01)
+
+
+class Adan(Styled):
+    """The step is the group's, as in apex; the state has the gradient before."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["step"] = group.get("step", 0) + 1
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        if not state:
+            state["exp_avg"] = torch.zeros_like(p)
+            state["neg_pre_grad"] = grad.clone().neg_()
+        difference = state["neg_pre_grad"].add_(grad)
+        state["exp_avg"].mul_(0.9).add_(grad + difference, alpha=0.1)
+        p.sub_(state["exp_avg"], alpha=group["lr"] / (1 - 0.9 ** group["step"]))
+        state["neg_pre_grad"].copy_(grad).neg_()
+
+
+class Sophia(Styled):
+    """A curvature is estimated in every third step only."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(p)
+            state["hessian"] = torch.zeros_like(p)
+        if state["step"] % 3 == 0:
+            state["hessian"].mul_(0.9).add_(grad * grad, alpha=0.1)
+        state["step"] += 1
+        state["exp_avg"].mul_(0.9).add_(grad, alpha=0.1)
+        ratio = (state["exp_avg"] / (state["hessian"] + 1e-3)).clamp_(-1, 1)
+        p.sub_(ratio, alpha=group["lr"])
+
+
+class Shampoo(Styled):
+    """Matrices of other shapes than the parameter's, one for each dimension, in a list."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        if not state:
+            state["step"] = 0
+            state["GG"] = [0.1 * torch.eye(size) for size in p.shape]
+            state["Q"] = [None for _ in p.shape]
+        state["step"] += 1
+        for dim, size in enumerate(p.shape):
+            flat = grad.transpose(0, dim).reshape(size, -1)
+            state["GG"][dim].add_(flat @ flat.T)
+            if state["step"] % 2 == 1:
+                values, vectors = torch.linalg.eigh(state["GG"][dim])
+                state["Q"][dim] = vectors @ torch.diag(values**-0.25) @ vectors.T
+            flat = state["Q"][dim] @ grad.transpose(0, dim).reshape(size, -1)
+            grad = flat.view(grad.transpose(0, dim).shape).transpose(0, dim)
+        p.sub_(grad, alpha=group["lr"])
+
+
+class ScheduleFree(Styled):
+    """The weights that are trained are not those that are evaluated."""
+
+    defaults_of_class = {"k": 0, "weight_sum": 0.0, "train_mode": False}  # noqa: RUF012
+
+    def begin(self, group: dict[str, Any]) -> None:
+        if not group["train_mode"]:
+            raise RuntimeError("not in train mode; call optimizer.train()")
+        group["k"] += 1
+        group["weight_sum"] += group["lr"] ** 2
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        if "z" not in state:
+            state["z"] = p.clone()
+        share = group["lr"] ** 2 / group["weight_sum"]
+        p.lerp_(state["z"], share)
+        p.sub_(grad, alpha=group["lr"] * (1 - 0.9 * (1 - share)))
+        state["z"].sub_(grad, alpha=group["lr"])
+
+    def train(self) -> None:
+        self._switch(True, 0.1)
+
+    def eval(self) -> None:
+        self._switch(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def _switch(self, mode: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] == mode:
+                continue
+            group["train_mode"] = mode
+            for p in group["params"]:
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], weight)
+
+
+class Prodigy(Styled):
+    """It adapts its rate by a sum over all parameters, kept in the group; d can be infinite."""
+
+    defaults_of_class = {"d": 1e-3, "d_max": float("inf"), "d_numerator": 0.0}  # noqa: RUF012
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            numerator = 0.0
+            denominator = 1e-8
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["p0"] = p.clone()
+                    state["s"] = torch.zeros_like(p)
+                state["s"].add_(p.grad, alpha=group["d"])
+                numerator += torch.dot(p.grad.flatten(), (state["p0"] - p).flatten()).item()
+                denominator += state["s"].abs().sum().item()
+            group["d_numerator"] += group["d"] * numerator
+            group["d"] = min(max(group["d"], group["d_numerator"] / denominator), group["d_max"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["d"] * group["lr"])
+
+
+class Lars(Styled):
+    """A rate for each parameter, by the norms of weights and gradient."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        if not state:
+            state["mu"] = torch.zeros_like(p)
+        ratio = (p.norm() / (grad.norm() + 1e-8)).clamp(max=10)
+        state["mu"].mul_(0.9).add_(grad * ratio)
+        p.sub_(state["mu"], alpha=group["lr"])
+
+
+class EightBit(Styled):
+    """Moments in 8 bits, with a scale for each block; small parameters keep 32."""
+
+    defaults_of_class = {"least": 4096, "block": 256}  # noqa: RUF012
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        if p.numel() < group["least"]:
+            if not state:
+                state["state1"] = torch.zeros_like(p)
+            state["state1"].mul_(0.9).add_(grad, alpha=0.1)
+            p.sub_(state["state1"], alpha=group["lr"])
+            return
+        blocks = p.numel() // group["block"]
+        if not state:
+            state["state1"] = torch.full((blocks, group["block"]), 127, dtype=torch.uint8)
+            state["absmax1"] = torch.ones(blocks, 1)
+        moment = (state["state1"].float() - 127) / 127 * state["absmax1"]
+        moment = moment.mul_(0.9).add_(grad.view_as(moment), alpha=0.1)
+        state["absmax1"] = moment.abs().amax(1, keepdim=True).clamp_min(1e-8)
+        state["state1"] = (moment / state["absmax1"] * 127 + 127).round().to(torch.uint8)
+        p.sub_(moment.view_as(p), alpha=group["lr"])
+
+
+class Mixed(Styled):
+    """Every kind of value that a state may have, for a parameter, the optimizer and a group."""
+
+    defaults_of_class = {"betas": (0.9, 0.99), "t": 0}  # noqa: RUF012
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        everywhere = self.state["global"]
+        everywhere["history"] = (*everywhere.get("history", ()), len(everywhere))
+        everywhere["least"] = {3: float("-inf"), "mean": torch.tensor(0.5, dtype=torch.float64)}
+        super().step()
+        for group in self.param_groups:
+            group["t"] += 1
+            group["betas"] = (0.9, 1 - 0.1 ** group["t"])
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        if not state:
+            state.update({"flag": True, "name": "first", "nothing": None, "rate": 1.0})
+            state["a.dotted:key/50%"] = torch.zeros(2, dtype=torch.int32)
+            state["nested"] = {"deep": [torch.zeros_like(p), (1, [2.5])]}
+        state["flag"] = not state["flag"]
+        state["name"] += "."
+        state["rate"] *= 1.01
+        state["a.dotted:key/50%"] += 1
+        moment = state["nested"]["deep"][0]
+        moment.mul_(group["betas"][0]).add_(grad)
+        rate = state["rate"] * len(state["name"]) * (1 if state["flag"] else 2)
+        p.sub_(moment, alpha=1e-3 * rate * float(state["a.dotted:key/50%"].sum()))
+
+
+class Lookahead(Optimizer):
+    """A wrapper: slow weights follow those of another optimizer in every fifth step."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        self.count = 0
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.count += 1
+        if self.count % 5:
+            return
+        params = [p for group in self.param_groups for p in group["params"]]
+        for slow, p in zip(self.slow, params, strict=True):
+            slow.lerp_(p, 0.5)
+            p.copy_(slow)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.inner.state_dict(), "slow": self.slow, "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+        self.slow = [tensor.clone() for tensor in state_dict["slow"]]
+        self.count = state_dict["count"]
+
+
+class Forgetful(Styled):
+    """Its count is no part of its state_dict."""
+
+    count = 0
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.count += 1
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        p.sub_(grad, alpha=group["lr"] / self.count)
+
+
+class Strange(Styled):
+    """It keeps an object of its own."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        state["window"] = range(3)
+
+
+class Wide(Styled):
+    """Its moments have a type that safetensors lacks."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        state["moment"] = grad.to(torch.complex128)
+
+
+class Complex(Styled):
+    """Its moments are complex, and of the whole parameter."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        state["spectrum"] = torch.fft.fft(grad)
+
+
+class Sam(Styled):
+    """It computes gradients twice, so it needs a closure, but its signature does not say so."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        assert closure is not None, "sharpness aware minimization requires a closure"
+
+
+class Rateless(Styled):
+    """It has no learning rate, and another argument without a default."""
+
+    def __init__(self, params: Iterable[Any], budget: int) -> None:
+        Optimizer.__init__(self, params, {"budget": budget})
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        p.sub_(grad.sign(), alpha=1 / group["budget"])
+
+
+class Noisy(Styled):
+    """It adds noise to each update, as Langevin dynamics does."""
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        p.sub_(grad + 0.1 * torch.randn_like(p), alpha=group["lr"])

@@ -1,0 +1,125 @@
+"""Parameters that no rank has a gradient of, with what else a step may have: recovery, clipping,
+compression, optimizers.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoray.checkpoint.find import newest_valid
+from nanoray.train.own.program import Program
+from tests.harness.elastic import run_elastic
+from tests.harness.zoo import BY_NAME
+from tests.harness.zoo_ranks import Case, open_case, run_cases, train_case
+from tests.ranks.test_zoo import alone, wrong
+
+BRANCH = "sometimes a branch"
+
+
+def steps_of(optimizer_state: dict[str, Any]) -> dict[str, int]:
+    """Return the number of updates of each parameter, as AdamW counts them."""
+    steps = {}
+    for name, value in optimizer_state.items():
+        key, _, parameter = name.partition(".")
+        if key == "step":
+            steps[parameter] = int(value)
+    return steps
+
+
+def expected_steps(exhibit: str) -> dict[str, int]:
+    model, optimizer = alone(exhibit, "adamw")
+    names = {p: name for name, p in model.named_parameters()}
+    return {names[p]: int(state["step"]) for p, state in optimizer.state.items()}
+
+
+# What a step may have besides. Weights must equal those of plain torch.
+EXACT: list[Case] = [
+    *(Case(BRANCH, mode, "adamw", settings={"grad_clip": 0.2}) for mode in ("zero1", "fsdp")),
+    *(Case(BRANCH, mode, "adamw foreach") for mode in ("ddp", "zero2")),
+    *(Case(BRANCH, mode, "sgd", stops=(6,)) for mode in ("ddp_by_hand", "zero1", "fsdp")),
+    Case(BRANCH, "ddp", settings={"allreduce": "ring"}),
+    Case(BRANCH, "fsdp", settings={"fsdp_reshard": "grad_op"}),
+    Case("layers left out", "fsdp", settings={"fsdp_reshard": "grad_op"}, stops=(5,)),
+]
+# Gradients are rounded, so weights are only near; but the same parameters rest in the same steps.
+ROUNDED: list[Case] = [
+    Case(BRANCH, mode, settings={"grad_compress": kind})
+    for mode, kind in (("ddp", "int8"), ("ddp_by_hand", "powersgd"), ("ddp_by_hand", "bf16"))
+]
+
+
+def test_what_else_a_step_has_does_not_move_a_parameter_that_rests(tmp_path: Path) -> None:
+    cases = EXACT + ROUNDED
+    found = run_cases(cases, 2, tmp_path)
+    exact = len(EXACT)
+    lines = wrong(cases[:exact], found[:exact])
+    assert not lines, "\n".join(lines)
+
+    expected = expected_steps(BRANCH)
+    assert expected["extra.weight"] < expected["head.weight"] == 12, "the branch rests at times"
+    for case, of_case in zip(ROUNDED, found[exact:], strict=True):
+        assert not of_case.errors, (case, of_case.errors)
+        assert steps_of(of_case.optimizer) == expected, case
+
+
+@pytest.mark.parametrize(
+    ("mode", "world"),
+    [
+        ("zero1", 3),
+        pytest.param("ddp", 2, marks=pytest.mark.full),
+        pytest.param("ddp_by_hand", 2, marks=pytest.mark.full),
+        pytest.param("zero2", 2, marks=pytest.mark.full),
+        ("fsdp", 2),
+    ],
+)
+def test_a_rank_is_lost_in_a_step_that_leaves_gradients_absent(
+    tmp_path: Path, mode: str, world: int
+) -> None:
+    """Before the bytes are exchanged, before the norm, and after it, when the others finish the
+    step; no state of an optimizer comes into being that one process would not have.
+    """
+    places = ["exchange_absent", "committed", "backward"]
+    if mode in ("zero1", "zero2"):
+        places.append("exchange_weights")
+    plan = ";".join(
+        f"kill@rank={i % world},step={2 + 3 * i},phase={place}" for i, place in enumerate(places)
+    )
+    case = Case(BRANCH, mode, settings={"faults": plan, "checkpoint_every": 0, "grad_clip": 0.2})
+    spec = open_case(tmp_path, case)
+    program = Program(partial(train_case, case=case), frozenset(case.settings))
+    outcome = run_elastic(spec, world, train=program)
+    assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
+    assert len(outcome.left) == len(places), outcome.left
+
+    newest, _ = newest_valid(spec.checkpoints)
+    assert newest is not None
+    model, _ = alone(BRANCH, "adamw", 0.2)
+    for name, tensor in model.state_dict().items():
+        assert newest.state.model[name] == pytest.approx(tensor, abs=BY_NAME[BRANCH].tolerance)
+    assert steps_of(newest.state.optimizer) == expected_steps(BRANCH)
+
+
+def test_a_state_that_a_rollback_leaves_behind_is_forgotten() -> None:
+    """A parameter without state in the checkpoint has none afterwards."""
+    from nanoray.mesh.pieces import whole_shards
+    from nanoray.state.train_state import load_optimizer_tensors, optimizer_tensors
+
+    model = BY_NAME[BRANCH].model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs, targets = BY_NAME[BRANCH].batch(0, 3)  # none of them is marked
+    BY_NAME[BRANCH].loss_of(model, inputs, targets).backward()
+    optimizer.step()
+    saved = {k: v.clone() for k, v in optimizer_tensors(optimizer, whole_shards(model)).items()}
+
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    load_optimizer_tensors(optimizer, whole_shards(model), saved)
+    after = optimizer_tensors(optimizer, whole_shards(model))
+    assert after.keys() == saved.keys()
+    assert not [name for name in after if "extra" in name]

@@ -1,0 +1,293 @@
+"""Loaders of scripts: each trains what plain torch trains in one process, at any number of ranks, and
+after a resume in the middle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from nanoray.data.epochs import Drawn
+from nanoray.data.loader import own_order
+from nanoray.train.own.engine import RuntimeEngine
+from nanoray.train.own.run import Run
+from tests.harness.in_turn import Turn, run_in_turn
+from tests.harness.ranks import series
+from tests.ranks.test_own import network, open_own, points
+
+SEED = 1337
+COUNT = 25  # an odd number: batches of 2 leave one of 1
+PER_STEP = 6  # batches of 2 in a step, whatever the number of ranks
+STEPS = 7  # 42 batches: three epochs of 13
+DATA = points(COUNT, 1)
+Batch = tuple[Tensor, Tensor]
+
+
+class Noisy(Dataset[Any]):
+    """Augments at random, from all three generators."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, i: int) -> Any:
+        x, y = DATA[i]
+        return x + 0.1 * torch.randn(3) + np.random.rand() + random.random(), y
+
+
+class Named(Dataset[Any]):
+    """Items are dicts, as those of Hugging Face."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, i: int) -> Any:
+        x, y = DATA[i]
+        return {"x": x, "y": y}
+
+
+class Stored(Dataset[Any]):
+    """Each item is a batch already."""
+
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, i: int) -> Any:
+        return DATA[2 * i : 2 * i + 2]
+
+
+class Buckets:
+    """A batch_sampler with batches of 1, 2 and 1 samples."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(COUNT).tolist()
+        while order:
+            for size in (2, 1, 1):
+                if order:
+                    yield [order.pop() for _ in range(min(size, len(order)))]
+
+
+class Listed:
+    """An iterable whose epochs have different lengths, an empty batch, and a short one at the end."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        # Two passes begin with a read of the first batch alone.
+        first = 2 * (torch.randint(0, 3, ()).item())
+        for i in range(int(first), COUNT, 2):
+            yield DATA[i : i + 2]
+            if i == 4:
+                yield DATA[0:0]
+
+
+class Padded:
+    """Validation batches of different lengths, and one of fewer samples."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        x, y = DATA.tensors
+        yield x[:6].view(2, 3, 3), y[:6].view(2, 3, 1)
+        yield x[6:16].view(2, 5, 3), y[6:16].view(2, 5, 1)
+        yield x[16:20].view(1, 4, 3), y[16:20].view(1, 4, 1)
+
+
+class Streamed(IterableDataset[Any]):
+    """A stream of samples, shared by the workers of a loader."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for i in range(first, COUNT, step):
+            yield DATA[i]
+
+
+class WithNames(nn.Module):
+    """A model that takes its arguments by name and returns an object with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return SimpleNamespace(loss=nn.functional.mse_loss(self.layers(x), y))
+
+
+def drawn(sampler: Any) -> Callable[[int], Iterator[Batch]]:
+    """Batches of 2 of what a sampler draws with nanoray's seed of the epoch."""
+    draw = Drawn(sampler, SEED)
+    return lambda epoch: iter(DataLoader(DATA, batch_size=2, sampler=draw(epoch)))
+
+
+def plain(loader: Any) -> Callable[[int], Iterator[Batch]]:
+    """The batches of a loader whose order is always the same."""
+    return lambda epoch: iter(loader)
+
+
+def shuffled(epoch: int) -> Iterator[Batch]:
+    order = own_order(COUNT, SEED).order(epoch).tolist()
+    return iter(DataLoader(DATA, batch_size=2, sampler=order))
+
+
+class Case(NamedTuple):
+    """A row: what a script gives, and the batches of an epoch in plain torch (None: see the test)."""
+
+    data: Callable[[], Any]
+    right: Callable[[int], Iterator[Batch]] | None
+    named: bool = False
+
+
+def weighted() -> WeightedRandomSampler:
+    return WeightedRandomSampler(torch.arange(1.0, COUNT + 1).tolist(), 15)
+
+
+def seeded() -> RandomSampler:
+    return RandomSampler(DATA, generator=torch.Generator().manual_seed(3))
+
+
+def distributed() -> DistributedSampler[Any]:
+    return DistributedSampler(DATA, num_replicas=2, rank=1, seed=4)
+
+
+def alone_of(sampler: DistributedSampler[Any]) -> Callable[[int], Iterator[Batch]]:
+    """What two processes of plain torch read together: the order of one."""
+    one = DistributedSampler(DATA, num_replicas=1, rank=0, seed=sampler.seed)
+
+    def batches(epoch: int) -> Iterator[Batch]:
+        one.set_epoch(epoch)
+        return iter(DataLoader(DATA, batch_size=2, sampler=one))
+
+    return batches
+
+
+two = partial(DataLoader, batch_size=2)
+fork = partial(two, multiprocessing_context="fork")  # the fastest to start
+halves = ConcatDataset([Subset(DATA, range(10)), Subset(DATA, range(10, COUNT))])
+TABLE = {
+    "in order": Case(lambda: two(DATA), plain(two(DATA))),
+    "shuffled": Case(lambda: two(DATA, shuffle=True), shuffled),
+    "drop_last": Case(lambda: two(DATA, drop_last=True), plain(two(DATA, drop_last=True))),
+    "workers": Case(lambda: two(DATA, shuffle=True, num_workers=2, prefetch_factor=3), shuffled),
+    "subset and concat": Case(lambda: two(halves), plain(two(DATA))),
+    "weighted": Case(lambda: two(DATA, sampler=weighted()), drawn(weighted())),
+    "subset sampler": Case(
+        lambda: two(DATA, sampler=SubsetRandomSampler(range(0, COUNT, 3))),
+        drawn(SubsetRandomSampler(range(0, COUNT, 3))),
+    ),
+    "a generator": Case(lambda: two(DATA, sampler=seeded()), drawn(seeded())),
+    "a list as sampler": Case(lambda: two(DATA, sampler=[3, 1, 2]), drawn([3, 1, 2])),
+    "distributed": Case(lambda: two(DATA, sampler=distributed()), alone_of(distributed())),
+    "batches of an iterable": Case(lambda: two(Streamed()), plain(two(DATA))),
+    "dicts": Case(lambda: two(Named()), plain(two(DATA)), named=True),
+    "batch_size None": Case(lambda: DataLoader(Stored(), batch_size=None), plain(two(DATA))),
+    "a batch_sampler": Case(lambda: DataLoader(DATA, batch_sampler=Buckets()), None),
+    "an iterable": Case(Listed, None),
+    "workers of a stream": Case(lambda: fork(Streamed(), num_workers=2), None),
+    "augmented": Case(lambda: two(Noisy(), shuffle=True), None),
+    "augmented by workers": Case(lambda: fork(Noisy(), shuffle=True, num_workers=1), None),
+    "augmented, alone": Case(Noisy, None),
+}
+
+
+def train_on(run: Run, name: str) -> None:
+    case = TABLE[name]
+    model: nn.Module = WithNames() if case.named else network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine = RuntimeEngine(model, optimizer, run, None if case.named else nn.functional.mse_loss)
+    val_data: Any = DATA
+    if name == "workers":
+        val_data = two(DATA, num_workers=1)
+    if case.named:
+        val_data = two(Named())
+    elif name == "an iterable":
+        val_data = Padded()
+    engine.fit(case.data(), val_data, STEPS)
+
+
+def right_losses(case: Case) -> dict[int, float]:
+    """Train on the batches of plain torch, each step on the samples of PER_STEP batches."""
+    assert case.right
+    torch.manual_seed(SEED)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batches = itertools.chain.from_iterable(map(case.right, itertools.count()))
+    losses = {}
+    for step in range(STEPS):
+        parts = list(itertools.islice(batches, PER_STEP))
+        x = torch.cat([part[0] for part in parts])
+        y = torch.cat([part[1] for part in parts])
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses[step + 1] = loss.item()
+    return losses
+
+
+def losses_of(
+    names: Collection[str], folder: Path, world: int, stop: int
+) -> dict[str, dict[int, float]]:
+    """Train on these loaders of the table, and return the losses."""
+    settings = {"global_batch_size": 2 * PER_STEP, "eval_every": STEPS, "max_steps": STEPS}
+    turns = []
+    for name in names:
+        spec = open_own(folder / name.replace(" ", "_"), **settings)
+        turns.append(Turn(spec, partial(train_on, name=name), frozenset(), stop))
+    outcomes = run_in_turn(turns, world)
+    for name, of_ranks in zip(names, outcomes, strict=True):
+        assert not [rank for rank in of_ranks if "error" in rank], (name, of_ranks)
+        assert {rank["step"] for rank in of_ranks} == {STEPS}
+    losses = {}
+    for name, turn in zip(names, turns, strict=True):
+        losses[name] = series(turn.spec)
+        losses[f"{name}: validation"] = series(turn.spec, "val/loss")
+        assert [*losses[f"{name}: validation"]] == [STEPS]
+    return losses
+
+
+ALONE = [name for name, case in TABLE.items() if case.right is None]
+
+
+def check(found: dict[str, dict[int, float]], alone: dict[str, dict[int, float]]) -> None:
+    """Compare losses with those of plain torch, or of one unbroken rank."""
+    for name, case in TABLE.items():
+        right = right_losses(case) if case.right else alone[name]
+        assert found[name] == pytest.approx(right, abs=1e-5), name
+        assert len(right) == STEPS
+    for name in ALONE:
+        validation = f"{name}: validation"
+        assert found[validation] == pytest.approx(alone[validation], abs=1e-5), name
+
+
+def test_every_loader_trains_what_plain_torch_does(tmp_path: Path) -> None:
+    """On two ranks, with a resume in the middle of an epoch."""
+    alone = losses_of(ALONE, tmp_path / "alone", 1, stop=0)
+    assert alone["augmented by workers"] == alone["augmented"], "to the bit"
+    check(losses_of(TABLE, tmp_path / "two", 2, stop=4), alone)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 3])
+def test_it_does_so_on_other_numbers_of_ranks(tmp_path: Path, world: int) -> None:
+    alone = losses_of(ALONE, tmp_path / "alone", 1, stop=0)
+    check(losses_of(TABLE, tmp_path / "others", world, stop=5), alone)

@@ -1,0 +1,257 @@
+"""A script's data that fail: before the first step in one line, later with the steps before saved."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from nanoray.checkpoint.find import newest_valid
+from nanoray.errors import DataFailed
+from nanoray.train.own.engine import RuntimeEngine
+from nanoray.train.own.run import Run
+from tests.harness.in_turn import Turn, run_in_turn
+from tests.ranks.test_own import network, open_own, points
+
+DATA = points(48, 1)  # an epoch is four steps of 12 samples
+STEPS = 6
+
+
+class Broken(Dataset[Any]):
+    """Fails for one item, which shuffle=False reads in step 4."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, i: int) -> Any:
+        if i == 45 and self.how == "raises":
+            raise KeyError("no such image")
+        if i == 45 and self.how == "dies" and get_worker_info():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if i == 45 and self.how == "lies":
+            raise IndexError("out of range")
+        if i == 45 and self.how == "other shape":
+            return torch.zeros(4), torch.zeros(1)
+        if self.how == "at once":
+            raise OSError(5, "the disk")
+        return DATA[i]
+
+
+class BrokenLater(Dataset[Any]):
+    """Validation data that fail in the second evaluation, after step 4."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> Any:
+        self.reads += 1
+        if self.reads > 9:  # 3 in the trial, and 6 of each evaluation
+            raise ValueError("validation is gone")
+        return DATA[i]
+
+
+class Stream:
+    """Batches of 3 of which the one with number 13, in step 4, is not like the others."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def __iter__(self) -> Iterator[Any]:
+        for k in range(16):
+            x, y = DATA[3 * k : 3 * k + 3]
+            if k == 13 and self.how == "raises":
+                raise ConnectionError("the bucket is gone")
+            if k == 13 and self.how == "triple":
+                yield x, y, y
+            elif k == 13 and self.how == "large":
+                yield DATA[0:5]
+            else:
+                yield x, y
+
+
+class Once(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+class EachRank:
+    """A sampler that no seed reaches."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(os.urandom(8))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.sample(range(48), 48))
+
+
+class Case(NamedTuple):
+    """A row: the data, the beginning of the message, and the newest checkpoint's step."""
+
+    data: Callable[[], Any]
+    text: str
+    step: int = 3
+    val_data: Callable[[], Any] = lambda: None
+    error: str = "DataFailed"
+
+
+three = partial(DataLoader, batch_size=3)
+worker = {"num_workers": 1, "multiprocessing_context": "fork"}  # the fastest to start
+STARTED = {
+    "an item": Case(
+        lambda: three(Broken("raises")),
+        "after step 3 rank 1 could not read the script's data; the 3 steps before it are saved: mend "
+        "the data, and resume. KeyError: 'no such image'\n  File",
+    ),
+    "an item of a worker": Case(
+        lambda: three(Broken("raises"), **worker), "after step 3 rank 1 could not read the scr"
+    ),
+    "a worker": Case(
+        lambda: three(Broken("dies"), **worker), "after step 3 rank 1 could not read the scr"
+    ),
+    "a len that lies": Case(
+        lambda: three(Broken("lies")),
+        "after step 3 rank 1 could not read the script's data; the 3 steps before it are saved: mend "
+        "the data, and resume. the dataset has len() = 48, but [45] raises IndexError",
+    ),
+    "a len that lies to a worker": Case(
+        lambda: three(Broken("lies"), **worker),
+        "after step 3 rank 1 could not read the script's data; the 3 steps before it are saved: mend "
+        "the data, and resume. nanoray.errors.DataError: the dataset has len() = 48, but [45] raises",
+    ),
+    "another shape": Case(
+        lambda: three(Broken("other shape")), "after step 3 rank 1 could not read the script's data"
+    ),
+    "a stream": Case(lambda: Stream("raises"), "after step 3 rank 0 could not read the script's d"),
+    "three parts": Case(lambda: Stream("triple"), "after step 3 rank 0 could not read the script"),
+    "a large batch": Case(lambda: Stream("large"), "after step 3 rank 0 could not read the script"),
+    "validation": Case(
+        lambda: three(DATA), "after step 4 rank 0 could not read the scr", 4, BrokenLater
+    ),
+}
+refused = partial(Case, step=0, error="DataError")
+REFUSED = {
+    "the first item": refused(
+        lambda: three(Broken("at once")),
+        "reading the train data failed in the trial before step 1: OSError: [Errno 5] the disk; mend",
+        error="ConfigError",
+    ),
+    "validation at once": refused(
+        lambda: three(DATA),
+        "reading the validation data failed in the trial before step 1: OSError: [Errno 5] the di",
+        error="ConfigError",
+        val_data=lambda: Broken("at once"),
+    ),
+    "a sampler": refused(
+        lambda: three(DATA, sampler=EachRank()),
+        "the sampler of the train data draws another order on each rank; let it draw from",
+    ),
+    "drop_last leaves none": refused(
+        lambda: DataLoader(points(2, 1), batch_size=3, drop_last=True),
+        "epoch 0 of the data has no batch: drop_last leaves out 2 samples, fewer than batch_size 3",
+    ),
+    "an empty sampler": refused(
+        lambda: three(DATA, sampler=[]),
+        "epoch 0 of the data has no batch: the sampler draws no item",
+    ),
+    "no order": refused(
+        lambda: three(DATA, **worker, in_order=False),
+        "the DataLoader of the train data has in_",
+    ),
+    "an empty stream": refused(
+        lambda: three(Once()), "the train data yield no batch", error="ConfigError"
+    ),
+    "a batch_size that does not divide": refused(
+        lambda: DataLoader(DATA, batch_size=5),
+        "global_batch_size = 12 is not a multiple of micro_batch_size*ranks = 5*2 = 10; try global_b",
+        error="ConfigError",
+    ),
+    "another micro_batch_size": refused(
+        lambda: DataLoader(DATA, batch_size=2),
+        "micro_batch_size = 3, but the train data come in batches of 2 samples, and each is one rank",
+        error="ConfigError",
+    ),
+}
+TABLE = STARTED | REFUSED
+
+
+def train_on(run: Run, name: str) -> None:
+    case = TABLE[name]
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss)
+    engine.fit(case.data(), case.val_data(), STEPS)
+
+
+def test_data_that_fail_cost_no_step_and_say_why(tmp_path: Path) -> None:
+    """All ranks end alike, and what was trained is saved."""
+    turns = []
+    for name in TABLE:
+        settings: dict[str, Any] = {"global_batch_size": 12, "eval_every": 2, "max_steps": STEPS}
+        if name == "another micro_batch_size":
+            settings["micro_batch_size"] = 3
+        spec = open_own(tmp_path / name.replace(" ", "_"), **settings)
+        turns.append(Turn(spec, partial(train_on, name=name), frozenset(settings)))
+    outcomes = run_in_turn(turns, 2)
+
+    for (name, case), turn, of_ranks in zip(TABLE.items(), turns, outcomes, strict=True):
+        for outcome in of_ranks:
+            assert outcome.get("error") == case.error, (name, outcome)
+        assert of_ranks[0]["message"].startswith(case.text), (name, of_ranks[0]["message"])
+        newest, _damaged = newest_valid(turn.spec.checkpoints)
+        saved = newest.state.meta["step"] if newest else 0
+        assert saved == case.step, name
+    for outcome in (outcomes[0][0], outcomes[1][0]):
+        assert "KeyError: 'no such image'\n  File" in outcome["message"]
+        assert 'raise KeyError("no such image")' in outcome["message"], "the user's own line"
+        assert outcome["message"].count("File") == 1, "and no other"
+    assert "a worker process of the DataLoader ended" in outcomes[2][0]["message"]
+    assert DataFailed.exit_code == 1
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_in_one_process_a_short_batch_is_a_step_as_in_plain_torch(
+    tmp_path: Path, resumed: bool
+) -> None:
+    """Without a global batch a step is one batch of the loader, to the bit."""
+    from tests.harness.ranks import series
+
+    data = points(20, 1)
+    torch.manual_seed(1337)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    right: list[float] = []
+    while len(right) < 8:
+        for x, y in DataLoader(data, batch_size=8):
+            loss = nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            right.append(loss.item())
+
+    spec = open_own(tmp_path, global_batch_size=0, micro_batch_size=32, max_steps=8, eval_every=0)
+    ((outcome,),) = run_in_turn([Turn(spec, one_loader, frozenset(), 5 if resumed else 0)], 1)
+    assert outcome["step"] == 8, outcome
+    assert [*series(spec).values()] == right[:8]
+
+
+def one_loader(run: Run) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss)
+    engine.fit(DataLoader(points(20, 1), batch_size=8), None, 8)

@@ -1,0 +1,214 @@
+"""Modules of the kinds that people train: in every mode and at any number of ranks as in plain torch.
+
+Each is trained to half of its steps, resumed to the end, and compared with one process.
+`python -m tests.ranks.test_zoo_public` writes the table of docs/own-models.md, which shows what these
+tests and those of the trial hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import open_run
+from nanoray.config import make_config
+from nanoray.data.dataset import own_data
+from nanoray.data.own import OwnData
+from nanoray.models.dropout import derive_seed, seed_generators
+from nanoray.train.own.engine import RuntimeEngine
+from nanoray.train.own.program import Program
+from nanoray.train.own.run import Run
+from nanoray.train.own.settings import DEFAULTS
+from tests.harness.lasting_ranks import LastingRanks
+from tests.harness.wrong_inputs import WRONG_DATA, WRONG_LOSSES, WRONG_MODELS
+from tests.harness.zoo_public import MODES, PUBLIC, Kind
+
+DOC = Path(__file__).resolve().parents[2] / "docs" / "own-models.md"
+BEGIN = "<!-- begin: python -m tests.ranks.test_zoo_public -->"
+END = "<!-- end -->"
+CPU = torch.device("cpu")
+BATCH = 12
+STEPS = 6
+SEED = 1337
+SETTINGS: dict[str, Any] = {
+    "global_batch_size": BATCH,
+    "micro_batch_size": 0,
+    "max_steps": STEPS,
+    "log_every": 3,
+    "hash_every": 1,
+    "eval_every": 0,
+    "checkpoint_every": 0,
+    "tensorboard": False,
+    "precision": "fp32",
+    "timeout_s": 20,
+    "init_timeout_s": 20,
+}
+BY_NAME = {exhibit.name: exhibit for exhibit in PUBLIC}
+
+
+def train(run: Run, name: str) -> None:
+    exhibit = BY_NAME[name]
+    model = exhibit.model()
+    engine = RuntimeEngine(model, exhibit.optimizers(model), run, exhibit.loss)
+    engine.fit(exhibit.dataset())
+
+
+def put_buffers(model: nn.Module, values: list[Tensor]) -> None:
+    for buffer, value in zip(model.buffers(), values, strict=True):
+        buffer.data.copy_(value)
+
+
+@cache
+def alone(name: str, pieces: int) -> dict[str, Tensor]:
+    """Train in this process, with plain torch; return the weights and buffers.
+
+    A step's batch is computed in so many pieces, whose gradients are averaged: what a rank draws,
+    normalises or compares is its own piece. As under torch's DDP, each piece begins with the same
+    buffers, and those of the first one are kept.
+    """
+    exhibit = BY_NAME[name]
+    model = exhibit.model()
+    optimizers = exhibit.optimizers(model)
+    data = OwnData(exhibit.dataset(), None, SEED, BATCH, CPU)
+    size = BATCH // pieces
+    for step in range(STEPS):
+        model.zero_grad()
+        begin = [buffer.clone() for buffer in model.buffers()]
+        of_first: list[Tensor] = []
+        for piece in range(pieces):
+            put_buffers(model, begin)
+            inputs, targets = data.train_batch(step * BATCH + piece * size, size)
+            seed_generators(derive_seed(SEED, step, 0, piece), CPU)
+            with torch.compiler.set_stance("force_eager"):
+                loss = exhibit.loss_of(model, inputs, targets)
+            (loss / pieces).backward()
+            of_first = of_first or [buffer.clone() for buffer in model.buffers()]
+        put_buffers(model, of_first)
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def trained(ranks: LastingRanks, world: int, kind: Kind, mode: str, folder: Path) -> list[str]:
+    """Train half of the steps, resume, and compare; return what is wrong."""
+    for stop_at in (STEPS // 2, 0):
+        resume = "none" if stop_at else "auto"
+        settings = {"dp_mode": mode, "stop_at": stop_at, "resume": resume, "out_dir": str(folder)}
+        spec = open_run(make_config(DEFAULTS | SETTINGS | settings), own_data(), 0.0)
+        outcomes = ranks.train(spec, Program(partial(train, name=kind.name), frozenset(settings)))
+        failed = [outcome for outcome in outcomes if "error" in outcome]
+        if mode in kind.refused:
+            return refusal_lines(kind.refused[mode], outcomes)
+        if failed:
+            return [f"{failed[0]['error']}: {failed[0]['message']}"]
+
+    newest, _ = newest_valid(spec.checkpoints)
+    assert newest is not None
+    ours = newest.state.model
+    expected = alone(kind.name, world if kind.apart else 1)
+    return [*differences(kind, ours, expected, world)]
+
+
+def refusal_lines(words: str, outcomes: list[dict[str, Any]]) -> list[str]:
+    """Return a line for each rank that did not refuse with these words."""
+    lines = []
+    for rank, outcome in enumerate(outcomes):
+        refused = outcome.get("error") in ("ConfigError", "DataError")
+        if not refused or words not in outcome["message"]:
+            lines.append(f"rank {rank} did not refuse with {words!r}: {outcome}")
+    return lines
+
+
+def differences(
+    kind: Kind, ours: dict[str, Tensor], expected: dict[str, Tensor], world: int
+) -> Iterator[str]:
+    """Yield a line for each tensor that is far from plain torch's, or missing."""
+    for name, theirs in expected.items():
+        # Running statistics are means over the ranks, and count no batches.
+        if name.endswith("num_batches_tracked") or ("running_" in name and world > 1):
+            continue
+        if name not in ours:
+            yield f"{name} is not in the checkpoint"
+            continue
+        far = (ours[name].double() - theirs.double()).abs().max().item()
+        if not far <= kind.tolerance:
+            yield f"{name} is {far:.1e} away"
+
+
+def wrong_kinds(kinds: list[Kind], world: int, modes: Sequence[str], folder: Path) -> list[str]:
+    """Train kinds in some modes, in one group of ranks; return what is wrong."""
+    lines = []
+    with LastingRanks(world) as ranks:
+        for number, kind in enumerate(kinds):
+            for mode in modes:
+                found = trained(ranks, world, kind, mode, folder / f"{number}-{mode}")
+                lines += [f"{kind.name}, {mode}, {world} ranks: {line}" for line in found]
+    return lines
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_kinds_of_modules_train_and_resume_as_in_plain_torch(tmp_path: Path, world: int) -> None:
+    everyday = [kind for kind in PUBLIC if kind.everyday]
+    modes = MODES if world > 1 else MODES[:1]
+    lines = wrong_kinds(everyday, world, modes, tmp_path)
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_all_kinds_do_so(tmp_path: Path, world: int, mode: str) -> None:
+    if world == 1 and mode != "ddp":
+        pytest.skip("one rank shares nothing")
+    lines = wrong_kinds(PUBLIC, world, [mode], tmp_path)
+    assert not lines, "\n".join(lines)
+
+
+# --- the table in the docs ---
+
+
+def table() -> str:
+    """Return what happens to each kind of module, and the mistakes that are refused."""
+    lines = [
+        "| kind of module | ddp, ddp_by_hand, zero1, zero2 | fsdp | |",
+        "| --- | --- | --- | --- |",
+    ]
+    for kind in PUBLIC:
+        cells = [cell(kind, MODES[:-1]), cell(kind, MODES[-1:])]
+        lines.append(f"| {kind.name} | {cells[0]} | {cells[1]} | {kind.note} |")
+
+    lines += ["", "| refused before step 1 | |", "| --- | --- |"]
+    mistakes = {"model": WRONG_MODELS, "loss": WRONG_LOSSES, "data": WRONG_DATA}
+    for what, wrong in mistakes.items():
+        lines.append(f"| {what} | {'; '.join(wrong)} |")
+    return "\n".join(lines)
+
+
+def cell(kind: Kind, modes: tuple[str, ...]) -> str:
+    """Return whether these modes train a kind."""
+    refusing = [mode for mode in modes if mode in kind.refused]
+    if not refusing:
+        return "as plain torch"
+    if len(refusing) == len(modes):
+        return "refused"
+    return f"as plain torch; refused by {', '.join(refusing)}"
+
+
+def test_the_docs_show_this_table() -> None:
+    _, _, rest = DOC.read_text("utf-8").partition(f"{BEGIN}\n")
+    shown, _, _ = rest.partition(f"\n{END}")
+    assert shown == table(), "run python -m tests.ranks.test_zoo_public"
+
+
+if __name__ == "__main__":
+    text = DOC.read_text("utf-8")
+    before, _, rest = text.partition(f"{BEGIN}\n")
+    _, _, after = rest.partition(f"\n{END}")
+    DOC.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", "utf-8")

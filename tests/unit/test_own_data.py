@@ -1,0 +1,167 @@
+"""Samples of a script's data: their places in the run, the generators they draw from, and the worker
+processes that read them.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from nanoray.config import Batch
+from nanoray.data.epochs import Epochs
+from nanoray.data.own import Counted, NamedBatch, OwnData
+from nanoray.data.tokens import MicroBatches
+
+CPU = torch.device("cpu")
+
+
+def test_an_epoch_ends_where_torchs_loader_ends_it() -> None:
+    """Ten items in batches of four; the dataset alone has no batches."""
+    order = list("abcdefghij")
+    gaps = Epochs(lambda epoch: order, 10, batch=4)
+    assert [sample.item for sample in gaps.samples(8, 8)] == ["i", "j", "a", "b", "c", "d"]
+    assert [sample.number for sample in gaps.samples(8, 8)] == [8, 9, 12, 13, 14, 15]
+    assert gaps.may_have_gaps
+    dropped = Epochs(lambda epoch: order, 10, batch=4, drop_last=True)
+    assert "".join(sample.item for sample in dropped.samples(4, 8)) == "efghabcd"
+    assert not dropped.may_have_gaps
+    alone = Epochs(lambda epoch: order, 10)
+    assert "".join(sample.item for sample in alone.samples(8, 4)) == "ijab"
+
+
+def test_epochs_of_different_lengths_are_counted_from_the_first() -> None:
+    lengths = Epochs(lambda epoch: [epoch] * (epoch + 1), None, batch=2)
+    drawn = [sample.item for sample in lengths.samples(0, 12)]
+    assert drawn == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    assert [sample.item for sample in lengths.samples(2, 2)] == [1, 1], "and back"
+
+
+class Noisy(Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, i: int) -> Any:
+        return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()]), i
+
+
+def noise(workers: int, ranks: int) -> Tensor:
+    """Two epochs of the noise, in the order of the run."""
+    found = {}
+    for rank in range(ranks):
+        loader = DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=workers)
+        data = OwnData(loader, None, 7, 2, CPU, (rank, ranks))
+        batch = Batch(2, 6 // ranks, ranks)
+        data.divide(batch, rank)
+        batches = MicroBatches(data, batch, rank)
+        for step in range(2):
+            for micro, (x, _) in enumerate(batches.step(12 * step)):
+                found[step, micro * ranks + rank] = x
+        data.close()
+    return torch.cat([found[key] for key in sorted(found)])
+
+
+def test_augmentation_depends_on_the_sample_alone() -> None:
+    """Not on ranks and workers; no two samples draw the same, and the callers' generators stay."""
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    alone = noise(0, 1)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert random.getstate() == before[2]
+    assert len({*alone.flatten().tolist()}) == alone.numel() == 72
+    assert torch.equal(noise(0, 2), alone)
+    assert torch.equal(noise(2, 1), alone)
+    assert torch.equal(noise(1, 3), alone)
+
+
+def test_a_gap_is_a_sample_that_counts_as_none() -> None:
+    """Micro batches smaller than the loader's batches, as after a change of the number of ranks."""
+    loader = DataLoader(TensorDataset(torch.arange(5.0), torch.arange(5)), batch_size=4)
+    data = OwnData(loader, None, 0, 4, CPU)
+    data.divide(Batch(2, 4, 1), 0)
+    targets = [data.train_batch(first, 2)[1] for first in range(0, 8, 2)]
+    assert all(isinstance(target, Counted) for target in targets)
+    assert [target.samples for target in targets] == [2, 2, 1, 0]
+    assert targets[2].targets.tolist() == [4]
+
+
+def test_a_batch_is_not_the_loaders_own_memory() -> None:
+    """A model may change its inputs in place, and the first batch is read more than once."""
+    x = torch.ones(2, 3)
+    data = OwnData(Stored(x), None, 0, 2, CPU)
+    data.train_batch(0, 2)[0].zero_()
+    assert x.eq(1).all()
+
+
+class Stored:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __iter__(self) -> Any:
+        yield self.x, self.x
+
+
+def test_a_dict_is_both_inputs_and_targets() -> None:
+    items = [{"x": torch.tensor(float(i)), "label": i} for i in range(4)]
+    data = OwnData(items, items, 0, 2, CPU)
+    for x, y in (data.train_batch(0, 2), data.val_batch(data.val_windows(2))):
+        assert isinstance(x, NamedBatch)
+        assert x is y
+        assert x["x"].tolist() == x["label"].tolist()
+
+
+SCRIPT = """
+import os, time, torch
+from torch.utils.data import DataLoader
+from nanoray.data.own import OwnData
+
+class Pids(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return torch.tensor(os.getpid()), i
+
+if __name__ == "__main__":
+    loader = DataLoader(Pids(), batch_size=2, num_workers=2, multiprocessing_context="HOW")
+    data = OwnData(loader, None, 0, 2, torch.device("cpu"))
+    pids = [data.train_batch(first, 2)[0][0].item() for first in (0, 2)]
+    print(*pids, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", pytest.param("forkserver", marks=pytest.mark.full)])
+def test_workers_end_with_a_rank_that_is_killed(how: str, tmp_path: Path) -> None:
+    """With forkserver torch's own check does not see that the rank has ended."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("HOW", how))
+    rank = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert rank.stdout
+    pids = [int(pid) for pid in rank.stdout.readline().split()]
+    assert len({*pids}) == 2
+    rank.send_signal(signal.SIGKILL)
+    rank.wait()
+    rank.stdout.close()
+    deadline = time.monotonic() + 20
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a worker outlives its rank"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
