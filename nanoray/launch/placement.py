@@ -33,7 +33,13 @@ from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import Slots, cpu_share
 from nanoray.environment import environment, restored
 from nanoray.errors import PlacementError
-from nanoray.launch.ray_compat import available_per_node, has_tokens, prepared_processes
+from nanoray.launch.ray_compat import (
+    available_per_node,
+    has_tokens,
+    prepared_processes,
+    refuses_token,
+    token_of_this_user,
+)
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.worker import bound_devices
 
@@ -143,6 +149,7 @@ def _connect(address: str, options: dict[str, Any], temp: str | None, stop: Stop
     try:
         if temp is None:
             dial(address)
+            _require_token(address)
         # Ray's dashboard leaves temporary files behind, so its temporary folder is `temp`.
         variables = {"TMPDIR": temp} if temp else {}
         with environment(variables), _prepared_processes(), stop.at_once():
@@ -158,6 +165,31 @@ def _connect(address: str, options: dict[str, Any], temp: str | None, stop: Stop
             f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:300]}; check "
             "`ray status`, RAY_ADDRESS and RAY_AUTH_MODE, or use --ray_address local"
         ) from None
+
+
+def _require_token(address: str) -> None:
+    """Raise PlacementError if the cluster asks for a token, and this command sends no right one.
+
+    A local `ray.init()` leaves a token in ~/.ray/auth_token, and each later `ray start` of that user
+    asks for it.
+    """
+    if not has_tokens() or not refuses_token(address):
+        return
+    where = f"the Ray cluster at {address} asks for a token, and"
+    get_it = (
+        "copy ~/.ray/auth_token from the cluster's head, or set RAY_AUTH_TOKEN, and set "
+        "RAY_AUTH_MODE=token"
+    )
+    token = token_of_this_user()
+    if not token:
+        raise PlacementError(f"{where} this user has none; {get_it}")
+    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token":
+        raise PlacementError(
+            f"{where} RAY_AUTH_MODE = {os.environ.get('RAY_AUTH_MODE', '')!r} sends none; set "
+            "RAY_AUTH_MODE=token, and the token of this user is sent"
+        )
+    if refuses_token(address, token):
+        raise PlacementError(f"{where} that of this user is another one; {get_it}")
 
 
 def _init(address: str, options: dict[str, Any], temp: str | None) -> Any:
