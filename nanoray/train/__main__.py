@@ -37,6 +37,7 @@ from nanoray.mapped import restore_missing
 from nanoray.mesh.interfaces import require_interfaces
 from nanoray.mesh.launchers import place_of
 from nanoray.mesh.layout import Layout
+from nanoray.mesh.mesh import abandon_groups
 from nanoray.mesh.rendezvous import (
     Order,
     RankDevice,
@@ -86,8 +87,11 @@ def _run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None)
     ended = train_here(loaded, started, main)
     if ended is None:
         return 0
-    if ended.ranks > 1:
-        # The results are on disk. Shutting down gloo's threads can hang, so exit without it.
+    # The results are on disk. The end of Python would wait for gloo's threads, which can hang. A
+    # script may have more to do; a command has not.
+    if ended.ranks > 1 and main is not None:
+        abandon_groups()
+    elif ended.ranks > 1:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(ended.code)

@@ -617,7 +617,7 @@ def test_the_stages_with_ranks_run(tmp_path: Path, name: str) -> None:
 
 
 def test_a_model_of_ones_own_trains_under_torchrun(tmp_path: Path, forked: dict[str, str]) -> None:
-    """Under the real one."""
+    """Under the real one. The script goes on after its training, on every rank."""
     command = [
         sys.executable,
         "-m",
@@ -626,12 +626,19 @@ def test_a_model_of_ones_own_trains_under_torchrun(tmp_path: Path, forked: dict[
         "--nproc-per-node",
         "2",
     ]
-    script = str(EXAMPLES / "own_model.py")
+    source = (EXAMPLES / "own_model.py").read_text()
+    end = 'print("went on as rank", os.environ["RANK"], flush=True)'
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n" + source.replace("raise SystemExit(", "code = (") + f"    {end}\n"
+    )
     env = ONE_THREAD | forked
     done = subprocess.run(
-        [*command, script], cwd=tmp_path, capture_output=True, text=True, timeout=400, env=env
+        [*command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=400, env=env
     )
     assert done.returncode == 0, done.stderr
+    went_on = [line for line in done.stdout.splitlines() if line.startswith("went on")]
+    assert sorted(went_on) == ["went on as rank 0", "went on as rank 1"]
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "summary.json").read_text())["val_loss"] < 0.3
 
