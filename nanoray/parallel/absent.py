@@ -82,10 +82,27 @@ class AbsentGradients(StepHook):
             self._compressor.leave_out(absent)
 
 
+class FrozenParameters(StepHook):
+    """Refuses a parameter that a script lets train in the middle of a run, on one rank.
+
+    Neither its optimizer state nor the setting itself would be in a checkpoint. On several ranks
+    AbsentGradients looks at the same.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+
+    def add_up(self) -> None:
+        """Raise ConfigError if a parameter that was frozen when the run began is so no longer."""
+        for name, p in self._frozen.items():
+            if p.requires_grad:
+                raise unfrozen(name)
+
+
 def unfrozen(name: str) -> ConfigError:
     """Return the error for a parameter that was frozen when the run began, and no longer is."""
     return ConfigError(
-        f"{name} had requires_grad = False when the run began, and has True now: the ranks share "
-        "no gradient of it. Let it require a gradient when RuntimeEngine is made, and freeze it "
-        "then until its step"
+        f"{name} had requires_grad = False when the run began, and has True now: no rank would "
+        "share its gradient or save its state. Let it require a gradient when RuntimeEngine is "
+        "made, and freeze it then until its step"
     )

@@ -27,7 +27,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, whole_shards
 from nanoray.models.weighted import mean_of
 from nanoray.parallel import ep, pp, tp
-from nanoray.parallel.absent import AbsentGradients
+from nanoray.parallel.absent import AbsentGradients, FrozenParameters
 from nanoray.parallel.buckets import BY_HAND, Buckets
 from nanoray.parallel.compress import Compressor
 from nanoray.parallel.ddp import TorchDDP
@@ -121,6 +121,8 @@ class Plan:
         # A script's own model may leave parameters without a gradient; nanoray's never do.
         if config.model == "own" and self.data.size > 1:
             self._hooks.append(AbsentGradients(model, self._mode, mesh, self._compressor))
+        elif config.model == "own" and any(not p.requires_grad for p in model.parameters()):
+            self._hooks.append(FrozenParameters(model))
         self._is_loose = is_loose(model)
         if self._is_loose:
             self._hooks.append(LooseBuffers(model, mesh))

@@ -176,6 +176,18 @@ def run(
         return _completed(command, timeout)
 
 
+def torchrun_environment(rank: int, ranks: int) -> dict[str, str]:
+    """Return the variables with which torchrun starts one rank of one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+
+
 def torchrun(
     ranks: int,
     *args: str,

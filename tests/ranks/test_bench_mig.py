@@ -17,6 +17,7 @@ from nanoray.bench.harness.report import Report
 from nanoray.config import load_config
 from nanoray.devices.device import Device
 from nanoray.models.gpt import GPT, ModelShape
+from tests.harness.commands import torchrun_environment
 from tests.unit.test_devices import FakeNvml, discover_gpus, h200
 
 H200 = "NVIDIA H200"
@@ -402,7 +403,7 @@ def test_a_rank_that_dies_fails_its_arm(
     [
         (
             (),
-            {"RANK": "0"},
+            torchrun_environment(0, 2),
             2,
             "bench mig starts its own ranks, but RANK is set; run it without torchrun",
         ),

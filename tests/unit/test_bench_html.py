@@ -23,6 +23,7 @@ from nanoray.bench.harness.html import line, write
 from nanoray.bench.harness.report import Report, Row, Section, Target, conditions
 from nanoray.bench.registry import Entry
 from tests.harness.browser import chromium, in_chromium
+from tests.harness.commands import torchrun_environment
 
 HOSTILE = "</td><script>document.title = 'taken'</script><img src=http://example.org/x.png onerror=alert(1)> & \"'"
 SVG = (
@@ -435,7 +436,8 @@ def test_one_rank_of_torchrun_speaks(
     fakes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     choose(monkeypatch, "fine")
-    monkeypatch.setenv("RANK", "1")
+    for name, value in torchrun_environment(1, 2).items():
+        monkeypatch.setenv(name, value)
     assert (
         bench.main(["fine", "--json", str(tmp_path / "r.json"), "--html", "on/another/host.html"])
         == 0

@@ -18,6 +18,7 @@ from nanoray.bench import recovery
 from nanoray.bench.harness.report import Report, Row
 from nanoray.bench.killed import Goodput, Outage, Run, arrivals, goodput, outage, wrong_losses
 from nanoray.bench.recovery import GOODPUT, PEER, REPEATED, STANDSTILL, RecoveryBenchmark
+from tests.harness.commands import torchrun_environment
 
 
 def steps(
@@ -224,7 +225,8 @@ def test_what_makes_no_sense_is_refused(
 def test_torchrun_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
+    for name, value in torchrun_environment(0, 2).items():
+        monkeypatch.setenv(name, value)
     assert bench.main(["recovery"]) == 2
     assert (
         "bench recovery starts its own ranks, but RANK is set; run it without torchrun"

@@ -326,7 +326,11 @@ def test_the_variables_of_an_address_that_fails_are_named(
 def test_groups_that_cannot_form_end_in_one_line_with_a_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The ranks have met, and gloo then refuses what nanoray has no check for."""
+    """The ranks have met, and gloo then refuses what nanoray has no check for.
+
+    gloo keeps its first device: where an earlier test of this process has formed a group, there is
+    none to refuse, and it waits for the other rank in vain. Both end in the same line.
+    """
     monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "NOWHERE")
     store = open_store("127.0.0.1", 2, 10)
     # The other rank's part of the roll call; it never gets as far as gloo.
@@ -340,7 +344,8 @@ def test_groups_that_cannot_form_end_in_one_line_with_a_remedy(
         abandon_groups()
     said = str(error.value)
     assert said.startswith("rank 0 of 2 met the others, but could not connect to them over gloo (")
-    assert "(makeDeviceForHostname(): unsupported gloo device)" in said
+    cause = said.partition("over gloo (")[2].partition(")")[0]
+    assert "makeDeviceForHostname(" in cause or "wait timeout" in cause
     assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on each host to one of its " in said
     assert "\n" not in said
     assert is_collective_error(error.value), "on Ray a lost peer is the likely cause: tried again"

@@ -22,6 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from nanoray.checkpoint import parts
 from nanoray.checkpoint.files import Draft, load, save_shared
 from nanoray.config import Batch, Config, make_config
+from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import whole_pieces, whole_shards
 from nanoray.models.build import gpt_of
@@ -74,11 +75,13 @@ def model_of(config: Config) -> GPT:
 def state_of(rank: int, world: int, config: Config) -> TrainState:
     """Build one rank's state as the recipe does, before its first step."""
     model, mesh = model_of(config), Mesh(rank, world, rank, CPU, "gloo", "test")
+    guards = Guards(config, Batch(1, 2, Layout.of(config, world).dp), CPU, None)
+    scaler = LossScaler(CPU, enabled=False)
+    # The state lists what the whole model has, before the plan cuts it.
+    state = TrainState(model, make_optimizer(model, config, None), scaler, guards)
     plan = Plan(model, mesh, config, 2, lambda model, x, y: model(x, y), lambda loss: loss)
     assert plan.shards is not None
-    guards = Guards(config, Batch(1, 2, plan.data.size), CPU, None)
     optimizer = make_optimizer(model, config, plan.shards)
-    state = TrainState(model, optimizer, LossScaler(CPU, enabled=False), guards)
     state.hold(Holding(plan.shards, optimizer, rank), None, True, plan.weights)
     return state
 
