@@ -52,10 +52,19 @@ def test_the_end_of_a_launcher_is_noticed(
     seconds = "60" if ends == "gone" else "2"
     watcher = tmp_path / "watch.py"
     watcher.write_text(WATCH)
-    command = script.replace("python", f"{sys.executable} {watcher} {seen} {seconds}")
+    # Paths may have spaces, and the shells are nested: they read the words from variables.
+    command = script.replace("python", '"$PYTHON" "$WATCHER" "$SEEN" "$SECONDS_TO_WAIT"')
+    words = {
+        "PYTHON": sys.executable,
+        "WATCHER": str(watcher),
+        "SEEN": str(seen),
+        "SECONDS_TO_WAIT": seconds,
+    }
     exports = " ".join(f"{name}={value}" for name, value in variables.items())
     # The launcher sets the variables for what it starts, and has none of them itself.
-    launcher = subprocess.Popen(["sh", "-c", f"env {exports} {command} & wait"])
+    launcher = subprocess.Popen(
+        ["sh", "-c", f"env {exports} {command} & wait"], env=os.environ | words
+    )
     try:
         _wait_for(seen, "watching")
         launcher.kill()
