@@ -104,7 +104,11 @@ class LayerOrder:
             args, kwargs = self._skip(len(self._order), (args, kwargs))
             self._next = 0
         place = self._order.index(number, self._next)
+        had_gradient = _has_gradient((args, kwargs))
         args, kwargs = self._skip(place, (args, kwargs))
+        # A layer that reads the data themselves: on this rank alone backward would pass its inputs.
+        if self._trains and not had_gradient and _has_gradient((args, kwargs)):
+            raise _skipped_before_data()
         self._next = place + 1
         self._note(number, (args, kwargs))
         return args, kwargs
@@ -172,9 +176,7 @@ class LayerOrder:
         """Add a call to the checksum, with what decides when backward handles the layer."""
         if not self._trains:
             return
-        leaves, _ = tree_flatten(inputs)
-        has_gradient = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        call = f"{number} {torch.is_grad_enabled()} {has_gradient}"
+        call = f"{number} {torch.is_grad_enabled()} {_has_gradient(inputs)}"
         self.checksum = zlib.crc32(call.encode(), self.checksum)
 
 
@@ -183,6 +185,19 @@ def _other_order() -> ConfigError:
         "dp_mode = fsdp gathers layers in the order in which the first batch calls them, and a "
         "later batch, or another rank, calls them in a different order; use dp_mode zero2"
     )
+
+
+def _skipped_before_data() -> ConfigError:
+    return ConfigError(
+        "dp_mode = fsdp: this rank skips a layer before one that reads the data themselves, so that "
+        "its backward would gather weights in a different order; use dp_mode zero2"
+    )
+
+
+def _has_gradient(values: Any) -> bool:
+    """Whether a tensor in nested values requires a gradient."""
+    leaves, _ = tree_flatten(values)
+    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
 
 
 def _in_backward() -> bool:

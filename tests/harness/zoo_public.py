@@ -590,10 +590,12 @@ class Router(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
         self.gate = nn.Linear(WIDTH, 4)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.into(x))
         best, choice = torch.softmax(self.gate(x), 1).topk(2, 1)
         out = x.new_zeros(len(x), 4)
         for number, expert in enumerate(self.experts):
@@ -805,6 +807,7 @@ PUBLIC: list[Kind] = [
         Hooked,
         vectors,
         note="a hook sees its rank's part of a gradient: a clamp in it differs from one process",
+        refused={"fsdp": "has a hook on its gradient"},
     ),
     Kind("graph network, index_add", Graph, graphs),
     Kind("mixture of experts of one's own", Router, classes, F.cross_entropy),
