@@ -34,6 +34,7 @@ DOC = Path(__file__).resolve().parents[2] / "docs" / "own-models.md"
 BEGIN = "<!-- begin: python -m tests.ranks.test_zoo_public -->"
 END = "<!-- end -->"
 CPU = torch.device("cpu")
+TOO_SMALL = "no element of this small model; use fewer ranks"
 BATCH = 12
 STEPS = 6
 SEED = 1337
@@ -106,6 +107,9 @@ def trained(ranks: LastingRanks, world: int, kind: Kind, mode: str, folder: Path
         failed = [outcome for outcome in outcomes if "error" in outcome]
         if mode in kind.refused:
             return refusal_lines(kind.refused[mode], outcomes)
+        # A tiny model has too few rows for three ranks, and all of them say so.
+        if failed and TOO_SMALL in failed[0]["message"]:
+            return refusal_lines(TOO_SMALL, outcomes)
         if failed:
             return [f"{failed[0]['error']}: {failed[0]['message']}"]
 
