@@ -77,12 +77,6 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
 
     `main` is a script's function that trains a model of its own.
     """
-    # A program that goes on afterwards finds its environment as it was.
-    with environment(values_of(loaded.config.env, os.environ, started=True)):
-        return _run_here(loaded, started, main)
-
-
-def _run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None) -> int:
     require_script(loaded.config, main)
     ended = train_here(loaded, started, main)
     if ended is None:
@@ -102,6 +96,12 @@ def train_here(
     loaded: Loaded, started: float, main: Callable[[Run], Any] | None = None
 ) -> Ended | None:
     """Train in this process, and print; return how it ended, or None after a dry run."""
+    # A program that goes on afterwards finds its environment as it was.
+    with environment(values_of(loaded.config.env, os.environ, started=True)):
+        return _train_here(loaded, started, main)
+
+
+def _train_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None) -> Ended | None:
     if loaded.scale:
         print("\n".join(forecast_lines(loaded, loaded.scale)))
         return None

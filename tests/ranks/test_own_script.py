@@ -95,6 +95,28 @@ def test_the_example_of_a_plain_script_runs(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].endswith("quadrants [3, 0]")
 
 
+LOOKS = """
+import os, signal
+
+class Looks(nanoray.Callback):
+    def on_run_start(self, run):
+        print("during", os.environ["MINE"], os.environ["OMP_NUM_THREADS"], torch.get_num_threads())
+
+config |= {"env": {"MINE": "set", "OMP_NUM_THREADS": "2"}}
+before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+nanoray.RuntimeEngine(model, optimizer, config, nn.functional.mse_loss, [Looks()]).fit(data, steps=1)
+after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+print("after", os.environ.get("MINE"), os.environ["OMP_NUM_THREADS"], before == after)
+"""
+
+
+def test_its_variables_are_set_while_it_trains_and_its_handlers_put_back(tmp_path: Path) -> None:
+    done = run(written(tmp_path, LOOKS), env=ONE_THREAD, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "during set 2 2\n" in done.stdout
+    assert done.stdout.endswith("after None 1 True\n")
+
+
 ENDS = "[('finished', 3), ('finished', 2), ('stopped_by_script', 6)]"
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from nanoray.cli import STOP_SIGNALS, Loaded
+from nanoray.cli import Loaded
 from nanoray.errors import NanorayError
 from nanoray.mesh.mesh import abandon_groups
 from nanoray.train.__main__ import train_here
@@ -29,15 +28,11 @@ def fit_here(loaded: Loaded, steps: int | None, fit: Callable[[Run], None]) -> d
     KeyboardInterrupt, and after another stop signal SystemExit, as Python would without nanoray.
     """
     loaded = with_steps(loaded, steps)
-    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     try:
         ended = train_here(loaded, time.time(), fit)
     finally:
         # The next fit forms its own groups, and the end of Python must not wait for their threads.
         abandon_groups()
-        if threading.current_thread() is threading.main_thread():
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
     if ended is None:  # a dry run, which ends the script
         raise SystemExit(0)
     if ended.code == 128 + signal.SIGINT:
