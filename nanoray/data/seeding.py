@@ -26,8 +26,13 @@ def seed_generators_for(seed: int, *numbers: int) -> None:
 
 
 @contextmanager
-def generators_kept() -> Iterator[None]:
-    """Restore the three generators afterwards: the model and the script draw from them, too."""
+def generators_kept(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the three generators afterwards: the model and the script draw from them, too.
+
+    With a GPU as `device`, also its generator.
+    """
+    gpu = device if device is not None and device.type == "cuda" else None
+    of_gpu = torch.cuda.get_rng_state(gpu) if gpu else None
     of_torch = torch.get_rng_state()
     of_numpy = np.random.get_state()
     of_python = random.getstate()
@@ -35,5 +40,7 @@ def generators_kept() -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(of_torch)
+        if gpu and of_gpu is not None:
+            torch.cuda.set_rng_state(of_gpu, gpu)
         np.random.set_state(of_numpy)
         random.setstate(of_python)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanoray.errors import RendezvousError
+from nanoray.mesh.memory import bytes_of
 
 TAG_BYTES = 32  # HMAC-SHA256
 LOOK_S = 1.0  # how often a wait for the store checks for an order to abort
@@ -55,7 +56,7 @@ def _plain(value: Any) -> Any:
         return {"dtype": str(value)}
     if isinstance(value, Tensor):
         # As bytes, because numpy lacks some dtypes, such as bfloat16.
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        data = bytes_of(value.cpu()).numpy().tobytes()
         return {"tensor": [str(value.dtype), list(value.shape), base64.b64encode(data).decode()]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         return {"dict": {key: _plain(item) for key, item in value.items()}}

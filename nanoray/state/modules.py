@@ -31,6 +31,11 @@ class Named(NamedTuple):
     tensor: Tensor
 
 
+def _full_name(prefix: str, key: str) -> str:
+    """Return the name that state_dict gives to an entry of the module called `prefix`."""
+    return f"{prefix}.{key}" if prefix else key
+
+
 def buffers_of(model: nn.Module, persistent: bool | None = None) -> dict[str, Named]:
     """Return the model's buffers by name, shared ones once.
 
@@ -46,7 +51,7 @@ def buffers_of(model: nn.Module, persistent: bool | None = None) -> dict[str, Na
             if persistent is not None and persistent is not is_persistent:
                 continue
             seen.add(id(tensor))
-            found[f"{prefix}.{key}" if prefix else key] = Named(module, key, tensor)
+            found[_full_name(prefix, key)] = Named(module, key, tensor)
     return found
 
 
@@ -56,7 +61,7 @@ def buffer_names(model: nn.Module) -> set[str]:
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, tensor in module._buffers.items():
             if tensor is not None and key not in transient_buffers(module):
-                names.add(f"{prefix}.{key}" if prefix else key)
+                names.add(_full_name(prefix, key))
     return names
 
 
@@ -70,14 +75,14 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
     states = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if has_extra_state(module):
-            states[f"{prefix}.{EXTRA}" if prefix else EXTRA] = module.get_extra_state()
+            states[_full_name(prefix, EXTRA)] = module.get_extra_state()
     return states
 
 
 def set_extra_states(model: nn.Module, states: Mapping[str, Any]) -> None:
     """Give each module the extra state that `states` has for it."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        name = f"{prefix}.{EXTRA}" if prefix else EXTRA
+        name = _full_name(prefix, EXTRA)
         if has_extra_state(module) and name in states:
             module.set_extra_state(states[name])
 

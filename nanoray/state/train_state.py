@@ -11,13 +11,10 @@ compare by hash.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -744,20 +741,6 @@ def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"].clone())  # a view into a checkpoint's buffer may be unaligned
     if "cuda" in state and device.type == "cuda":
         torch.cuda.set_rng_state(state["cuda"].clone(), device)
-
-
-@contextmanager
-def undisturbed_generators(device: torch.device) -> Iterator[None]:
-    """Restore the random generators at the end: torch's, numpy's and Python's."""
-    state = rng_state(device)
-    of_numpy = np.random.get_state()
-    of_python = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        set_rng_state(state, device)
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

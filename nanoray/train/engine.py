@@ -18,6 +18,7 @@ from typing import Any
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.data.own import OwnData
+from nanoray.data.seeding import generators_kept
 from nanoray.data.tokens import MicroBatches
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
@@ -26,7 +27,7 @@ from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state.train_state import Rate, TrainState, Update, undisturbed_generators
+from nanoray.state.train_state import Rate, TrainState, Update
 from nanoray.train.evaluate import evaluate
 from nanoray.train.guard import replicas
 from nanoray.train.guard.audit import Audit
@@ -276,7 +277,7 @@ class Engine:
         # The next step's own batch: a script's loader may not be able to go back.
         x, y = self.batches.get(self.state.samples, 0)
         # The warm-up draws dropout masks, and the first step must not notice.
-        with undisturbed_generators(self.mesh.device):
+        with generators_kept(self.mesh.device):
             self.par.warm_up(x, y)
         for line in self.par.notes:
             self.note(line)
@@ -324,7 +325,7 @@ class Engine:
         start = state.samples - (state.step - bad.step + 1) * size
         batch = partial(self.batches.get, start)
         seed = partial(self.seed_dropout, bad.step - 1)
-        with undisturbed_generators(self.mesh.device):
+        with generators_kept(self.mesh.device):
             layer, micro = replay(state.model, batch, self.par.repeat, seed)
 
         repeated = "repeated"

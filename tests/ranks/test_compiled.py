@@ -20,8 +20,9 @@ from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
 from tests.harness.images import image_spec, small_dataset
+from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import run_ranks, series
-from tests.ranks.test_own import final, open_own, points
+from tests.ranks.test_own import open_own, points
 
 
 def traced_only() -> None:
@@ -73,7 +74,7 @@ def test_a_compiled_resnet_resumes_to_the_bit(
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert series(rest, key) == series(whole, key), key
         assert series(whole, key) == pytest.approx(series(eager, key), rel=1e-3), key
-    ours, theirs = final(rest), final(whole)
+    ours, theirs = final_tensors(rest), final_tensors(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -132,5 +133,5 @@ def test_a_compiled_model_of_a_script_resumes_to_the_bit(
     rest = own(main, tmp_path / "parts", compile=True, resume="auto", **settings)
     assert series(rest) == series(whole)
     assert series(whole) == pytest.approx(series(eager), rel=1e-4)
-    ours, theirs = final(rest), final(whole)
+    ours, theirs = final_tensors(rest), final_tensors(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import nanoray
-from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
@@ -35,27 +34,17 @@ from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
 from nanoray.train.own.settings import DEFAULTS
+from tests.harness import own_runs
 from tests.harness.commands import run, torchrun
 from tests.harness.elastic import run_elastic
+from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import records, run_ranks, series
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # Two of each rank would wait for each other on two cores
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 CPU = torch.device("cpu")
-SETTINGS: dict[str, Any] = {
-    "global_batch_size": 12,
-    "micro_batch_size": 0,
-    "log_every": 1,
-    "max_steps": 8,
-}
-SETTINGS |= {
-    "tensorboard": False,
-    "checkpoint_every": 0,
-    "eval_every": 4,
-    "timeout_s": 20,
-    "init_timeout_s": 20,
-}
+SETTINGS = own_runs.SETTINGS | {"max_steps": 8, "eval_every": 4}
 
 
 def points(count: int, seed: int) -> TensorDataset:
@@ -130,13 +119,6 @@ def trained(
     return spec
 
 
-def final(spec: RunSpec) -> dict[str, Tensor]:
-    found, damaged = newest_valid(spec.checkpoints)
-    assert found
-    assert not damaged
-    return found.state.model | found.state.optimizer
-
-
 def alone() -> dict[int, float]:
     """The losses of a plain loop over the same samples."""
     torch.manual_seed(1337)
@@ -173,7 +155,7 @@ def test_it_resumes_to_the_bit_in_every_mode(tmp_path: Path, mode: str) -> None:
     rest = trained(tmp_path / "parts", 2, dp_mode=mode, resume="auto")
     assert rest.folder == first.folder
     assert series(rest) == series(whole)
-    ours, theirs = final(rest), final(whole)
+    ours, theirs = final_tensors(rest), final_tensors(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -193,7 +175,7 @@ def test_with_fsdp_each_group_cuts_a_copy_of_the_scripts_model(tmp_path: Path) -
     assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
     assert len(outcome.left) == 2
     assert series(spec) == series(whole)
-    ours, theirs = final(spec), final(whole)
+    ours, theirs = final_tensors(spec), final_tensors(whole)
     assert [name for name in theirs if "running_mean" in name]
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -228,7 +210,7 @@ def test_an_optimizer_that_nanoray_does_not_know_resumes_to_the_bit(
     trained(tmp_path / "parts", 2, main, dp_mode=mode, stop_at=5)
     rest = trained(tmp_path / "parts", 2, main, dp_mode=mode, resume="auto")
     assert series(rest) == series(whole)
-    ours, theirs = final(rest), final(whole)
+    ours, theirs = final_tensors(rest), final_tensors(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -316,7 +298,7 @@ def test_an_optimizer_that_is_not_fused_leaves_a_bad_step_out(tmp_path: Path) ->
     main = partial(fit, how="not fused")
     spec = trained(tmp_path, 1, main, on_nan="skip", faults="nan@rank=0,step=3")
     assert records(spec)[-1]["fault/skipped_steps"] == 1
-    assert all(torch.isfinite(tensor).all() for tensor in final(spec).values())
+    assert all(torch.isfinite(tensor).all() for tensor in final_tensors(spec).values())
 
 
 def test_an_optimizer_that_is_not_fused_steps_where_a_tensor_tells_whether_to(
@@ -336,7 +318,7 @@ def test_torchs_batch_norm_has_equal_statistics_on_all_ranks(tmp_path: Path, wor
     trained(tmp_path / "parts", world, with_batch_norm, stop_at=3, **settings)
     rest = trained(tmp_path / "parts", world, with_batch_norm, resume="auto", **settings)
     assert series(rest) == series(whole)
-    ours, theirs = final(rest), final(whole)
+    ours, theirs = final_tensors(rest), final_tensors(whole)
     assert (theirs["1.running_mean"] != 0).all()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

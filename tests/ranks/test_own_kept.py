@@ -30,23 +30,13 @@ from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
 from nanoray.train.own.settings import DEFAULTS
+from tests.harness import own_runs
 from tests.harness.elastic import run_elastic
 from tests.harness.keepers import KEEPERS
 from tests.harness.lasting_ranks import LastingRanks
 
 STEPS = 6
-SETTINGS: dict[str, Any] = {
-    "global_batch_size": 12,
-    "micro_batch_size": 0,
-    "log_every": 1,
-    "max_steps": STEPS,
-    "tensorboard": False,
-    "checkpoint_every": 0,
-    "eval_every": 2,
-    "hash_every": 1,
-    "timeout_s": 20,
-    "init_timeout_s": 20,
-}
+SETTINGS = own_runs.SETTINGS | {"max_steps": STEPS, "eval_every": 2, "hash_every": 1}
 MODES = ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp")
 
 

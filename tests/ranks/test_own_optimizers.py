@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
-from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
@@ -30,22 +29,14 @@ from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
 from nanoray.train.own.settings import DEFAULTS
 from tests.harness import optimizers as styles
+from tests.harness import own_runs
 from tests.harness.elastic import run_elastic
 from tests.harness.lasting_ranks import LastingRanks
+from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import records, series
 
 STEPS = 8
-SETTINGS: dict[str, Any] = {
-    "global_batch_size": 12,
-    "micro_batch_size": 0,
-    "log_every": 1,
-    "max_steps": STEPS,
-    "tensorboard": False,
-    "checkpoint_every": 0,
-    "eval_every": 2,
-    "timeout_s": 20,
-    "init_timeout_s": 20,
-}
+SETTINGS = own_runs.SETTINGS | {"max_steps": STEPS, "eval_every": 2}
 optim = torch.optim
 
 
@@ -213,13 +204,6 @@ def trained(
     return spec
 
 
-def final(spec: RunSpec) -> dict[str, Tensor]:
-    found, damaged = newest_valid(spec.checkpoints)
-    assert found
-    assert not damaged
-    return found.state.model | found.state.optimizer
-
-
 def check(ranks: LastingRanks, folder: Path, optimizer: str, scheduler: str, mode: str) -> None:
     """Train whole and in two parts: equal to the bit; and close to a plain loop."""
     main = partial(fit, optimizer=optimizer, scheduler=scheduler)
@@ -227,7 +211,7 @@ def check(ranks: LastingRanks, folder: Path, optimizer: str, scheduler: str, mod
     trained(ranks, folder / "parts", main, dp_mode=mode, stop_at=5)
     rest = trained(ranks, folder / "parts", main, dp_mode=mode, resume="auto")
     assert series(rest) == series(whole)
-    ours, theirs = final(rest), final(whole)
+    ours, theirs = final_tensors(rest), final_tensors(whole)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -303,7 +287,7 @@ def test_a_lost_rank_costs_no_bit_of_any_state(
     assert len(outcome.left) == 2
     assert series(spec) == series(whole)
     assert series(spec, "train/lr") == series(whole, "train/lr")
-    ours, theirs = final(spec), final(whole)
+    ours, theirs = final_tensors(spec), final_tensors(whole)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -317,7 +301,7 @@ def test_a_rollback_goes_back_to_the_rates_of_the_checkpoint(
     assert records(spec)[-1]["fault/rollbacks"] == 1
     rates, _ = plain("SGD", "cosine")
     assert series(spec, "train/lr") == pytest.approx(rates, rel=1e-7)
-    steps = final(spec)["step:int.0.weight"]
+    steps = final_tensors(spec)["step:int.0.weight"]
     assert steps.item() == STEPS, "the step that was rolled back counts once"
 
 

@@ -20,8 +20,9 @@ from nanoray.models.weighted import mean_of
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.run import Run
 from tests.harness.in_turn import Turn, run_in_turn
+from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import series
-from tests.ranks.test_own import final, open_own
+from tests.ranks.test_own import open_own
 
 STEPS = 6
 BATCH = 12
@@ -146,7 +147,7 @@ def test_the_gradient_is_that_of_the_whole_batch(tmp_path: Path, world: int) -> 
         near = partial(pytest.approx, abs=case.tolerance)
         assert series(turn.spec) == near(expected.losses), name
         assert series(turn.spec, "val/loss")[STEPS] == near(expected.val_loss), name
-        ours = final(turn.spec)
+        ours = final_tensors(turn.spec)
         prefix = "layers." if case.with_loss else ""
         for key, theirs in expected.weights.items():
             assert torch.allclose(ours[prefix + key], theirs, atol=case.tolerance), (name, key)

@@ -25,8 +25,9 @@ from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
 from tests.harness import elastic
+from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import records, run_ranks, series
-from tests.ranks.test_own import final, open_own, trained
+from tests.ranks.test_own import open_own, trained
 
 CPU = torch.device("cpu")
 EPOCH = 7  # batches of a rank, so 8 steps end in the second epoch
@@ -101,7 +102,7 @@ def test_a_resume_reads_exactly_the_next_batches(tmp_path: Path, accum: int, sto
     trained(tmp_path / "run", 2, parts, stop_at=stop, **settings)
     rest = trained(tmp_path / "run", 2, parts, resume="auto", **settings)
     assert series(rest) == series(whole), "to the bit"
-    ours, theirs = final(rest), final(whole)
+    ours, theirs = final_tensors(rest), final_tensors(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for rank in range(2):
         (everything,) = read(tmp_path / "clean", rank)
@@ -191,7 +192,7 @@ def test_a_lost_rank_is_replaced_and_its_loader_goes_on(
     assert replacement == everything[2 * 4 if every else 0 :]
     (survivor,) = read(tmp_path / "notes", 0)
     assert survivor == read(tmp_path / "clean", 0)[0], "it kept the batches of the interrupted step"
-    ours, theirs = final(spec), final(whole)
+    ours, theirs = final_tensors(spec), final_tensors(whole)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

@@ -142,11 +142,15 @@ class RuntimeEngine:
 
     def _fit(self, run: Run, train_data: Any, val_data: Any, steps: int | None) -> dict[str, Any]:
         given = Given(self.model, self._one, self.loss_fn, self._updated, run, self._schedule)
+
+        def task_of(spec: RunSpec) -> OwnTask:
+            return OwnTask(given, spec, train_data, val_data, steps)
+
         require_dataset(train_data, "train", val_data)
         require_dataset(val_data, "validation")
         if lazy_parameters(self.model):
-            task = OwnTask(given, run.spec, train_data, val_data, steps)
-            fill_lazy_parameters(self.model, self.loss_fn, *task.first_batch())
+            first_batch = task_of(run.spec).first_batch()
+            fill_lazy_parameters(self.model, self.loss_fn, *first_batch)
             replace_norms(self.model)
         require_trainable(self.model, run.config, run.world_size)
         require_storable(self.model, self._one, run.config.sharded)
@@ -158,13 +162,10 @@ class RuntimeEngine:
 
         # A dry run, or `nanoray inspect`, ends the script here.
         if run.on_fit:
-            run.on_fit(OwnTask(given, run.spec, train_data, val_data, steps))
+            run.on_fit(task_of(run.spec))
             raise DryRunEnded
         observers = [Observer(callback, run) for callback in self.callbacks]
         watchers = [*run.watchers, *observers]
-
-        def task_of(spec: RunSpec) -> OwnTask:
-            return OwnTask(given, spec, train_data, val_data, steps)
 
         # The script may read run.rank later, so it follows each new rendezvous.
         def rejoin(lost: str) -> tuple[RunSpec, Rendezvous]:

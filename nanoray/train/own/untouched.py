@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nanoray.data.seeding import generators_kept
 from nanoray.mesh.memory import bytes_of
 from nanoray.state.modules import Undisturbed, assign
-from nanoray.state.train_state import undisturbed_generators
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 # Of nn.Module itself; Undisturbed restores the buffers
@@ -52,7 +52,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[Traces]:
     modules = [_Attributes(name, module) for name, module in _plain_modules(model)]
     for p in model.parameters():
         p.grad = None
-    with undisturbed_generators(device), Undisturbed(model):
+    with generators_kept(device), Undisturbed(model):
         try:
             yield traces
         finally:
