@@ -27,7 +27,7 @@ from nanoray.config import (
     refuse_unknown,
 )
 from nanoray.config.conflicts import TABLE, Row, Rule, known_from
-from nanoray.config.load import lay_over, run_folder_of
+from nanoray.config.load import keep_init_from, lay_over, run_folder_of
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.output import lasting_output
@@ -157,6 +157,8 @@ def _load(file: str | None, preset: str | None, flags: dict[str, Any]) -> Config
     resumed = _config_of_run(flags.get("resume", "none"))
     if not resumed:
         return load_config(file, preset, flags)
+    if flags.get("init_from"):
+        flags["init_from"] = keep_init_from(resumed, flags, Path(flags["resume"]))
     return make_config(lay_over(resumed, flags, "the flags"))
 
 
