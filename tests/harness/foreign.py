@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nanoray.checkpoint import files
+from nanoray.config.weights.gpt2 import PREFIX, weights_of
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.state.train_state import StateDict
 
@@ -42,6 +43,20 @@ def transformers_gpt2(activation: str = "gelu_new", seed: int = 0, **more: Any) 
             p.copy_(0.3 * torch.randn(p.shape, generator=generator))
     model.eval()
     return model
+
+
+def written_gpt2(folder: Path, vocab_size: int = VOCAB, positions: int = POSITIONS) -> Path:
+    """Write a Hugging Face folder without transformers, which a test may not have."""
+    keys = {**SIZES, "block_size": positions, "bias": True}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for weight in weights_of(keys, vocab_size, conv1d=True):
+        tensors[f"{PREFIX}{weight.theirs}"] = 0.1 * torch.randn(weight.shape, generator=generator)
+    folder.mkdir(parents=True)
+    values = {**SIZES, "model_type": "gpt2", "n_positions": positions, "vocab_size": vocab_size}
+    (folder / "config.json").write_text(json.dumps(values))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
