@@ -110,12 +110,16 @@ class Loaded:
 
 
 def parse_args(
-    argv: list[str], prog: str, description: str, base: dict[str, Any] | None = None
+    argv: list[str],
+    prog: str,
+    description: str,
+    base: dict[str, Any] | None = None,
+    elsewhere: bool = False,
 ) -> Loaded:
     """Turn a command line into a Config. `--help` prints and exits 0.
 
-    `base` has values in the place of a preset's and a file's, which are refused then. Raises
-    ConfigError.
+    `base` has values in the place of a preset's and a file's, which are refused then. `elsewhere`:
+    another machine will load it. Raises ConfigError.
     """
     parser = _build_parser(prog, description)
     known, unknown = parser.parse_known_args(argv)
@@ -145,18 +149,20 @@ def parse_args(
         _refuse_files(file, preset, prog)
         config = make_config(lay_over(base, flags, "the flags"))
     else:
-        config = _load(file, preset, flags)
+        config = _load(file, preset, flags, elsewhere)
     _refuse_idle_flags(flags, config)
     return Loaded(config, frozenset(flags), dry_run, scale, quiet)
 
 
-def _load(file: str | None, preset: str | None, flags: dict[str, Any]) -> Config:
+def _load(
+    file: str | None, preset: str | None, flags: dict[str, Any], elsewhere: bool = False
+) -> Config:
     """Return the configuration of file, preset and flags, or of the run that is resumed."""
     if file or preset:
-        return load_config(file, preset, flags)
+        return load_config(file, preset, flags, elsewhere)
     resumed = _config_of_run(flags.get("resume", "none"))
     if not resumed:
-        return load_config(file, preset, flags)
+        return load_config(file, preset, flags, elsewhere)
     if flags.get("init_from"):
         flags["init_from"] = keep_init_from(resumed, flags, Path(flags["resume"]))
     return make_config(lay_over(resumed, flags, "the flags"))
@@ -345,12 +351,19 @@ def _literals(annotation: Any) -> list[str]:
 
 
 def run_command(
-    run: Callable[[Loaded, float], int], argv: list[str] | None, prog: str, what: str
+    run: Callable[[Loaded, float], int],
+    argv: list[str] | None,
+    prog: str,
+    what: str,
+    elsewhere: bool = False,
 ) -> int:
-    """Parse a command line and run it; print a NanorayError as one line, and return the exit code."""
+    """Parse a command line and run it; print a NanorayError as one line, and return the exit code.
+
+    elsewhere: another machine will load the configuration, and have the files that it names.
+    """
     started = time.time()
     words = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: run(parse_args(words, prog, what), started))
+    return exit_code_of(lambda: run(parse_args(words, prog, what, None, elsewhere), started))
 
 
 def exit_code_of(run: Callable[[], int | None]) -> int:

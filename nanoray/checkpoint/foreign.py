@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +32,11 @@ def begin_with(model: GPT, path: str, mesh: Mesh) -> None:
             load_weights(model, find(path))
         except NanorayError as error:
             problem = str(error)
+            if not Path(path).exists():
+                problem = (
+                    f"rank 0 on {platform.node()} does not see init_from = {path}, which the run "
+                    "was started with; put it on storage that all nodes share"
+                )
     problem = mesh.broadcast(problem)
     if problem:
         raise ConfigError(problem)

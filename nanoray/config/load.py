@@ -173,9 +173,16 @@ def _merge_variables(lower: Any, upper: Any) -> Any:
 
 
 def load_config(
-    file: str | None = None, preset: str | None = None, overrides: dict[str, Any] | None = None
+    file: str | None = None,
+    preset: str | None = None,
+    overrides: dict[str, Any] | None = None,
+    elsewhere: bool = False,
 ) -> Config:
-    """Merge preset, file and overrides into a Config. Without file and preset: the default preset."""
+    """Merge preset, file and overrides into a Config. Without file and preset: the default preset.
+
+    elsewhere: paths are those of another machine, which loads what comes out of this once more. So
+    the weights of init_from are not looked at; sizes of a preset, which they replace, are left out.
+    """
     overrides = dict(overrides or {})
     merged: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -192,7 +199,9 @@ def load_config(
     # Weights fix sizes. They replace a preset's, and must agree with what the user gives
     given = values | overrides
     model = given.get("model", merged.get("model", "gpt"))
-    if given.get("init_from") and model == "gpt":
+    if given.get("init_from") and elsewhere:
+        merged = {key: value for key, value in merged.items() if key not in WEIGHT_KEYS + _EXPERTS}
+    elif given.get("init_from") and model == "gpt":
         merged, init_from = _lay_weights(merged, given)
         layer = overrides if "init_from" in overrides else values
         layer["init_from"] = init_from

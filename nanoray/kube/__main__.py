@@ -55,7 +55,7 @@ def _make(name: str, command: Callable[[Loaded, float], int], argv: list[str]) -
     def run(loaded: Loaded, started: float) -> int:
         return command(_with(loaded, kube_flags), started)
 
-    return run_command(run, run_flags, f"nanoray kube {name}", about)
+    return run_command(run, run_flags, f"nanoray kube {name}", about, elsewhere=True)
 
 
 def _split_flags(command: str, argv: list[str]) -> tuple[dict[str, str], list[str]]:
