@@ -31,6 +31,7 @@ from nanoray.data.foreign_weights import describe_init
 from nanoray.errors import ConfigError
 from nanoray.models.build import build_model
 from nanoray.models.gpt import GPT, ModelShape
+from nanoray.train.watch import statistics
 from tests.harness import foreign
 from tests.harness.foreign import POSITIONS, SIZES, VOCAB, logits_of
 
@@ -327,6 +328,27 @@ def test_a_word_that_is_no_path(word: str, text: str, tmp_path: Path, monkeypatc
     assert "did you mean" not in message
 
 
+def test_hugging_faces_cache(tmp_path: Path, monkeypatch: Any) -> None:
+    """Files of a cache are links; a name that is no path is answered with the folder in the cache."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert "downloads nothing" in refused("gpt2")
+    folder = tmp_path / "hub" / "models--openai-community--gpt2"
+    blobs = foreign.written_gpt2(folder / "blobs")
+    for commit in ("aaa", "bbb"):
+        snapshot = folder / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        for file in blobs.iterdir():
+            (snapshot / file.name).symlink_to(file)
+    assert refused("gpt2").endswith(f"cache has it; give --init_from {folder}")
+    assert "has 2 versions in snapshots/; give one of them" in refused(folder)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("bbb")
+    assert find(str(folder)).path == folder / "snapshots" / "bbb"
+    assert begun_with(folder).shape == SHAPE
+
+
 class Code:
     """Unpickled by Python's own means it would make a file."""
 
@@ -613,6 +635,18 @@ def test_every_gelu_of_a_model_has_the_form_of_its_shape(monkeypatch: Any) -> No
         forms.clear()
         GPT(shape)(IDX[:, :8], IDX[:, :8])
         assert forms == ["tanh"] * calls
+
+
+def test_dead_units_are_those_of_the_form() -> None:
+    """A limit between the two forms, at an input at which the tanh form is smaller."""
+    x = torch.full((1, 2, 3), -4.5)
+    exact, tanh = (torch.nn.functional.gelu(x[0, 0, 0], approximate=a) for a in ("none", "tanh"))
+    assert exact.abs() > tanh.abs()
+    limit = float((exact.abs() + tanh.abs()) / 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "DEAD", limit)
+        assert statistics.dead_share(x, "none") == 0.0
+        assert statistics.dead_share(x, "tanh") == 100.0
 
 
 def test_the_form_belongs_to_the_shape() -> None:

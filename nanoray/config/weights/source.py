@@ -79,11 +79,22 @@ def _missing(text: str) -> str:
     # Names of the hub, such as gpt2 and openai-community/gpt2-xl, look like relative paths.
     name = text.rpartition("/")[2]
     hub = text if "/" in text else f"openai-community/{text}"
+    for known in (hub, text):
+        cached = _hub_cache() / f"models--{known.replace('/', '--')}"
+        if (cached / "snapshots").is_dir():
+            return f"{missing}, but Hugging Face's cache has it; give --init_from {cached}"
     return (
         f"{missing}, and nanoray downloads nothing; where there is internet, `hf download {hub} "
         f"--local-dir {name}` (of pip install huggingface_hub) makes the folder; then give "
         f"--init_from {name}"
     )
+
+
+def _hub_cache() -> Path:
+    """Return the folder in which Hugging Face's libraries keep what they have downloaded."""
+    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    folder = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expanduser(folder))
 
 
 # ---- which kind ----------------------------------------------------------------------------------
@@ -101,6 +112,8 @@ def _of_folder(folder: Path) -> Source:
         raise ConfigError(f"init_from: {folder} has no complete checkpoint; give another run")
 
     # Other tools'.
+    if (folder / "snapshots").is_dir():
+        return _of_folder(_snapshot(folder))
     if (folder / "config.json").is_file():
         return _of_huggingface(folder)
     if (folder / "ckpt.pt").is_file():
@@ -112,6 +125,21 @@ def _of_folder(folder: Path) -> Source:
         f"init_from: {folder} contains no weights: looked for checkpoints/step_*, config.json (a "
         "Hugging Face folder), ckpt.pt (nanoGPT) and one .safetensors file; give another folder"
     )
+
+
+def _snapshot(folder: Path) -> Path:
+    """Return the files of a model in Hugging Face's cache: of its main branch, or the only ones."""
+    snapshots = sorted((folder / "snapshots").iterdir())
+    main = folder / "refs" / "main"
+    if main.is_file():
+        commit = main.read_text(encoding="utf-8").strip()
+        if (folder / "snapshots" / commit).is_dir():
+            return folder / "snapshots" / commit
+    if len(snapshots) != 1:
+        raise ConfigError(
+            f"init_from: {folder} has {len(snapshots)} versions in snapshots/; give one of them"
+        )
+    return snapshots[0]
 
 
 def _of_file(path: Path) -> Source:
