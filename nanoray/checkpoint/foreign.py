@@ -70,7 +70,12 @@ def load_weights(model: GPT, source: Source) -> None:
 
 def _copy(p: Tensor, tensor: Tensor, name: str, path: Path) -> None:
     """Copy a tensor into a parameter; of positions the first ones, of tokens all there are."""
-    if not tensor.is_floating_point() or not tensor.isfinite().all():
+    if not tensor.is_floating_point():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"init_from: {name} of {path} has the type {kind}; give weights that are not quantized"
+        )
+    if not tensor.isfinite().all():
         raise ConfigError(
             f"init_from: {name} of {path} is not finite; give weights of a run that has not diverged"
         )

@@ -284,6 +284,14 @@ REFUSED: dict[str, tuple[Any, str]] = {
         partial(with_tensors, transformer__ln_f__bias=torch.full((C,), torch.nan)),
         "norm.bias of",
     ),
+    "quantized": (
+        partial(with_tensors, transformer__ln_f__bias=torch.ones(C, dtype=torch.int8)),
+        "has the type int8; give weights that are not quantized",
+    ),
+    "a fork of nanoGPT": (
+        lambda model, folder: foreign.nanogpt_checkpoint(folder / "c.pt", model, use_relu=True),
+        "has model_args use_relu = True, which nanoGPT has not, so its model may compute another",
+    ),
     "cut off": (cut_off, "bytes instead of"),
     "a pointer": (pointer, "is a pointer of Git LFS and not the weights; run `git lfs pull` there"),
     "a shard less": (without_shard, "which its index lists; download the folder again"),

@@ -153,6 +153,13 @@ def keys_of_nanogpt(model_args: Any, where: str) -> tuple[dict[str, Any], int]:
             f"init_from: {where} has no model_args, which say n_head; give nanoGPT's ckpt.pt, or a "
             ".safetensors file of `nanoray checkpoint export`"
         )
+    # Forks add switches, such as another activation, under which the same names compute otherwise.
+    for name, value in model_args.items():
+        if value and name not in (*names, "vocab_size", "dropout"):
+            raise ConfigError(
+                f"init_from: {where} has model_args {name} = {value!r}, which nanoGPT has not, so its "
+                "model may compute another function of the weights; give a checkpoint of nanoGPT"
+            )
     # The first nanoGPT had no key for biases, and always had them.
     keys = {name: model_args.get(name) for name in names} | {"bias": model_args.get("bias", True)}
     _require_sizes(keys | {"vocab_size": model_args.get("vocab_size")}, where)
