@@ -31,6 +31,7 @@ from nanoray.data.foreign_weights import describe_init
 from nanoray.errors import ConfigError
 from nanoray.models.build import build_model
 from nanoray.models.gpt import GPT, ModelShape
+from nanoray.sample import main as sample
 from nanoray.train.watch import statistics
 from tests.harness import foreign
 from tests.harness.foreign import POSITIONS, SIZES, VOCAB, logits_of
@@ -501,6 +502,35 @@ def test_text_gets_the_tokens_of_the_weights(tmp_path: Path) -> None:
     ):
         config = load_config(None, "tiny", {"init_from": str(step), **given})
         assert config.tokenizer == kind, given
+
+
+# ---- text ----------------------------------------------------------------------------------------
+
+
+def test_samples_of_transformers_weights_are_its_own(
+    gpt2: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The likeliest tokens; without a known tokenizer, prompt and text are ids."""
+    folder = foreign.one_file(tmp_path / "w", gpt2)
+    flags = ["--temperature", "0", "--max_new_tokens", "8", "--device", "cpu"]
+    assert sample([str(folder), "--prompt", "5 7 11", *flags]) == 0
+    captured = capsys.readouterr()
+    prompt = torch.tensor([[5, 7, 11]])
+    expected = gpt2.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert captured.out.split() == [str(i) for i in expected[0].tolist()]
+    assert f"{folder} · Hugging Face GPT-2" in captured.err
+
+
+def test_samples_of_an_export_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ModelShape(2, 2, 32, POSITIONS, True, VOCAB, 2, 1, 8, rotary=True)
+    step = foreign.own_checkpoint(tmp_path / "checkpoints", shape)
+    out = exported(tmp_path, step)
+    capsys.readouterr()
+    flags = ["--prompt", "To be", "--temperature", "0", "--device", "cpu"]
+    assert sample([str(out), *flags]) == 0
+    from_export = capsys.readouterr().out
+    assert from_export.startswith("To be")
+    assert sample([str(tmp_path / "nowhere.pt")]) != 0
 
 
 # ---- out -----------------------------------------------------------------------------------------

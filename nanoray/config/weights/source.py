@@ -59,6 +59,14 @@ class Source:
         return "gpt2" if self.vocab_size in _GPT2_ROWS else ""
 
 
+def is_foreign(path: Path) -> bool:
+    """Return whether a path is a file of weights, or a folder of another tool, and no run of ours."""
+    if path.is_file():
+        return True
+    has_config = (path / "config.json").is_file() and not (path / "run.json").is_file()
+    return has_config or (path / "ckpt.pt").is_file() or (path / "snapshots").is_dir()
+
+
 def find(text: str) -> Source:
     """Return what the value of init_from names. Nothing is downloaded. Raises ConfigError."""
     path = Path(os.path.abspath(os.path.expanduser(text)))
