@@ -445,6 +445,39 @@ def test_config_json_is_read_again(gpt2: Any, tmp_path: Path, monkeypatch: Any) 
     assert load_config(str(tmp_path / "config.json")) == config
 
 
+@pytest.mark.parametrize("layer", [[], ["--preset=tiny"]], ids=["flags alone", "with a preset"])
+def test_a_resumed_run_has_its_own_weights(
+    layer: list[str], gpt2: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The same command with --resume works, without the file; another init_from is refused."""
+    monkeypatch.chdir(tmp_path)
+    folder = foreign.one_file(tmp_path / "w", gpt2)
+    flags = [*layer, "--init_from=w", "--block_size=12"]
+    before = parse_args(flags, "nanoray train", "").config
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(before.to_json())
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+    again = parse_args([*flags, f"--resume={run}"], "nanoray train", "").config
+    assert ModelShape.of(again, VOCAB) == ModelShape.of(before, VOCAB)
+    assert again.init_from == before.init_from == str(folder)
+    for other, text in (
+        ("--init_from=v", f"has its own weights and began with those of {folder}; drop init_from"),
+        ("--init_from=scratch", "has its own weights"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            parse_args([*layer, other, f"--resume={run}"], "nanoray train", "")
+        assert text in str(error.value)
+
+    # A run that began with random weights
+    (run / "config.json").write_text(load_config(preset="tiny").to_json())
+    with pytest.raises(ConfigError, match="has its own weights and began with random ones; drop"):
+        parse_args([*layer, "--init_from=v", f"--resume={run}"], "nanoray train", "")
+
+
 def dataset_of(vocab_size: int, tokenizer: dict[str, Any]) -> DatasetInfo:
     return DatasetInfo("words", "note", Path("/"), "uint16", vocab_size, 99, 99, "", "", tokenizer)
 
