@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,23 @@ def test_every_activation_has_the_form_that_the_table_says(activation: str) -> N
     form = {"exact": "none", "tanh": "tanh"}[ACTIVATIONS[activation]]
     expected = torch.nn.functional.gelu(x, approximate=form)
     torch.testing.assert_close(activations.ACT2FN[activation](x), expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"n_head": 4}, "has n_head 2, and here n_head = 4"),
+        ({"gelu": "exact"}, "has gelu tanh, and"),
+    ],
+)
+def test_equal_shapes_of_another_model_are_refused(
+    changes: dict[str, Any], text: str, gpt2: Any, tmp_path: Path
+) -> None:
+    """A configuration made in Python has not been compared with the weights before."""
+    folder = foreign.one_file(tmp_path / "w", gpt2)
+    with pytest.raises(ConfigError) as error:
+        load_weights(GPT(replace(SHAPE, **changes)), find(str(folder)))
+    assert text in str(error.value)
 
 
 def test_fewer_positions_are_the_first_ones(gpt2: Any, tmp_path: Path) -> None:
