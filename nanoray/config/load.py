@@ -1,22 +1,23 @@
 """From presets, YAML files and flags to a Config.
 
-Later layers win: field defaults, then `--preset`, then `--config FILE`, then flags. Values may
-arrive as text (a flag, or `3e-4`, which YAML reads as a string); pydantic converts them to the
-declared types or says why it cannot.
+Later layers win: field defaults, then `--preset`, then `--config FILE`, then flags. The values of
+flags and of YAML files arrive as text; pydantic converts them to the declared types or says why it
+cannot. So a word means the same in a file and on a command line.
 """
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from nanoray.config.schema import Config, changes_recipe
 from nanoray.config.spellings import PARTS, refuse_old
+from nanoray.config.strict_yaml import YamlError, read_texts
 from nanoray.config.variables import parse_variables
 from nanoray.errors import ConfigError
 
@@ -28,7 +29,7 @@ DEFAULT_PRESET = "shakespeare-cpu"
 NESTED = {
     "model.name": "model",
     "model.num_layers": "",  # resnet_depth or n_layer, by the model
-    "training.batch_size": "global_batch_size",
+    "training.batch_size": "micro_batch_size",  # of each rank, and a step has one of them
     "training.num_epochs": "num_epochs",
     "training.learning_rate": "lr",
     "training.optimizer": "optimizer",
@@ -57,19 +58,22 @@ def refuse_unknown(name: str, known: list[str], kind: str) -> None:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return a YAML file's mapping with nested keys translated; {} for an empty file.
+    """Return a YAML or JSON file's mapping with nested keys translated; {} for an empty file.
 
-    Raises ConfigError for a file that cannot be read or that is no mapping.
+    The values of YAML are text, lists, mappings and None. Raises ConfigError for a file that cannot
+    be read, that is no mapping, or that has a key twice.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = _parse_json(text) if path.suffix == ".json" else read_texts(text)
     except OSError as error:
         raise ConfigError(
             f"cannot read config file {path}: {error.strerror}; check the path"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"config file {path} is not YAML: {reason}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {path} is not YAML: {error}") from None
+    except YamlError as error:
+        raise ConfigError(f"config file {path} {error}") from None
 
     # An empty file is a mapping without keys
     if values is None:
@@ -84,12 +88,33 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return flatten(values)
 
 
+def _parse_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises YamlError, whose message names no file."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except RecursionError:
+        raise YamlError("is not JSON: its lists and mappings are nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise YamlError(f"is not JSON: {error}") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise YamlError(
+                f"has the key {key} twice, as {values[key]} and as {value}; drop one of the two"
+            )
+        values[key] = value
+    return values
+
+
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Translate nested keys of a YAML file to our flat ones.
 
     They are `model: {name, num_layers}` and `training: {batch_size, ...}`. training.batch_size is
-    that of all ranks together, so that results do not depend on their number. Raises ConfigError
-    for a nested key that is unknown, or given a second time as a flat one.
+    that of each rank: a step has batch_size x ranks samples. Raises ConfigError for a nested key
+    that is unknown, or given a second time as a flat one.
     """
     nested = {}
     flat = {}
@@ -119,6 +144,11 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
                     "them"
                 )
             flat[ours] = value
+
+    # A step has one batch per rank, unless a flat key says otherwise
+    per_rank = "batch_size" in nested.get("training", {})
+    if per_rank and "global_batch_size" not in flat:
+        flat.setdefault("grad_accum_steps", 1)
     return flat
 
 
@@ -185,22 +215,30 @@ def load_config(
     if file:
         values = {"name": Path(file).stem}
         values.update(read_yaml(Path(file)))
-        merged = lay_over(merged, values, file)
+        merged = lay_over(_without_other_batch(merged, values), values, file)
     _require_known(merged)
 
-    # A per-rank batch from the flags replaces a global one from the file, and with it the recipe.
-    # A global one replaces accumulation.
-    per_rank = "micro_batch_size" in overrides and "grad_accum_steps" in overrides
-    if "global_batch_size" in overrides:
-        merged.pop("grad_accum_steps", None)
-    elif per_rank:
-        merged.pop("global_batch_size", None)
-        merged.pop("expected_val_loss", None)
-
+    merged = _without_other_batch(merged, overrides)
     # The preset's loss is what its complete recipe reaches
     if any(changes_recipe(key) for key in overrides):
         merged.pop("expected_val_loss", None)
     return make_config(lay_over(merged, overrides, "the flags"))
+
+
+def _without_other_batch(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `lower` without the sizes of a batch that `upper` gives in another way.
+
+    A batch per rank replaces a global one, and with it the recipe. A global one replaces
+    accumulation.
+    """
+    kept = dict(lower)
+    per_rank = "micro_batch_size" in upper and "grad_accum_steps" in upper
+    if "global_batch_size" in upper:
+        kept.pop("grad_accum_steps", None)
+    elif per_rank:
+        kept.pop("global_batch_size", None)
+        kept.pop("expected_val_loss", None)
+    return kept
 
 
 def run_folder_of(resume: str) -> Path | None:
@@ -240,6 +278,8 @@ def make_config(values: dict[str, Any]) -> Config:
             if key == "kube" and len(item["loc"]) > 1:
                 key = f"kube.{item['loc'][1]}"
                 value = item["input"]
+            if item["type"] == "string_type":
+                message += "; write it in quotes"
             problems.append(f"{key} = {value!r}: {message}" if key else message)
         raise ConfigError("; ".join(dict.fromkeys(problems))) from None
 

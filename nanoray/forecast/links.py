@@ -13,10 +13,10 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nanoray.config import did_you_mean, refuse_unknown
+from nanoray.config.strict_yaml import YamlError, read_texts
 from nanoray.errors import ConfigError
 from nanoray.mesh.algorithms import cost
 from nanoray.mesh.layout import Layout
@@ -93,9 +93,11 @@ def load_topology(name: str) -> Topology:
     if path.parent == TOPOLOGY_DIR and not path.is_file():
         refuse_unknown(name, topology_names(), "topology")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_texts(path.read_text(encoding="utf-8"))
         return Topology.model_validate(values)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except YamlError as error:
+        raise ConfigError(f"topology {path} {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read topology {path}: {' '.join(str(error).split())}; check the file"
         ) from None
