@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.cli.parsers import COMMAND_FLAGS, SCALE_FLAGS, build_parser, flag_names
-from nanoray.config import Config, load_config, make_config, read_yaml, refuse_unknown
+from nanoray.config import (
+    PRESET_DIR,
+    Config,
+    load_config,
+    make_config,
+    read_yaml,
+    refuse_unknown_key,
+)
 from nanoray.config.load import lay_over, run_folder_of
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError
@@ -59,15 +66,9 @@ def parse_args(
     ConfigError.
     """
     parser = build_parser(prog, description)
-    known, unknown = parser.parse_known_args(argv)
+    known, unknown = parser.parse_known_args(with_underscores(argv))
     if unknown:
-        # `--key=value`, or `--key value`
-        key, _, value = unknown[0].removeprefix("--").partition("=")
-        if not value and len(unknown) > 1:
-            value = unknown[1]
-        refuse_old({key: value})
-        names = [f"--{key}" for key in (*flag_names(), *COMMAND_FLAGS)]
-        refuse_unknown(unknown[0].split("=")[0], names, "flag")
+        _refuse_words(unknown)
 
     # What remains in `flags` after this are keys of the configuration
     flags = vars(known)
@@ -89,6 +90,48 @@ def parse_args(
         config = _load(file, preset, flags)
     _refuse_idle_flags(flags, config)
     return Loaded(config, frozenset(flags), dry_run, scale, quiet)
+
+
+def with_underscores(argv: list[str]) -> list[str]:
+    """Return a command line with flags such as --max-steps as nanoray spells them."""
+    known = {*flag_names(), *COMMAND_FLAGS}
+    words = []
+    for word in argv:
+        name, sign, value = word.removeprefix("--").partition("=")
+        underscored = name.replace("-", "_")
+        if word.startswith("--") and underscored in known:
+            word = f"--{underscored}{sign}{value}"
+        words.append(word)
+    return words
+
+
+def _refuse_words(words: list[str]) -> None:
+    """Raise ConfigError for words of a command line that are no flags of ours, and no values."""
+    word = words[0]
+    if not word.startswith("-"):
+        raise ConfigError(f"{word} is the value of no flag; {_flag_for(word)}")
+
+    # `--key=value`, or `--key value`
+    key, is_assigned, value = word.lstrip("-").partition("=")
+    given: str | None = value
+    if not is_assigned:
+        given = words[1] if len(words) > 1 and not words[1].startswith("--") else None
+    refuse_old({key: given})
+    refuse_unknown_key(key, given, (*flag_names(), *COMMAND_FLAGS), "--")
+
+
+def _flag_for(word: str) -> str:
+    """Return which flag a word may have been meant for, by what it names."""
+    path = Path(word).expanduser()
+    if (PRESET_DIR / f"{word}.yaml").is_file():
+        return f"write --preset {word}"
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return f"write --config {word}"
+    if run_folder_of(word):
+        return f"write --resume {word}"
+    if path.exists() and path.suffix != ".py":
+        return f"write --dataset {word}"
+    return "flags begin with --"
 
 
 def _load(file: str | None, preset: str | None, flags: dict[str, Any]) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from nanoray.cli.parsers import build_parser
-from nanoray.config import Config
+from nanoray.config import Config, neighbours
 from nanoray.config.conflicts import TABLE, Row, Rule, known_from
 
 
@@ -27,6 +27,7 @@ def to_markdown() -> str:
         lines += ["", f"## {title}", "", "| flag | default | what |", "| --- | --- | --- |"]
         lines += [_flag_row(action) for action in actions]
     lines += _conflict_lines()
+    lines += _neighbour_lines()
     return "\n".join(lines)
 
 
@@ -64,6 +65,28 @@ def _conflict_lines() -> list[str]:
     for row in TABLE:
         if isinstance(row, Rule):
             lines.append(f"- {row.words}")
+    return lines
+
+
+def _neighbour_lines() -> list[str]:
+    """Return the names that other programs have for our keys."""
+    lines = [
+        "",
+        "## Coming from other tools: names",
+        "",
+        "A name of another program is answered with ours, as a flag, in a file and in a script's "
+        "dict.",
+        "",
+        "| program | there | here | note |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in neighbours.TABLE:
+        ours = ", ".join(f"`{key}`" for key in row.ours)
+        note = row.how
+        if row.values:
+            same = [f"{there} is {here}" for there, here in row.values.items() if there != here]
+            note = ", ".join(same)
+        lines.append(_table_row([row.program, f"`{row.theirs}`", ours or "none", note]))
     return lines
 
 

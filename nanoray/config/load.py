@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from nanoray.config.kube import Kube
+from nanoray.config.neighbours import TABLE, answer, normalise, translate_value
 from nanoray.config.schema import Config, changes_recipe
 from nanoray.config.spellings import PARTS, refuse_old
 from nanoray.config.strict_yaml import YamlError, read_texts
@@ -35,23 +37,55 @@ NESTED = {
     "training.optimizer": "optimizer",
 }
 OUTER = ("model", "training")
+MAPPINGS = ("env", "kube", "expected_val_loss")  # keys of ours whose value is a mapping
 LAYERS = {"resnet": "resnet_depth", "gpt": "n_layer"}  # what model.num_layers means
 
 
 # ---- names ---------------------------------------------------------------------------------------
 
+ALMOST = 0.75  # similarity of two keys above which one is taken for a typo of the other
 
-def did_you_mean(name: str, known: list[str]) -> str:
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the closest known one, or all of them."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]}?"
-    return f"known: {', '.join(known)}"
+    return f"known: {', '.join(names)}"
 
 
-def refuse_unknown(name: str, known: list[str], kind: str) -> None:
+def refuse_unknown(name: str, known: Iterable[str], kind: str) -> None:
     """Raise ConfigError for an unknown name, with the closest known one."""
     raise ConfigError(f"unknown {kind} {name}; {did_you_mean(name, known)}")
+
+
+def refuse_unknown_key(
+    name: str, value: Any = None, known: Iterable[str] = Config.model_fields, mark: str = ""
+) -> None:
+    """Raise ConfigError for an unknown key, with ours if it is another program's name.
+
+    mark: what stands before a key, `--` on a command line. value: what the user gave.
+    """
+    kind = "flag" if mark else "key"
+    written = mark + name.removeprefix(mark)
+    foreign = answer(name, value, mark)
+    if foreign:
+        raise ConfigError(f"unknown {kind} {written}; {foreign}")
+
+    # A typo may be one of another program's name, which leads to ours, too
+    ours = list(known)
+    theirs = [row.theirs for row in TABLE if "." not in row.theirs]
+    close = difflib.get_close_matches(normalise(name), [*ours, *theirs], 1, ALMOST)
+    if close and close[0] not in ours:
+        foreign = answer(close[0], value, mark)
+        raise ConfigError(f"unknown {kind} {written}; did you mean {close[0]}? {foreign}")
+    if close:
+        raise ConfigError(f"unknown {kind} {written}; did you mean {mark}{close[0]}?")
+    where = "those that --help all prints"
+    if not mark:
+        where = "the flags that `nanoray train --help all` prints, without their dashes"
+    raise ConfigError(f"unknown {kind} {written}; known: {where}")
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -121,6 +155,9 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in values.items():
         if key in OUTER and isinstance(value, Mapping):
             nested[key] = value
+        elif isinstance(value, Mapping) and value and key not in MAPPINGS:
+            inner = str(next(iter(value)))
+            _refuse_nested(key, inner, value[inner])
         else:
             flat[key] = value
 
@@ -131,11 +168,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
         for inner, value in nested.get(outer, {}).items():
             name = f"{outer}.{inner}"
             if name not in NESTED:
-                known = ", ".join(key for key in NESTED if key.startswith(outer))
-                raise ConfigError(
-                    f"unknown key {name}; known: {known}; write others as flat keys, e.g. "
-                    "momentum: 0.9"
-                )
+                _refuse_nested(outer, str(inner), value)
             # Both spellings in one file could contradict each other
             ours = NESTED[name] or LAYERS.get(model, "n_layer")
             if ours in flat:
@@ -150,6 +183,32 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     if per_rank and "global_batch_size" not in flat:
         flat.setdefault("grad_accum_steps", 1)
     return flat
+
+
+def _refuse_nested(outer: str, inner: str, value: Any) -> None:
+    """Raise ConfigError for a nested key that is none of ours."""
+    name = f"{outer}.{inner}"
+    is_ours = inner in Config.model_fields
+    foreign = answer(name, value, "")
+    if not foreign and not is_ours:
+        foreign = answer(inner, value, "")
+    if foreign:
+        raise ConfigError(f"unknown key {name}; {foreign}, as a flat key")
+
+    example = "momentum: 0.9"
+    if is_ours:
+        example = f"{inner}: {value}"
+    known = [key for key in NESTED if key.startswith(f"{outer}.")]
+    if known:
+        raise ConfigError(
+            f"unknown key {name}; known: {', '.join(known)}; write others as flat keys, e.g. "
+            f"{example}"
+        )
+    if is_ours:
+        raise ConfigError(f"unknown key {name}; write it as a flat key: {example}")
+    if outer in Config.model_fields:
+        raise ConfigError(f"unknown key {name}; {outer} has one value, without keys below it")
+    refuse_unknown_key(outer)
 
 
 def _read_preset(preset: str) -> dict[str, Any]:
@@ -276,10 +335,19 @@ def make_config(values: dict[str, Any]) -> Config:
             key = str(item["loc"][0]) if item["loc"] else ""
             value = values.get(key)
             if key == "kube" and len(item["loc"]) > 1:
-                key = f"kube.{item['loc'][1]}"
+                inner = str(item["loc"][1])
+                key = f"kube.{inner}"
                 value = item["input"]
+                if item["type"] == "extra_forbidden":
+                    message = f"unknown key; {did_you_mean(inner, Kube.model_fields)}"
             if item["type"] == "string_type":
                 message += "; write it in quotes"
+            here = translate_value(key, value)
+            # AdamW is adamw
+            if item["type"] == "literal_error" and f"'{str(value).lower()}'" in message:
+                here = str(value).lower()
+            if here:
+                message += f"; write {here}"
             problems.append(f"{key} = {value!r}: {message}" if key else message)
         raise ConfigError("; ".join(dict.fromkeys(problems))) from None
 
@@ -287,4 +355,4 @@ def make_config(values: dict[str, Any]) -> Config:
 def _require_known(values: Mapping[str, Any]) -> None:
     for key in values:
         if key not in Config.model_fields:
-            refuse_unknown(key, list(Config.model_fields), "key")
+            refuse_unknown_key(key, values[key])

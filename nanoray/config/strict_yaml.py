@@ -3,9 +3,10 @@
 PyYAML parses, but its rules for plain words are those of YAML 1.1: `off` is false, `0123` is 83 and
 `2026-01-01` is a date. So the loaders here bring rules of their own.
 
-    read_texts    for files that a schema checks: each plain word stays the text that was written,
-                  and the schema converts it, as it converts the text of a flag
-    read_values   for objects without a schema of ours: numbers, true, false and null of YAML 1.2
+    read_texts    for keys that are flags, too: each plain word stays the text that was written, and
+                  the schema converts it, as it converts the text of the flag
+    read_value    for other files: numbers, true, false and null of YAML 1.2
+    read_values   the same, of several documents
 """
 
 from __future__ import annotations
@@ -38,6 +39,11 @@ class _RepeatedKey(ConstructorError):
 def read_texts(text: str) -> Any:
     """Return a document in which each plain word but null is a str. Raises YamlError."""
     return _read(lambda: _TextLoader(text).get_single_data())
+
+
+def read_value(text: str) -> Any:
+    """Return a document as `read_values` does. Raises YamlError, also for several documents."""
+    return _read(lambda: _ValueLoader(text).get_single_data())
 
 
 def read_values(text: str) -> list[Any]:

@@ -233,7 +233,7 @@ def test_bad_flags_say_what_and_how(argv: list[str], text: str) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("learning_rate: 1", "unknown key learning_rate; known: "),
+        ("learning_rate: 1", "unknown key learning_rate; write lr: 1"),
         ("n_layr: 1", "unknown key n_layr; did you mean n_layer?"),
         ("- 1", "must hold `key: value` lines, not a list"),
         ("a: [", "is not YAML: "),
