@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from nanoray.cli.flags import Loaded, parse_args
+from nanoray.cli.help import Page
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.output import lasting_output
 
 
 def run_command(
-    run: Callable[[Loaded, float], int], argv: list[str] | None, prog: str, what: str
+    run: Callable[[Loaded, float], int], argv: list[str] | None, prog: str, about: str | Page
 ) -> int:
     """Parse a command line and run it; print a NanorayError as one line, and return the exit code."""
     started = time.time()
     words = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: run(parse_args(words, prog, what), started))
+    return exit_code_of(lambda: run(parse_args(words, prog, about), started))
 
 
 def exit_code_of(run: Callable[[], int | None]) -> int:
@@ -66,6 +68,26 @@ def run_subcommand(
         return commands[name](words[1:])
 
     return exit_code_of(run)
+
+
+def take_output(args: argparse.Namespace, kinds: Mapping[str, tuple[str, ...]]) -> None:
+    """Give the file of -o to the flag that writes its kind; kinds: flag -> endings of files.
+
+    Raises ConfigError for an ending of none, and for a flag that is given, too.
+    """
+    if args.o is None:
+        return
+    for flag, endings in kinds.items():
+        if args.o.suffix not in endings:
+            continue
+        if getattr(args, flag) is not None:
+            raise ConfigError(
+                f"-o {args.o} and --{flag} {getattr(args, flag)} are the same flag; drop one"
+            )
+        setattr(args, flag, args.o)
+        return
+    known = [ending for endings in kinds.values() for ending in endings]
+    raise ConfigError(f"-o {args.o}: unknown kind of file; end it in {', '.join(known)}")
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoray.cli.help import Page, asked_for, format_help
 from nanoray.cli.parsers import COMMAND_FLAGS, SCALE_FLAGS, build_parser, flag_names
 from nanoray.config import (
     PRESET_DIR,
@@ -17,7 +18,7 @@ from nanoray.config import (
     read_yaml,
     refuse_unknown_key,
 )
-from nanoray.config.load import lay_over, run_folder_of
+from nanoray.config.load import lay_over, read_mapping, run_folder_of
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError
 
@@ -58,14 +59,19 @@ class Loaded:
 
 
 def parse_args(
-    argv: list[str], prog: str, description: str, base: dict[str, Any] | None = None
+    argv: list[str], prog: str, about: str | Page, base: dict[str, Any] | None = None
 ) -> Loaded:
-    """Turn a command line into a Config. `--help` prints and exits 0.
+    """Turn a command line into a Config. `--help` prints the page `about` and exits 0.
 
     `base` has values in the place of a preset's and a file's, which are refused then. Raises
     ConfigError.
     """
-    parser = build_parser(prog, description)
+    page = Page(about) if isinstance(about, str) else about
+    topic = asked_for(argv)
+    if topic is not None:
+        print(format_help(topic, prog, page), end="")
+        raise SystemExit(0)
+    parser = build_parser(prog, page.about)
     known, unknown = parser.parse_known_args(with_underscores(argv))
     if unknown:
         _refuse_words(unknown)
@@ -159,7 +165,8 @@ def _config_of_run(resume: str) -> dict[str, Any]:
 
 def _found_from_here(values: dict[str, Any], folder: Path) -> dict[str, str]:
     """Return the keys with a path that was relative to the working folder of the run's command."""
-    cwd = read_yaml(folder / "run.json").get("cwd") if (folder / "run.json").is_file() else None
+    record = folder / "run.json"
+    cwd = read_mapping(record).get("cwd") if record.is_file() else None
     if not isinstance(cwd, str):  # an older version wrote it
         return {}
     paths = {}

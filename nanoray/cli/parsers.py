@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Literal, get_args, get_origin
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from nanoray.config import DEFAULT_PRESET, Config, field_extra
 from nanoray.errors import ConfigError
 
-# Titles of the groups in --help
+PACKAGE = Path(__file__).resolve().parents[1]
+
+# Groups of keys, and their titles in docs/flags.md
 GROUPS = {
     "run": "run",
     "data": "data",
@@ -19,6 +24,8 @@ GROUPS = {
     "log": "logging, evaluation, checkpoints",
     "fault": "faults",
 }
+# The only flags with a short form: where a command writes to
+SHORT = {"out_dir": "-o"}
 
 # Flags of a dry run at a scale that is not this machine's: metavar and help
 SCALE_FLAGS = {
@@ -36,8 +43,18 @@ SCALE_FLAGS = {
         "with --world_size: memory of a device in GB (default: the topology's)",
     ),
 }
-# Flags of the command itself, which are no keys of the configuration
-COMMAND_FLAGS = ("config", "preset", "dry_run", "quiet", *SCALE_FLAGS)
+# Flags of the command itself, which are no keys of the configuration. No metavar: a switch
+COMMAND_FLAGS = {
+    "config": ("FILE", "YAML (or config.json) with any of the keys below"),
+    "preset": ("NAME", f"a file of nanoray/presets (default: {DEFAULT_PRESET})"),
+    "dry_run": ("", "print what would run and where, start nothing, exit 0"),
+    "quiet": (
+        "",
+        "print neither plan nor steps nor sample: where Ray is, warnings, faults, the result and "
+        "its folder",
+    ),
+    **SCALE_FLAGS,
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,43 +77,67 @@ def tool_parser(prog: str, doc: str | None) -> Parser:
     )
 
 
+def name_program(command: str) -> str:
+    """Return how this process was called, to run `command`: `nanoray train`, for instance.
+
+    Subcommands are words of `command`.
+    """
+    called = Path(sys.argv[0])
+    if called.resolve().parent == PACKAGE and called.name == "__main__.py":
+        return f"python -m nanoray {command}"
+    # `python -m nanoray.train`: Python has put the module's file there
+    if called.is_absolute() and PACKAGE in called.resolve().parents:
+        parts = called.resolve().relative_to(PACKAGE.parent).with_suffix("").parts
+        module = ".".join(part for part in parts if part != "__main__")
+        return " ".join([f"python -m {module}", *command.split()[1:]])
+    # An example that passes its flags on
+    if called.suffix == ".py" and called.name != "__main__.py":
+        return f"python {called}"
+    return f"nanoray {command}"
+
+
 def flag_names() -> list[str]:
     """Return the keys of the configuration that are flags."""
     return [key for key in Config.model_fields if field_extra(key).get("flag", True)]
 
 
-def build_parser(prog: str, description: str) -> argparse.ArgumentParser:
+def build_parser(
+    prog: str, description: str, only: Collection[str] | None = None
+) -> argparse.ArgumentParser:
     """Return a parser with the command's own flags, and one for each key of the configuration.
 
     A flag that is not given is absent from the result, so that a default is not taken for a choice.
+    `only`: these flags and no others. --help is help.py's.
     """
     parser = Parser(
-        prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        prog=prog,
+        usage=f"{prog} [flags]",
+        description=description,
+        allow_abbrev=False,
+        add_help=False,
+        argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", help="YAML (or config.json) with any of the keys below"
-    )
-    parser.add_argument(
-        "--preset", metavar="NAME", help=f"a file of nanoray/presets (default: {DEFAULT_PRESET})"
-    )
-    parser.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="print what would run and where, start nothing, exit 0",
-    )
-    parser.add_argument(
-        "--quiet",
-        action="store_true",
-        help="print neither plan nor steps nor sample: where Ray is, warnings, faults, the result "
-        "and its folder",
-    )
-    for key, (metavar, text) in SCALE_FLAGS.items():
-        parser.add_argument(f"--{key}", metavar=metavar, help=text)
+    keys = [*COMMAND_FLAGS, *flag_names()]
+    if only is not None:
+        keys = [key for key in keys if key in only]
 
+    for key in COMMAND_FLAGS:
+        if key in keys:
+            _add_command_flag(parser, key)
     groups = {key: parser.add_argument_group(title) for key, title in GROUPS.items()}
-    for key in flag_names():
-        _add_flag(groups[field_extra(key)["group"]], key)
+    for key in keys:
+        if key not in COMMAND_FLAGS:
+            _add_flag(groups[field_extra(key)["group"]], key)
     return parser
+
+
+def _add_command_flag(parser: argparse.ArgumentParser, key: str) -> None:
+    """Add a flag of the command itself."""
+    metavar, text = COMMAND_FLAGS[key]
+    if metavar:
+        parser.add_argument(f"--{key}", metavar=metavar, help=text)
+    else:
+        parser.add_argument(f"--{key}", action="store_true", help=text)
 
 
 def _add_flag(group: Any, key: str) -> None:
@@ -111,10 +152,25 @@ def _add_flag(group: Any, key: str) -> None:
         group.add_argument("--env", metavar="KEY[=VALUE]", action="append", help=f"{text} [none]")
         return
     if bool not in (field.annotation, *get_args(field.annotation)):
-        group.add_argument(f"--{key}", metavar="X", help=text)
+        names = [f"--{key}"]
+        if key in SHORT:
+            names.insert(0, SHORT[key])
+        group.add_argument(*names, metavar=_metavar(field.annotation), help=text)
         return
     words = "|".join(["true", "false", *_literals(field.annotation)])
     group.add_argument(f"--{key}", metavar=words, nargs="?", const="true", help=text)
+
+
+def _metavar(annotation: Any) -> str:
+    """Return the word for a flag's value: N for a whole number, X for another, NAME for a text."""
+    kinds = {annotation, *get_args(annotation)}
+    # Annotated[int, ...] in a union
+    kinds |= {get_args(kind)[0] for kind in kinds if get_origin(kind) is Annotated}
+    if int in kinds:
+        return "N"
+    if float in kinds:
+        return "X"
+    return "NAME"
 
 
 def _literals(annotation: Any) -> list[str]:

@@ -92,7 +92,19 @@ def refuse_unknown_key(
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return a YAML or JSON file's mapping with nested keys translated; {} for an empty file.
+    """Return the keys of a configuration's file, with nested ones translated.
+
+    Raises ConfigError for a file that cannot be read, and for a nested key that is unknown.
+    """
+    values = read_mapping(path)
+    # A config.json has the fields of a Config, also one that an older version wrote
+    if path.suffix != ".json":
+        refuse_old(values)
+    return flatten(values)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return a YAML or JSON file's mapping as it is; {} for an empty file.
 
     The values of YAML are text, lists, mappings and None. Raises ConfigError for a file that cannot
     be read, that is no mapping, or that has a key twice.
@@ -116,10 +128,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"config file {path} must hold `key: value` lines, not a {type(values).__name__}"
         )
-    # A config.json has the fields of a Config, also one that an older version wrote
-    if path.suffix != ".json":
-        refuse_old(values)
-    return flatten(values)
+    return values
 
 
 def _parse_json(text: str) -> Any:

@@ -95,7 +95,7 @@ def test_layers_default_preset_file_flag(tmp_path: Path) -> None:
 
 def test_every_key_but_the_hidden_ones_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        parse("--help")
+        parse("--help", "all")
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     parts = {part.field for part in PARTS}
