@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from nanoray.config import (
     refuse_unknown_key,
 )
 from nanoray.config.load import lay_over, read_mapping, run_folder_of
+from nanoray.config.nanogpt import translate_file
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError
 
@@ -56,6 +57,7 @@ class Loaded:
     dry_run: bool = False
     scale: Scale | None = None  # of a dry run that takes none of this machine's devices
     quiet: bool = False  # print warnings, faults and the result only
+    notes: tuple[str, ...] = ()  # where keys come from, for the plan of a run
 
 
 def parse_args(
@@ -80,6 +82,7 @@ def parse_args(
     flags = vars(known)
     file = flags.pop("config", None)
     preset = flags.pop("preset", None)
+    nanogpt = flags.pop("from_nanogpt", None)
     dry_run = flags.pop("dry_run", False)
     quiet = flags.pop("quiet", False)
     scale_flags = {key: flags.pop(key) for key in SCALE_FLAGS if key in flags}
@@ -89,13 +92,19 @@ def parse_args(
         raise ConfigError(
             "quiet would be ignored: a dry run prints its plan and nothing else; drop --quiet"
         )
+    notes: tuple[str, ...] = ()
     if base:
-        _refuse_files(file, preset, prog)
+        _refuse_files({"config": file, "preset": preset, "from_nanogpt": nanogpt}, prog)
         config = make_config(lay_over(base, flags, "the flags"))
+    elif nanogpt:
+        _refuse_two_recipes(nanogpt, {"config": file, "preset": preset})
+        translation = translate_file(Path(nanogpt), flags)
+        notes = translation.notes(flags)
+        config = load_config(nanogpt, None, flags, translation.keys)
     else:
         config = _load(file, preset, flags)
     _refuse_idle_flags(flags, config)
-    return Loaded(config, frozenset(flags), dry_run, scale, quiet)
+    return Loaded(config, frozenset(flags), dry_run, scale, quiet, notes)
 
 
 def with_underscores(argv: list[str]) -> list[str]:
@@ -131,11 +140,13 @@ def _flag_for(word: str) -> str:
     path = Path(word).expanduser()
     if (PRESET_DIR / f"{word}.yaml").is_file():
         return f"write --preset {word}"
+    if path.suffix == ".py":
+        return f"write --from_nanogpt {word}"
     if path.suffix in (".yaml", ".yml", ".json"):
         return f"write --config {word}"
     if run_folder_of(word):
         return f"write --resume {word}"
-    if path.exists() and path.suffix != ".py":
+    if path.exists():
         return f"write --dataset {word}"
     return "flags begin with --"
 
@@ -179,13 +190,22 @@ def _found_from_here(values: dict[str, Any], folder: Path) -> dict[str, str]:
     return paths
 
 
-def _refuse_files(file: str | None, preset: str | None, prog: str) -> None:
+def _refuse_files(files: Mapping[str, str | None], prog: str) -> None:
     """Raise ConfigError for a file or preset where the command's own script has the values."""
-    for key, value in (("config", file), ("preset", preset)):
+    for key, value in files.items():
         if value:
             raise ConfigError(
                 f"{key} = {value} would be ignored: {prog} is configured from flags alone; drop "
                 f"--{key}"
+            )
+
+
+def _refuse_two_recipes(nanogpt: str, files: Mapping[str, str | None]) -> None:
+    """Raise ConfigError for a file or preset beside a configuration of nanoGPT."""
+    for key, value in files.items():
+        if value:
+            raise ConfigError(
+                f"{key} = {value} and from_nanogpt = {nanogpt} are both a whole recipe; drop one"
             )
 
 

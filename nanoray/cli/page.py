@@ -18,6 +18,12 @@ def to_markdown() -> str:
         "and `launch`.",
         "Those with a default are also YAML keys. A flag overrides `--config FILE`, which "
         "overrides the preset.",
+        "`--help` prints a screen of them, `--help all` all of them, `--help GROUP` or `--help FLAG` "
+        "a part. `--max-steps` is `--max_steps`.",
+        "",
+        "A value means the same in a file as on the command line. YAML is read as 1.2: `off` and "
+        "`2026-01-01` are the words that stand there, `6e5` is 600000, and a key that stands twice "
+        "is an error. `training: {batch_size: 32}` is a batch of each rank; the flat keys are below.",
     ]
     for group in build_parser("nanoray launch", "")._action_groups:
         actions = [action for action in group._group_actions if action.dest != "help"]

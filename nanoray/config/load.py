@@ -269,9 +269,15 @@ def _merge_variables(lower: Any, upper: Any) -> Any:
 
 
 def load_config(
-    file: str | None = None, preset: str | None = None, overrides: dict[str, Any] | None = None
+    file: str | None = None,
+    preset: str | None = None,
+    overrides: dict[str, Any] | None = None,
+    keys: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Merge preset, file and overrides into a Config. Without file and preset: the default preset."""
+    """Merge preset, file and overrides into a Config. Without file and preset: the default preset.
+
+    keys: those of the file, where it has been read already.
+    """
     overrides = overrides or {}
     merged: dict[str, Any] = {}
 
@@ -282,7 +288,7 @@ def load_config(
         merged.update(_read_preset(preset))
     if file:
         values = {"name": Path(file).stem}
-        values.update(read_yaml(Path(file)))
+        values.update(read_yaml(Path(file)) if keys is None else keys)
         merged = lay_over(_without_other_batch(merged, values), values, file)
     _require_known(merged)
 
