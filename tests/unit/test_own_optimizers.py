@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -79,6 +80,7 @@ CASES = {
     # Styles from elsewhere.
     "Lion": Case(styles.Lion),
     "Adan": Case(styles.Adan),
+    "Eager": Case(styles.Eager),
     "Sophia": Case(styles.Sophia),
     "Shampoo": Case(styles.Shampoo, in_pieces=WHOLE),
     "ScheduleFree": Case(
@@ -113,6 +115,7 @@ ACCEPTED = sorted(name for name, case in CASES.items() if not case.refused)
 STYLES = {
     "Adan": "a step counter in the group",
     "Complex": "moments in complex64, of the whole parameter",
+    "Eager": "state that the constructor makes, and no step",
     "EightBit": "moments in 8 bits, with scales of blocks",
     "Forgetful": "a counter that state_dict() lacks",
     "Lars": "rates by the norms of parameters",
@@ -323,7 +326,9 @@ def test_what_is_no_optimizer_is_refused() -> None:
         float("inf"),
         "text",
         (1, [2.5, None], ()),
-        {"": 1, "b": {3: (True,)}},
+        {"": 1, "b": {3: (True,), float("inf"): 1}},
+        np.float64("-inf"),
+        {"betas": [np.float32(0.1), np.int64(3), np.bool_(False)]},
         torch.arange(3, dtype=torch.int16),
         {"deep": [torch.tensor(1.5, dtype=torch.bfloat16), torch.zeros(0, 2)]},
     ],
