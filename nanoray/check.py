@@ -27,7 +27,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nanoray import __version__
-from nanoray.cli import Page, exit_code_of, name_program, parse_args
+from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.config import Config
 from nanoray.data import cifar10
 from nanoray.data.dataset import cache_dir
@@ -539,8 +539,10 @@ def _run(argv: list[str]) -> int:
         ),
         more="The other flags of a run count, too: --help all prints them.",
     )
-    as_json = "--json" in argv
-    loaded = parse_args([flag for flag in argv if flag != "--json"], name_program("check"), about)
+    own = Parser(name_program("check"), add_help=False, allow_abbrev=False)
+    own.add_argument("--json", action="store_true", help="print JSON")
+    args, flags = own.parse_known_args(argv)
+    loaded = parse_args(flags, name_program("check"), about)
 
     # Flags of a run that would be ignored here are an error, as everywhere.
     for flag in ("dry_run", "quiet"):
@@ -550,7 +552,7 @@ def _run(argv: list[str]) -> int:
             )
 
     report = survey(loaded.config)
-    if as_json:
+    if args.json:
         print(json.dumps(report, indent=2))
     else:
         print(render(report))

@@ -25,6 +25,7 @@ from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.report import Report, Section, aligned, conditions, load_average
 from nanoray.bench.registry import BENCHMARKS, Entry
 from nanoray.cli import Parser, name_program, take_output
+from nanoray.cli.parsers import DESCRIBE, SubcommandsFound
 from nanoray.config import refuse_unknown
 from nanoray.errors import ConfigError, NanorayError, PlacementError
 from nanoray.mesh.launchers import set_torch_variables
@@ -61,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 0 if argv else 2
     name, *flags = argv
+    if name == DESCRIBE:
+        raise SubcommandsFound([*BENCHMARKS, "all"])
 
     def run() -> int:
         # Under srun and mpirun, too, each process is a rank: benchmarks read torchrun's variables.

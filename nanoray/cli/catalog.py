@@ -48,4 +48,8 @@ COMMANDS = {
     "alerts": ("nanoray.kube.alerts", "print the alerts for Prometheus, as a rule file"),
     "mig": ("nanoray.mig", "show the MIG slices that a GPU supports, and those that exist here"),
     "bench": ("nanoray.bench.__main__", "run a benchmark"),
+    "completion": (
+        "nanoray.cli.completion",
+        "print a script for bash, zsh or fish that completes commands, flags and values",
+    ),
 }

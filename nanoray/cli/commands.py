@@ -11,6 +11,7 @@ from pathlib import Path
 
 from nanoray.cli.flags import Loaded, parse_args
 from nanoray.cli.help import Page
+from nanoray.cli.parsers import DESCRIBE, SubcommandsFound
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.output import lasting_output
@@ -56,6 +57,8 @@ def run_subcommand(
     name = words[0] if words else ""
 
     def run() -> int:
+        if name == DESCRIBE:
+            raise SubcommandsFound(commands)
         if name in ("-h", "--help"):
             print(doc.strip())
             return 0

@@ -19,7 +19,8 @@ def to_markdown() -> str:
         "Those with a default are also YAML keys. A flag overrides `--config FILE`, which "
         "overrides the preset.",
         "`--help` prints a screen of them, `--help all` all of them, `--help GROUP` or `--help FLAG` "
-        "a part. `--max-steps` is `--max_steps`.",
+        "a part. `--max-steps` is `--max_steps`. `nanoray completion bash` (or zsh, or fish) prints a "
+        "script that completes commands, flags and values; its `--help` says where it goes.",
         "",
         "A value means the same in a file as on the command line. YAML is read as 1.2: `off` and "
         "`2026-01-01` are the words that stand there, `6e5` is 600000, and a key that stands twice "

@@ -90,8 +90,9 @@ def _split_flags(command: str, argv: list[str]) -> tuple[dict[str, str], list[st
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,  # only flags that were given override the file
     )
-    for key in Kube.model_fields:
-        parser.add_argument(f"--{key}")
+    for flag, text in _flags_of_kube():
+        name, metavar = flag.split()
+        parser.add_argument(name, metavar=metavar, help=text.replace("%", "%%"))
     kube_flags, run_flags = parser.parse_known_args(argv)
     return vars(kube_flags), run_flags
 
