@@ -18,7 +18,7 @@ from nanoray.config import (
     read_yaml,
     refuse_unknown_key,
 )
-from nanoray.config.load import lay_over, read_mapping, run_folder_of
+from nanoray.config.load import keep_init_from, lay_over, read_mapping, run_folder_of
 from nanoray.config.nanogpt import translate_file
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError
@@ -61,12 +61,16 @@ class Loaded:
 
 
 def parse_args(
-    argv: list[str], prog: str, about: str | Page, base: dict[str, Any] | None = None
+    argv: list[str],
+    prog: str,
+    about: str | Page,
+    base: dict[str, Any] | None = None,
+    elsewhere: bool = False,
 ) -> Loaded:
     """Turn a command line into a Config. `--help` prints the page `about` and exits 0.
 
-    `base` has values in the place of a preset's and a file's, which are refused then. Raises
-    ConfigError.
+    `base` has values in the place of a preset's and a file's, which are refused then. `elsewhere`:
+    another machine will load it. Raises ConfigError.
     """
     page = Page(about) if isinstance(about, str) else about
     topic = asked_for(argv)
@@ -100,9 +104,9 @@ def parse_args(
         _refuse_two_recipes(nanogpt, {"config": file, "preset": preset})
         translation = translate_file(Path(nanogpt), flags)
         notes = translation.notes(flags)
-        config = load_config(nanogpt, None, flags, translation.keys)
+        config = load_config(nanogpt, None, flags, translation.keys, elsewhere)
     else:
-        config = _load(file, preset, flags)
+        config = _load(file, preset, flags, elsewhere)
     _refuse_idle_flags(flags, config)
     return Loaded(config, frozenset(flags), dry_run, scale, quiet, notes)
 
@@ -151,13 +155,17 @@ def _flag_for(word: str) -> str:
     return "flags begin with --"
 
 
-def _load(file: str | None, preset: str | None, flags: dict[str, Any]) -> Config:
+def _load(
+    file: str | None, preset: str | None, flags: dict[str, Any], elsewhere: bool = False
+) -> Config:
     """Return the configuration of file, preset and flags, or of the run that is resumed."""
     if file or preset:
-        return load_config(file, preset, flags)
+        return load_config(file, preset, flags, elsewhere=elsewhere)
     resumed = _config_of_run(flags.get("resume", "none"))
     if not resumed:
-        return load_config(file, preset, flags)
+        return load_config(file, preset, flags, elsewhere=elsewhere)
+    if flags.get("init_from"):
+        flags["init_from"] = keep_init_from(resumed, flags, Path(flags["resume"]))
     return make_config(lay_over(resumed, flags, "the flags"))
 
 
