@@ -27,6 +27,7 @@ from nanoray.config import (
     refuse_unknown,
 )
 from nanoray.config.conflicts import TABLE, Row, Rule, known_from
+from nanoray.config.data import exists
 from nanoray.config.load import lay_over, run_folder_of
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError, NanorayError
@@ -182,9 +183,9 @@ def _found_from_here(values: dict[str, Any], folder: Path) -> dict[str, str]:
     for key in ("dataset", "data_dir"):
         value = str(values.get(key) or "")
         # A word such as `shakespeare` names no file there
-        there = Path(cwd, value)
-        if value and not Path(value).exists() and there.exists():
-            paths[key] = str(there)
+        there = str(Path(cwd, value))
+        if value and not exists(value) and exists(there):
+            paths[key] = there
     return paths
 
 

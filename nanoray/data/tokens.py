@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from nanoray.config import Batch
-from nanoray.data.dataset import DatasetInfo
+from nanoray.data.dataset import DatasetInfo, TokenFile
 from nanoray.data.hashing import GOLDEN, mix
 from nanoray.errors import DataError
 
@@ -28,11 +28,7 @@ class TokenData:
         self, info: DatasetInfo, block_size: int, seed: int, device: torch.device | None = None
     ) -> None:
         """Open `info`. Raises DataError when its files' sizes are not the recorded ones."""
-        itemsize = np.dtype(info.dtype).itemsize
-        self._files = {
-            "train": open_mapped(info, "train", info.train_tokens * itemsize),
-            "val": open_mapped(info, "val", info.val_tokens * itemsize),
-        }
+        self._files = {"train": open_tokens(info, "train"), "val": open_tokens(info, "val")}
         assert min(info.train_tokens, info.val_tokens) > block_size, "prepare refuses this"
         self.block_size = block_size
         self.device = device
@@ -40,7 +36,7 @@ class TokenData:
         self._key = mix(np.array([seed], np.uint64))
 
     def offsets(self, first_sample: int, count: int) -> np.ndarray:
-        """Return the starts in train.bin of `count` samples from `first_sample` on, (count,) int64.
+        """Return the starts in the train tokens of `count` samples from `first_sample` on, (count,) int64.
 
         They are drawn with replacement, as in nanoGPT. Sample i is output i of SplitMix64 (Steele et
         al. 2014), started at a hash of the seed. There is no state: any rank can compute any sample.
@@ -55,7 +51,7 @@ class TokenData:
         return self._batch("train", self.offsets(first_sample, count))
 
     def val_windows(self, limit: int) -> np.ndarray:
-        """Return at most `limit` starts in val.bin, evenly spaced and not overlapping, int64.
+        """Return at most `limit` starts in the val tokens, evenly spaced and not overlapping, int64.
 
         The ranks split these windows, so the validation loss is the same at any world size.
         """
@@ -178,13 +174,13 @@ class MappedFile:
     Reading beyond the end of one that shrank would be a SIGBUS, so call `require_whole` before.
     """
 
-    def __init__(self, path: Path, dtype: str, size: int) -> None:
+    def __init__(self, path: Path, dtype: str, size: int, offset: int = 0) -> None:
         self._path = path
         self._size = size
         self._file = path.open("rb")
         self.require_whole()
         # numpy indexes a plain array faster than a memmap.
-        self.numbers = np.asarray(np.memmap(self._file, dtype=dtype, mode="r"))
+        self.numbers = np.asarray(np.memmap(self._file, dtype=dtype, mode="r", offset=offset))
 
     def require_whole(self) -> None:
         """Raise DataError when the file does not have the prepared size."""
@@ -195,12 +191,93 @@ class MappedFile:
                 "prepare it again"
             )
 
+    def identity(self) -> tuple[int, int]:
+        """Return the file's inode and time of change."""
+        stat = os.fstat(self._file.fileno())
+        return stat.st_ino, stat.st_mtime_ns
 
-def open_mapped(info: DatasetInfo, split: str, size: int) -> MappedFile:
-    """Open the file of a split. Raises DataError when it is missing or has not `size` bytes."""
-    path = info.path / f"{split}.bin"
+
+class JoinedFiles:
+    """Several files that are read as one: a window may begin in one and end in the next.
+
+    So the samples are those of one file with all tokens. At most OPEN_FILES are open at a time,
+    because a data set can have more files than a process may open.
+    """
+
+    OPEN_FILES = 100
+
+    def __init__(self, folder: Path, files: Sequence[TokenFile], dtype: str, itemsize: int) -> None:
+        self._folder = folder
+        self._files = files
+        self._dtype = dtype
+        self._itemsize = itemsize
+        counts = np.array([file.tokens for file in files])
+        self._ends = np.cumsum(counts)  # (files,)
+        self._starts = self._ends - counts  # (files,)
+        self._open: dict[int, MappedFile] = {}  # by number, the last used one at the end
+        # Each file once, so that a missing one is an error now and not in the middle of a run.
+        self._identities: dict[int, tuple[int, int]] = {}
+        for number in range(len(files)):
+            self._file(number)
+        self.numbers = self
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, places: np.ndarray) -> np.ndarray:
+        """Return the tokens at `places` of all files together, in the same shape."""
+        file_of_place = np.searchsorted(self._ends, places, side="right")
+        tokens = np.empty(places.shape, self._dtype)
+        for number in np.unique(file_of_place).tolist():
+            file = self._file(number)
+            file.require_whole()
+            here = file_of_place == number
+            tokens[here] = file.numbers[places[here] - self._starts[number]]
+        return tokens
+
+    def require_whole(self) -> None:
+        """Do nothing: each file is checked when it is read."""
+
+    def _file(self, number: int) -> MappedFile:
+        """Return a file, opened if it is not open. Raises DataError if it is another one now."""
+        file = self._open.pop(number, None)
+        if file is None:
+            named = self._files[number]
+            file = _map(self._folder, named, self._dtype, self._itemsize)
+            identity = file.identity()
+            if self._identities.setdefault(number, identity) != identity:
+                raise DataError(
+                    f"dataset changed: {self._folder / named.name} was replaced during the run; put the old file back, "
+                    "and resume"
+                )
+        self._open[number] = file
+        if len(self._open) > self.OPEN_FILES:
+            del self._open[next(iter(self._open))]
+        return file
+
+
+def open_tokens(info: DatasetInfo, split: str) -> MappedFile | JoinedFiles:
+    """Open the tokens of a split. Raises DataError as `open_mapped` does."""
+    itemsize = np.dtype(info.dtype).itemsize
+    if len(info.files(split)) > 1:
+        return JoinedFiles(info.path, info.files(split), info.dtype, itemsize)
+    return open_mapped(info, split, itemsize)
+
+
+def open_mapped(info: DatasetInfo, split: str, itemsize: int) -> MappedFile:
+    """Open a split of one file, with tokens or images of `itemsize` bytes.
+
+    Raises DataError when it is missing or has another size than the prepared one.
+    """
+    (file,) = info.files(split)
+    return _map(info.path, file, info.dtype, itemsize)
+
+
+def _map(folder: Path, file: TokenFile, dtype: str, itemsize: int) -> MappedFile:
+    path = folder / file.name
+    size = file.offset + file.tokens * itemsize
     try:
-        return MappedFile(path, info.dtype, size)
+        return MappedFile(path, dtype, size, file.offset)
     except OSError as error:
         raise DataError(
             f"dataset changed: cannot open {path}: {error.strerror}; prepare it again, and with "

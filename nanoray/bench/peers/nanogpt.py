@@ -18,7 +18,7 @@ import numpy as np
 
 from nanoray.bench.harness.processes import Child, ChildFailed
 from nanoray.config import Config
-from nanoray.data.dataset import DatasetInfo
+from nanoray.data.dataset import DatasetInfo, read_tokens
 
 LINE = re.compile(r"^iter (\d+): loss ([\d.]+), time ([\d.]+)ms", re.MULTILINE)
 EVALUATION = re.compile(r"^step (\d+): train loss [\d.]+, val loss ([\d.]+)", re.MULTILINE)
@@ -41,9 +41,12 @@ class NanoGPT:
         for file in source.glob("*.py"):
             (self.folder / file.name).symlink_to(file.resolve())
         for split in ("train", "val"):
-            found = np.fromfile(Path(data.path) / f"{split}.bin", dtype=data.dtype)
-            # All that it can read
-            (tokens / f"{split}.bin").write_bytes(found.astype(np.uint16).tobytes())
+            # One file of uint16 without a header is all that it can read.
+            with (tokens / f"{split}.bin").open("wb") as written:
+                for part in data.files(split):
+                    for chunk in read_tokens(data.path, part):
+                        found = np.frombuffer(chunk, data.dtype)
+                        written.write(found.astype(np.uint16).tobytes())
         # It reads its vocabulary's size from a pickle. By hand: ( mark, d dict, V key, I number, s
         # set, . end
         (tokens / "meta.pkl").write_bytes(b"(dVvocab_size\nI%d\ns." % data.vocab_size)
