@@ -524,6 +524,22 @@ def test_a_change_in_any_file_is_noticed(tmp_path: Path, victim: int) -> None:
     )
 
 
+@pytest.mark.parametrize("page", [0, 10, 31, 40, 63])
+def test_the_sampled_hash_has_pages_from_end_to_end_of_all_files(tmp_path: Path, page: int) -> None:
+    for number in range(3):
+        write_bare(tmp_path / f"train_{number}.bin", np.full(200_000, 400))
+    write_bare(tmp_path / "val.bin", IDS)
+    info = prepare(config(tmp_path))
+    before = sampled_hash(info)
+
+    # The page stands in one of three files of 400,000 bytes.
+    file, place = divmod((1_200_000 - 4096) * page // 63, 400_000)
+    with (tmp_path / f"train_{file}.bin").open("r+b") as changed:
+        changed.seek(place)
+        changed.write(b"x")
+    assert sampled_hash(info) != before
+
+
 def test_a_file_that_changes_during_training_is_an_error_and_no_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
