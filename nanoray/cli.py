@@ -121,6 +121,12 @@ def parse_args(
     parser = _build_parser(prog, description)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
+        # Without quotes the shell replaces a pattern by all files that it matches.
+        if not unknown[0].startswith("-"):
+            raise ConfigError(
+                f"{unknown[0]} belongs to no flag; give each flag one value, and quote a pattern, "
+                "as in --dataset 'data/*.bin'"
+            )
         # `--key=value`, or `--key value`
         key, _, value = unknown[0].removeprefix("--").partition("=")
         if not value and len(unknown) > 1:

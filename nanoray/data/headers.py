@@ -210,17 +210,13 @@ def _refuse_other_widths(path: Path, sample: bytes, stated: Stated) -> None:
     if len(sample) < _ENOUGH:
         return
 
-    # Wider numbers: as uint64 or uint32, every one of them is an id of some vocabulary. Two ids of
-    # uint16 side by side would be a larger number, unless every second id were next to 0.
-    limit = stated.vocab_size or _LARGEST_VOCABULARY
-    for wide, dtype in (("uint64", "int64"), ("uint32", "uint32")):
-        itemsize = np.dtype(wide).itemsize
-        numbers = np.frombuffer(sample, wide, len(sample) // itemsize)
-        if numbers.max() < limit:
-            raise DataError(
-                f"{path} looks like numbers of {8 * itemsize} bits, and nothing says so; "
-                f"{_state_dtype(path, dtype, stated)}"
-            )
+    bits = _bits_of_wider_numbers(sample, stated.vocab_size is None)
+    if bits:
+        dtype = "uint32" if bits == 32 else "int64"
+        raise DataError(
+            f"{path} looks like numbers of {bits} bits, and nothing says so; "
+            f"{_state_dtype(path, dtype, stated)}"
+        )
 
     # Narrower numbers. Half of all ids have a low byte of 128 or more, while text has none. The high
     # bytes of a small vocabulary are 0, and those of text are letters.
@@ -231,6 +227,23 @@ def _refuse_other_widths(path: Path, sample: bytes, stated: Stated) -> None:
             f"{path} looks like text, or like one byte for each token; name a text by itself with "
             f"--dataset FILE, and for bytes {_state_dtype(path, 'uint8', stated)}"
         )
+
+
+def _bits_of_wider_numbers(sample: bytes, any_vocabulary: bool) -> int:
+    """Return 64 or 32 where a sample looks like numbers of that many bits, else 0.
+
+    Ids of up to 16 bits leave the upper words of wider numbers 0. Those of a larger vocabulary, which
+    only an unknown one can be, leave them small beside lower words of any size.
+    """
+    words = np.frombuffer(sample, "<u2", len(sample) // 2)
+    lower = words[::2]
+    upper = words[1::2]
+    is_wide = upper.max() == 0 and lower.max() > 0
+    if any_vocabulary and not is_wide:
+        is_wide = upper.max() < _LARGEST_VOCABULARY >> 16 and lower.max() >= 256
+    if not is_wide:
+        return 0
+    return 64 if len(words) >= 4 and lower[1::2].max() == 0 else 32
 
 
 def _state_dtype(path: Path, dtype: str, stated: Stated) -> str:

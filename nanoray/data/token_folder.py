@@ -131,7 +131,12 @@ def open_folder(path: Path, config: Config) -> DatasetInfo:
     found = inspect_folder(path, config)
     digest = hashlib.sha256()
     for file in (*found.train, *found.val):
-        _scan(found, file, digest)
+        try:
+            _scan(found, file, digest)
+        except OSError as error:
+            raise DataError(
+                f"cannot read {found.path / file.name}: {error.strerror}; check the storage"
+            ) from None
     train_files = found.train
     val_files = found.val
 
@@ -226,7 +231,7 @@ def _scan(folder: TokenFolder, file: TokenFile, digest: hashlib._Hash) -> None:
     for chunk in read_tokens(folder.path, file):
         digest.update(chunk)
         ids = np.frombuffer(chunk, dtype)
-        if ids.max() >= vocab_size or ids.min() < 0:
+        if ids.max() >= vocab_size or (ids.dtype.kind == "i" and ids.min() < 0):
             wrong = (ids >= vocab_size) | (ids < 0)
             first = int(np.argmax(wrong))
             raise DataError(

@@ -168,54 +168,63 @@ class MicroBatches:
         return ", ".join(ranges)
 
 
-class MappedFile:
-    """A memory-mapped file that is kept open.
+class PreparedFile:
+    """A file that is kept open, and must keep the size that it had when it was prepared."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        """Open it. Raises DataError when it is missing or has another size."""
+        self.path = path
+        self._size = size
+        try:
+            self.file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise DataError(
+                f"dataset changed: cannot open {path}: {error.strerror}; prepare it again, and "
+                "with several nodes keep --data_dir on shared storage"
+            ) from None
+        self.require_whole()
+
+    def require_whole(self) -> None:
+        """Raise DataError when the file does not have the prepared size."""
+        size = os.fstat(self.file.fileno()).st_size
+        if size != self._size:
+            raise DataError(
+                f"dataset changed: {self.path} has {size} bytes, but {self._size} were prepared; "
+                "prepare it again"
+            )
+
+
+class MappedFile(PreparedFile):
+    """A memory-mapped file.
 
     Reading beyond the end of one that shrank would be a SIGBUS, so call `require_whole` before.
     """
 
     def __init__(self, path: Path, dtype: str, size: int, offset: int = 0) -> None:
-        self._path = path
-        self._size = size
-        self._file = path.open("rb")
-        self.require_whole()
+        super().__init__(path, size)
         # numpy indexes a plain array faster than a memmap.
-        self.numbers = np.asarray(np.memmap(self._file, dtype=dtype, mode="r", offset=offset))
-
-    def require_whole(self) -> None:
-        """Raise DataError when the file does not have the prepared size."""
-        size = os.fstat(self._file.fileno()).st_size
-        if size != self._size:
-            raise DataError(
-                f"dataset changed: {self._path} has {size} bytes, but {self._size} were prepared; "
-                "prepare it again"
-            )
-
-    def identity(self) -> tuple[int, int]:
-        """Return the file's inode and time of change."""
-        stat = os.fstat(self._file.fileno())
-        return stat.st_ino, stat.st_mtime_ns
+        self.numbers = np.asarray(np.memmap(self.file, dtype=dtype, mode="r", offset=offset))
 
 
 class JoinedFiles:
     """Several files that are read as one: a window may begin in one and end in the next.
 
-    So the samples are those of one file with all tokens. At most OPEN_FILES are open at a time,
-    because a data set can have more files than a process may open.
+    So the samples are those of one file with all tokens. Windows are read and not mapped: a data set
+    may have more files than a process may open, and a mapping costs more to open than a window to
+    read.
     """
 
-    OPEN_FILES = 100
+    OPEN_FILES = 100  # at most, at a time
 
-    def __init__(self, folder: Path, files: Sequence[TokenFile], dtype: str, itemsize: int) -> None:
+    def __init__(self, folder: Path, files: Sequence[TokenFile], dtype: str) -> None:
+        """Open each file once. Raises DataError when one is missing or has another size."""
         self._folder = folder
         self._files = files
-        self._dtype = dtype
-        self._itemsize = itemsize
+        self._dtype = np.dtype(dtype)
         counts = np.array([file.tokens for file in files])
         self._ends = np.cumsum(counts)  # (files,)
         self._starts = self._ends - counts  # (files,)
-        self._open: dict[int, MappedFile] = {}  # by number, the last used one at the end
-        # Each file once, so that a missing one is an error now and not in the middle of a run.
+        self._open: dict[int, PreparedFile] = {}  # by number, the one that was read last at the end
         self._identities: dict[int, tuple[int, int]] = {}
         for number in range(len(files)):
             self._file(number)
@@ -225,43 +234,64 @@ class JoinedFiles:
         return int(self._ends[-1])
 
     def __getitem__(self, places: np.ndarray) -> np.ndarray:
-        """Return the tokens at `places` of all files together, in the same shape."""
-        file_of_place = np.searchsorted(self._ends, places, side="right")
-        tokens = np.empty(places.shape, self._dtype)
-        for number in np.unique(file_of_place).tolist():
-            file = self._file(number)
-            file.require_whole()
-            here = file_of_place == number
-            tokens[here] = file.numbers[places[here] - self._starts[number]]
-        return tokens
+        """Return the tokens of windows, in the shape of `places`: each row counts up by 1."""
+        rows = places.reshape(-1, places.shape[-1])  # (B, T + 1)
+        tokens = np.empty(rows.shape, self._dtype)
+        starts = rows[:, 0].tolist()
+        files = np.searchsorted(self._ends, rows[:, 0], side="right").tolist()
+        for row, (start, file) in enumerate(zip(starts, files, strict=True)):
+            tokens[row] = self._read(start, rows.shape[1], file)
+        return tokens.reshape(places.shape)
 
     def require_whole(self) -> None:
         """Do nothing: each file is checked when it is read."""
 
-    def _file(self, number: int) -> MappedFile:
+    def _read(self, start: int, count: int, number: int) -> np.ndarray:
+        """Return `count` tokens from `start` on, which is in file `number`."""
+        parts = []
+        while count:
+            take = min(count, int(self._ends[number]) - start)
+            first = start - int(self._starts[number])
+            parts.append(self._read_file(number, first, take))
+            start += take
+            count -= take
+            number += 1
+        return np.concatenate(parts)
+
+    def _read_file(self, number: int, first: int, count: int) -> np.ndarray:
+        opened = self._file(number)
+        opened.require_whole()
+        itemsize = self._dtype.itemsize
+        place = self._files[number].offset + first * itemsize
+        return np.frombuffer(os.pread(opened.file.fileno(), count * itemsize, place), self._dtype)
+
+    def _file(self, number: int) -> PreparedFile:
         """Return a file, opened if it is not open. Raises DataError if it is another one now."""
-        file = self._open.pop(number, None)
-        if file is None:
-            named = self._files[number]
-            file = _map(self._folder, named, self._dtype, self._itemsize)
-            identity = file.identity()
+        opened = self._open.pop(number, None)
+        if opened is None:
+            file = self._files[number]
+            size = file.offset + file.tokens * self._dtype.itemsize
+            opened = PreparedFile(self._folder / file.name, size)
+            stat = os.fstat(opened.file.fileno())
+            identity = stat.st_ino, stat.st_mtime_ns
             if self._identities.setdefault(number, identity) != identity:
                 raise DataError(
-                    f"dataset changed: {self._folder / named.name} was replaced during the run; put the old file back, "
-                    "and resume"
+                    f"dataset changed: {opened.path} was replaced during the run; put the old file "
+                    "back, and resume"
                 )
-        self._open[number] = file
+        self._open[number] = opened
         if len(self._open) > self.OPEN_FILES:
-            del self._open[next(iter(self._open))]
-        return file
+            longest_unread = next(iter(self._open))
+            self._open.pop(longest_unread).file.close()
+        return opened
 
 
 def open_tokens(info: DatasetInfo, split: str) -> MappedFile | JoinedFiles:
     """Open the tokens of a split. Raises DataError as `open_mapped` does."""
-    itemsize = np.dtype(info.dtype).itemsize
-    if len(info.files(split)) > 1:
-        return JoinedFiles(info.path, info.files(split), info.dtype, itemsize)
-    return open_mapped(info, split, itemsize)
+    files = info.files(split)
+    if len(files) > 1:
+        return JoinedFiles(info.path, files, info.dtype)
+    return open_mapped(info, split, np.dtype(info.dtype).itemsize)
 
 
 def open_mapped(info: DatasetInfo, split: str, itemsize: int) -> MappedFile:
@@ -270,16 +300,5 @@ def open_mapped(info: DatasetInfo, split: str, itemsize: int) -> MappedFile:
     Raises DataError when it is missing or has another size than the prepared one.
     """
     (file,) = info.files(split)
-    return _map(info.path, file, info.dtype, itemsize)
-
-
-def _map(folder: Path, file: TokenFile, dtype: str, itemsize: int) -> MappedFile:
-    path = folder / file.name
     size = file.offset + file.tokens * itemsize
-    try:
-        return MappedFile(path, dtype, size, file.offset)
-    except OSError as error:
-        raise DataError(
-            f"dataset changed: cannot open {path}: {error.strerror}; prepare it again, and with "
-            "several nodes keep --data_dir on shared storage"
-        ) from None
+    return MappedFile(info.path / file.name, info.dtype, size, file.offset)
