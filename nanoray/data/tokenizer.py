@@ -125,10 +125,12 @@ class GPT2Tokenizer(Tokenizer):
                 "tokenizer gpt2 needs tiktoken; pip install tiktoken, or use --tokenizer byte"
             ) from None
         except Exception as error:  # its download raises requests' errors and others
+            reason = f"{type(error).__name__}: {error}"
+            if len(reason) > 90:
+                reason = reason[:90] + "..."
             raise DataError(
-                f"GPT-2's vocabulary could not be downloaded: {type(error).__name__}: {error}; set "
-                "TIKTOKEN_CACHE_DIR to a folder filled on a machine with internet, or use "
-                "--tokenizer byte"
+                f"GPT-2's vocabulary could not be downloaded: {reason}; set TIKTOKEN_CACHE_DIR to a "
+                "folder filled on a machine with internet, or for a text use --tokenizer byte"
             ) from None
 
 

@@ -17,6 +17,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanoray.bench.compute import plain_loop
+from nanoray.bench.peers.nanogpt import NanoGPT
 from nanoray.check import dataset_state
 from nanoray.cli import parse_args
 from nanoray.config import make_config
@@ -631,6 +633,34 @@ def test_records_of_older_runs_name_no_files(tmp_path: Path) -> None:
         assert "not the record of a dataset" in refused(
             lambda w=wrong: DatasetInfo.from_dict(info.to_dict() | {"train_files": w})
         )
+
+
+def test_programs_that_nanoray_is_measured_against_read_the_same_tokens(tmp_path: Path) -> None:
+    """A benchmark that gave them the header, too, would compare two trainings."""
+    both(write_llmc, "{}.bin")(tmp_path)
+    keys = {"n_layer": 1, "n_head": 1, "n_embd": 8}
+    info = prepare(config(tmp_path, **keys))
+    NanoGPT(tmp_path, config(tmp_path, **keys), info, tmp_path / "peer")
+    copied = tmp_path / "peer" / "nanogpt" / "data" / "bench"
+    assert np.fromfile(copied / "train.bin", "uint16").tolist() == IDS[:500].tolist()
+    assert np.fromfile(copied / "val.bin", "uint16").tolist() == IDS[500:].tolist()
+
+    many = prepare(config(shards(tmp_path / "many", *KINDS["llm.c"]), **keys))
+    NanoGPT(tmp_path, config(tmp_path, **keys), many, tmp_path / "peer of many")
+    copied = tmp_path / "peer of many" / "nanogpt" / "data" / "bench"
+    assert np.fromfile(copied / "train.bin", "uint16").tolist() == IDS[:500].tolist()
+    assert "has several train files, and the plain loop reads one" in refused(
+        lambda: next(plain_loop(config(tmp_path, **keys), many, 1))
+    )
+
+    # uint16 is all that nanoGPT reads, so larger ids would be cut.
+    llama = tmp_path / "llama"
+    llama.mkdir()
+    both(write_llmc, "{}.bin", "uint32")(llama)
+    wide = prepare(config(llama, **keys))
+    assert "nanoGPT reads uint16" in refused(
+        lambda: NanoGPT(tmp_path, config(llama, **keys), wide, tmp_path / "no peer")
+    )
 
 
 # ---- nanoGPT's meta.pkl ---------------------------------------------------------------------------------------------
