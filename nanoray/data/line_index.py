@@ -69,7 +69,7 @@ def find_starts(path: Path) -> np.ndarray:
     start = 0  # of the line that the last chunk has not ended
     for begin in range(0, size, _CHUNK):
         chunk = everything[begin : begin + _CHUNK]
-        _require_text(chunk, begin, path)
+        require_no_nul(chunk, path, begin)
         ends = np.flatnonzero(chunk == ord("\n")) + begin
         if len(ends):
             starts = np.concatenate([[start], ends[:-1] + 1])
@@ -81,12 +81,12 @@ def find_starts(path: Path) -> np.ndarray:
     return np.concatenate(found).astype(np.uint64)
 
 
-def _require_text(chunk: np.ndarray, begin: int, path: Path) -> None:
-    """Raise DataError where a chunk has a NUL byte, which UTF-16 and binary files have."""
-    nul = np.flatnonzero(chunk == 0)
+def require_no_nul(data: bytes | np.ndarray, path: Path, start: int) -> None:
+    """Raise DataError where bytes from `start` on have a NUL, which UTF-16 and binary files have."""
+    nul = np.flatnonzero(np.frombuffer(data, np.uint8) == 0)
     if len(nul):
         raise DataError(
-            f"{path} is not UTF-8 text (NUL byte at offset {begin + int(nul[0])}); give lines of "
+            f"{path} is not UTF-8 text (NUL byte at offset {start + int(nul[0])}); give lines of "
             "UTF-8, e.g. from iconv -f utf-16 -t utf-8"
         )
 

@@ -14,7 +14,7 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +41,21 @@ _GROUPS = 3  # row groups that are kept at least: a window may begin in one and 
 # Which files.
 
 
-def find_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+def find_files(
+    given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    endings: Collection[str] = tuple(SUFFIXES),
+) -> list[Path]:
     """Return the files that paths, folders and patterns name, sorted within a folder or pattern.
 
-    Raises DataError where one names no file, and for a file that is named twice.
+    `endings`: of the files of a folder. Raises DataError where one names no file, and for a file that is named twice.
     """
     names = [given] if isinstance(given, (str, os.PathLike)) else list(given)
     files: list[Path] = []
     for name in names:
-        files += _files_of(Path(os.path.abspath(os.path.expanduser(name))), str(name))
+        path = Path(os.path.abspath(os.path.expanduser(name)))
+        files += _files_of(path, str(name), tuple(endings))
     if not files:
-        raise DataError("a stream of no files; name files, a folder or a pattern such as *.jsonl")
+        raise DataError("no files are named; name files, a folder or a pattern such as *.jsonl")
 
     seen = set()
     for file in files:
@@ -63,15 +67,14 @@ def find_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
     return files
 
 
-def _files_of(path: Path, given: str) -> list[Path]:
+def _files_of(path: Path, given: str, endings: tuple[str, ...]) -> list[Path]:
     if path.is_dir():
-        files = [file for file in sorted(path.iterdir()) if file.suffix in SUFFIXES]
+        files = [file for file in sorted(path.iterdir()) if file.name.endswith(endings)]
         files = [file for file in files if file.is_file() and not file.name.startswith(".")]
         if not files:
-            kinds = ", ".join(SUFFIXES)
+            kinds = ", ".join(endings)
             raise DataError(
-                f"the folder {given} has no file that ends in {kinds}; name the files, and their "
-                "kind with kind="
+                f"the folder {given} has no file that ends in {kinds}; name files of these kinds"
             )
         return files
     if path.exists():
@@ -241,7 +244,7 @@ class Parquet(Shard):
     def _open(self) -> Any:
         # A forked process must not share its parent's place in the file.
         if self._file is None or self._pid != os.getpid():
-            parquet = _import_parquet()
+            parquet = import_parquet()
             try:
                 self._file = parquet.ParquetFile(self.path)
             except Exception as error:  # pyarrow's errors have no common base
@@ -316,7 +319,8 @@ class Tokens(Shard):
         self._file = None
 
 
-def _import_parquet() -> Any:
+def import_parquet() -> Any:
+    """Return pyarrow's module for parquet. Raises DataError where it is not installed."""
     try:
         from pyarrow import parquet  # optional, and slow to import
     except ImportError:

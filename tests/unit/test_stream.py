@@ -241,7 +241,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no file": ("x.jsonl", {}, "no file .*x.jsonl; check the path"),
     "no match": ("x*.jsonl", {}, r"no file .*x\*.jsonl; check the path"),
     "an empty folder": ("empty", {}, "the folder .*empty has no file that ends in .jsonl"),
-    "no files": ([], {}, "a stream of no files; name files"),
+    "no files": ([], {}, "no files are named; name files"),
     "twice": (["a.jsonl", "*a.jsonl"], {}, "a.jsonl is named twice, so its samples"),
     "two kinds": (["a.jsonl", "a.txt"], {}, "files of one kind, but .* is jsonl and .* is text"),
     "compressed": ("a.jsonl.gz", {}, "a.jsonl.gz is compressed, .*; unpack it, or prepare"),
