@@ -9,8 +9,7 @@ step that broke.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from nanoray.compat import transient_buffers
 from nanoray.errors import CheckpointError
+from nanoray.state.values import Unsupported, put_together, take_apart
 
 EXTRA = "_extra_state"  # torch's name for the extra state of a module
 _SIMPLE = (bool, int, float, str, type(None), Tensor)  # attributes that a forward may replace
@@ -101,8 +101,14 @@ def split(entries: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]
     for name, value in entries.items():
         if isinstance(value, Tensor):
             tensors[name] = value
-        else:
-            values[name] = _encoded(value, name, tensors)
+            continue
+        try:
+            values[name] = take_apart(value, name, tensors)
+        except Unsupported as error:
+            raise CheckpointError(
+                f"{error}, which a checkpoint cannot keep exactly; return numbers, text, tensors, "
+                "and lists, tuples and dicts of them"
+            ) from None
     return tensors, values
 
 
@@ -110,70 +116,7 @@ def join(
     values: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Any]:
     """Return the values that `split` has encoded; tensors that were on a GPU go to `device`."""
-    return {name: _decoded(value, tensors, device) for name, value in values.items()}
-
-
-def tensors_within(value: Any) -> Iterator[str]:
-    """Yield the names of the tensors within an encoded value."""
-    if isinstance(value, list):
-        for item in value:
-            yield from tensors_within(item)
-    elif isinstance(value, dict):
-        ((kind, inner),) = value.items()
-        if kind == "tensor":
-            yield inner[0]
-        elif kind == "dict":
-            yield from tensors_within([*inner.values()])
-        elif kind == "tuple":
-            yield from tensors_within(inner)
-
-
-def _encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    # Exact types: a subclass, such as numpy's float64 or an OrderedDict, would come back as another.
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else {"float": repr(value)}
-    if isinstance(value, Tensor):
-        tensors[name] = value.detach()
-        return {"tensor": [name, value.device.type]}
-    if kind in (list, tuple):
-        items = [_encoded(item, f"{name}/{i}", tensors) for i, item in enumerate(value)]
-        return items if kind is list else {"tuple": items}
-    if kind is dict:
-        encoded = {}
-        for key, item in value.items():
-            if type(key) is not str:
-                raise _unkept(name, f"a dict with the key {key!r}, a {type(key).__name__}")
-            encoded[key] = _encoded(item, f"{name}/{key}", tensors)
-        return {"dict": encoded}
-    raise _unkept(name, f"a {kind.__module__}.{kind.__qualname__}")
-
-
-def _unkept(name: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{name} is or contains {what}, which a checkpoint cannot keep exactly; return numbers, "
-        "text, tensors, lists, tuples, and dicts with text keys"
-    )
-
-
-def _decoded(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    if isinstance(value, list):
-        return [_decoded(item, tensors, device) for item in value]
-    if not isinstance(value, dict):
-        return value
-    ((kind, inner),) = value.items()
-    if kind == "float":
-        return float(inner)
-    if kind == "tensor":
-        name, was_on = inner
-        # A copy: the checkpoint's tensors share one buffer.
-        target = torch.device("cpu") if was_on == "cpu" else device
-        return tensors[name].to(target, copy=True)
-    if kind == "tuple":
-        return tuple(_decoded(item, tensors, device) for item in inner)
-    return {key: _decoded(item, tensors, device) for key, item in inner.items()}
+    return {name: put_together(value, tensors, device) for name, value in values.items()}
 
 
 # Writing into a module.

@@ -29,7 +29,6 @@ from nanoray.state.modules import (
     join,
     set_extra_states,
     split,
-    tensors_within,
     write_buffers,
 )
 from nanoray.state.optimizers import (
@@ -40,6 +39,7 @@ from nanoray.state.optimizers import (
     tensors_of,
     values_of,
 )
+from nanoray.state.values import tensors_within
 
 # The key of each rank's memory of compressed gradients, beside its generators
 MEMORY = "compression"

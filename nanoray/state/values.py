@@ -12,9 +12,10 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,12 @@ _DICTS: dict[str, Callable[[Any], Any]] = {
     "OrderedDict": OrderedDict,
     "Counter": lambda pairs: Counter(dict(pairs)),  # MultiStepLR keeps its milestones in one
 }
+
+_KEYS = (bool, int, float, str)
+
+# numpy's numbers, which many optimizers and modules keep; they compare equal to Python's, and print
+# and compute differently.
+_NUMPY = (np.bool_, np.integer, np.float16, np.float32, np.float64)
 
 
 class Unsupported(TypeError):
@@ -43,21 +50,23 @@ def take_apart(value: Any, where: str, tensors: dict[str, Tensor] | None = None)
     """Return a value as JSON, and put its tensors into `tensors`, live, under their places in it.
 
     Without `tensors` they are written into the JSON, which is for small ones. Values are numbers,
-    booleans, texts, None, tensors, and lists, tuples and dicts of them. Raises Unsupported for
-    other types.
+    booleans, texts, None, tensors, and lists, tuples and dicts of them. Types are compared exactly:
+    a subclass would come back as its parent. Raises Unsupported for other types.
     """
     if value is None or type(value) in (bool, int, str):
         return value
-    if isinstance(value, float):
-        # JSON has no word for these.
+    if type(value) is float:
+        # JSON has no word for infinities and NaN.
         if not math.isfinite(value):
-            return {"": "float", "text": repr(float(value))}
-        return float(value)
+            return {"": "float", "text": repr(value)}
+        return value
+    if isinstance(value, _NUMPY):
+        return {"": "numpy", "dtype": value.dtype.name, "value": take_apart(value.item(), where)}
     if type(value) is Tensor and value.layout == torch.strided:
         if tensors is None:
             return _inline(value)
         tensors[where] = value.detach()
-        return {"": "tensor", "name": where}
+        return {"": "tensor", "name": where, "device": value.device.type}
     if type(value) in (list, tuple):
         items = [take_apart(item, f"{where}/{i}", tensors) for i, item in enumerate(value)]
         if isinstance(value, tuple):
@@ -72,33 +81,58 @@ def take_apart(value: Any, where: str, tensors: dict[str, Tensor] | None = None)
     # Keys that JSON would turn into text, or that would be taken for the name of a type.
     pairs = []
     for key, item in value.items():
-        if not (key is None or type(key) in (bool, int, float, str)):
+        if not (key is None or type(key) in _KEYS):
             raise Unsupported(f"a key of {where}", key)
-        pairs.append([key, take_apart(item, f"{where}/{key}", tensors)])
+        pairs.append([take_apart(key, where), take_apart(item, f"{where}/{key}", tensors)])
     return {"": kind, "items": pairs}
 
 
-def put_together(data: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    """Return the value that `take_apart` was given. Named tensors are those of `tensors`, uncopied.
+def put_together(
+    data: Any, tensors: Mapping[str, Tensor] | None = None, device: torch.device | None = None
+) -> Any:
+    """Return the value that `take_apart` was given.
 
-    Raises LookupError for a tensor that is missing.
+    Named tensors are those of `tensors`, uncopied. With `device` they are copies: there, but on the
+    CPU those that were on a CPU. Raises LookupError for a tensor that is missing.
     """
     if isinstance(data, list):
-        return [put_together(item, tensors) for item in data]
+        return [put_together(item, tensors, device) for item in data]
     if not isinstance(data, dict):
         return data
     kind = data.get("")
     if kind is None:
-        return {key: put_together(item, tensors) for key, item in data.items()}
+        return {key: put_together(item, tensors, device) for key, item in data.items()}
     if kind == "float":
         return float(data["text"])
+    if kind == "numpy":
+        return np.dtype(data["dtype"]).type(put_together(data["value"]))
     if kind == "tuple":
-        return tuple(put_together(item, tensors) for item in data["items"])
+        return tuple(put_together(item, tensors, device) for item in data["items"])
     if kind == "tensor" and "name" in data:
-        return (tensors or {})[data["name"]]
+        tensor = (tensors or {})[data["name"]]
+        if device is None:
+            return tensor
+        target = torch.device("cpu") if data["device"] == "cpu" else device
+        return tensor.to(target, copy=True)
     if kind == "tensor":
         return _outline(data)
-    return _DICTS[kind]([(key, put_together(item, tensors)) for key, item in data["items"]])
+    pairs = []
+    for key, item in data["items"]:
+        pairs.append((put_together(key), put_together(item, tensors, device)))
+    return _DICTS[kind](pairs)
+
+
+def tensors_within(data: Any) -> Iterator[str]:
+    """Yield the names of the tensors that `take_apart` has put beside the JSON `data`."""
+    if isinstance(data, list):
+        for item in data:
+            yield from tensors_within(item)
+    elif isinstance(data, dict):
+        if data.get("") == "tensor":
+            if "name" in data:
+                yield data["name"]
+        else:
+            yield from tensors_within([*data.values()])
 
 
 def same(a: Any, b: Any) -> bool:
@@ -113,7 +147,7 @@ def same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, float):
+    if isinstance(a, (float, np.generic)):
         return repr(a) == repr(b)
     return a is b or bool(a == b)
 

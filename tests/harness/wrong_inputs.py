@@ -697,7 +697,7 @@ WRONG_MODELS: dict[str, Wrong] = {
     "weights of 4 bits": wrong("packed has the dtype float4_e2m1fn_x2", "cast it", model=Float4),
     "a sparse buffer": wrong("graph has the layout sparse_coo", "to_dense", model=SparseBuffer),
     "extra state of objects": wrong(
-        "_extra_state/lock is or contains a _thread.lock", "return numbers", model=StateOfObjects
+        "_extra_state/lock is a lock", "return numbers", model=StateOfObjects
     ),
     "too small for the ranks": wrong(
         "fsdp leaves rank 1 no element",

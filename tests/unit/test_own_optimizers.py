@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -323,7 +324,9 @@ def test_what_is_no_optimizer_is_refused() -> None:
         float("inf"),
         "text",
         (1, [2.5, None], ()),
-        {"": 1, "b": {3: (True,)}},
+        {"": 1, "b": {3: (True,), float("inf"): 1}},
+        np.float64("-inf"),
+        {"betas": [np.float32(0.1), np.int64(3), np.bool_(False)]},
         torch.arange(3, dtype=torch.int16),
         {"deep": [torch.tensor(1.5, dtype=torch.bfloat16), torch.zeros(0, 2)]},
     ],
