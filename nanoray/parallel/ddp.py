@@ -11,7 +11,7 @@ A hook may average the buckets in place of the backend: by an all-reduce written
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -72,6 +72,8 @@ class TorchDDP(DataParallel):
             hook = compress_by(compressor, axis.size)
 
         self._plain = apply_ddp(model, axis.mesh, config.bucket_mb, hook, axis)
+        if self._may_skip:
+            settle_buckets(self._plain, self._params)
         self.wrapped = self._plain
 
     @property
@@ -86,6 +88,8 @@ class TorchDDP(DataParallel):
         if self._compressor is not None:
             return None
         self._twin = apply_ddp(self._model, self._axis.mesh, self._bucket_mb, hook, self._axis)
+        if self._may_skip:
+            settle_buckets(self._twin, self._params)
         return self._twin
 
     def has_twin(self) -> bool:
@@ -236,6 +240,36 @@ def apply_ddp(
     if hook:
         wrapped.register_comm_hook(None, lambda state, bucket: hook(bucket))
     return wrapped
+
+
+class _Identity(nn.Module):
+    """Stands for a model whose forward must not run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def settle_buckets(wrapped: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    """Let DDP regroup its buckets by the order of the parameters. (all ranks)
+
+    DDP regroups once, in the order in which its first backward computes the gradients, and the
+    groups decide the order of sums at three and more ranks. In a script's model that order may
+    depend on the batch, a buffer or the weights. The first ones of a resumed run are others than
+    those of a fresh run, so its sums would differ in their last bits.
+    """
+    # The wrapper expects a forward before it takes gradients; this one computes nothing.
+    model = wrapped.module
+    wrapped.module = _Identity()
+    try:
+        wrapped(torch.zeros(()))
+    finally:
+        wrapped.module = model
+
+    # From the last parameter to the first, as the backward of most models goes. DDP averages zeros.
+    for p in reversed(params):
+        touch([p])
+    for p in params:
+        p.grad = None
 
 
 def average_by(reduce: Callable[[Tensor], Any], ranks: int) -> Hook:

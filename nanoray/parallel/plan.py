@@ -300,7 +300,8 @@ class Plan:
 
         DDP regroups its buckets after the first backward, which changes the order of sums. After
         the regrouping, every step of a fresh and of a resumed run sums in the same order, so resume
-        is bit-exact at 3 and more ranks. The warm-up also compiles the model, and detects a lack of
+        is bit-exact at 3 and more ranks (for a script's model see `settle_buckets` in ddp.py). The
+        warm-up also compiles the model, and detects a lack of
         memory, before the first step.
         """
         with Undisturbed(self.model):

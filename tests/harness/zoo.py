@@ -318,6 +318,25 @@ class Layered(nn.Module):
         return mixed
 
 
+class TurnsAround(Base):
+    """Calls its two towers in an order that a buffer decides, as it changes in the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        # In a run of 12 steps with two micro batches each, it turns around after step 4.
+        towers = [self.extra, self.other] if self.calls <= 8 else [self.other, self.extra]
+        h = torch.tanh(self.into(x))
+        for tower in towers:
+            h = torch.tanh(tower(h))
+        return self.head(h)
+
+
 class HookedGradient(Base):
     """Sets a gradient outside of the graph, by a hook on another one."""
 
@@ -381,4 +400,6 @@ ZOO: list[Exhibit] = [
         refused={"fsdp": "head.weight has a hook on its gradient"},
     ),
 ]
-BY_NAME = {exhibit.name: exhibit for exhibit in ZOO}
+# Not compared with plain torch: what it computes depends on how a batch is divided.
+TURNING = Exhibit("towers that change places", TurnsAround, vectors)
+BY_NAME = {exhibit.name: exhibit for exhibit in [*ZOO, TURNING]}

@@ -91,3 +91,34 @@ def test_modules_train_as_in_plain_torch(tmp_path: Path, world: int) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_modules_train_so_in_every_mode(tmp_path: Path, world: int, mode: str) -> None:
     assert not failures(world, lambda number: [mode], tmp_path)
+
+
+REORDERED = (
+    "sometimes a branch",
+    "experts",
+    "layers in an order of the samples",
+    "towers that change places",
+)
+
+
+@pytest.mark.parametrize(
+    "modes", [("ddp",), pytest.param(("ddp_by_hand", "zero1", "zero2"), marks=pytest.mark.full)]
+)
+def test_a_resume_is_exact_where_gradients_change_their_order(
+    tmp_path: Path, modes: tuple[str, ...]
+) -> None:
+    """With three ranks the order of a sum shows in its last bit, and buckets decide that order."""
+    cases = []
+    for name in REORDERED:
+        for mode in modes:
+            for stops in ((), (5,), (3, 8)):
+                cases.append(Case(name, mode, stops=stops, settings={"bucket_mb": 0.001}))
+    found = run_cases(cases, 3, tmp_path)
+
+    for first in range(0, len(cases), 3):
+        unbroken, *resumed = found[first : first + 3]
+        for of_case in resumed:
+            where = f"{cases[first].exhibit}, {cases[first].mode}: {of_case.errors}"
+            assert of_case.weights.keys() == unbroken.weights.keys(), where
+            for name, value in unbroken.weights.items():
+                assert (of_case.weights[name] == value).all(), f"{where} {name}"
