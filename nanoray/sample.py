@@ -14,7 +14,7 @@ import torch
 
 from nanoray.checkpoint.find import find_run
 from nanoray.checkpoint.foreign import load_weights
-from nanoray.cli import exit_code_of
+from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.config.weights.source import find, is_foreign
 from nanoray.data.prepare import DatasetInfo
 from nanoray.data.tokenizer import IdTokenizer, Tokenizer, tokenizer_from_json
@@ -38,13 +38,9 @@ SIZES = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `python -m nanoray.sample` and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nanoray.sample",
-        description="Generate text from a checkpoint.",
-        allow_abbrev=False,
-    )
+def make_parser() -> Parser:
+    """Return the parser of `nanoray sample`."""
+    parser = tool_parser(name_program("sample"), "Generate text from a checkpoint.")
     parser.add_argument(
         "path",
         nargs="?",
@@ -66,8 +62,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1337, help="seed of the sampling [1337]")
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default_device, help="cuda or cpu")
-    args = parser.parse_args(argv)
-    return exit_code_of(lambda: print("\n---\n".join(samples(args)), flush=True))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray sample` and return its exit code."""
+
+    def run() -> None:
+        args = make_parser().parse_args(argv)
+        print("\n---\n".join(samples(args)), flush=True)
+
+    return exit_code_of(run)
 
 
 def samples(args: argparse.Namespace) -> list[str]:

@@ -11,7 +11,6 @@ export   the model alone, as load_state_dict takes it: FILE.safetensors, with th
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from nanoray.checkpoint.contents import is_listed, missing_from
 from nanoray.checkpoint.export import FORMATS, format_of, write_model
 from nanoray.checkpoint.files import find_all, load, peek
 from nanoray.checkpoint.find import newest_valid
-from nanoray.cli import run_subcommand, writing
+from nanoray.cli import Parser, name_program, run_subcommand, tool_parser, writing
 from nanoray.errors import CheckpointError, ConfigError
 
 
@@ -32,10 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     )
 
 
-def _parser(command: str, text: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"nanoray checkpoint {command}", description=text, allow_abbrev=False
-    )
+def _parser(command: str, text: str) -> Parser:
+    parser = tool_parser(name_program(f"checkpoint {command}"), text)
     parser.add_argument("path", type=Path, help="run folder, or one of its step_* folders")
     return parser
 
@@ -133,6 +130,7 @@ def _count_numbers(tensors: dict[str, Tensor]) -> str:
 def _export(argv: list[str]) -> int:
     parser = _parser("export", "write the model of the newest valid checkpoint")
     parser.add_argument(
+        "-o",
         "--out",
         type=Path,
         required=True,
