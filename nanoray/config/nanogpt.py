@@ -69,6 +69,8 @@ _SAME = {
     "log_interval": "log_every",
     "eval_interval": "eval_every",
 }
+# Those that weights fix
+_OF_THE_WEIGHTS = ("n_layer", "n_head", "n_embd", "block_size", "bias")
 # Those of the machine and of the place, which count only if the file has them
 _OF_THE_PLACE = ("out_dir", "compile", "backend")
 # Words for data sets whose text nanoray has itself
@@ -127,6 +129,9 @@ def translate_file(path: Path, given: Collection[str]) -> Translation:
     settings, from_file = _read(path)
     result = Translation()
     for name, key in _SAME.items():
+        # Weights bring their sizes. nanoGPT's defaults say nothing about them
+        if name in _OF_THE_WEIGHTS and "init_from" in given and name not in from_file:
+            continue
         result.take(key, name, settings[name], name in from_file)
     for name in _OF_THE_PLACE:
         if name in from_file:
