@@ -6,8 +6,9 @@ U+FFFD.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class Tokenizer(ABC):
 
     kind: str
     vocab_size: int
+    end_of_text: int | None = None  # the id between two documents
 
     @property
     def dtype(self) -> str:
@@ -34,6 +36,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of `text`, (T,). Raises DataError for text outside the vocabulary."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text; all cores may work on them."""
+        return [self.encode(text) for text in texts]
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -107,9 +113,15 @@ class GPT2Tokenizer(Tokenizer):
 
     kind = "gpt2"
     vocab_size = GPT2_VOCAB_SIZE
+    end_of_text = GPT2_VOCAB_SIZE - 1
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._load().encode_ordinary(text), self.dtype)
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        threads = os.cpu_count() or 1
+        ids_of_all = self._load().encode_ordinary_batch(list(texts), num_threads=threads)
+        return [np.array(ids, self.dtype) for ids in ids_of_all]
 
     def decode(self, ids: Iterable[int]) -> str:
         token = self._load().decode_single_token_bytes

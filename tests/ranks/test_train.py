@@ -67,7 +67,14 @@ def reference_losses(spec: RunSpec, steps: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("world", "accum"), [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    ("world", "accum"),
+    [
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, 1), (2, 1), (2, 3))),
+        (1, 4),
+        (3, 2),
+    ],
+)
 def test_every_arrangement_trains_like_the_reference(
     text: Path, tmp_path: Path, world: int, accum: int
 ) -> None:
@@ -80,7 +87,9 @@ def test_every_arrangement_trains_like_the_reference(
     assert reference[-1] < reference[0] - 0.3, "the comparison means nothing if nothing was learned"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world", [1, *(pytest.param(world, marks=pytest.mark.full) for world in (2, 4)), 3]
+)
 def test_resume_is_bit_identical(text: Path, tmp_path: Path, world: int) -> None:
     """With AdamW, clipping, accumulation and dropout, and stopped between two logged steps."""
     recipe = {
@@ -100,7 +109,7 @@ def test_resume_is_bit_identical(text: Path, tmp_path: Path, world: int) -> None
     assert [r["step"] for r in records(rest)] == list(range(1, 10)), "one record per logged step"
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_target_loss_ends_the_run_with_a_checkpoint_that_goes_on(
     text: Path, tmp_path: Path, world: int
 ) -> None:
