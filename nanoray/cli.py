@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -30,7 +30,7 @@ from nanoray.config.conflicts import TABLE, Row, Rule, known_from
 from nanoray.config.load import lay_over, run_folder_of
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError, NanorayError
-from nanoray.output import lasting_output
+from nanoray.output import as_command, lasting_output, say, say_error
 
 # Titles of the groups in --help
 _GROUPS = {
@@ -351,25 +351,25 @@ def run_command(
     return exit_code_of(lambda: run(parse_args(words, prog, what), started))
 
 
-def exit_code_of(run: Callable[[], int | None]) -> int:
+def exit_code_of(run: Callable[[], int | None], in_program: bool = False) -> int:
     """Run a command and return its exit code; None from `run` is 0.
 
     The error of nanoray, or of a file, is printed as one line. The output may be cut off, by `head`
-    for instance, without a traceback.
+    for instance, without a traceback. `in_program`: a program has called it, whose logging may
+    receive the lines.
     """
-    with lasting_output():
+    with lasting_output(), nullcontext() if in_program else as_command():
         try:
             return run() or 0
         except NanorayError as error:
-            print(f"error: {error}", file=sys.stderr)
+            say_error(f"error: {error}")
             return error.exit_code
         except OSError as error:
             # Without a file name it is no error of a path that the user could mend
             if error.filename is None:
                 raise
-            print(
-                f"error: {error.filename}: {error.strerror}; check the path and its permissions",
-                file=sys.stderr,
+            say_error(
+                f"error: {error.filename}: {error.strerror}; check the path and its permissions"
             )
             return 1
 
@@ -429,7 +429,7 @@ def handle_stop_signals(handler: Callable[[int, Any], None]) -> None:
 def stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Handle the stop signals while a run lasts, and restore the program's own handlers then."""
     if not in_main_thread():
-        print(f"note   {NO_SIGNALS}", flush=True)
+        say(f"note   {NO_SIGNALS}")
         yield
         return
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
