@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from nanoray.checkpoint.find import find_run
-from nanoray.cli import exit_code_of
+from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.data.prepare import DatasetInfo
 from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.errors import CheckpointError, ConfigError
@@ -18,13 +18,9 @@ from nanoray.models.sampling import generate
 from nanoray.state.train_state import StateDict
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `python -m nanoray.sample` and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nanoray.sample",
-        description="Generate text from a checkpoint.",
-        allow_abbrev=False,
-    )
+def make_parser() -> Parser:
+    """Return the parser of `nanoray sample`."""
+    parser = tool_parser(name_program("sample"), "Generate text from a checkpoint.")
     parser.add_argument(
         "path",
         nargs="?",
@@ -45,8 +41,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1337, help="seed of the sampling [1337]")
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default_device, help="cuda or cpu")
-    args = parser.parse_args(argv)
-    return exit_code_of(lambda: print("\n---\n".join(samples(args)), flush=True))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray sample` and return its exit code."""
+
+    def run() -> None:
+        args = make_parser().parse_args(argv)
+        print("\n---\n".join(samples(args)), flush=True)
+
+    return exit_code_of(run)
 
 
 def samples(args: argparse.Namespace) -> list[str]:

@@ -10,7 +10,6 @@ export   the model alone, as load_state_dict takes it: FILE.safetensors, with th
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 from pathlib import Path
@@ -22,7 +21,7 @@ from nanoray.atomic import replace_bytes
 from nanoray.checkpoint.contents import is_listed, missing_from
 from nanoray.checkpoint.files import find_all, load, peek
 from nanoray.checkpoint.find import newest_valid
-from nanoray.cli import run_subcommand, writing
+from nanoray.cli import Parser, name_program, run_subcommand, tool_parser, writing
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.state.train_state import StateDict, entries_of
 
@@ -34,10 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     )
 
 
-def _parser(command: str, text: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"nanoray checkpoint {command}", description=text, allow_abbrev=False
-    )
+def _parser(command: str, text: str) -> Parser:
+    parser = tool_parser(name_program(f"checkpoint {command}"), text)
     parser.add_argument("path", type=Path, help="run folder, or one of its step_* folders")
     return parser
 
@@ -135,6 +132,7 @@ def _count_numbers(tensors: dict[str, Tensor]) -> str:
 def _export(argv: list[str]) -> int:
     parser = _parser("export", "write the model of the newest valid checkpoint as one file")
     parser.add_argument(
+        "-o",
         "--out",
         type=Path,
         required=True,

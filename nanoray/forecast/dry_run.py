@@ -37,7 +37,7 @@ def plan(loaded: Loaded, ranks: int, dataset: DatasetInfo) -> tuple[Config, list
     Raises ConfigError for a mesh, batch, fault or flag that cannot work with so many ranks.
     """
     config = loaded.config
-    notes = []
+    notes = list(loaded.notes)
     dp = Layout.of(config, ranks).dp
     if config.tp > 1:
         # The output head is cut over the padded vocabulary, so tp must divide the padded size.
@@ -51,7 +51,7 @@ def plan(loaded: Loaded, ranks: int, dataset: DatasetInfo) -> tuple[Config, list
 
         params = scaling_parameters(ModelShape.of(config, dataset.vocab_size))
         config, derived = derive_scaling(config, loaded.given, params, dp)
-        notes = [f"scale  {d.key} = {d.value:.4g}: {d.reason}" for d in derived]
+        notes += [f"scale  {d.key} = {d.value:.4g}: {d.reason}" for d in derived]
 
     # After the scaling rules, which may have changed the global batch size.
     batch = resolve_batch(config, dp)

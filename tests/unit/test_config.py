@@ -95,7 +95,7 @@ def test_layers_default_preset_file_flag(tmp_path: Path) -> None:
 
 def test_every_key_but_the_hidden_ones_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        parse("--help")
+        parse("--help", "all")
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     parts = {part.field for part in PARTS}
@@ -233,7 +233,7 @@ def test_bad_flags_say_what_and_how(argv: list[str], text: str) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("learning_rate: 1", "unknown key learning_rate; known: "),
+        ("learning_rate: 1", "unknown key learning_rate; write lr: 1"),
         ("n_layr: 1", "unknown key n_layr; did you mean n_layer?"),
         ("- 1", "must hold `key: value` lines, not a list"),
         ("a: [", "is not YAML: "),
