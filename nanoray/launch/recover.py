@@ -189,10 +189,7 @@ class Recoverer:
     def request_again(self, group: WorkerGroup) -> None:
         """Create new actors again for which Ray starts no process, and print a line for each."""
         for slot in group.pool.request_again():
-            print(
-                f"replace  Ray has room for rank {slot} and starts no process there; asking again",
-                flush=True,
-            )
+            say(f"replace  Ray has room for rank {slot} and starts no process there; asking again")
 
     # The cause of a fault.
 

@@ -1,6 +1,7 @@
 """Aim: `--track aim`, and nanoray.AimCallback.
 
-Aim has no package for Python 3.13, and wants a `filelock` below 4.
+Aim has no package for Python 3.13, and wants a `filelock` below 4. What a run writes shows up when
+Aim has indexed it, as `aim up` does.
 """
 
 from __future__ import annotations
