@@ -174,17 +174,21 @@ def test_a_recipe_of_ours_reports_its_sample(
     assert json.loads(table.read_text())["data"] == [[3, outcome["sample"]]]
 
 
-def test_a_missing_package_is_one_line_before_step_1(text: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "module", ["nanoray.train", pytest.param("nanoray.launch", marks=pytest.mark.full)]
+)
+def test_a_missing_package_is_one_line_before_step_1(
+    module: str, text: Path, tmp_path: Path
+) -> None:
     """The packages of this test run lack Aim: the two conflict about `filelock`."""
     if not nanoray.train.track.aim_tracker.AimTracker().missing():
         pytest.skip("Aim is installed")
-    for module in ("nanoray.train", "nanoray.launch"):
-        done = run(module, "--dataset", str(text), "--track", "aim", cwd=tmp_path)
-        assert done.returncode == 2
-        assert done.stderr == (
-            "error: track = aim needs the package aim, which this Python does not have; run: pip "
-            "install 'nanoray[aim]'\n"
-        )
+    done = run(module, "--dataset", str(text), "--track", "aim", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: track = aim needs the package aim, which this Python does not have; run: pip "
+        "install 'nanoray[aim]'\n"
+    )
     assert not (tmp_path / "runs").exists()
     with pytest.raises(ConfigError, match="needs the package aim"):
         nanoray.AimCallback()
