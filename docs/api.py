@@ -38,6 +38,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "stop",
     ),
     "Config": ("to_json",),
+    "ShardStream": ("__init__", "files", "kind", "counts", "transform", "window", "block_size"),
     "Weighted": ("sum", "weight"),
     "Callback": (
         "on_run_start",
@@ -54,6 +55,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
 }
 # Of the same classes: what the package itself calls, and Config's keys, which flags.md describes
 INTERNAL: dict[str, tuple[str, ...]] = {
+    "ShardStream": ("order", "describe", "identity"),
     "Run": (
         "rendezvous",
         "given",

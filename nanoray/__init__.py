@@ -12,6 +12,7 @@ launch          call a function on every rank of a new run: on Ray, under torchr
 RuntimeEngine   train a module: its `fit` is the loop
 Run             one rank's part of a run, as the function receives it
 Config          the configuration; each key is a flag of `nanoray launch`, too
+ShardStream     samples from files that are read in sequence
 Weighted        a loss as a sum and its weight, in place of a mean
 Callback        hooks that a script overrides
 WandbCallback   report to Weights & Biases; so do MlflowCallback and AimCallback to theirs
@@ -34,6 +35,7 @@ _EXPORTED = {
     "NanorayError": "nanoray.errors",
     "Run": "nanoray.train.own.run",
     "RuntimeEngine": "nanoray.train.own.engine",
+    "ShardStream": "nanoray.data.stream",
     "WandbCallback": "nanoray.train.own.trackers",
     "Weighted": "nanoray.models.weighted",
 }
@@ -48,6 +50,7 @@ __all__ = [
     "NanorayError",
     "Run",
     "RuntimeEngine",
+    "ShardStream",
     "WandbCallback",
     "Weighted",
     "__version__",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanoray.config import Config as Config
+from nanoray.data.stream import ShardStream as ShardStream
 from nanoray.errors import NanorayError as NanorayError
 from nanoray.models.weighted import Weighted as Weighted
 from nanoray.train.own.callbacks import Callback as Callback
@@ -21,6 +22,7 @@ __all__ = [
     "NanorayError",
     "Run",
     "RuntimeEngine",
+    "ShardStream",
     "WandbCallback",
     "Weighted",
     "__version__",

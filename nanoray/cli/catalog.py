@@ -10,6 +10,10 @@ COMMANDS = {
         "nanoray.launch.__main__",
         "train on Ray: one actor per GPU, MIG slice or CPU share",
     ),
+    "data": (
+        "nanoray.data.__main__",
+        "prepare texts, JSON lines and parquet as token shards; OpenWebText, FineWeb-Edu",
+    ),
     "sample": ("nanoray.sample", "generate text from a checkpoint"),
     "timeline": (
         "nanoray.trace.__main__",

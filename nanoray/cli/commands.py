@@ -18,12 +18,19 @@ from nanoray.output import as_command, lasting_output, say_error
 
 
 def run_command(
-    run: Callable[[Loaded, float], int], argv: list[str] | None, prog: str, about: str | Page
+    run: Callable[[Loaded, float], int],
+    argv: list[str] | None,
+    prog: str,
+    about: str | Page,
+    elsewhere: bool = False,
 ) -> int:
-    """Parse a command line and run it; print a NanorayError as one line, and return the exit code."""
+    """Parse a command line and run it; print a NanorayError as one line, and return the exit code.
+
+    elsewhere: another machine will load the configuration, and have the files that it names.
+    """
     started = time.time()
     words = sys.argv[1:] if argv is None else argv
-    return exit_code_of(lambda: run(parse_args(words, prog, about), started))
+    return exit_code_of(lambda: run(parse_args(words, prog, about, None, elsewhere), started))
 
 
 def exit_code_of(run: Callable[[], int | None], in_program: bool = False) -> int:

@@ -18,7 +18,8 @@ from nanoray.config import (
     read_yaml,
     refuse_unknown_key,
 )
-from nanoray.config.load import lay_over, read_mapping, run_folder_of
+from nanoray.config.data import exists
+from nanoray.config.load import keep_init_from, lay_over, read_mapping, run_folder_of
 from nanoray.config.nanogpt import translate_file
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError
@@ -61,12 +62,16 @@ class Loaded:
 
 
 def parse_args(
-    argv: list[str], prog: str, about: str | Page, base: dict[str, Any] | None = None
+    argv: list[str],
+    prog: str,
+    about: str | Page,
+    base: dict[str, Any] | None = None,
+    elsewhere: bool = False,
 ) -> Loaded:
     """Turn a command line into a Config. `--help` prints the page `about` and exits 0.
 
-    `base` has values in the place of a preset's and a file's, which are refused then. Raises
-    ConfigError.
+    `base` has values in the place of a preset's and a file's, which are refused then. `elsewhere`:
+    another machine will load it. Raises ConfigError.
     """
     page = Page(about) if isinstance(about, str) else about
     topic = asked_for(argv)
@@ -100,9 +105,9 @@ def parse_args(
         _refuse_two_recipes(nanogpt, {"config": file, "preset": preset})
         translation = translate_file(Path(nanogpt), flags)
         notes = translation.notes(flags)
-        config = load_config(nanogpt, None, flags, translation.keys)
+        config = load_config(nanogpt, None, flags, translation.keys, elsewhere)
     else:
-        config = _load(file, preset, flags)
+        config = _load(file, preset, flags, elsewhere)
     _refuse_idle_flags(flags, config)
     return Loaded(config, frozenset(flags), dry_run, scale, quiet, notes)
 
@@ -124,7 +129,7 @@ def _refuse_words(words: list[str]) -> None:
     """Raise ConfigError for words of a command line that are no flags of ours, and no values."""
     word = words[0]
     if not word.startswith("-"):
-        raise ConfigError(f"{word} is the value of no flag; {_flag_for(word)}")
+        raise ConfigError(f"{word} is the value of no flag; {_flag_for(words)}")
 
     # `--key=value`, or `--key value`
     key, is_assigned, value = word.lstrip("-").partition("=")
@@ -135,9 +140,13 @@ def _refuse_words(words: list[str]) -> None:
     refuse_unknown_key(key, given, (*flag_names(), *COMMAND_FLAGS), "--")
 
 
-def _flag_for(word: str) -> str:
-    """Return which flag a word may have been meant for, by what it names."""
+def _flag_for(words: list[str]) -> str:
+    """Return which flag the first of some words may have been meant for, by what it names."""
+    word = words[0]
     path = Path(word).expanduser()
+    # Without quotes the shell replaces a pattern by all files that it matches.
+    if path.suffix in (".bin", ".npy"):
+        return "give each flag one value, and quote a pattern, as in --dataset 'data/*.bin'"
     if (PRESET_DIR / f"{word}.yaml").is_file():
         return f"write --preset {word}"
     if path.suffix == ".py":
@@ -151,13 +160,17 @@ def _flag_for(word: str) -> str:
     return "flags begin with --"
 
 
-def _load(file: str | None, preset: str | None, flags: dict[str, Any]) -> Config:
+def _load(
+    file: str | None, preset: str | None, flags: dict[str, Any], elsewhere: bool = False
+) -> Config:
     """Return the configuration of file, preset and flags, or of the run that is resumed."""
     if file or preset:
-        return load_config(file, preset, flags)
+        return load_config(file, preset, flags, elsewhere=elsewhere)
     resumed = _config_of_run(flags.get("resume", "none"))
     if not resumed:
-        return load_config(file, preset, flags)
+        return load_config(file, preset, flags, elsewhere=elsewhere)
+    if flags.get("init_from"):
+        flags["init_from"] = keep_init_from(resumed, flags, Path(flags["resume"]))
     return make_config(lay_over(resumed, flags, "the flags"))
 
 
@@ -184,9 +197,9 @@ def _found_from_here(values: dict[str, Any], folder: Path) -> dict[str, str]:
     for key in ("dataset", "data_dir"):
         value = str(values.get(key) or "")
         # A word such as `shakespeare` names no file there
-        there = Path(cwd, value)
-        if value and not Path(value).exists() and there.exists():
-            paths[key] = str(there)
+        there = str(Path(cwd, value))
+        if value and not exists(value) and exists(there):
+            paths[key] = there
     return paths
 
 

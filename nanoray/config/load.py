@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from nanoray.config.kube import Kube
 from nanoray.config.neighbours import TABLE, answer, normalise, translate_value
@@ -21,6 +22,7 @@ from nanoray.config.schema import Config, changes_recipe
 from nanoray.config.spellings import PARTS, refuse_old
 from nanoray.config.strict_yaml import YamlError, read_texts
 from nanoray.config.variables import parse_variables
+from nanoray.config.weights.source import find
 from nanoray.errors import ConfigError
 
 PRESET_DIR = Path(__file__).resolve().parents[1] / "presets"
@@ -273,13 +275,17 @@ def load_config(
     preset: str | None = None,
     overrides: dict[str, Any] | None = None,
     keys: Mapping[str, Any] | None = None,
+    elsewhere: bool = False,
 ) -> Config:
     """Merge preset, file and overrides into a Config. Without file and preset: the default preset.
 
-    keys: those of the file, where it has been read already.
+    keys: those of the file, where it has been read already. elsewhere: paths are those of another
+    machine, which loads what comes out of this once more. So the weights of init_from are not
+    looked at; sizes of a preset, which they replace, are left out.
     """
-    overrides = overrides or {}
+    overrides = dict(overrides or {})
     merged: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
     # A file alone replaces the default preset; with --preset it is laid over that preset
     if preset or not file:
@@ -289,6 +295,17 @@ def load_config(
     if file:
         values = {"name": Path(file).stem}
         values.update(read_yaml(Path(file)) if keys is None else keys)
+
+    # Weights fix sizes. They replace a preset's, and must agree with what the user gives
+    given = values | overrides
+    model = given.get("model", merged.get("model", "gpt"))
+    if given.get("init_from") and elsewhere:
+        merged = {key: value for key, value in merged.items() if key not in WEIGHT_KEYS + _EXPERTS}
+    elif given.get("init_from") and model == "gpt":
+        merged, init_from = _lay_weights(merged, given)
+        layer = overrides if "init_from" in overrides else values
+        layer["init_from"] = init_from
+    if file:
         merged = lay_over(_without_other_batch(merged, values), values, file)
     _require_known(merged)
 
@@ -313,6 +330,126 @@ def _without_other_batch(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> 
         kept.pop("global_batch_size", None)
         kept.pop("expected_val_loss", None)
     return kept
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+# Keys of a model with experts, which a preset may have, and which mean nothing without experts
+_EXPERTS = (
+    "experts_per_token",
+    "expert_hidden",
+    "shared_experts",
+    "expert_capacity",
+    "balance_loss",
+    "z_loss",
+    "ep",
+)
+# Keys that weights fix
+WEIGHT_KEYS = (
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "bias",
+    "block_size",
+    "gelu",
+    "positions",
+    "experts",
+    "experts_per_token",
+    "expert_hidden",
+    "shared_experts",
+)
+
+
+def _lay_weights(lower: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return `lower` with the keys that the weights of init_from fix, and their absolute path.
+
+    `given`: what the user gave, in a file or as flags. Raises ConfigError for a key in it that
+    contradicts the weights.
+    """
+    run = run_folder_of(str(given.get("resume", "none")))
+    if run is not None:
+        # The run has its own weights by now, and its sizes are those that it began with
+        began = read_yaml(run / "config.json")
+        path = keep_init_from(began, given, run)
+        return {**lower, **{key: began[key] for key in WEIGHT_KEYS if key in began}}, path
+
+    source = find(str(given["init_from"]))
+    _refuse_contradictions(source.keys, given, str(source.path))
+    merged = dict(lower)
+    if not source.keys["experts"]:
+        for key in _EXPERTS:
+            merged.pop(key, None)
+    merged.update(source.keys)
+
+    # Text becomes the ids that the weights were trained on. A folder of tokens has its own
+    dataset = given.get("dataset", lower.get("dataset", "auto"))
+    is_folder = Path(str(dataset)).expanduser().is_dir()
+    if source.tokenizer_kind and not is_folder:
+        merged["tokenizer"] = source.tokenizer_kind
+    merged.pop("expected_val_loss", None)
+    # Of a run, its folder: the new run's own folder records which checkpoint was the newest
+    return merged, os.path.abspath(os.path.expanduser(str(given["init_from"])))
+
+
+def keep_init_from(began: Mapping[str, Any], given: Mapping[str, Any], run: Path) -> str:
+    """Return the init_from that a resumed run began with.
+
+    began: its config.json. Raises ConfigError when `given` has another one: its weights would have
+    no effect.
+    """
+    first = str(began.get("init_from") or "")
+    if not same_weights(first, str(given["init_from"])):
+        origin = f"began with those of {first}" if first else "began with random ones"
+        raise ConfigError(
+            f"init_from = {given['init_from']} would be ignored: the run {run} is resumed, which "
+            f"has its own weights and {origin}; drop init_from, or drop resume"
+        )
+    return first
+
+
+def same_weights(recorded: str, wanted: str) -> bool:
+    """Return whether a run that began with the weights `recorded` began with the wanted ones.
+
+    Of a run, its record names the checkpoint that was the newest then. "" are random weights.
+    """
+    if not recorded or not wanted:
+        return recorded == wanted
+    path = Path(os.path.abspath(os.path.expanduser(wanted)))
+    return path == Path(recorded) or path in Path(recorded).parents
+
+
+def _refuse_contradictions(keys: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for a key that was given another value than the weights have."""
+    for key, value in keys.items():
+        if key not in given:
+            continue
+        try:
+            wanted = _value_of(key, given[key])
+        except ValidationError:
+            continue  # the validation of the configuration reports it
+        if key == "expert_hidden" and wanted == 0:
+            wanted = 4 * keys["n_embd"]
+        if wanted == value:
+            continue
+
+        # Positions can be left out, and rotary ones have no weights
+        if key == "block_size":
+            if wanted < value or keys["positions"] == "rotary":
+                continue
+            raise ConfigError(
+                f"block_size = {wanted}, but the weights of init_from = {where} have {value} "
+                f"positions; use {value} or less"
+            )
+        raise ConfigError(
+            f"{key} = {wanted}, but the weights of init_from = {where} have {key} {value}; drop "
+            f"{key}: it comes from the weights"
+        )
+
+
+def _value_of(key: str, given: Any) -> Any:
+    """Return the value of a key for what a flag or a file gives. Raises ValidationError."""
+    kind: Any = Config.model_fields[key].annotation
+    return TypeAdapter(kind).validate_python(given)
 
 
 def run_folder_of(resume: str) -> Path | None:

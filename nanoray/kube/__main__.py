@@ -68,7 +68,7 @@ def _make(name: str, command: Callable[[Loaded, float], int], argv: list[str]) -
         usage="[flags of the cluster] [flags of the run]",
         more="The flags of the run are those of `nanoray launch --help`; --help all prints them.",
     )
-    return run_command(run, run_flags, name_program(f"kube {name}"), about)
+    return run_command(run, run_flags, name_program(f"kube {name}"), about, elsewhere=True)
 
 
 def _flags_of_kube() -> tuple[tuple[str, str], ...]:
