@@ -16,7 +16,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"errors", "atomic", "compat", "environment", "mapped", "metrics", "output", "points"},
     {"config"},
-    {"cli", "data", "devices", "mesh"},
+    {"cli"},
+    {"data", "devices", "mesh"},
     {"faults", "models", "run", "state"},
     {"checkpoint", "parallel"},
     {"trace"},
