@@ -11,6 +11,7 @@ _EXPORTED = {
     "Run": "nanoray.train.own.run",
     "Config": "nanoray.config",
     "Weighted": "nanoray.models.weighted",
+    "ShardStream": "nanoray.data.stream",
 }
 
 

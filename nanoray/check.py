@@ -27,15 +27,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nanoray import __version__
-from nanoray.cli import exit_code_of, parse_args
+from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.config import Config
+from nanoray.config.data import exists
 from nanoray.data import cifar10
-from nanoray.data.dataset import cache_dir
+from nanoray.data.dataset import absolute, cache_dir
+from nanoray.data.token_folder import inspect_folder
 from nanoray.devices import choose, host, mig
 from nanoray.devices.device import Device
 from nanoray.devices.gpus import discover_gpus
 from nanoray.devices.slots import Slots, local_slots
-from nanoray.errors import ConfigError, NanorayError
+from nanoray.errors import ConfigError, DataError, NanorayError
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import RankDevice, choose_backend
 
@@ -221,8 +223,12 @@ def shm_gib() -> float | None:
 
 
 def dataset_state(config: Config) -> dict[str, Any]:
-    """Return the dataset's name, whether it is missing, and a note on where it comes from."""
+    """Return the dataset's name, whether it is missing, a note on it, and why it is refused.
+
+    Of files with tokens only names and headers are read.
+    """
     missing = False
+    refusal = ""
     if config.model == "own":
         note = "data of the script"
     elif config.dataset in NO_NETWORK:
@@ -230,11 +236,18 @@ def dataset_state(config: Config) -> dict[str, Any]:
     elif config.dataset in ("auto", "shakespeare", "cifar10"):
         note = _download_note(config)
     else:
-        missing = not os.path.exists(os.path.expanduser(config.dataset))
+        path = absolute(config.dataset)
+        missing = not exists(str(path))
         note = "there"
         if missing:
             note = "not there, or closed to this user"
-    return {"name": config.dataset, "missing": missing, "note": note}
+        elif not path.is_file():
+            try:
+                note = inspect_folder(path, config).describe()
+            except DataError as error:
+                refusal = str(error)
+                note = "cannot be used"
+    return {"name": config.dataset, "missing": missing, "note": note, "refusal": refusal}
 
 
 def _download_note(config: Config) -> str:
@@ -407,6 +420,10 @@ def host_problems(report: dict[str, Any]) -> Iterator[Problem]:
     if dataset["missing"]:
         what = f"dataset = {dataset['name']} is {dataset['note']}"
         yield Problem(what, "correct the path", fatal=True)
+    elif dataset["refusal"]:
+        # The message ends with its remedy.
+        what, _, remedy = dataset["refusal"].rpartition("; ")
+        yield Problem(what, remedy, fatal=True)
 
     out_dir = report["out_dir"]
     if not out_dir["writable"]:
@@ -507,6 +524,19 @@ def _verdict(problem_count: int, can_train: bool) -> str:
     return verdict
 
 
+# Flags of a run that change what the check finds
+OF_THE_RUN = (
+    ("--workers N", "ranks that shall fit [every GPU or slice, else 2 on CPU]"),
+    ("--device NAME", "cuda, mig, cpu or auto"),
+    ("--backend NAME", "of the process group: nccl, gloo or auto"),
+    ("--precision NAME", "whether the devices compute in it"),
+    ("--tp N, --pp N", "how many ranks share a model"),
+    ("--dataset NAME|PATH", "whether it is there, or can be downloaded"),
+    ("--out_dir DIR", "whether runs can be written there"),
+    ("--ray_address HOST:PORT", "the cluster to ask"),
+)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the report for the given training flags (default: none) and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -514,12 +544,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    about = (
-        "Is this machine ready, and what would run where? Flags are those of a run; --json prints "
-        "JSON."
+    about = Page(
+        "Is this machine ready, and what would run where?",
+        (
+            ("{prog}", "this machine, and the default recipe"),
+            ("{prog} --preset gpt2-124m --workers 8 --tp 2", "another one, on eight ranks"),
+        ),
+        (
+            ("of the check", (("--json", "print JSON"),)),
+            ("of a run, for which it checks", OF_THE_RUN),
+        ),
+        more="The other flags of a run count, too: --help all prints them.",
     )
-    as_json = "--json" in argv
-    loaded = parse_args([flag for flag in argv if flag != "--json"], "nanoray.check", about)
+    own = Parser(name_program("check"), add_help=False, allow_abbrev=False)
+    own.add_argument("--json", action="store_true", help="print JSON")
+    args, flags = own.parse_known_args(argv)
+    loaded = parse_args(flags, name_program("check"), about)
 
     # Flags of a run that would be ignored here are an error, as everywhere.
     for flag in ("dry_run", "quiet"):
@@ -529,7 +569,7 @@ def _run(argv: list[str]) -> int:
             )
 
     report = survey(loaded.config)
-    if as_json:
+    if args.json:
         print(json.dumps(report, indent=2))
     else:
         print(render(report))

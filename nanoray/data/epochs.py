@@ -81,6 +81,12 @@ class Epochs:
             place = stop
         return found
 
+    @property
+    def first_size(self) -> int:
+        """The samples of epoch 0; sample i of them has place i."""
+        items = len(self._order(0))
+        return items - items % self.batch if self.drop_last else items
+
     def first_epoch(self) -> list[Sample]:
         """Return the samples of epoch 0."""
         _, _, end = self._epoch_of(0)

@@ -7,19 +7,23 @@ DistributedSampler           its order for one process: the ranks share each ste
 batch_sampler                drawn in the same way; each of its batches goes to one rank
 batch_size, drop_last        a batch goes to one rank as its micro batch (epochs.py)
 num_workers and its options  worker processes read each rank's batches ahead (reader.py)
+
+Over a ShardStream, the order is the stream's (stream.py), and the rest is the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader
 
-from nanoray.data.epochs import DrawnBatches, Epochs, draw_of
+from nanoray.data.epochs import Draw, DrawnBatches, Epochs, draw_of
 from nanoray.data.hashing import mix
 from nanoray.data.order import EpochOrder
 from nanoray.data.reader import Reader, Workers
+from nanoray.data.stream import ShardStream
 from nanoray.errors import DataError
 
 
@@ -48,7 +52,6 @@ def plan_of(loader: DataLoader[Any], split: str, seed: int) -> Plan:
             f"the DataLoader of the {split} data has in_order=False: the order of batches would "
             "depend on the speed of its workers, and no resume could repeat it; leave it True"
         )
-    own = own_order(len(loader.dataset), seed)  # type: ignore[arg-type]
     workers = Workers.of(loader) if loader.num_workers else None
     batches: Any = loader.batch_sampler
     dataset = loader.dataset
@@ -56,7 +59,7 @@ def plan_of(loader: DataLoader[Any], split: str, seed: int) -> Plan:
 
     # Each item is a batch already.
     if batches is None:
-        draw, size = draw_of(loader.sampler, seed, own)
+        draw, size = _draw_of(loader, loader.sampler, split, seed)
         reader = Reader(dataset, loader.collate_fn, seed, whole=True)
         what = f"a DataLoader with batch_size=None{processes}"
         return Plan(reader, Epochs(draw, size), None, workers, what)
@@ -67,10 +70,45 @@ def plan_of(loader: DataLoader[Any], split: str, seed: int) -> Plan:
         what = f"a DataLoader with a {type(batches).__name__}{processes}"
         return Plan(reader, Epochs(DrawnBatches(batches, seed), None), None, workers, what)
 
-    draw, size = draw_of(batches.sampler, seed, own)
+    draw, size = _draw_of(loader, batches.sampler, split, seed)
     epochs = Epochs(draw, size, batches.batch_size, batches.drop_last)
-    what = (
-        f"a DataLoader of batch_size {batches.batch_size}, {type(batches.sampler).__name__}"
-        f"{processes}"
-    )
+    order = type(batches.sampler).__name__
+    if isinstance(dataset, ShardStream):
+        order = dataset.describe()
+    what = f"a DataLoader of batch_size {batches.batch_size}, {order}{processes}"
     return Plan(reader, epochs, batches.batch_size, workers, what)
+
+
+def _draw_of(
+    loader: DataLoader[Any], sampler: Iterable[Any], split: str, seed: int
+) -> tuple[Draw, int | None]:
+    """Return how the epochs of a loader are drawn, and their size where it is the same for all."""
+    dataset = loader.dataset
+    if isinstance(dataset, ShardStream):
+        return draw_of_stream(dataset, split, seed), len(dataset)
+    return draw_of(sampler, seed, own_order(len(dataset), seed))  # type: ignore[arg-type]
+
+
+def draw_of_stream(stream: ShardStream, split: str, seed: int) -> Draw:
+    """Return how the epochs of a stream are drawn: validation data stay in the files' order."""
+    if split == "train":
+        return stream.order(seed).epoch
+    order = range(len(stream))
+    return lambda epoch: order
+
+
+def stream_of(data: Any) -> ShardStream | None:
+    """Return the stream that data are, or that their DataLoader reads.
+
+    Raises DataError for a loader that iterates in a way of its own, which would be passed over.
+    """
+    if isinstance(data, ShardStream):
+        return data
+    if not isinstance(getattr(data, "dataset", None), ShardStream):
+        return None
+    if not isinstance(data, DataLoader) or type(data).__iter__ is not DataLoader.__iter__:
+        raise DataError(
+            f"a ShardStream in a {type(data).__name__}: the stream needs no loader with an order or "
+            "a state of its own; give the stream, or a torch.utils.data.DataLoader over it"
+        )
+    return data.dataset  # type: ignore[return-value]

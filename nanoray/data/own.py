@@ -7,6 +7,8 @@ iterable           batch k is the k-th that `iter(...)` yields, equal on every r
                    the batches that were used
 with state_dict()  every rank reads its own loader, whose state is saved with checkpoints
                    (stateful.py)
+ShardStream        sample k follows from (seed, k) as well, and its files are read in sequence
+                   (stream.py)
 """
 
 from __future__ import annotations
@@ -23,14 +25,16 @@ from torch.utils.data import DataLoader, default_collate
 
 from nanoray.config import Batch
 from nanoray.data.epochs import Epochs, Sample
-from nanoray.data.loader import own_order, plan_of
+from nanoray.data.loader import draw_of_stream, own_order, plan_of, stream_of
 from nanoray.data.reader import Ahead, Collate, Reader, Workers, begin, next_of
 from nanoray.data.seeding import generators_kept, seed_generators_for
-from nanoray.data.stateful import KEPT, Stateful, has_index, is_stateful
+from nanoray.data.stateful import KEPT, Stateful, has_index, is_stateful, pack, unpack
+from nanoray.data.stream import ShardStream
 from nanoray.data.tokens import evenly_spaced
 from nanoray.errors import DataError
 
 LOADER = "loader"  # the name of a loader's state in a checkpoint
+STREAM = "stream"  # the name of what a stream's order depends on
 VALIDATION = 0x76616C  # keeps the draws of validation samples apart from those of training
 
 
@@ -79,6 +83,7 @@ class OwnData:
         self.keeps_errors = False  # whether an error waits until all ranks have seen it
         self.failure: Failure | None = None
 
+        self._stream = stream_of(train)
         self._train: Stateful | Items | Batches
         if is_stateful(train):
             self._train = Stateful(train, seed, self._rank)
@@ -244,7 +249,24 @@ class OwnData:
         """A hash of the beginning of the first epoch's order, which all ranks must share."""
         if not isinstance(self._train, Items):
             return 0
-        return zlib.crc32(repr(self._train.epochs.beginning).encode())
+        own = repr(self._train.epochs.beginning)
+        if self._stream is not None:
+            own += repr(self._stream.identity())
+        return zlib.crc32(own.encode())
+
+    @property
+    def what_differs(self) -> str:
+        """The error where the ranks do not share the fingerprint."""
+        if self._stream is not None:
+            return (
+                "the files of the train data's stream differ between the ranks; give every node "
+                "the same files, under the same names"
+            )
+        return (
+            "the sampler of the train data draws another order on each rank; let it draw from "
+            "torch's, numpy's or Python's global generator, which nanoray seeds, or give it a "
+            "seed of its own"
+        )
 
     def describe(self) -> str:
         """Return in a few words how the training data are read."""
@@ -255,7 +277,12 @@ class OwnData:
         return "an iterable of batches, which every rank reads"
 
     def state_at(self, samples: int) -> dict[str, Tensor]:
-        """Return the state of this rank's loader after `samples` samples of all ranks, by name."""
+        """Return what a checkpoint after `samples` samples of all ranks keeps of the data, by name.
+
+        That is the state of this rank's loader, or what the order of a stream depends on.
+        """
+        if self._stream is not None:
+            return {STREAM: pack(self._stream.identity())}
         if not isinstance(self._train, Stateful):
             return {}
         return {LOADER: self._train.state_before(self._batches_of_rank(samples))}
@@ -264,6 +291,23 @@ class OwnData:
         """Continue from the result of `state_at(samples)`."""
         assert isinstance(self._train, Stateful)
         self._train.load(saved[LOADER], self._batches_of_rank(samples))
+
+    @property
+    def stream(self) -> ShardStream | None:
+        """The stream that the training data are, if they are one."""
+        return self._stream
+
+    def require_same_stream(self, saved: Tensor) -> None:
+        """Raise DataError where the stream is not the one that a checkpoint was saved with."""
+        assert self._stream is not None
+        was = unpack(saved)
+        for key, now in self._stream.identity().items():
+            if was.get(key) != now:
+                raise DataError(
+                    f"the stream of the train data has {key} = {now}, but the checkpoint was saved "
+                    f"with {was.get(key)}, and the order of samples depends on it; give the stream "
+                    "of then, or start a new run"
+                )
 
     def close(self) -> None:
         """End the worker processes."""
@@ -328,22 +372,30 @@ class Items:
     # As validation data: the items of one epoch, in the order of the sampler.
 
     def __len__(self) -> int:
-        return len(self._validation)
+        if self.in_batches:
+            return len(self._of_batches)
+        return self.epochs.first_size
 
     def samples_of(self, numbers: list[int]) -> list[Sample]:
         """Return validation samples by their numbers."""
-        return [self._validation[number] for number in numbers]
+        if self.in_batches:
+            return [self._of_batches[number] for number in numbers]
+        samples = []
+        for number in numbers:
+            samples += self.epochs.samples(number, 1)
+        return samples
 
     def items(self, numbers: list[int]) -> tuple[Any, Any]:
         """Return validation samples by their numbers, as one batch."""
         return self.read(self.samples_of(numbers))
 
     @property
-    def _validation(self) -> list[Sample]:
+    def _of_batches(self) -> list[Sample]:
+        """The items of all batches of the first epoch."""
         if self._of_validation is None:
             items: list[Any] = []
             for sample in self.epochs.first_epoch():
-                items += sample.item if self.in_batches else [sample.item]
+                items += sample.item
             self._of_validation = [Sample(i, item) for i, item in enumerate(items)]
         return self._of_validation
 
@@ -485,6 +537,15 @@ class Batches:
 
 def source_of(data: Any, split: str, micro: int, seed: int = 0) -> Items | Batches:
     """Return data as items with an index, or as batches. Raises DataError when it is neither."""
+    stream = stream_of(data)
+    if stream is not None and len(stream) == 0:
+        raise DataError(f"the stream of the {split} data has no sample; give files that have some")
+    if isinstance(data, ShardStream):
+        epochs = Epochs(draw_of_stream(data, split, seed), len(data))
+        return Items(Reader(data, default_collate, seed), epochs, description=data.describe())
+    if stream is not None:
+        return _items_of_loader(data, split, micro, seed)
+
     # A loader that iterates in a way of its own is an iterable like any other.
     is_torchs = isinstance(data, DataLoader) and type(data).__iter__ is DataLoader.__iter__
     if is_torchs and _is_dataset(data.dataset):
@@ -546,7 +607,7 @@ def batch_size_of(data: Any, seed: int) -> tuple[int | None, Batches | None]:
     if isinstance(data, DataLoader) and isinstance(data.batch_size, int):
         return data.batch_size, None
     # Reading a batch would move a loader with a state.
-    if is_stateful(data):
+    if stream_of(data) is None and is_stateful(data):
         return None, None
     source = source_of(data, "train", 0, seed)
     if isinstance(source, Batches):

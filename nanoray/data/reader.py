@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from nanoray.data.epochs import BatchOfItems, Sample
 from nanoray.data.seeding import generators_kept, seed_generators_for
+from nanoray.data.stream import ShardStream
 from nanoray.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -30,8 +31,10 @@ class Reader:
         self._collate = collate
         self._seed = seed
         self._whole = whole
-        # Data that lie in memory draw no random numbers.
+        # Data that lie in memory draw no random numbers, nor do records as they are in their files.
         plain = isinstance(dataset, (TensorDataset, list, tuple, np.ndarray, Tensor))
+        if isinstance(dataset, ShardStream):
+            plain = dataset.transform is None
         self._draws = not (plain and collate is default_collate)
 
     def __getitem__(self, samples: Sequence[Sample]) -> Any:

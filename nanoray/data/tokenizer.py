@@ -6,8 +6,9 @@ U+FFFD.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class Tokenizer(ABC):
 
     kind: str
     vocab_size: int
+    end_of_text: int | None = None  # the id between two documents
 
     @property
     def dtype(self) -> str:
@@ -34,6 +36,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Return the ids of `text`, (T,). Raises DataError for text outside the vocabulary."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return the ids of each text; all cores may work on them."""
+        return [self.encode(text) for text in texts]
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -49,27 +55,29 @@ class Tokenizer(ABC):
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character of an alphabet, in the order of code points, as nanoGPT numbers them."""
+    """One id per character of an alphabet: chars[i] has id i. nanoGPT sorts them by code point."""
 
     kind = "char"
 
     def __init__(self, chars: str) -> None:
         self.chars = chars
         self.vocab_size = len(chars)
-        self._codes = _code_points(chars)  # sorted
+        codes = _code_points(chars)
+        self._ids = np.argsort(codes)  # of the characters by code point
+        self._codes = codes[self._ids]  # sorted
 
     def encode(self, text: str) -> np.ndarray:
         codes = _code_points(text)
-        ids = np.searchsorted(self._codes, codes).clip(max=self.vocab_size - 1)
+        places = np.searchsorted(self._codes, codes).clip(max=self.vocab_size - 1)
         # searchsorted also returns a place for characters outside the alphabet.
-        unknown = np.flatnonzero(self._codes[ids] != codes)
+        unknown = np.flatnonzero(self._codes[places] != codes)
         if unknown.size:
             offset = int(unknown[0])
             raise DataError(
                 f"character {text[offset]!r} at offset {offset} is not among the {self.vocab_size} "
                 "characters of the training text; leave it out, or train with --tokenizer byte"
             )
-        return ids.astype(self.dtype)
+        return self._ids[places].astype(self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.chars[i] if 0 <= i < self.vocab_size else UNKNOWN for i in ids)
@@ -78,7 +86,10 @@ class CharTokenizer(Tokenizer):
         return [max(0, self.chars.find("\n"))]
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "chars": self.chars}
+        described = {"kind": self.kind, "chars": self.chars}
+        if list(self.chars) != sorted(self.chars):
+            described["order"] = "ids"
+        return described
 
 
 class ByteTokenizer(Tokenizer):
@@ -102,9 +113,15 @@ class GPT2Tokenizer(Tokenizer):
 
     kind = "gpt2"
     vocab_size = GPT2_VOCAB_SIZE
+    end_of_text = GPT2_VOCAB_SIZE - 1
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._load().encode_ordinary(text), self.dtype)
+
+    def encode_all(self, texts: Sequence[str]) -> list[np.ndarray]:
+        threads = os.cpu_count() or 1
+        ids_of_all = self._load().encode_ordinary_batch(list(texts), num_threads=threads)
+        return [np.array(ids, self.dtype) for ids in ids_of_all]
 
     def decode(self, ids: Iterable[int]) -> str:
         token = self._load().decode_single_token_bytes
@@ -120,10 +137,12 @@ class GPT2Tokenizer(Tokenizer):
                 "tokenizer gpt2 needs tiktoken; pip install tiktoken, or use --tokenizer byte"
             ) from None
         except Exception as error:  # its download raises requests' errors and others
+            reason = f"{type(error).__name__}: {error}"
+            if len(reason) > 90:
+                reason = reason[:90] + "..."
             raise DataError(
-                f"GPT-2's vocabulary could not be downloaded: {type(error).__name__}: {error}; set "
-                "TIKTOKEN_CACHE_DIR to a folder filled on a machine with internet, or use "
-                "--tokenizer byte"
+                f"GPT-2's vocabulary could not be downloaded: {reason}; set TIKTOKEN_CACHE_DIR to a "
+                "folder filled on a machine with internet, or for a text use --tokenizer byte"
             ) from None
 
 
@@ -165,6 +184,9 @@ def tokenizer_from_json(values: dict[str, Any]) -> Tokenizer:
     match values:
         case {"kind": "char", "chars": str(chars)} if chars and list(chars) == sorted(set(chars)):
             return CharTokenizer(chars)
+        # An alphabet in another order must say that this is meant.
+        case {"kind": "char", "chars": str(chars), "order": "ids"} if _are_distinct(chars):
+            return CharTokenizer(chars)
         case {"kind": "byte"}:
             return ByteTokenizer()
         case {"kind": "gpt2"}:
@@ -178,6 +200,10 @@ def tokenizer_from_json(values: dict[str, Any]) -> Tokenizer:
         f"not a tokenizer: {shown}; known: kind char (with sorted chars), byte, gpt2, ids (with "
         "vocab_size)"
     )
+
+
+def _are_distinct(chars: str) -> bool:
+    return 0 < len(chars) == len(set(chars))
 
 
 def _code_points(text: str) -> np.ndarray:

@@ -27,12 +27,16 @@ from nanoray.config import Config
 from nanoray.config.variables import THREADS, explicit
 from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.placement import START_TIMEOUT_S, Placement, bounded, strategy
+from nanoray.launch.ray_compat import is_pending
 from nanoray.launch.script import Script
 from nanoray.launch.worker import Worker
 from nanoray.run import RunSpec
 
 POLL_S = 0.25  # how often the driver looks for a stop request while it waits for actors
 START_TRIES = 3  # how often a new actor may die before it is ready
+# Ray starts a process within seconds where its slot has room. Each further try waits twice as long:
+# on a very busy machine a process may be slow.
+PENDING_S = 20.0
 
 
 def _no_check() -> None:
@@ -72,6 +76,8 @@ class ActorPool:
         self.actors: dict[int, Any] = {}
         self.facts: dict[int, dict[str, Any]] = {}
         self.starting: dict[int, Any] = {}  # the pending `ready` of new actors
+        # When each of those was requested (monotonic seconds), and how long to wait for its process.
+        self._requested: dict[int, tuple[float, float]] = {}
         self.unfit: dict[int, set[str]] = {}  # nodes on which a new rank could not work
 
         # Actors without a slot, each with its pending `ready`.
@@ -147,6 +153,27 @@ class ActorPool:
         # `ready` returns after the imports: an actor that dies in them costs another try, but no
         # rendezvous. At the start of a run all ranks import at once, and `describe` is enough.
         self.starting[slot] = actor.ready.remote() if replaces else actor.describe.remote()
+        self._requested[slot] = (self.clock.monotonic(), PENDING_S)
+
+    def request_again(self) -> list[int]:
+        """Create the actors again for which Ray starts no process; return their slots.
+
+        Ray 2.60 may lose the request for a process when a node leaves at that moment: the slot's
+        bundle is reserved on a living node, and the actor waits there for ever.
+        """
+        now = self.clock.monotonic()
+        again = []
+        for slot in list(self.starting):
+            requested_at, patience_s = self._requested[slot]
+            if now < requested_at + patience_s or not self.head_answers():
+                continue
+            # Without a reserved bundle it waits for a node, rightly.
+            if is_pending(self.api, self.actors[slot]) and self.place.is_reserved(self.api):
+                self.fill(slot)
+                patience_s *= 2
+                again.append(slot)
+            self._requested[slot] = (now, patience_s)
+        return again
 
     def vacate(self, slot: int, head_answers: bool | None = None) -> None:
         """Leave a slot empty. Without a head its actor, if it lives, ends with the run."""

@@ -304,6 +304,7 @@ class Driver:
 
         while not collector.complete(self._clock.monotonic()) and not self.recoverer.too_late:
             self.recoverer.keep_folder()
+            self.recoverer.request_again(group)
             self._send_orders(group, collector)
             for kind, slot, value in group.events(POLL_S):
                 if kind == "ended":

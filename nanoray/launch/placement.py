@@ -327,6 +327,13 @@ class Placement:
     def workers(self) -> int:
         return len(self.order)
 
+    def is_reserved(self, api: Any) -> bool:
+        """Return whether all bundles are reserved now, on nodes that live.
+
+        When a node is lost, Ray reserves its bundles again on others, once these have room.
+        """
+        return bool(api.util.placement_group_table(self.group)["state"] == "CREATED")
+
     @property
     def threads(self) -> int:
         """Return a rank's intra-op threads: the CPUs it reserved. Ray would set another number."""

@@ -129,6 +129,15 @@ def prepared_processes(prepare: Callable[[], None]) -> Iterator[None]:
         services.ConsolePopen = popen
 
 
+def is_pending(api: Any, actor: Any) -> bool:
+    """Return whether Ray has registered this actor and not yet started a process for it.
+
+    That includes a process that has not returned from the actor's constructor.
+    """
+    record = api._private.state.actors(actor._actor_id.hex())
+    return bool(record.get("State") == "PENDING_CREATION")
+
+
 def cluster_actors() -> list[dict[str, Any]]:
     """Return Ray's record of each actor of the cluster. Ray must be connected.
 

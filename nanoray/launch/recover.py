@@ -186,6 +186,14 @@ class Recoverer:
                 flush=True,
             )
 
+    def request_again(self, group: WorkerGroup) -> None:
+        """Create new actors again for which Ray starts no process, and print a line for each."""
+        for slot in group.pool.request_again():
+            print(
+                f"replace  Ray has room for rank {slot} and starts no process there; asking again",
+                flush=True,
+            )
+
     # The cause of a fault.
 
     def name_cause(
@@ -277,6 +285,7 @@ class Recoverer:
 
         while any(slot in group.pool.starting for slot in forming.lost):
             self.keep_folder()
+            self.request_again(group)
             now = self.clock.monotonic()
             if self.stop.requested or now >= deadline:
                 break

@@ -62,11 +62,7 @@ class Reading:
             if text:
                 raise DataError(f"rank {number} cannot read its first batch: {text}") from error
         if len({fingerprint for _, fingerprint in everyone}) > 1:
-            raise DataError(
-                "the sampler of the train data draws another order on each rank; let it draw from "
-                "torch's, numpy's or Python's global generator, which nanoray seeds, or give it a "
-                "seed of its own"
-            )
+            raise DataError(self._data.what_differs)
         # From here on an error waits for the other ranks.
         self._data.keeps_errors = True
 

@@ -111,6 +111,40 @@ def test_a_deleted_worker_pod_costs_only_its_rank(
     assert summary(tmp_path)["exit_reason"] == "finished"
 
 
+PENDING = """
+import time, ray
+from nanoray.launch.ray_compat import is_pending
+
+@ray.remote(num_cpus=1)
+class Slot:
+    def ready(self):
+        pass
+
+ray.init(address="auto", log_to_driver=False)
+group = ray.util.placement_group([{"CPU": 1}])
+ray.get(group.ready())
+state = lambda: ray.util.placement_group_table(group)["state"]
+first = Slot.options(placement_group=group).remote()
+ray.get(first.ready.remote())
+second = Slot.options(placement_group=group).remote()
+time.sleep(1)
+print(is_pending(ray, first), is_pending(ray, second), state())
+"""
+
+
+def test_ray_says_of_an_actor_whether_it_has_a_process(head: Cluster) -> None:
+    """The driver asks that about a new actor that is late, and whether its slot has room."""
+    done = subprocess.run(
+        [sys.executable, "-c", PENDING],
+        env=head.env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.stdout == "False True CREATED\n", done.stdout + done.stderr
+
+
 @pytest.mark.full
 def test_a_drained_rank_moves_at_once_where_there_is_room(
     head: Cluster, recipe: Path, clean: Path, tmp_path: Path

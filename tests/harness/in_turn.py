@@ -20,17 +20,23 @@ from tests.harness.ranks import run_ranks
 
 @dataclass(frozen=True)
 class Turn:
-    """One run of a table. With `stop` it ends after that step, and a second command resumes it."""
+    """One run of a table. With `stop` it ends after that step, and a second command resumes it.
+
+    With `leaves` no command follows: other ranks may go on.
+    """
 
     spec: RunSpec
     main: Callable[[Run], None]
     given: frozenset[str] = frozenset()
     stop: int = 0
+    leaves: bool = False
 
 
 def run_in_turn(turns: Sequence[Turn], world: int, timeout_s: float = 300) -> list[list[Any]]:
     """Train each run on `world` real ranks; return for each one the outcomes of its ranks."""
-    packed = [(turn.spec.to_dict(), turn.main, turn.given, turn.stop) for turn in turns]
+    packed = []
+    for turn in turns:
+        packed.append((turn.spec.to_dict(), turn.main, turn.given, turn.stop, turn.leaves))
     results = run_ranks(turns[0].spec, world, timeout_s, train=partial(_train_all, packed))
     broken = [result for result in results if "outcomes" not in result]
     assert not broken, broken
@@ -41,10 +47,10 @@ def _train_all(packed: list[Any], _: RunSpec, rendezvous: Rendezvous) -> dict[st
     # A daemon of multiprocessing may have no children, and a DataLoader's workers are some.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     outcomes = []
-    for number, (values, main, given, stop) in enumerate(packed):
+    for number, (values, main, given, stop, leaves) in enumerate(packed):
         spec = RunSpec.from_dict(values)
         outcome = _train(spec, main, given, rendezvous, f"turn {number}", stop)
-        if stop and "error" not in outcome:
+        if stop and not leaves and "error" not in outcome:
             newest, _damaged = newest_valid(spec.checkpoints)
             assert newest
             assert newest.state.meta["step"] == stop

@@ -99,6 +99,8 @@ class Actor:
     def __init__(self, ray: ScriptedRay, slot: int | None, name: str) -> None:
         self.ray, self.slot, self.name = ray, slot, name
         self.pid = next(ray.pids)
+        # As Ray's handle: what it calls hex is the key of the actor's record
+        self._actor_id = SimpleNamespace(hex=lambda: name)
         # Frozen: SIGSTOP. stuck: its training thread hangs
         self.alive, self.frozen, self.stuck = True, False, False
         self.trains_since: float | None = None
@@ -226,6 +228,11 @@ class ScriptedRay:
     # Slot, its steps, those of the checkpoint
     thrown_away: list[tuple[int, int, int]] = field(default_factory=list)
 
+    # Slot -> how many of its next actors get no process
+    lost_requests: dict[int, int] = field(default_factory=dict)
+    pending: set[str] = field(default_factory=set)  # their names
+    reserved: str = "CREATED"  # the state of the placement group
+
     def __post_init__(self) -> None:
         self.pids = itertools.count(1000)
         self.head = Head()
@@ -238,14 +245,16 @@ class ScriptedRay:
         self.stopped: set[int] = set()
         self.util = SimpleNamespace(
             placement_group_table=lambda group: {
-                "bundles_to_node_id": {i: node_id(i) for i in range(self.workers)}
+                "bundles_to_node_id": {i: node_id(i) for i in range(self.workers)},
+                "state": self.reserved,
             }
         )
+        record = lambda name: {"State": "PENDING_CREATION" if name in self.pending else "ALIVE"}  # noqa: E731
         state = SimpleNamespace(get_draining_nodes=lambda: dict(self.draining))
         free = lambda: {"free": {"CPU": float(self.room)}}  # noqa: E731
         gcs = SimpleNamespace(internal_kv_get=lambda *_: b"")
         worker = SimpleNamespace(global_worker=SimpleNamespace(gcs_client=gcs))
-        state = SimpleNamespace(state=state, available_resources_per_node=free)
+        state = SimpleNamespace(state=state, available_resources_per_node=free, actors=record)
         self._private = SimpleNamespace(state=state, worker=worker)
         self.nodes = lambda: [
             {"NodeID": "free", "NodeManagerAddress": "", "Resources": {}, "Alive": True}
@@ -349,6 +358,11 @@ class ScriptedRay:
             answer()
 
     def on_ready(self, actor: Actor, ref: Ref) -> None:
+        slot = -1 if actor.slot is None else actor.slot
+        if self.lost_requests.get(slot, 0):
+            self.lost_requests[slot] -= 1
+            self.pending.add(actor.name)
+            return
         self._once_placed(actor, lambda: self._start(actor, ref))
 
     def _start(self, actor: Actor, ref: Ref) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,36 @@ def test_a_killed_rank_is_replaced_and_the_others_go_on(
     )
     assert "replace  1/3 rank 1 (pid 1003) joins in 2.0 s; no step is repeated\n" in output
     assert "recover  detected in 0.01 s, training again after" in output
+
+
+def test_a_new_actor_for_which_ray_starts_no_process_is_created_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first time after 20 s, then after 40 s more: a slow process has the time that it needs."""
+    run = Run(tmp_path, replace_timeout=300.0)
+    run.ray.lost_requests = {1: 2}
+    run.ray.at(10.3, run.ray.die, 1)
+    assert ended_well(run())
+    again = ["kill 1", "start 1"]
+    assert run.orders == ["start 1", *again, *again, *IN_PLACE_OF_1[1:]]
+    assert what(run) == [(1, "killed", "in_place", 0)]
+    output = capsys.readouterr().out
+    assert output.count("room for rank 1 and starts no process there; asking again\n") == 2
+    assert re.search(r"rank 1 \(pid 1005\) joins in 6\d\.\d s", output)
+
+
+@pytest.mark.parametrize("missing", ["room", "patience"])
+def test_a_new_actor_that_waits_rightly_is_left_alone(tmp_path: Path, missing: str) -> None:
+    """Without a reserved bundle no request can help, and a process may take long to start."""
+    run = Run(tmp_path, replace_timeout=100.0)
+    if missing == "room":
+        run.ray.lost_requests = {1: 1}
+        run.ray.reserved = "RESCHEDULING"
+    else:
+        run.ray.start_s = 70.0
+    run.ray.at(10.3, run.ray.die, 1)
+    assert run()["ok"]
+    assert "kill 1" not in run.orders[: run.orders.index("start 1") + 2]
 
 
 @pytest.mark.parametrize(

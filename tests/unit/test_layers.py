@@ -17,13 +17,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 ROWS = [
     {"errors", "atomic", "compat", "environment", "mapped", "metrics", "output", "points"},
     {"config"},
-    {"cli", "data", "devices", "mesh"},
+    {"cli"},
+    {"data", "devices", "mesh"},
     {"faults", "models", "run", "state"},
     {"checkpoint", "parallel"},
     {"trace"},
     {"forecast"},
-    {"train"},
-    {"check", "kube", "launch", "mig", "replay", "report", "sample"},
+    {"sample", "train"},
+    {"check", "kube", "launch", "mig", "replay", "report"},
     {"bench", "inspect", "__main__"},
 ]
 ROW = {room: i for i, row in enumerate(ROWS) for room in row}

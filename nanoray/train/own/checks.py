@@ -161,7 +161,7 @@ def require_dataset(data: Any, split: str, other: Any = None) -> None:
     if isinstance(data, (str, bytes, Path)):
         raise DataError(
             f"the {split} data are {describe(data)}, and not what a file of that name holds; read "
-            "it, and give a dataset"
+            "it, and give a dataset, or nanoray.ShardStream of files that are read in sequence"
         )
     if _is_array(data):
         hint = ""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import Batch, Config, resolve_batch
-from nanoray.data.own import LOADER, Batches, Counted, OwnData, batch_size_of
+from nanoray.data.own import LOADER, STREAM, Batches, Counted, OwnData, batch_size_of
 from nanoray.data.tokens import MicroBatches, Samples
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.own_models import own_lines
@@ -289,6 +289,8 @@ class OwnTask:
         skipped, as with any iterable. Raises CheckpointError when another number of ranks has saved
         the states.
         """
+        if self._data.stream is not None:
+            return self._compare_stream(saved)
         if not self._data.stateful:
             return ""
         states, samples = saved()
@@ -307,6 +309,16 @@ class OwnTask:
         # Each rank continues its own loader.
         self._data.load_state(states[self._given.run.rank], samples)
         return f"resume  each rank's loader goes on from its own state after {samples} samples"
+
+    def _compare_stream(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
+        """Raise DataError where the stream is not that of the checkpoint; return a note."""
+        states, samples = saved()
+        if not states:  # there is no checkpoint yet
+            return ""
+        if STREAM not in states[0]:
+            return "resume  the checkpoint is of other data than a stream: nothing was compared"
+        self._data.require_same_stream(states[0][STREAM])
+        return f"resume  the stream goes on after {samples} samples, at any number of ranks"
 
     def workload(
         self, loss: Loss, device: torch.device, precision: str, peak: float | None

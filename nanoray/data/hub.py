@@ -1,0 +1,119 @@
+"""Documents of data sets on the Hugging Face hub, or of a copy of one, through its `datasets` library.
+
+They are streamed, so only the files that are being read are downloaded. A place holds the state that
+the library's stream has for it: the file and the row in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanoray.data.documents import BATCH, Batch, Choice, Piece, Place
+from nanoray.errors import DataError
+
+
+@dataclass(frozen=True)
+class HubSet:
+    """A data set that presets name."""
+
+    path: str
+    name: str | None  # one of its configurations
+    column: str
+    val_fraction: float
+    what: str
+
+
+SETS = {
+    "openwebtext": HubSet(
+        "Skylion007/openwebtext",
+        None,
+        "text",
+        0.0005,
+        "8 million web pages, 9 billion tokens of GPT-2's, 18 GB of shards",
+    ),
+    "fineweb-edu": HubSet(
+        "HuggingFaceFW/fineweb-edu",
+        "sample-10BT",
+        "text",
+        0.001,
+        "educational web pages, 10 billion tokens of GPT-2's, 20 GB of shards",
+    ),
+}
+
+
+class Hub:
+    """The documents of a data set in the order of its files."""
+
+    def __init__(self, data: HubSet, source: str | None, val_fraction: float) -> None:
+        """`source`: a folder with a copy, or another name on the hub.
+
+        Raises DataError where it cannot be opened.
+        """
+        self._path = source or data.path
+        self._name = data.name
+        # A copy is the files of one configuration.
+        if source and Path(source).expanduser().exists():
+            self._path = str(Path(source).expanduser().absolute())
+            self._name = None
+        self._column = data.column
+        self._val_fraction = val_fraction
+        self._choice = Choice(val_fraction)
+        self._stream = self._open()
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "source": self._path,
+            "configuration": self._name,
+            "field": self._column,
+            "val_fraction": self._val_fraction,
+        }
+
+    def batches(self, place: Place | None) -> Iterator[Batch]:
+        documents = 0
+        stream = self._stream
+        if place is not None:
+            documents = place["documents"]
+            stream = self._open()
+            stream.load_state_dict(place["state"])
+        pieces: list[Piece] = []
+        size = 0
+        for row in stream:
+            text = row[self._column]
+            if text:
+                pieces.append(Piece(text, self._choice.split_of(documents), ends=True))
+                documents += 1
+                size += len(text)
+            if size >= BATCH:
+                yield Batch(pieces, {"documents": documents, "state": stream.state_dict()})
+                pieces = []
+                size = 0
+        yield Batch(pieces, {"documents": documents, "state": stream.state_dict()})
+
+    def share(self, place: Place) -> float | None:
+        return None
+
+    def _open(self) -> Any:
+        try:
+            from datasets import load_dataset  # optional, and slow to import
+        except ImportError:
+            raise DataError(
+                "data sets of the hub need the library datasets; pip install 'nanoray[hub]'"
+            ) from None
+        try:
+            stream = load_dataset(self._path, self._name, split="train", streaming=True)
+        except Exception as error:  # of the network, of the hub, or of the files
+            first_line = (str(error).splitlines() or [""])[0]
+            raise DataError(
+                f"cannot open the data set {self._path}: {type(error).__name__}: {first_line}; check "
+                "the network, or give a folder with a copy of its files with --source"
+            ) from None
+        columns = stream.column_names
+        if columns is not None and self._column not in columns:
+            raise DataError(
+                f"the data set {self._path} has no column {self._column}; it has "
+                f"{', '.join(columns)}"
+            )
+        return stream

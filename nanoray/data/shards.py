@@ -1,0 +1,338 @@
+"""Files of a stream, one class for each kind: how many records a file has, and how one is read.
+
+jsonl     a line is a record: the value of its JSON
+text      a line is a record: its text
+parquet   a row is a record: a dict of its columns; needs pyarrow
+tokens    block_size + 1 tokens are a record, and the next one begins with the last of them
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import mmap
+import os
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nanoray.data.line_index import starts_of
+from nanoray.data.token_shards import TokenShard, read_token_shard
+from nanoray.errors import DataError
+
+SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".txt": "text",
+    ".text": "text",
+    ".parquet": "parquet",
+    ".bin": "tokens",
+}
+KINDS = ("jsonl", "text", "parquet", "tokens")
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
+_READ_AHEAD = 1 << 23  # bytes
+_GROUPS = 3  # row groups that are kept at least: a window may begin in one and end in the next
+
+
+# Which files.
+
+
+def find_files(
+    given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    endings: Collection[str] = tuple(SUFFIXES),
+) -> list[Path]:
+    """Return the files that paths, folders and patterns name, sorted within a folder or pattern.
+
+    `endings`: of the files of a folder. Raises DataError where one names no file, and for a file that is named twice.
+    """
+    names = [given] if isinstance(given, (str, os.PathLike)) else list(given)
+    files: list[Path] = []
+    for name in names:
+        path = Path(os.path.abspath(os.path.expanduser(name)))
+        files += _files_of(path, str(name), tuple(endings))
+    if not files:
+        raise DataError("no files are named; name files, a folder or a pattern such as *.jsonl")
+
+    seen = set()
+    for file in files:
+        if file in seen:
+            raise DataError(
+                f"{file} is named twice, so its samples would count twice; name each file once"
+            )
+        seen.add(file)
+    return files
+
+
+def _files_of(path: Path, given: str, endings: tuple[str, ...]) -> list[Path]:
+    if path.is_dir():
+        files = [file for file in sorted(path.iterdir()) if file.name.endswith(endings)]
+        files = [file for file in files if file.is_file() and not file.name.startswith(".")]
+        if not files:
+            kinds = ", ".join(endings)
+            raise DataError(
+                f"the folder {given} has no file that ends in {kinds}; name files of these kinds"
+            )
+        return files
+    if path.exists():
+        return [path]
+    files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+    files = [file for file in files if file.is_file()]
+    if not files:
+        raise DataError(f"no file {given}; check the path, which starts at {os.getcwd()}")
+    return files
+
+
+def kind_of(files: Sequence[Path]) -> str:
+    """Return the kind of files by their names. Raises DataError where it is not clear."""
+    kinds: dict[str, Path] = {}
+    for file in files:
+        if file.suffix in _COMPRESSED:
+            raise DataError(
+                f"{file} is compressed, and a record in the middle of it cannot be read alone; "
+                "unpack it, or prepare token shards: python -m nanoray.data tokenize"
+            )
+        kind = SUFFIXES.get(file.suffix)
+        if kind is None:
+            raise DataError(
+                f"{file} has no known ending ({', '.join(SUFFIXES)}); say what it is with kind=, "
+                f"one of {', '.join(KINDS)}"
+            )
+        kinds.setdefault(kind, file)
+    if len(kinds) > 1:
+        (first, one), (second, other) = list(kinds.items())[:2]
+        raise DataError(
+            f"a stream has files of one kind, but {one} is {first} and {other} is {second}; name "
+            "the files of one kind"
+        )
+    return next(iter(kinds))
+
+
+# How a file of each kind is read.
+
+
+class Shard(ABC):
+    """One file, with records 0 ... records - 1. Each process opens it anew."""
+
+    records: int
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size = path.stat().st_size
+
+    @abstractmethod
+    def read(self, record: int) -> Any:
+        """Return a record. Raises DataError where the file has changed, or cannot be parsed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file; a later read opens it again."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.close()  # a worker process opens its own
+        return self.__dict__
+
+    def require_size(self, size: int) -> None:
+        """Raise DataError when the file no longer has the size that it was counted with."""
+        if size != self.size:
+            raise DataError(
+                f"{self.path} has {size} bytes, but had {self.size} when the stream was opened; "
+                "files of a stream must stay as they are: restore it, or start a new run"
+            )
+
+
+class Lines(Shard):
+    """A file with a record in each line that is not blank."""
+
+    def __init__(self, path: Path, parse: Callable[[bytes], Any], what: str) -> None:
+        """`what` a record must be, for messages."""
+        super().__init__(path)
+        self._parse = parse
+        self._what = what
+        self._starts = starts_of(path)
+        self.records = len(self._starts)
+        self._map: mmap.mmap | None = None
+        self._file: Any = None
+        self._advised: set[int] = set()
+
+    def read(self, record: int) -> Any:
+        if self._map is None:
+            self._open()
+        data = self._map
+        assert data is not None
+        # Reading a map beyond the end of its file would end the process.
+        self.require_size(os.fstat(self._file.fileno()).st_size)
+        start = int(self._starts[record])
+        self._read_ahead(start)
+        end = data.find(b"\n", start)
+        if end < 0:
+            end = self.size
+        try:
+            return self._parse(data[start:end])
+        except ValueError as error:
+            raise DataError(
+                f"{self.path}: record {record} (at byte {start}) is no {self._what}: {error}; "
+                "mend the file"
+            ) from None
+
+    def _open(self) -> None:
+        try:
+            self._file = self.path.open("rb")
+        except OSError as error:
+            raise DataError(
+                f"cannot open {self.path}: {error.strerror}; restore the file"
+            ) from None
+        self.require_size(os.fstat(self._file.fileno()).st_size)
+        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def _read_ahead(self, start: int) -> None:
+        """Let the kernel read what lies around a record in one go: the window's others are there."""
+        chunk = start // _READ_AHEAD
+        if chunk in self._advised or self._map is None:
+            return
+        self._advised.add(chunk)
+        if hasattr(mmap, "MADV_WILLNEED"):
+            begin = chunk * _READ_AHEAD
+            self._map.madvise(mmap.MADV_WILLNEED, begin, min(_READ_AHEAD, self.size - begin))
+
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+            self._file.close()
+        self._map = None
+        self._file = None
+        self._advised = set()
+
+
+class Parquet(Shard):
+    """A parquet file with a record in each row; `cache` keeps row groups for all files."""
+
+    def __init__(self, path: Path, columns: Sequence[str], cache: RowGroups) -> None:
+        super().__init__(path)
+        self._columns = list(columns) or None
+        self._cache = cache
+        self._file: Any = None
+        self._pid = 0
+        metadata = self._open().metadata
+        names = metadata.schema.to_arrow_schema().names
+        for column in columns:
+            if column not in names:
+                raise DataError(
+                    f"{path} has no column {column}; it has {', '.join(names)}: choose of these"
+                )
+        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        self._ends = np.cumsum(rows, dtype=np.int64)  # the record after each row group's last
+        self.records = int(metadata.num_rows)
+
+    def read(self, record: int) -> Any:
+        # The first row group that ends behind the record.
+        group = int(np.searchsorted(self._ends, record, side="right"))
+        first = int(self._ends[group - 1]) if group else 0
+        table = self._cache.get((str(self.path), group), lambda: self._read_group(group))
+        (row,) = table.slice(record - first, 1).to_pylist()
+        return row
+
+    def _read_group(self, group: int) -> Any:
+        file = self._open()
+        self.require_size(self.path.stat().st_size)
+        # Without threads: a forked worker process has none of the pool's.
+        return file.read_row_group(group, columns=self._columns, use_threads=False)
+
+    def _open(self) -> Any:
+        # A forked process must not share its parent's place in the file.
+        if self._file is None or self._pid != os.getpid():
+            parquet = import_parquet()
+            try:
+                self._file = parquet.ParquetFile(self.path)
+            except Exception as error:  # pyarrow's errors have no common base
+                raise DataError(f"cannot read {self.path} as parquet: {error}") from None
+            self._pid = os.getpid()
+        return self._file
+
+    def close(self) -> None:
+        if self._file is not None and self._pid == os.getpid():
+            self._file.close()
+        self._file = None
+
+
+class RowGroups:
+    """The newest row groups that were read: those of two windows, and at least a few."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._tables: OrderedDict[tuple[str, int], Any] = OrderedDict()
+
+    def get(self, key: tuple[str, int], read: Callable[[], Any]) -> Any:
+        """Return a row group as a table of arrow."""
+        if key in self._tables:
+            self._tables.move_to_end(key)
+            return self._tables[key]
+        self._tables[key] = read()
+        kept = sum(table.num_rows for table in self._tables.values())
+        while len(self._tables) > _GROUPS:
+            oldest = next(iter(self._tables.values()))
+            if kept - oldest.num_rows < self._rows:
+                break
+            kept -= oldest.num_rows
+            self._tables.popitem(last=False)
+        return self._tables[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_rows": self._rows, "_tables": OrderedDict()}
+
+
+class Tokens(Shard):
+    """A file of tokens, cut into records of block_size + 1 that share their first and last one."""
+
+    def __init__(self, path: Path, block_size: int) -> None:
+        super().__init__(path)
+        self._block_size = block_size
+        self._shard: TokenShard = read_token_shard(path)
+        self.records = max(0, self._shard.tokens - 1) // block_size
+        self._tokens: np.ndarray | None = None
+        self._file: Any = None
+
+    def read(self, record: int) -> Any:
+        """Return (block_size + 1,) int64."""
+        if self._tokens is None:
+            try:
+                self._file = self.path.open("rb")
+            except OSError as error:
+                raise DataError(
+                    f"cannot open {self.path}: {error.strerror}; restore the file"
+                ) from None
+            self.require_size(os.fstat(self._file.fileno()).st_size)
+            self._tokens = np.memmap(
+                self._file, self._shard.dtype, "r", self._shard.offset, (self._shard.tokens,)
+            )
+        self.require_size(os.fstat(self._file.fileno()).st_size)
+        first = record * self._block_size
+        return np.array(self._tokens[first : first + self._block_size + 1], np.int64)
+
+    def close(self) -> None:
+        self._tokens = None
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+
+def import_parquet() -> Any:
+    """Return pyarrow's module for parquet. Raises DataError where it is not installed."""
+    try:
+        from pyarrow import parquet  # optional, and slow to import
+    except ImportError:
+        raise DataError("parquet files need pyarrow; pip install 'nanoray[parquet]'") from None
+    return parquet
+
+
+def parse_text(line: bytes) -> str:
+    """Return a line without its ending and without a mark of the byte order. Raises ValueError."""
+    return line.decode("utf-8-sig").rstrip("\r")
+
+
+def parse_json(line: bytes) -> Any:
+    """Return the value of a line of JSON. Raises ValueError."""
+    return json.loads(line)

@@ -1,0 +1,409 @@
+"""Token shards from text, JSON lines, parquet and data sets of the hub: their tokens, what a command that
+was killed leaves to the next one, and what is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gzip
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nanoray.data import documents, prepare_shards
+from nanoray.data.__main__ import main
+from nanoray.data.documents import Files
+from nanoray.data.hub import SETS, Hub
+from nanoray.data.stream import ShardStream
+from nanoray.data.token_shards import HEADER_BYTES
+from nanoray.data.tokenizer import ByteTokenizer
+
+BYTE = {"kind": "byte"}
+DOCUMENTS = [f"document {n}: {'é ' * (n % 5)}\n\nend" for n in range(23)] + ["", "ends\n"]
+
+
+def tokens_of(out: Path, split: str, dtype: str = "uint16") -> list[int]:
+    """The tokens of a split's shards, which must be numbered without a gap."""
+    files = sorted(out.glob(f"{split}_*.bin"))
+    assert [file.name for file in files] == [f"{split}_{i:06d}.bin" for i in range(len(files))]
+    parts = [np.fromfile(file, dtype, offset=HEADER_BYTES) for file in files]
+    for file, part in zip(files, parts, strict=True):
+        header = np.fromfile(file, np.int32, 256)
+        assert header[:3].tolist() == [20240520, 1, len(part)]
+        assert not header[3:].any()
+    return np.concatenate([np.empty(0, dtype), *parts]).tolist()
+
+
+def bytes_of(out: Path) -> dict[str, bytes]:
+    """All that a command has written, but for the lock and the times in meta.json."""
+    found = {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"}
+    found["meta.json"] = json.dumps(
+        {k: v for k, v in json.loads(found["meta.json"]).items() if k != "prepared_from"}
+    ).encode()
+    return found
+
+
+# Formats.
+
+
+def write_jsonl(folder: Path) -> Path:
+    path = folder / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"id": 1, "text": text}) for text in DOCUMENTS))
+    return path
+
+
+def write_gzip(folder: Path) -> Path:
+    path = folder / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(write_jsonl(folder).read_bytes()))
+    return path
+
+
+def write_parquet(folder: Path) -> Path:
+    path = folder / "a.parquet"
+    pq.write_table(pa.table({"text": [*DOCUMENTS, None], "id": [0] * 26}), path, row_group_size=4)
+    return path
+
+
+FORMATS: dict[str, Callable[[Path], Path]] = {
+    "jsonl": write_jsonl,
+    "jsonl.gz": write_gzip,
+    "parquet": write_parquet,
+}
+
+
+def right_tokens(split: str) -> list[int]:
+    """The bytes of the documents of a split: the first of every five is for validation."""
+    found = b""
+    filled = [text for text in DOCUMENTS if text]
+    for number, text in enumerate(filled):
+        if (number % 5 == 0) == (split == "val"):
+            found += text.encode() if text.endswith("\n") else text.encode() + b"\n"
+    return list(found)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_documents_become_the_tokens_of_their_split(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "BATCH", 40)
+    path = FORMATS[name](tmp_path)
+    out = tmp_path / "out"
+    source = Files([path], "text", 0.2)
+    meta = prepare_shards.prepare_shards(source, BYTE, out, 100, lambda line: None)
+    for split in ("train", "val"):
+        assert tokens_of(out, split) == right_tokens(split)
+        assert meta[f"{split}_tokens"] == len(right_tokens(split))
+    assert meta["documents"] == 24
+    assert not (out / ".progress.json").exists()
+
+
+class Merging(ByteTokenizer):
+    """GPT-2's way to cut a text, with merges of what is cut: tokens depend on what stands around."""
+
+    kind = "gpt2"
+    end_of_text = 300
+
+    def __init__(self) -> None:
+        import tiktoken
+
+        pattern = (
+            r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's
+        )
+        ranks = {bytes([i]): i for i in range(256)}
+        for pair in (b"\n\n", b"  ", b" \n", b" a", b"ab", b"\n ", b"\n\n\n"):
+            ranks[pair] = len(ranks)
+        self._encoding = tiktoken.Encoding(
+            "toy", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+        )
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._encoding.encode_ordinary(text), np.uint16)
+
+
+@given(text=st.text(alphabet="ab1.' \n\té\u3000", max_size=60), size=st.integers(1, 12))
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_the_pieces_of_a_text_have_the_tokens_of_the_whole(
+    tmp_path: Path, text: str, size: int
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    tokenizer = Merging()
+    found: list[int] = []
+    at = 0
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(documents, "BATCH", size)
+        while at < len(text.encode()):
+            piece, at = documents.read_piece(path, at, len(text.encode()))
+            assert piece
+            found += tokenizer.encode(piece).tolist()
+    assert found == tokenizer.encode(text).tolist()
+
+
+def test_a_text_is_one_document_whose_end_is_for_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "BATCH", 7)
+    monkeypatch.setattr(prepare_shards, "tokenizer_from_json", lambda values: Merging())
+    texts = ["\ufeffab  ab\n\n ab\nab\nlast line", "ab"]
+    for name, text in zip("ab", texts, strict=True):
+        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
+    source = Files([tmp_path / "a.txt", tmp_path / "b.txt"], "text", 0.3)
+    prepare_shards.prepare_shards(source, {"kind": "gpt2"}, tmp_path / "out", 9, lambda line: None)
+
+    encode = Merging().encode
+    train = [*encode("ab  ab\n\n ab\nab\n").tolist(), 300, *encode("ab").tolist(), 300]
+    assert tokens_of(tmp_path / "out", "train") == train
+    assert tokens_of(tmp_path / "out", "val") == [*encode("last line").tolist(), 300]
+
+
+def test_characters_are_those_of_all_documents(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path)
+    out = tmp_path / "out"
+    assert main(["tokenize", str(path), "--tokenizer", "char", "--out", str(out)]) == 0
+    meta = json.loads((out / "meta.json").read_text())
+    assert meta["tokenizer"]["chars"] == "".join(sorted({*"".join(DOCUMENTS)}))
+
+    # Another set with the same vocabulary, and one whose vocabulary is too small.
+    other = tmp_path / "other.txt"
+    other.write_text("document\n" * 9)
+    arguments = ["tokenize", str(other), "--tokenizer", str(out), "--val_fraction", "0"]
+    assert main([*arguments, "--out", str(tmp_path / "same")]) == 0
+    assert not list((tmp_path / "same").glob("val*"))
+    other.write_text("zebra 9")
+    assert main([*arguments, "--out", str(tmp_path / "new")]) == 2
+
+
+def test_a_stream_reads_the_shards(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["--tokenizer", "byte", "--out", str(out), "--shard_tokens", "64"]
+    assert main(["tokenize", str(write_jsonl(tmp_path)), *arguments]) == 0
+    stream = ShardStream(str(out / "train_*.bin"), block_size=8)
+    inputs, targets = stream[9]  # the second record of the second shard
+    train = tokens_of(out, "train")
+    assert inputs.tolist() == train[64 + 16 : 64 + 24]
+    assert targets.tolist() == train[64 + 17 : 64 + 25]
+
+
+# A command that is killed.
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def prepare_hub_or_files(folder: Path, kind: str) -> Callable[[Path], Any]:
+    """Return a function that prepares what a kind of source has into a folder."""
+    if kind == "hub":
+        pytest.importorskip("datasets")  # not with Python 3.10
+        copy = folder / "copy"
+        copy.mkdir()
+        half = len(DOCUMENTS) // 2
+        for i, texts in enumerate((DOCUMENTS[:half], DOCUMENTS[half:])):
+            table = pa.table({"text": texts, "id": [str(i)] * len(texts)})
+            pq.write_table(table, copy / f"{i:03d}_00000.parquet", row_group_size=5)
+        source: Any = Hub(SETS["fineweb-edu"], str(copy), 0.2)
+    elif kind == "text":
+        (folder / "a.txt").write_text("\n".join(DOCUMENTS))
+        source = Files([folder / "a.txt"], "text", 0.2)
+    else:
+        source = Files([FORMATS[kind](folder)], "text", 0.2)
+    return lambda out: prepare_shards.prepare_shards(source, BYTE, out, 90, lambda line: None)
+
+
+FULL = [pytest.param(kind, marks=pytest.mark.full) for kind in ("jsonl.gz", "parquet")]
+
+
+@pytest.mark.parametrize("kind", ["text", "hub", *FULL])
+def test_a_command_killed_at_any_moment_is_finished_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Before and after each rename and each write to the disk: one of them in a folder, and all of
+    them one after the other in another folder.
+    """
+    monkeypatch.setattr(documents, "BATCH", 120)
+    monkeypatch.setattr("nanoray.data.hub.BATCH", 120)
+    monkeypatch.setattr(prepare_shards, "_SAVE_S", 0.0)
+    prepare = prepare_hub_or_files(tmp_path, kind)
+    prepare(tmp_path / "whole")
+    right = bytes_of(tmp_path / "whole")
+    if kind == "hub":
+        for split in ("train", "val"):
+            assert tokens_of(tmp_path / "whole", split) == right_tokens(split)
+
+    calls = 0
+    deadly = 0
+    replace, fsync = os.replace, os.fsync
+
+    def count(call: Any, *arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == deadly:
+            raise Killed
+        call(*arguments)
+        calls += 1
+        if calls == deadly:
+            raise Killed
+
+    monkeypatch.setattr(os, "replace", lambda *arguments: count(replace, *arguments))
+    monkeypatch.setattr(os, "fsync", lambda *arguments: count(fsync, *arguments))
+    prepare(tmp_path / "counted")
+    moments = calls
+    assert moments > 30
+    step = 5 if kind == "hub" else 1  # to open a set of the hub takes longest
+    for moment in range(1, moments + 1, step):
+        out = tmp_path / f"killed-{moment}"
+        calls, deadly = 0, moment
+        with pytest.raises(Killed):
+            prepare(out)
+        deadly = 0
+        prepare(out)
+        assert bytes_of(out) == right, moment
+
+    # Killed again and again: each command gets a little further.
+    if kind == "hub":
+        return
+    out = tmp_path / "again"
+    for deadly in itertools.count(1):
+        calls = 0
+        try:
+            prepare(out)
+            break
+        except Killed:
+            assert deadly < moments
+    assert bytes_of(out) == right
+
+
+def test_a_process_that_is_killed_is_followed_by_another_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"line {i} of a text\n" for i in range(400_000)))
+    command = [sys.executable, "-m", "nanoray.data", "tokenize", str(path), "--tokenizer", "byte"]
+    command += ["--shard_tokens", "1000000", "--out"]
+    out = tmp_path / "out"
+    first = subprocess.Popen([*command, str(out)], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (out / "train_000001.bin").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert not (out / "meta.json").exists(), "it was killed in the middle"
+    text = subprocess.run([*command, str(out)], capture_output=True, text=True, check=True).stdout
+    assert text.startswith(f"going on with {out}, where an earlier command ended")
+    whole = tmp_path / "whole"
+    assert main([*command[3:], str(whole)]) == 0
+    assert bytes_of(out) == bytes_of(whole)
+
+
+# What is refused.
+
+
+def make_wrong_files(folder: Path) -> None:
+    (folder / "a.txt").write_text("text " * 9)
+    (folder / "latin.txt").write_bytes(b"caf\xe9 " * 9)
+    (folder / "utf16.txt").write_bytes("text".encode("utf-16"))
+    (folder / "a.csv").write_text("text")
+    (folder / "a.txt.gz").write_bytes(gzip.compress(b"text"))
+    (folder / "bad.jsonl").write_text('{"text": "a"}\n{"text')
+    (folder / "list.jsonl").write_text("[1]")
+    (folder / "other.jsonl").write_text('{"content": "a"}')
+    (folder / "number.jsonl").write_text('{"text": 3}')
+    (folder / "empty.jsonl").write_text('{"text": ""}')
+    pq.write_table(pa.table({"content": ["a"], "n": [1]}), folder / "a.parquet")
+    (folder / "bad.parquet").write_bytes(b"PAR1")
+    (folder / "full").mkdir()
+    (folder / "full" / "x").write_text("x")
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / ".progress.json").write_text("{")
+    (folder / "file").write_text("x")
+
+
+REFUSED: dict[str, tuple[str, str]] = {
+    "no file": ("x.txt", "no file .*x.txt; check the path"),
+    "unknown": ("a.csv", "a.csv ends in none of .txt, .*; name it by what it holds, or unpack it"),
+    "text in gzip": ("a.txt.gz", "a.txt.gz ends in none of .txt"),
+    "latin": ("latin.txt", r"latin.txt is not UTF-8: byte 0xe9 at offset 3 \(invalid"),
+    "utf-16": ("utf16.txt", r"utf16.txt is not UTF-8 text \(NUL byte at offset 3\)"),
+    "bad json": ("bad.jsonl", "bad.jsonl at byte 14 is no JSON: "),
+    "a list": ("list.jsonl", "list.jsonl at byte 0 is a list and no object with a field text"),
+    "no field": ("other.jsonl", "has no field text; it has content: choose with --field"),
+    "a number": ("number.jsonl", "has a int in text, and no text; mend the file"),
+    "no text": ("empty.jsonl", "no tokens for training, and 0 for validation; give more text"),
+    "no column": ("a.parquet", "has no column text; it has content, n: choose with --field"),
+    "not text": ("a.parquet --field n", "the column n of .* holds int64 and no text"),
+    "no parquet": ("bad.parquet", "cannot read .*bad.parquet as parquet: "),
+    "a full folder": ("a.txt --out full", r"full is not empty \(x\), and nothing in it says"),
+    "a damaged one": ("a.txt --out damaged", r".progress.json is damaged; remove the folder"),
+    "a file": ("a.txt --out file", "cannot write into .*file: .*; choose another folder"),
+    "tokenizer": ("a.txt --tokenizer llama", "tokenizer = llama is none of gpt2, char, byte, and"),
+    "shard_tokens": ("a.txt --shard_tokens 0", "shard_tokens = 0 is not above 0"),
+    "val_fraction": ("a.txt --val_fraction 1", "val_fraction = 1 is not between 0 and 0.5"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_prepared_is_refused(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_wrong_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words, message = REFUSED[name]
+    defaults = ["--tokenizer", "byte", "--out", "out"]
+    assert main(["tokenize", *defaults, *words.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line), line
+
+
+def test_a_folder_of_other_settings_and_one_in_use_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_jsonl(tmp_path)
+    out = tmp_path / "out"
+    command = ["tokenize", str(path), "--tokenizer", "byte", "--out", str(out)]
+    assert main(command) == 0
+    assert main(command) == 0
+    assert f"{out} is prepared already" in capsys.readouterr().out
+    assert main([*command, "--shard_tokens", "9"]) == 2
+    assert "is of shard_tokens = 100000000, but now it is shard_tokens = 9; choose" in (
+        capsys.readouterr().err
+    )
+    path.write_text(path.read_text() + "\n")
+    assert main(command) == 2
+    assert "is of files = [" in capsys.readouterr().err
+
+    with (out / ".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(command) == 2
+    assert "another command prepares" in capsys.readouterr().err
+
+
+def test_a_set_of_the_hub_is_refused_where_it_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("datasets")  # not with Python 3.10
+    pq.write_table(pa.table({"content": ["a"]}), tmp_path / "a.parquet")
+    command = ["openwebtext", "--tokenizer", "byte", "--out", str(tmp_path / "out"), "--source"]
+    assert main([*command, str(tmp_path)]) == 2
+    assert "has no column text; it has content" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "nothing")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: cannot open the data set ")
+    assert error.endswith("or give a folder with a copy of its files with --source\n")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert main([*command, str(tmp_path)]) == 2
+    assert "need the library datasets; pip install 'nanoray[hub]'" in capsys.readouterr().err
