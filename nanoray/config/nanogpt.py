@@ -69,8 +69,8 @@ _SAME = {
     "log_interval": "log_every",
     "eval_interval": "eval_every",
 }
-# Those that weights fix
-_OF_THE_WEIGHTS = ("n_layer", "n_head", "n_embd", "block_size", "bias")
+# Sizes that nanoGPT, too, takes from the weights that it begins with
+_OF_WEIGHTS = ("n_layer", "n_head", "n_embd", "bias")
 # Those of the machine and of the place, which count only if the file has them
 _OF_THE_PLACE = ("out_dir", "compile", "backend")
 # Words for data sets whose text nanoray has itself
@@ -129,8 +129,10 @@ def translate_file(path: Path, given: Collection[str]) -> Translation:
     settings, from_file = _read(path)
     result = Translation()
     for name, key in _SAME.items():
-        # Weights bring their sizes. nanoGPT's defaults say nothing about them
-        if name in _OF_THE_WEIGHTS and "init_from" in given and name not in from_file:
+        if "init_from" in given and name in _OF_WEIGHTS:
+            continue
+        # A context of the file crops that of the weights. nanoGPT's default says nothing about them
+        if "init_from" in given and name == "block_size" and name not in from_file:
             continue
         result.take(key, name, settings[name], name in from_file)
     for name in _OF_THE_PLACE:
@@ -278,7 +280,8 @@ def _add_start(settings: dict[str, Any], given: Collection[str], result: Transla
         result.add("resume", "auto", "init_from = 'resume'")
         return
     raise ConfigError(
-        f"init_from = {start!r} would download weights; give --init_from FOLDER with such a model"
+        f"init_from = {start!r} would download weights; make a folder of them with `hf download "
+        f"openai-community/{start}`, and give --init_from FOLDER"
     )
 
 

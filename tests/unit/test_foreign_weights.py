@@ -497,7 +497,7 @@ def test_a_resumed_run_has_its_own_weights(
 
 
 def test_nanogpts_recipe_for_fine_tuning(gpt2: Any, tmp_path: Path) -> None:
-    """nanoGPT's defaults for sizes are not those of the weights; what its file says is compared."""
+    """nanoGPT's default context is not that of the weights; one that its file has crops theirs."""
     folder = foreign.one_file(tmp_path / "w", gpt2)
     file = tmp_path / "finetune.py"
     recipe = "init_from = 'gpt2-xl'\nmax_iters = 20\nlearning_rate = 3e-5\ndecay_lr = False\n"
