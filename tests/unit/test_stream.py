@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import nanoray
+from nanoray.data.headers import header_of
 from nanoray.data.line_index import FOLDER, find_starts, starts_of
 from nanoray.data.own import OwnData
 from nanoray.data.shard_order import ShardOrder
 from nanoray.data.stream import ShardStream
-from nanoray.data.token_shards import header_of
 from nanoray.errors import DataError
 
 CPU = torch.device("cpu")
