@@ -31,6 +31,7 @@ SUFFIXES = {
     ".text": "text",
     ".parquet": "parquet",
     ".bin": "tokens",
+    ".npy": "tokens",
 }
 KINDS = ("jsonl", "text", "parquet", "tokens")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")

@@ -140,6 +140,11 @@ def test_tokens_are_pairs_without_a_transform(tmp_path: Path) -> None:
     plain = ShardStream(tmp_path / "plain.bin", block_size=4)
     assert [inputs.tolist() for inputs, _ in plain] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
+    # numpy's files say it themselves.
+    np.save(tmp_path / "array.npy", np.arange(10))
+    array = ShardStream(tmp_path / "array.npy", block_size=4)
+    assert [inputs.tolist() for inputs, _ in array] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
 
 # The index of lines.
 
