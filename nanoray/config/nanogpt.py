@@ -137,7 +137,7 @@ def translate_file(path: Path, given: Collection[str]) -> Translation:
             result.take(name, name, settings[name], True)
 
     _add_batch(settings, result)
-    _add_schedule(settings, path, given, result)
+    _add_schedule(settings, from_file, path, given, result)
     _add_data(settings, path, given, result)
     _add_start(settings, given, result)
     _add_device(settings, from_file, result)
@@ -214,7 +214,11 @@ def _add_batch(settings: dict[str, Any], result: Translation) -> None:
 
 
 def _add_schedule(
-    settings: dict[str, Any], path: Path, given: Collection[str], result: Translation
+    settings: dict[str, Any],
+    from_file: set[str],
+    path: Path,
+    given: Collection[str],
+    result: Translation,
 ) -> None:
     steps = settings["max_iters"]
     if not settings["decay_lr"]:
@@ -228,7 +232,7 @@ def _add_schedule(
     has_length = bool({"max_steps", "num_epochs"} & set(given))
     result.add("schedule", "cosine", "decay_lr = True")
     result.add("warmup_steps", settings["warmup_iters"], "warmup_iters")
-    result.add("min_lr", settings["min_lr"], "min_lr")
+    result.take("min_lr", "min_lr", settings["min_lr"], "min_lr" in from_file)
     if decay < steps and not has_length:
         raise ConfigError(
             f"{path}: lr_decay_iters = {decay} is below max_iters = {steps}, and our schedule ends "
@@ -288,7 +292,10 @@ def _add_device(settings: dict[str, Any], from_file: set[str], result: Translati
         kind = device.partition(":")[0]
         if kind not in ("cuda", "cpu"):
             raise ConfigError(f"device = {device!r} is no device of nanoray; use cuda or cpu")
-        result.add("device", kind, f"device = {device!r}")
+        if kind == device:
+            result.take("device", "device", kind, True)
+        else:
+            result.add("device", kind, f"device = {device!r}; ranks choose their card")
         # On a CPU nothing is cast, whatever dtype says
         if kind == "cpu":
             result.add("precision", "fp32", "device = 'cpu' computes in float32 there")

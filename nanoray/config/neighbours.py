@@ -69,6 +69,8 @@ def _names(program: str, *rows: tuple[Any, ...]) -> list[Name]:
     return names
 
 
+_TRACKED = "metrics are in the run's metrics.jsonl, and in tb/ for TensorBoard"
+
 NANOGPT = _names(
     "nanoGPT",
     ("learning_rate", "lr"),
@@ -105,6 +107,9 @@ NANOGPT = _names(
         "in steps; the best checkpoint is kept besides the newest",
     ),
     ("dtype", "precision", "", FORMATS),
+    ("wandb_log", "", _TRACKED),
+    ("wandb_project", "", _TRACKED),
+    ("wandb_run_name", "name", "a tracker takes it from there"),
     ("vocab_size", "tokenizer", "the tokenizer or the data set decides the vocabulary"),
     ("meta_vocab_size", "tokenizer", "the tokenizer or the data set decides the vocabulary"),
 )
@@ -150,6 +155,7 @@ HUGGING_FACE = _names(
     "Hugging Face",
     ("output_dir", "out_dir"),
     ("run_name", "name"),
+    ("report_to", "", _TRACKED),
     ("model_name_or_path", "init_from", "a folder: nothing is downloaded"),
     ("learning_rate", "lr"),
     ("per_device_train_batch_size", "micro_batch_size"),
@@ -303,6 +309,7 @@ TORCHTITAN = _names(
     ("compile.enable", "compile"),
     ("metrics.log_freq", "log_every"),
     ("metrics.enable_tensorboard", "tensorboard"),
+    ("metrics.enable_wandb", "", _TRACKED),
     ("validation.freq", "eval_every"),
     ("validation.steps", "eval_samples", "in sequences of all ranks"),
     ("profiling.enable_profiling", "profile", "the steps A:B"),

@@ -158,6 +158,11 @@ def test_a_scripts_dict_may_have_nested_keys() -> None:
     assert (config.micro_batch_size, config.lr) == (16, 0.1)
 
 
+def test_a_config_made_in_python_is_answered() -> None:
+    with pytest.raises(ValueError, match=r"unknown key learning_rate; write lr: 0\.1"):
+        Config(micro_batch_size=4, learning_rate=0.1)  # type: ignore[call-arg]
+
+
 def test_a_name_without_its_section_is_found() -> None:
     assert [row.ours for row in find("tensor_parallel_degree")] == [("tp",)]
     assert find("no_such_name") == []
