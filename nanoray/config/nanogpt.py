@@ -149,7 +149,7 @@ def translate_file(path: Path, given: Collection[str]) -> Translation:
     if not settings["always_save_checkpoint"]:
         reason = "the best checkpoint is kept in any case, besides the newest"
         result.leave("always_save_checkpoint", False, reason)
-    _name_what_is_left(settings, from_file, given, result)
+    _name_what_is_left(settings, from_file, result)
     return result
 
 
@@ -313,17 +313,17 @@ def _add_device(settings: dict[str, Any], from_file: set[str], result: Translati
         result.lines.append(("precision", f"nanogpt dtype = {dtype!r}: {reason}"))
 
 
-def _name_what_is_left(
-    settings: dict[str, Any], from_file: set[str], given: Collection[str], result: Translation
-) -> None:
+def _name_what_is_left(settings: dict[str, Any], from_file: set[str], result: Translation) -> None:
     if settings["eval_only"]:
         raise ConfigError(
             "eval_only = True trains nothing; drop it, or look at a run with `nanoray checkpoint "
             "show RUN`"
         )
     if settings["wandb_log"]:
-        reason = "metrics are in the run's metrics.jsonl and TensorBoard's tb/"
-        result.leave("wandb_log", True, reason)
-    for name in ("wandb_project", "wandb_run_name"):
-        if name in from_file:
-            result.leave(name, settings[name], "the run has the name of the file, or --name")
+        result.add("track", "wandb", "wandb_log = True")
+    if "wandb_project" in from_file:
+        reason = "the variable WANDB_PROJECT says it, with track wandb"
+        result.leave("wandb_project", settings["wandb_project"], reason)
+    if "wandb_run_name" in from_file:
+        reason = "the run has the name of the file, or --name"
+        result.leave("wandb_run_name", settings["wandb_run_name"], reason)

@@ -69,8 +69,6 @@ def _names(program: str, *rows: tuple[Any, ...]) -> list[Name]:
     return names
 
 
-_TRACKED = "metrics are in the run's metrics.jsonl, and in tb/ for TensorBoard"
-
 NANOGPT = _names(
     "nanoGPT",
     ("learning_rate", "lr"),
@@ -107,9 +105,9 @@ NANOGPT = _names(
         "in steps; the best checkpoint is kept besides the newest",
     ),
     ("dtype", "precision", "", FORMATS),
-    ("wandb_log", "", _TRACKED),
-    ("wandb_project", "", _TRACKED),
-    ("wandb_run_name", "name", "a tracker takes it from there"),
+    ("wandb_log", "track", "track wandb"),
+    ("wandb_project", "track", "with track wandb its own variable says it: WANDB_PROJECT"),
+    ("wandb_run_name", "name", "with track wandb"),
     ("vocab_size", "tokenizer", "the tokenizer or the data set decides the vocabulary"),
     ("meta_vocab_size", "tokenizer", "the tokenizer or the data set decides the vocabulary"),
 )
@@ -144,7 +142,7 @@ NANOCHAT = _names(
     ("sample_every", "sample_tokens", "text is generated at the end; `nanoray sample RUN` before"),
     ("device_type", "device", "", _DEVICES),
     ("model_tag", "name"),
-    ("run", "name"),
+    ("run", "name", "there it also begins a run at Weights & Biases: track wandb"),
     ("fp8", "precision", "precision fp8"),
     ("fp8_recipe", "precision", "fp8 has one scale for a tensor, fp8:row one for a row"),
     ("window_pattern", "", "every layer attends to the whole context"),
@@ -155,7 +153,7 @@ HUGGING_FACE = _names(
     "Hugging Face",
     ("output_dir", "out_dir"),
     ("run_name", "name"),
-    ("report_to", "", _TRACKED),
+    ("report_to", "track", "wandb, mlflow or none; TensorBoard has the key tensorboard"),
     ("model_name_or_path", "init_from", "a folder: nothing is downloaded"),
     ("learning_rate", "lr"),
     ("per_device_train_batch_size", "micro_batch_size"),
@@ -309,7 +307,7 @@ TORCHTITAN = _names(
     ("compile.enable", "compile"),
     ("metrics.log_freq", "log_every"),
     ("metrics.enable_tensorboard", "tensorboard"),
-    ("metrics.enable_wandb", "", _TRACKED),
+    ("metrics.enable_wandb", "track", "track wandb"),
     ("validation.freq", "eval_every"),
     ("validation.steps", "eval_samples", "in sequences of all ranks"),
     ("profiling.enable_profiling", "profile", "the steps A:B"),
