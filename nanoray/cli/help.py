@@ -77,6 +77,29 @@ class Page:
     more: str = ""  # in place of the lines about `--help all`
 
 
+# Here, so that they can be printed without importing torch
+TRAIN = Page(
+    "Train in this process; under torchrun, srun or mpirun, as one rank of many. No Ray.",
+    (
+        ("{prog} --preset tiny", "seconds long: to see it work"),
+        ("{prog} --dataset my.txt --max_steps 500 --lr 2e-3", "on your own text"),
+        ("torchrun --nproc-per-node 2 -m nanoray.train --preset shakespeare-char", "on two ranks"),
+    ),
+)
+LAUNCH = Page(
+    "Train on Ray: one actor per GPU, MIG slice or CPU share.",
+    (
+        ("{prog} --workers 2", "Shakespeare on two ranks of this machine"),
+        (
+            "{prog} --preset gpt2-124m --dry_run --world_size 8",
+            "what eight ranks would do: groups, bytes and memory, without them",
+        ),
+        ("{prog} --resume auto --ray_address HOST:PORT", "go on with the newest run, on a cluster"),
+    ),
+)
+PAGES = {"train": TRAIN, "launch": LAUNCH}
+
+
 def asked_for(words: list[str]) -> str | None:
     """Return the topic after --help on a command line, "" for none; None without --help."""
     for index, word in enumerate(words):
