@@ -21,8 +21,8 @@ SCRIPTS = sorted((ROOT / "examples" / "scripts").glob("*.sh"))
 SHORT = (
     "--resnet_depth",
     "8",
-    "--global_batch_size",
-    "32",
+    "--micro_batch_size",
+    "16",
     "--max_steps",
     "4",
     "--warmup_steps",
