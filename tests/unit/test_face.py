@@ -85,6 +85,8 @@ def test_the_stub_s_launch_has_the_signature_of_the_package() -> None:
     assert [argument.arg for argument in stub.args.args] == [*signature.parameters]
     defaults = [ast.literal_eval(default) for default in stub.args.defaults]
     assert defaults == [p.default for p in signature.parameters.values()][1:]
+    # An editor shows the text of the stub.
+    assert ast.get_docstring(stub) == inspect.getdoc(type(nanoray.launch).__call__)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
