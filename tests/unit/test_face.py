@@ -181,12 +181,13 @@ def test_a_checker_accepts_the_examples_and_finds_the_mistakes_of_a_script(tmp_p
         text=True,
         timeout=500,
     )
-    found = set(re.findall(r"^(.*?):(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.M))
+    # The file's name alone: mypy keeps messages, with the folder of an earlier run of this test.
+    found = set(re.findall(r"^(?:.*/)?(\w+\.py):(\d+): error: .*\[([\w-]+)\]$", done.stdout, re.M))
     expected = set()
     for number, line in enumerate(SCRIPT.splitlines(), 1):
         code = re.search(r"  # ([a-z-]+)$", line)
         if code:
-            expected.add((str(script), str(number), code[1]))
+            expected.add((script.name, str(number), code[1]))
     assert found == expected, done.stdout + done.stderr
 
 
