@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,20 @@ def wrong_links(site: Path) -> list[str]:
 
 def test_each_link_leads_to_a_page_and_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     assert wrong_links(site) == []
+
+
+def test_a_table_has_all_its_cells_and_no_backslash(site: Path) -> None:
+    """A pipe in the code of a cell neither ends the cell nor keeps its backslash."""
+    with_pipes = 0
+    for path in site.rglob("*.html"):
+        html = path.read_text(encoding="utf-8")
+        for table in re.findall(r"<table>.*?</table>", html, re.DOTALL):
+            assert "\\|" not in table, path
+            rows = re.findall(r"<tr>.*?</tr>", table, re.DOTALL)
+            widths = {len(re.findall(r"<t[hd][ >]", row)) for row in rows}
+            assert len(widths) == 1, (path, rows[0])
+            with_pipes += "|" in table
+    assert with_pipes > 2
 
 
 def test_a_wrong_link_of_the_site_is_found(tmp_path: Path) -> None:
