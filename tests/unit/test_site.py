@@ -216,3 +216,17 @@ def test_a_reader_chooses_colours_and_a_phone_has_a_menu(site: Path, tab: Tab) -
     tab.evaluate("document.querySelector('label[for=__drawer]').click()")
     tab.wait_for(f"{left} >= 0")
     assert tab.evaluate("document.querySelectorAll('.md-code__button').length") > 0, "copy buttons"
+
+
+@in_chromium
+@pytest.mark.full  # 2 s for each picture; NANORAY_TEST_PICTURES=FOLDER keeps them, to be looked at
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_pictures_of_pages(site: Path, tab: Tab, width: int, scheme: str) -> None:
+    """Something is painted on the start page and on the pages with the widest tables."""
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    tab.call("Emulation.setEmulatedMedia", features=features)
+    for name in ("index", "coming-from", "flags", "parallelism", "api"):
+        show(tab, site / f"{name}.html", width)
+        tab.evaluate("document.querySelector('table').scrollIntoView({block: 'center'})")
+        tab.picture(f"site-{name}-{width}-{scheme}")
