@@ -23,6 +23,8 @@ SHORT = (
     "8",
     "--global_batch_size",
     "32",
+    "--micro_batch_size",
+    "16",
     "--max_steps",
     "4",
     "--warmup_steps",
