@@ -146,10 +146,11 @@ def test_ctrl_c_once_checkpoints_and_exits_130(
     "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)]
 )
 def test_a_signal_to_the_whole_group_spares_a_ray_of_ones_own_until_all_is_saved(
-    recipe: Path, tmp_path: Path, number: signal.Signals
+    recipe: Path, tmp_path: Path, forked_ray: dict[str, str], number: signal.Signals
 ) -> None:
     """As `timeout`, batch systems and closed terminals send it."""
-    process = start_training(None, recipe, tmp_path, "--max_steps", "100000", "--log_every", "10")
+    flags = ("--max_steps", "100000", "--log_every", "10")
+    process = start_training(None, recipe, tmp_path, *flags, **forked_ray)
     group = [pid for pid in processes_of_session(process.pid) if os.getpgid(pid) == process.pid]
     assert group == [process.pid], (
         "Ray's head would end at once, and its ranks with it, saved or not"
@@ -481,7 +482,7 @@ except Exception as error:
         assert "start Ray with CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs" in text
 
 
-def test_a_local_ray_is_closed_to_others(tmp_path: Path) -> None:
+def test_a_local_ray_is_closed_to_others(tmp_path: Path, forked_ray: dict[str, str]) -> None:
     """The Ray that nanoray starts: its dashboard listens on loopback, and the jobs API wants this
     run's token.
     """
@@ -505,9 +506,8 @@ with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, 
             inodes.add(local.split(":")[0])
 print("cannot ask for a token" in said.getvalue(), code, sorted(inodes))
 """
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
-        "HOME": str(tmp_path)
-    }
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    env |= {"HOME": str(tmp_path)} | forked_ray
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
     )

@@ -51,10 +51,9 @@ def collectives(out: Path, *flags: str, env: dict[str, str], ranks: int) -> dict
     return report["conditions"]
 
 
-def test_a_local_ray_leaves_nothing(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
-        "HOME": str(tmp_path)
-    }
+def test_a_local_ray_leaves_nothing(tmp_path: Path, forked_ray: dict[str, str]) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    env |= {"HOME": str(tmp_path)} | forked_ray
     before = leaks.entries()
     told = collectives(tmp_path / "c.json", "--ray_address", "local", env=env, ranks=1)
     assert told["ranks"]["on hosts"] == "1 (1)"

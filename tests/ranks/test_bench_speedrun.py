@@ -56,8 +56,8 @@ def rows_of(report: dict[str, Any]) -> dict[tuple[str, str], Any]:
 
 @pytest.mark.parametrize(
     "arms",
-    [(PEER, OWN, FAST), pytest.param(tuple(ARMS), marks=pytest.mark.full)],
-    ids=["default", "all"],
+    [(PEER, FAST), pytest.param(tuple(ARMS), marks=pytest.mark.full)],
+    ids=["two", "all"],
 )
 def test_every_record_runs_and_stops_at_its_loss(
     arms: tuple[str, ...], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
