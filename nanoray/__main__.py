@@ -4,59 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
+import platform
 import sys
 
-# Command -> (module whose `main` runs it, line of the help). A module is imported only when its
-# command runs, because most of them import torch.
-COMMANDS = {
-    "train": ("nanoray.train.__main__", "train in this process, or as one rank of a torchrun"),
-    "launch": (
-        "nanoray.launch.__main__",
-        "train on Ray: one actor per GPU, MIG slice or CPU share",
-    ),
-    "data": (
-        "nanoray.data.__main__",
-        "prepare texts, JSON lines and parquet as token shards; OpenWebText, FineWeb-Edu",
-    ),
-    "sample": ("nanoray.sample", "generate text from a checkpoint"),
-    "timeline": (
-        "nanoray.trace.__main__",
-        "draw traced steps of a run: phases and collectives of all ranks",
-    ),
-    "whatif": (
-        "nanoray.forecast.whatif",
-        "predict a run's step for another link, bucket size or number of ranks",
-    ),
-    "ledger": (
-        "nanoray.trace.ledger",
-        "show where the time of a run went: compute, communication, recovery, ...",
-    ),
-    "report": ("nanoray.report.__main__", "write an HTML page about a run, or compare several"),
-    "compare": ("nanoray.report.__main__", "the same as report: several runs beside each other"),
-    "inspect": (
-        "nanoray.inspect.__main__",
-        "dump a model: tree, owners, FLOPs, memory; --verify runs one batch",
-    ),
-    "replay": (
-        "nanoray.replay.__main__",
-        "do a step of a run again, and compare it with what the run recorded",
-    ),
-    "bisect": (
-        "nanoray.replay.bisect",
-        "find the first step, rank and tensor in which two runs differ",
-    ),
-    "experts": ("nanoray.trace.experts", "draw the load of a run's experts over its steps"),
-    "checkpoint": ("nanoray.checkpoint.__main__", "list, verify, show or export checkpoints"),
-    "faults": ("nanoray.faults.__main__", "list a run's faults: cause, recovery, cost"),
-    "check": ("nanoray.check", "check that this machine is ready, and show what would run where"),
-    "kube": (
-        "nanoray.kube.__main__",
-        "train on Kubernetes: render, submit, status, logs, stop, fetch",
-    ),
-    "alerts": ("nanoray.kube.alerts", "print the alerts for Prometheus, as a rule file"),
-    "mig": ("nanoray.mig", "show the MIG slices that a GPU supports, and those that exist here"),
-    "bench": ("nanoray.bench.__main__", "run a benchmark"),
-}
+from nanoray import __version__
+from nanoray.cli.catalog import COMMANDS as COMMANDS
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,7 +20,11 @@ def main(argv: list[str] | None = None) -> int:
         print("usage: nanoray COMMAND [--help | flags]\n")
         for name, (_, description) in COMMANDS.items():
             print(f"  {name:<10} {description}")
+        print("\nnanoray --version prints the versions, nanoray COMMAND --help a command's flags.")
         return 0 if argv else 2  # no command at all is an error
+    if argv[0] in ("-V", "--version"):
+        print(versions())
+        return 0
 
     command = argv[0]
     if command not in COMMANDS:
@@ -81,6 +38,18 @@ def main(argv: list[str] | None = None) -> int:
     module_name, _ = COMMANDS[command]
     module = importlib.import_module(module_name)
     return module.main(argv[1:])
+
+
+def versions() -> str:
+    """Return the versions of nanoray and of what decides how it runs."""
+    parts = []
+    for name in ("torch", "ray"):
+        try:
+            parts.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            parts.append(f"no {name}")
+    parts.append(f"Python {platform.python_version()}")
+    return f"nanoray {__version__} ({', '.join(parts)})"
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nanoray import __version__
-from nanoray.cli import exit_code_of, parse_args
+from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.config import Config
 from nanoray.data import cifar10
 from nanoray.data.dataset import cache_dir
@@ -507,6 +507,19 @@ def _verdict(problem_count: int, can_train: bool) -> str:
     return verdict
 
 
+# Flags of a run that change what the check finds
+OF_THE_RUN = (
+    ("--workers N", "ranks that shall fit [every GPU or slice, else 2 on CPU]"),
+    ("--device NAME", "cuda, mig, cpu or auto"),
+    ("--backend NAME", "of the process group: nccl, gloo or auto"),
+    ("--precision NAME", "whether the devices compute in it"),
+    ("--tp N, --pp N", "how many ranks share a model"),
+    ("--dataset NAME|PATH", "whether it is there, or can be downloaded"),
+    ("--out_dir DIR", "whether runs can be written there"),
+    ("--ray_address HOST:PORT", "the cluster to ask"),
+)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print the report for the given training flags (default: none) and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -514,12 +527,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    about = (
-        "Is this machine ready, and what would run where? Flags are those of a run; --json prints "
-        "JSON."
+    about = Page(
+        "Is this machine ready, and what would run where?",
+        (
+            ("{prog}", "this machine, and the default recipe"),
+            ("{prog} --preset gpt2-124m --workers 8 --tp 2", "another one, on eight ranks"),
+        ),
+        (
+            ("of the check", (("--json", "print JSON"),)),
+            ("of a run, for which it checks", OF_THE_RUN),
+        ),
+        more="The other flags of a run count, too: --help all prints them.",
     )
-    as_json = "--json" in argv
-    loaded = parse_args([flag for flag in argv if flag != "--json"], "nanoray.check", about)
+    own = Parser(name_program("check"), add_help=False, allow_abbrev=False)
+    own.add_argument("--json", action="store_true", help="print JSON")
+    args, flags = own.parse_known_args(argv)
+    loaded = parse_args(flags, name_program("check"), about)
 
     # Flags of a run that would be ignored here are an error, as everywhere.
     for flag in ("dry_run", "quiet"):
@@ -529,7 +552,7 @@ def _run(argv: list[str]) -> int:
             )
 
     report = survey(loaded.config)
-    if as_json:
+    if args.json:
         print(json.dumps(report, indent=2))
     else:
         print(render(report))

@@ -8,11 +8,10 @@ Neither command changes the MIG mode: the commands to do so are printed for an a
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nanoray.cli import run_subcommand
+from nanoray.cli import name_program, run_subcommand, tool_parser
 from nanoray.config import load_config
 from nanoray.devices.device import Device
 from nanoray.devices.gpus import discover_gpus
@@ -152,9 +151,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="nanoray mig plan", description="show the MIG profiles of a card"
-    )
+    parser = tool_parser(name_program("mig plan"), "show the MIG profiles of a card")
     parser.add_argument(
         "--card", default="", help=f"as NVML names it: {', '.join(CARDS)} [the first GPU here]"
     )
@@ -238,9 +235,7 @@ def plan_lines(card: str, preset: str, mfu: float) -> list[str]:
 
 
 def _show(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="nanoray mig show", description="GPUs and slices of this machine"
-    )
+    parser = tool_parser(name_program("mig show"), "GPUs and slices of this machine")
     parser.parse_args(argv)
     print("\n".join(show_lines(discover_gpus())))
     return 0

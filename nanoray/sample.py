@@ -1,35 +1,52 @@
-"""Generate text from a checkpoint: `python -m nanoray.sample runs/2026-... --prompt 'To be'`."""
+"""Generate text from a checkpoint: `python -m nanoray.sample runs/2026-... --prompt 'To be'`.
+
+Weights of other tools, as `--init_from` reads them, will do as well.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nanoray.checkpoint.find import find_run
-from nanoray.cli import exit_code_of
+from nanoray.checkpoint.foreign import load_weights
+from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
+from nanoray.config.weights.source import find, is_foreign
 from nanoray.data.prepare import DatasetInfo
-from nanoray.data.tokenizer import tokenizer_from_json
+from nanoray.data.tokenizer import IdTokenizer, Tokenizer, tokenizer_from_json
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.sampling import generate
 from nanoray.state.train_state import StateDict
 
+# Sizes of a ModelShape that have the same names as keys of the configuration
+SIZES = (
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "block_size",
+    "bias",
+    "gelu",
+    "experts",
+    "experts_per_token",
+    "expert_hidden",
+    "shared_experts",
+)
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `python -m nanoray.sample` and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nanoray.sample",
-        description="Generate text from a checkpoint.",
-        allow_abbrev=False,
-    )
+
+def make_parser() -> Parser:
+    """Return the parser of `nanoray sample`."""
+    parser = tool_parser(name_program("sample"), "Generate text from a checkpoint.")
     parser.add_argument(
         "path",
         nargs="?",
         default="runs",
-        help="run folder, step folder, or out_dir (its newest run)",
+        help="run folder, step folder, or out_dir (its newest run); or weights of another tool: a "
+        "Hugging Face folder of a GPT-2, nanoGPT's ckpt.pt, an exported .safetensors file",
     )
     parser.add_argument(
         "--prompt", help="text to continue [a newline, or the first token where there is none]"
@@ -45,8 +62,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1337, help="seed of the sampling [1337]")
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default_device, help="cuda or cpu")
-    args = parser.parse_args(argv)
-    return exit_code_of(lambda: print("\n---\n".join(samples(args)), flush=True))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray sample` and return its exit code."""
+
+    def run() -> None:
+        args = make_parser().parse_args(argv)
+        print("\n---\n".join(samples(args)), flush=True)
+
+    return exit_code_of(run)
 
 
 def samples(args: argparse.Namespace) -> list[str]:
@@ -60,11 +86,17 @@ def samples(args: argparse.Namespace) -> list[str]:
         ) from None
     generator.manual_seed(args.seed)
 
-    state, folder = load_state(Path(args.path))
-    gpt, dataset = rebuild(state, torch.device(args.device))
+    path = Path(args.path).expanduser()
+    device = torch.device(args.device)
+    if is_foreign(path):
+        gpt, tokenizer, title = load_foreign(path, device)
+    else:
+        state, folder = load_state(path)
+        gpt, dataset = rebuild(state, device)
+        tokenizer = tokenizer_from_json(dataset.tokenizer)
+        title = f"{folder} · step {state.meta['step']} · val loss {state.meta['val_loss']}"
 
     # An empty prompt is an error: the model needs one token to predict the next.
-    tokenizer = tokenizer_from_json(dataset.tokenizer)
     if args.prompt is None:
         tokens = tokenizer.start()
     else:
@@ -78,8 +110,7 @@ def samples(args: argparse.Namespace) -> list[str]:
     rows = generate(gpt, prompt, args.max_new_tokens, args.temperature, args.top_k, generator)
 
     # To stderr, so that stdout has only the text.
-    meta = state.meta
-    print(f"{folder} · step {meta['step']} · val loss {meta['val_loss']}", file=sys.stderr)
+    print(title, file=sys.stderr)
     return [tokenizer.decode(row) for row in rows.tolist()]
 
 
@@ -107,6 +138,26 @@ def load_state(path: Path) -> tuple[StateDict, Path]:
     for note in checkpoint.notes:
         print(f"warning: {note}", file=sys.stderr)
     return checkpoint.state, checkpoint.path
+
+
+def load_foreign(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, str]:
+    """Return the model of another tool's weights, its tokenizer, and a line on them.
+
+    Without a known tokenizer, text is ids. Raises ConfigError.
+    """
+    source = find(str(path))
+    keys = source.keys
+    sizes: dict[str, Any] = {key: keys[key] for key in SIZES if key in keys}
+    shape = ModelShape(**sizes, vocab_size=source.vocab_size, rotary=keys["positions"] == "rotary")
+    gpt = GPT(shape)
+    load_weights(gpt, source)
+
+    tokenizer: Tokenizer = IdTokenizer(source.vocab_size)
+    if source.tokenizer:
+        tokenizer = tokenizer_from_json(source.tokenizer)
+    elif source.tokenizer_kind:
+        tokenizer = tokenizer_from_json({"kind": source.tokenizer_kind})
+    return gpt.to(device).eval(), tokenizer, f"{source.path} · {source.kind}"
 
 
 def rebuild(state: StateDict, device: torch.device) -> tuple[GPT, DatasetInfo]:

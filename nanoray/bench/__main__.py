@@ -24,7 +24,8 @@ from nanoray.atomic import write_json
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.report import Report, Section, aligned, conditions, load_average
 from nanoray.bench.registry import BENCHMARKS, Entry
-from nanoray.cli import Parser
+from nanoray.cli import Parser, name_program, take_output
+from nanoray.cli.parsers import DESCRIBE, SubcommandsFound
 from nanoray.config import refuse_unknown
 from nanoray.errors import ConfigError, NanorayError, PlacementError
 from nanoray.mesh.launchers import set_torch_variables
@@ -33,7 +34,7 @@ FIGURES = (".png", ".svg", ".pdf")
 # Flag -> a name to propose
 FILES = {"json": "report.json", "figure": "report.png", "html": "report.html"}
 USAGE = """\
-usage: python -m nanoray.bench NAME [--workers N] [--quick] [--json FILE] [--figure FILE] [--html FILE] [flags]
+usage: {program} NAME [--workers N] [--quick] [--json FILE] [--figure FILE] [--html FILE] [flags]
 
 {benches}
   {all:<12}all but gpu, soak and speedrun in turn, with their defaults; --figure takes a folder
@@ -42,7 +43,7 @@ usage: python -m nanoray.bench NAME [--workers N] [--quick] [--json FILE] [--fig
   --quick       few and short rounds        --figure FILE  a picture ({figures})
                                             --html FILE    one page with all of it, which needs nothing else
 
-python -m nanoray.bench NAME --help shows the flags of one"""
+{program} NAME --help shows the flags of one"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,9 +52,18 @@ def main(argv: list[str] | None = None) -> int:
         argv = sys.argv[1:]
     if not argv or argv[0] in ("-h", "--help"):
         benches = "\n".join(f"  {name:<12}{entry.summary}" for name, entry in BENCHMARKS.items())
-        print(USAGE.format(benches=benches, all="all", figures=", ".join(FIGURES)))
+        print(
+            USAGE.format(
+                program=name_program("bench"),
+                benches=benches,
+                all="all",
+                figures=", ".join(FIGURES),
+            )
+        )
         return 0 if argv else 2
     name, *flags = argv
+    if name == DESCRIBE:
+        raise SubcommandsFound([*BENCHMARKS, "all"])
 
     def run() -> int:
         # Under srun and mpirun, too, each process is a rank: benchmarks read torchrun's variables.
@@ -146,7 +156,7 @@ def _flags_of_all(argv: list[str]) -> argparse.Namespace:
         raise ConfigError(
             "bench all starts its own ranks, but RANK is set; run it without torchrun"
         )
-    program = "python -m nanoray.bench all"
+    program = name_program("bench all")
     parser = _parser(program, "every benchmark in turn, each with its defaults")
     parser.add_argument(
         "--workers", type=int, metavar="N", help="ranks of each [each one's default]"
@@ -283,13 +293,16 @@ def _parser(program: str, text: str) -> Parser:
     parser.add_argument(
         "--quick", action="store_true", help="few and short rounds; targets are shown, not judged"
     )
+    parser.add_argument(
+        "-o", type=Path, metavar="FILE", help="one of these three, by the file's ending"
+    )
     return parser
 
 
 def _load(name: str, entry: Entry, argv: list[str]) -> tuple[Benchmark, argparse.Namespace]:
     """Import a benchmark and read its flags."""
     benchmark = entry.load()
-    parser = _parser(entry.command or f"python -m nanoray.bench {name}", entry.summary)
+    parser = _parser(entry.command or name_program(f"bench {name}"), entry.summary)
     benchmark.add_flags(parser)
     args = _flags(parser, argv)
     if args.figure and args.figure.suffix not in FIGURES:
@@ -305,6 +318,7 @@ def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> ar
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         refuse_unknown(unknown[0].split("=")[0], flags, "flag")
+    take_output(args, {"json": (".json",), "html": (".html",), "figure": FIGURES})
     if not _writes_report():
         return args
 

@@ -5,26 +5,23 @@ verify   read every byte, compare the checksums and the list of the model's tens
          is damaged or lacks a tensor
 show     metadata and tensors of one checkpoint
 export   the model alone, as load_state_dict takes it: FILE.safetensors, with the model's shape in
-         its header, or FILE.pt (torch.save), which also holds extra states
+         its header, or FILE.pt (torch.save), which also holds extra states; for other tools
+         --format huggingface (a folder for transformers) or nanogpt (its ckpt.pt)
 """
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from nanoray.atomic import replace_bytes
 from nanoray.checkpoint.contents import is_listed, missing_from
+from nanoray.checkpoint.export import FORMATS, format_of, write_model
 from nanoray.checkpoint.files import find_all, load, peek
 from nanoray.checkpoint.find import newest_valid
-from nanoray.cli import run_subcommand, writing
+from nanoray.cli import Parser, name_program, run_subcommand, tool_parser, writing
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.state.train_state import StateDict, entries_of
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,10 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     )
 
 
-def _parser(command: str, text: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"nanoray checkpoint {command}", description=text, allow_abbrev=False
-    )
+def _parser(command: str, text: str) -> Parser:
+    parser = tool_parser(name_program(f"checkpoint {command}"), text)
     parser.add_argument("path", type=Path, help="run folder, or one of its step_* folders")
     return parser
 
@@ -133,16 +128,24 @@ def _count_numbers(tensors: dict[str, Tensor]) -> str:
 
 
 def _export(argv: list[str]) -> int:
-    parser = _parser("export", "write the model of the newest valid checkpoint as one file")
+    parser = _parser("export", "write the model of the newest valid checkpoint")
     parser.add_argument(
+        "-o",
         "--out",
         type=Path,
         required=True,
-        metavar="FILE",
-        help="the file to write; not overwritten; FILE.pt: written by torch.save",
+        metavar="FILE|FOLDER",
+        help="what to write; not overwritten; FILE.pt without --format: written by torch.save",
+    )
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="huggingface (a folder for transformers' GPT2LMHeadModel) | nanogpt (its ckpt.pt, weights "
+        "only) | safetensors | torch [by the name of FILE]",
     )
     args = parser.parse_args(argv)
     # Before the checkpoint is read, which may take minutes.
+    kind = format_of(args.format, args.out)
     if args.out.exists():
         raise ConfigError(f"{args.out} already exists; give --out another name")
     if not args.out.parent.is_dir():
@@ -155,45 +158,16 @@ def _export(argv: list[str]) -> int:
     if missing:
         raise CheckpointError(f"{path} is not complete: {missing[0]}; use another checkpoint")
 
-    as_torch_saves = args.out.suffix in (".pt", ".pth")
-    data = _torch_file(state) if as_torch_saves else _safetensors_file(state, args.out)
     with writing(args.out, "give --out another path"):
-        replace_bytes(args.out, data)
-    print(
-        f"{args.out}  step {state.meta['step']}, {len(state.model)} tensors, "
-        f"{args.out.stat().st_size / 1e6:.2f} MB"
-    )
+        notes = write_model(state, kind, args.out)
+    files = [args.out]
+    if args.out.is_dir():
+        files = sorted(args.out.iterdir())
+    size = sum(file.stat().st_size for file in files)
+    print(f"{args.out}  step {state.meta['step']}, {len(state.model)} tensors, {size / 1e6:.2f} MB")
+    for note in notes:
+        print(f"note  {note}")
     return 0
-
-
-def _torch_file(state: StateDict) -> bytes:
-    """Return the model's state_dict as torch.save writes it; torch.load needs no pickled code."""
-    tensors, values = entries_of(state, torch.device("cpu"))
-    file = io.BytesIO()
-    # Clones, because torch.save would write the checkpoint's whole buffer for each tensor.
-    torch.save({name: tensor.clone() for name, tensor in tensors.items()} | values, file)
-    return file.getvalue()
-
-
-def _safetensors_file(state: StateDict, out: Path) -> bytes:
-    """Return the model's tensors as a safetensors file. Raises ConfigError where it cannot hold all."""
-    # Here, because `list` and `show` do not need it.
-    from safetensors.torch import save
-
-    tensors, values = entries_of(state, torch.device("cpu"))
-    if values:
-        raise ConfigError(
-            f"{min(values)} is no tensor, and a safetensors file holds tensors only; give "
-            f"--out {out.with_suffix('.pt')}"
-        )
-    # Metadata of a safetensors file are strings.
-    header = {
-        "format": "pt",
-        "step": str(state.meta["step"]),
-        "model_shape": json.dumps(state.meta["model_shape"]),
-    }
-    # Clones, because safetensors refuses tensors that share memory, as tied weights do.
-    return save({name: tensor.clone() for name, tensor in tensors.items()}, header)
 
 
 if __name__ == "__main__":

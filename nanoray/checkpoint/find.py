@@ -27,6 +27,7 @@ from nanoray.checkpoint.files import (
     open_checkpoint,
     steps_in,
 )
+from nanoray.config.load import same_weights
 from nanoray.errors import CheckpointError
 
 _RUN = re.compile(r"\d{4}-\d{2}-\d{2}_\d{6}_.+")
@@ -210,7 +211,12 @@ def other_recipe(run_dir: Path, recipe: Mapping[str, Any]) -> dict[str, str]:
         return {}
     changed = {}
     for key, value in recipe.items():
-        if key in config and config[key] != value:
+        if key not in config:
+            continue
+        same = config[key] == value
+        if key == "init_from":
+            same = same_weights(config[key], value)
+        if not same:
             changed[key] = f"{key} is {config[key]} there and {value} here"
     # Another text, or the same text with another tokenizer.
     if tokens != recipe.get("tokens_sha256", tokens):
@@ -223,18 +229,31 @@ def _difference(meta: dict[str, Any], model_shape: dict[str, Any]) -> str:
     saved_shape = meta.get("model_shape") or {}
     saved = (meta.get("config") or {}) | saved_shape
 
-    # A dense shape has no keys of experts. Against a checkpoint with experts, they count as 0.
+    # A shape has no keys of features that it does not use. Where one of the two has such a key, it
+    # counts as unused in the other.
     expected = dict(model_shape)
-    if model_shape:
-        for key in saved_shape:
-            if key.startswith("expert"):
-                expected.setdefault(key, 0)
+    if model_shape and saved_shape:
+        for key, unused in _UNUSED.items():
+            if key in saved_shape or key in expected:
+                saved[key] = saved_shape.get(key, unused)
+                expected.setdefault(key, unused)
 
     differences = []
     for key, value in expected.items():
         if saved.get(key) != value:
             differences.append(f"{key} is {saved.get(key, 'unknown')} there and {value} here")
     return ", ".join(differences)
+
+
+# What stands for a feature of a shape that has no key of it
+_UNUSED = {
+    "experts": 0,
+    "experts_per_token": 0,
+    "expert_hidden": 0,
+    "shared_experts": 0,
+    "rotary": False,
+    "gelu": "exact",
+}
 
 
 def check_shape(

@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from nanoray.atomic import write_json
-from nanoray.config import Config, recipe_of
+from nanoray.config import Config, read_yaml, recipe_of
+from nanoray.config.weights.source import find
 from nanoray.data.prepare import DatasetInfo
 from nanoray.run import RunSpec, lock_run, new_folder, write_attempt
 
@@ -26,6 +27,7 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     resume = ""
     folder = None
     notes: list[str] = []
+    found = None
     if config.resume != "none":
         from nanoray.checkpoint.find import find_run, other_recipe
         from nanoray.models.build import shape_of
@@ -56,6 +58,16 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
             else:
                 resume = str(found.path.resolve())
 
+    # What config.json records: of a run, the checkpoint that is its newest now. A resumed run does
+    # not read it again, and keeps the record.
+    if found is not None:
+        init_from = _recorded_init(found.run_dir)
+    elif config.init_from:
+        init_from = str(find(config.init_from).path)
+    else:
+        init_from = ""
+    config = config.model_copy(update={"init_from": init_from})
+
     if folder is None:
         folder = new_folder(out_dir, config.name)
     # Lock the folder before anything in it changes.
@@ -71,3 +83,11 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     write_json(folder / "config.json", config.model_dump())
     write_json(folder / "run.json", spec.to_dict())
     return spec
+
+
+def _recorded_init(run_dir: Path) -> str:
+    """Return the weights that a run began with, as its config.json says; "" for random ones."""
+    path = run_dir / "config.json"
+    if not path.is_file():
+        return ""
+    return str(read_yaml(path).get("init_from") or "")

@@ -15,6 +15,7 @@ from nanoray.config.load import load_config as load_config
 from nanoray.config.load import make_config as make_config
 from nanoray.config.load import read_yaml as read_yaml
 from nanoray.config.load import refuse_unknown as refuse_unknown
+from nanoray.config.load import refuse_unknown_key as refuse_unknown_key
 from nanoray.config.schema import Config as Config
 from nanoray.config.schema import field_extra as field_extra
 from nanoray.config.schema import field_group as field_group

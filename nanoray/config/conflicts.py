@@ -359,6 +359,8 @@ _GPT_KEYS = (
     "experts",
     *EXPERT_KEYS,
     "positions",
+    "init_from",
+    "gelu",
     "attention",
     "loss_chunk",
 )

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Positive = Annotated[int, Field(gt=0)]
-Natural = Annotated[int, Field(ge=0)]
+# A number with an exponent, of at most 18 digits
+_POWER_OF_TEN = re.compile(r"\s*([-+]?\d+)(?:\.(\d*))?[eE]\+?(1?\d)\s*")
+
+
+def whole_number(value: Any) -> Any:
+    """Return the int of a text such as 6e5 or 1.5e3, and any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    form = _POWER_OF_TEN.fullmatch(value)
+    if form is None:
+        return value
+
+    # In integers, because a float has 53 bits only
+    fraction = (form[2] or "").rstrip("0")
+    shift = int(form[3]) - len(fraction)
+    if shift < 0:
+        return value
+    return int(form[1] + fraction) * 10**shift
+
+
+Integer = Annotated[int, BeforeValidator(whole_number)]
+Positive = Annotated[Integer, Field(gt=0)]
+Natural = Annotated[Integer, Field(ge=0)]
 
 
 class Group(BaseModel):
     """The base of each group of keys. Each attribute's docstring is the help text of its flag."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        coerce_numbers_to_str=True,  # name = 2026
     )
 
     def check(self) -> None:

@@ -1,23 +1,28 @@
 """From presets, YAML files and flags to a Config.
 
-Later layers win: field defaults, then `--preset`, then `--config FILE`, then flags. Values may
-arrive as text (a flag, or `3e-4`, which YAML reads as a string); pydantic converts them to the
-declared types or says why it cannot.
+Later layers win: field defaults, then `--preset`, then `--config FILE`, then flags. The values of
+flags and of YAML files arrive as text; pydantic converts them to the declared types or says why it
+cannot. So a word means the same in a file and on a command line.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
+from nanoray.config.kube import Kube
+from nanoray.config.neighbours import TABLE, answer, normalise, translate_value
 from nanoray.config.schema import Config, changes_recipe
 from nanoray.config.spellings import PARTS, refuse_old
+from nanoray.config.strict_yaml import YamlError, read_texts
 from nanoray.config.variables import parse_variables
+from nanoray.config.weights.source import find
 from nanoray.errors import ConfigError
 
 PRESET_DIR = Path(__file__).resolve().parents[1] / "presets"
@@ -28,48 +33,95 @@ DEFAULT_PRESET = "shakespeare-cpu"
 NESTED = {
     "model.name": "model",
     "model.num_layers": "",  # resnet_depth or n_layer, by the model
-    "training.batch_size": "global_batch_size",
+    "training.batch_size": "micro_batch_size",  # of each rank, and a step has one of them
     "training.num_epochs": "num_epochs",
     "training.learning_rate": "lr",
     "training.optimizer": "optimizer",
 }
 OUTER = ("model", "training")
+MAPPINGS = ("env", "kube", "expected_val_loss")  # keys of ours whose value is a mapping
 LAYERS = {"resnet": "resnet_depth", "gpt": "n_layer"}  # what model.num_layers means
 
 
 # ---- names ---------------------------------------------------------------------------------------
 
+ALMOST = 0.75  # similarity of two keys above which one is taken for a typo of the other
 
-def did_you_mean(name: str, known: list[str]) -> str:
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the closest known one, or all of them."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]}?"
-    return f"known: {', '.join(known)}"
+    return f"known: {', '.join(names)}"
 
 
-def refuse_unknown(name: str, known: list[str], kind: str) -> None:
+def refuse_unknown(name: str, known: Iterable[str], kind: str) -> None:
     """Raise ConfigError for an unknown name, with the closest known one."""
     raise ConfigError(f"unknown {kind} {name}; {did_you_mean(name, known)}")
+
+
+def refuse_unknown_key(
+    name: str, value: Any = None, known: Iterable[str] = Config.model_fields, mark: str = ""
+) -> None:
+    """Raise ConfigError for an unknown key, with ours if it is another program's name.
+
+    mark: what stands before a key, `--` on a command line. value: what the user gave.
+    """
+    kind = "flag" if mark else "key"
+    written = mark + name.removeprefix(mark)
+    foreign = answer(name, value, mark)
+    if foreign:
+        raise ConfigError(f"unknown {kind} {written}; {foreign}")
+
+    # A typo may be one of another program's name, which leads to ours, too
+    ours = list(known)
+    theirs = [row.theirs for row in TABLE if "." not in row.theirs]
+    close = difflib.get_close_matches(normalise(name), [*ours, *theirs], 1, ALMOST)
+    if close and close[0] not in ours:
+        foreign = answer(close[0], value, mark)
+        raise ConfigError(f"unknown {kind} {written}; did you mean {close[0]}? {foreign}")
+    if close:
+        raise ConfigError(f"unknown {kind} {written}; did you mean {mark}{close[0]}?")
+    where = "those that --help all prints"
+    if not mark:
+        where = "the flags that `nanoray train --help all` prints, without their dashes"
+    raise ConfigError(f"unknown {kind} {written}; known: {where}")
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return a YAML file's mapping with nested keys translated; {} for an empty file.
+    """Return the keys of a configuration's file, with nested ones translated.
 
-    Raises ConfigError for a file that cannot be read or that is no mapping.
+    Raises ConfigError for a file that cannot be read, and for a nested key that is unknown.
+    """
+    values = read_mapping(path)
+    # A config.json has the fields of a Config, also one that an older version wrote
+    if path.suffix != ".json":
+        refuse_old(values)
+    return flatten(values)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return a YAML or JSON file's mapping as it is; {} for an empty file.
+
+    The values of YAML are text, lists, mappings and None. Raises ConfigError for a file that cannot
+    be read, that is no mapping, or that has a key twice.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values = _parse_json(text) if path.suffix == ".json" else read_texts(text)
     except OSError as error:
         raise ConfigError(
             f"cannot read config file {path}: {error.strerror}; check the path"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"config file {path} is not YAML: {reason}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {path} is not YAML: {error}") from None
+    except YamlError as error:
+        raise ConfigError(f"config file {path} {error}") from None
 
     # An empty file is a mapping without keys
     if values is None:
@@ -78,24 +130,45 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"config file {path} must hold `key: value` lines, not a {type(values).__name__}"
         )
-    # A config.json has the fields of a Config, also one that an older version wrote
-    if path.suffix != ".json":
-        refuse_old(values)
-    return flatten(values)
+    return values
+
+
+def _parse_json(text: str) -> Any:
+    """Return the value of a JSON text. Raises YamlError, whose message names no file."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats)
+    except RecursionError:
+        raise YamlError("is not JSON: its lists and mappings are nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise YamlError(f"is not JSON: {error}") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise YamlError(
+                f"has the key {key} twice, as {values[key]} and as {value}; drop one of the two"
+            )
+        values[key] = value
+    return values
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Translate nested keys of a YAML file to our flat ones.
 
     They are `model: {name, num_layers}` and `training: {batch_size, ...}`. training.batch_size is
-    that of all ranks together, so that results do not depend on their number. Raises ConfigError
-    for a nested key that is unknown, or given a second time as a flat one.
+    that of each rank: a step has batch_size x ranks samples. Raises ConfigError for a nested key
+    that is unknown, or given a second time as a flat one.
     """
     nested = {}
     flat = {}
     for key, value in values.items():
         if key in OUTER and isinstance(value, Mapping):
             nested[key] = value
+        elif isinstance(value, Mapping) and value and key not in MAPPINGS:
+            inner = str(next(iter(value)))
+            _refuse_nested(key, inner, value[inner])
         else:
             flat[key] = value
 
@@ -106,11 +179,7 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
         for inner, value in nested.get(outer, {}).items():
             name = f"{outer}.{inner}"
             if name not in NESTED:
-                known = ", ".join(key for key in NESTED if key.startswith(outer))
-                raise ConfigError(
-                    f"unknown key {name}; known: {known}; write others as flat keys, e.g. "
-                    "momentum: 0.9"
-                )
+                _refuse_nested(outer, str(inner), value)
             # Both spellings in one file could contradict each other
             ours = NESTED[name] or LAYERS.get(model, "n_layer")
             if ours in flat:
@@ -119,7 +188,38 @@ def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
                     "them"
                 )
             flat[ours] = value
+
+    # A step has one batch per rank, unless a flat key says otherwise
+    per_rank = "batch_size" in nested.get("training", {})
+    if per_rank and "global_batch_size" not in flat:
+        flat.setdefault("grad_accum_steps", 1)
     return flat
+
+
+def _refuse_nested(outer: str, inner: str, value: Any) -> None:
+    """Raise ConfigError for a nested key that is none of ours."""
+    name = f"{outer}.{inner}"
+    is_ours = inner in Config.model_fields
+    foreign = answer(name, value, "")
+    if not foreign and not is_ours:
+        foreign = answer(inner, value, "")
+    if foreign:
+        raise ConfigError(f"unknown key {name}; {foreign}, as a flat key")
+
+    example = "momentum: 0.9"
+    if is_ours:
+        example = f"{inner}: {value}"
+    known = [key for key in NESTED if key.startswith(f"{outer}.")]
+    if known:
+        raise ConfigError(
+            f"unknown key {name}; known: {', '.join(known)}; write others as flat keys, e.g. "
+            f"{example}"
+        )
+    if is_ours:
+        raise ConfigError(f"unknown key {name}; write it as a flat key: {example}")
+    if outer in Config.model_fields:
+        raise ConfigError(f"unknown key {name}; {outer} has one value, without keys below it")
+    refuse_unknown_key(outer)
 
 
 def _read_preset(preset: str) -> dict[str, Any]:
@@ -171,11 +271,21 @@ def _merge_variables(lower: Any, upper: Any) -> Any:
 
 
 def load_config(
-    file: str | None = None, preset: str | None = None, overrides: dict[str, Any] | None = None
+    file: str | None = None,
+    preset: str | None = None,
+    overrides: dict[str, Any] | None = None,
+    keys: Mapping[str, Any] | None = None,
+    elsewhere: bool = False,
 ) -> Config:
-    """Merge preset, file and overrides into a Config. Without file and preset: the default preset."""
-    overrides = overrides or {}
+    """Merge preset, file and overrides into a Config. Without file and preset: the default preset.
+
+    keys: those of the file, where it has been read already. elsewhere: paths are those of another
+    machine, which loads what comes out of this once more. So the weights of init_from are not
+    looked at; sizes of a preset, which they replace, are left out.
+    """
+    overrides = dict(overrides or {})
     merged: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
     # A file alone replaces the default preset; with --preset it is laid over that preset
     if preset or not file:
@@ -184,23 +294,162 @@ def load_config(
         merged.update(_read_preset(preset))
     if file:
         values = {"name": Path(file).stem}
-        values.update(read_yaml(Path(file)))
-        merged = lay_over(merged, values, file)
+        values.update(read_yaml(Path(file)) if keys is None else keys)
+
+    # Weights fix sizes. They replace a preset's, and must agree with what the user gives
+    given = values | overrides
+    model = given.get("model", merged.get("model", "gpt"))
+    if given.get("init_from") and elsewhere:
+        merged = {key: value for key, value in merged.items() if key not in WEIGHT_KEYS + _EXPERTS}
+    elif given.get("init_from") and model == "gpt":
+        merged, init_from = _lay_weights(merged, given)
+        layer = overrides if "init_from" in overrides else values
+        layer["init_from"] = init_from
+    if file:
+        merged = lay_over(_without_other_batch(merged, values), values, file)
     _require_known(merged)
 
-    # A per-rank batch from the flags replaces a global one from the file, and with it the recipe.
-    # A global one replaces accumulation.
-    per_rank = "micro_batch_size" in overrides and "grad_accum_steps" in overrides
-    if "global_batch_size" in overrides:
-        merged.pop("grad_accum_steps", None)
-    elif per_rank:
-        merged.pop("global_batch_size", None)
-        merged.pop("expected_val_loss", None)
-
+    merged = _without_other_batch(merged, overrides)
     # The preset's loss is what its complete recipe reaches
     if any(changes_recipe(key) for key in overrides):
         merged.pop("expected_val_loss", None)
     return make_config(lay_over(merged, overrides, "the flags"))
+
+
+def _without_other_batch(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `lower` without the sizes of a batch that `upper` gives in another way.
+
+    A batch per rank replaces a global one, and with it the recipe. A global one replaces
+    accumulation.
+    """
+    kept = dict(lower)
+    per_rank = "micro_batch_size" in upper and "grad_accum_steps" in upper
+    if "global_batch_size" in upper:
+        kept.pop("grad_accum_steps", None)
+    elif per_rank:
+        kept.pop("global_batch_size", None)
+        kept.pop("expected_val_loss", None)
+    return kept
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+# Keys of a model with experts, which a preset may have, and which mean nothing without experts
+_EXPERTS = (
+    "experts_per_token",
+    "expert_hidden",
+    "shared_experts",
+    "expert_capacity",
+    "balance_loss",
+    "z_loss",
+    "ep",
+)
+# Keys that weights fix
+WEIGHT_KEYS = (
+    "n_layer",
+    "n_head",
+    "n_embd",
+    "bias",
+    "block_size",
+    "gelu",
+    "positions",
+    "experts",
+    "experts_per_token",
+    "expert_hidden",
+    "shared_experts",
+)
+
+
+def _lay_weights(lower: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Return `lower` with the keys that the weights of init_from fix, and their absolute path.
+
+    `given`: what the user gave, in a file or as flags. Raises ConfigError for a key in it that
+    contradicts the weights.
+    """
+    run = run_folder_of(str(given.get("resume", "none")))
+    if run is not None:
+        # The run has its own weights by now, and its sizes are those that it began with
+        began = read_yaml(run / "config.json")
+        path = keep_init_from(began, given, run)
+        return {**lower, **{key: began[key] for key in WEIGHT_KEYS if key in began}}, path
+
+    source = find(str(given["init_from"]))
+    _refuse_contradictions(source.keys, given, str(source.path))
+    merged = dict(lower)
+    if not source.keys["experts"]:
+        for key in _EXPERTS:
+            merged.pop(key, None)
+    merged.update(source.keys)
+
+    # Text becomes the ids that the weights were trained on. A folder of tokens has its own
+    dataset = given.get("dataset", lower.get("dataset", "auto"))
+    is_folder = Path(str(dataset)).expanduser().is_dir()
+    if source.tokenizer_kind and not is_folder:
+        merged["tokenizer"] = source.tokenizer_kind
+    merged.pop("expected_val_loss", None)
+    # Of a run, its folder: the new run's own folder records which checkpoint was the newest
+    return merged, os.path.abspath(os.path.expanduser(str(given["init_from"])))
+
+
+def keep_init_from(began: Mapping[str, Any], given: Mapping[str, Any], run: Path) -> str:
+    """Return the init_from that a resumed run began with.
+
+    began: its config.json. Raises ConfigError when `given` has another one: its weights would have
+    no effect.
+    """
+    first = str(began.get("init_from") or "")
+    if not same_weights(first, str(given["init_from"])):
+        origin = f"began with those of {first}" if first else "began with random ones"
+        raise ConfigError(
+            f"init_from = {given['init_from']} would be ignored: the run {run} is resumed, which "
+            f"has its own weights and {origin}; drop init_from, or drop resume"
+        )
+    return first
+
+
+def same_weights(recorded: str, wanted: str) -> bool:
+    """Return whether a run that began with the weights `recorded` began with the wanted ones.
+
+    Of a run, its record names the checkpoint that was the newest then. "" are random weights.
+    """
+    if not recorded or not wanted:
+        return recorded == wanted
+    path = Path(os.path.abspath(os.path.expanduser(wanted)))
+    return path == Path(recorded) or path in Path(recorded).parents
+
+
+def _refuse_contradictions(keys: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for a key that was given another value than the weights have."""
+    for key, value in keys.items():
+        if key not in given:
+            continue
+        try:
+            wanted = _value_of(key, given[key])
+        except ValidationError:
+            continue  # the validation of the configuration reports it
+        if key == "expert_hidden" and wanted == 0:
+            wanted = 4 * keys["n_embd"]
+        if wanted == value:
+            continue
+
+        # Positions can be left out, and rotary ones have no weights
+        if key == "block_size":
+            if wanted < value or keys["positions"] == "rotary":
+                continue
+            raise ConfigError(
+                f"block_size = {wanted}, but the weights of init_from = {where} have {value} "
+                f"positions; use {value} or less"
+            )
+        raise ConfigError(
+            f"{key} = {wanted}, but the weights of init_from = {where} have {key} {value}; drop "
+            f"{key}: it comes from the weights"
+        )
+
+
+def _value_of(key: str, given: Any) -> Any:
+    """Return the value of a key for what a flag or a file gives. Raises ValidationError."""
+    kind: Any = Config.model_fields[key].annotation
+    return TypeAdapter(kind).validate_python(given)
 
 
 def run_folder_of(resume: str) -> Path | None:
@@ -238,8 +487,19 @@ def make_config(values: dict[str, Any]) -> Config:
             key = str(item["loc"][0]) if item["loc"] else ""
             value = values.get(key)
             if key == "kube" and len(item["loc"]) > 1:
-                key = f"kube.{item['loc'][1]}"
+                inner = str(item["loc"][1])
+                key = f"kube.{inner}"
                 value = item["input"]
+                if item["type"] == "extra_forbidden":
+                    message = f"unknown key; {did_you_mean(inner, Kube.model_fields)}"
+            if item["type"] == "string_type":
+                message += "; write it in quotes"
+            here = translate_value(key, value)
+            # AdamW is adamw
+            if item["type"] == "literal_error" and f"'{str(value).lower()}'" in message:
+                here = str(value).lower()
+            if here:
+                message += f"; write {here}"
             problems.append(f"{key} = {value!r}: {message}" if key else message)
         raise ConfigError("; ".join(dict.fromkeys(problems))) from None
 
@@ -247,4 +507,4 @@ def make_config(values: dict[str, Any]) -> Config:
 def _require_known(values: Mapping[str, Any]) -> None:
     for key in values:
         if key not in Config.model_fields:
-            refuse_unknown(key, list(Config.model_fields), "key")
+            refuse_unknown_key(key, values[key])

@@ -35,6 +35,17 @@ class Model(Group):
     z_loss: float = field(0.001, "model", ge=0)
     """factor of the loss that keeps the router's logits small; no logged loss contains it"""
 
+    # Where the weights of step 0 come from
+    init_from: str = field("", "model")
+    """gpt: begin with the weights of FOLDER or FILE in place of random ones: a Hugging Face folder of
+    GPT-2, nanoGPT's ckpt.pt, a file of `nanoray checkpoint export`, a run or one of its checkpoints.
+    The sizes of the model, its biases and the form of GELU come from there; a smaller block_size
+    crops the positions. Nothing is downloaded; a resumed run has its own weights"""
+
+    # The form of an activation, which is a part of what the weights mean
+    gelu: Literal["exact", "tanh"] = field("exact", "model")
+    """gpt: exact (as nanoGPT) | tanh (the approximation that GPT-2 was trained with)"""
+
     # What a gpt adds to its tokens
     positions: Literal["learned", "rotary"] = field("learned", "model")
     """gpt: learned (an embedding of each position) | rotary (queries and keys are turned by their

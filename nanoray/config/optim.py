@@ -130,7 +130,8 @@ class Optim(Group):
 
     def check(self) -> None:
         """Raise ValueError for a schedule that would rise at its end."""
-        if self.min_lr > self.lr:
+        # A constant rate has no end to fall to
+        if self.schedule != "constant" and self.min_lr > self.lr:
             raise ValueError(
                 f"min_lr = {self.min_lr} is above lr = {self.lr}; lower min_lr or raise lr"
             )

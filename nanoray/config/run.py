@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import field_validator
 
-from nanoray.config.fields import Group, field
+from nanoray.config.fields import Group, Integer, field
 from nanoray.config.variables import parse_variables
 
 
@@ -32,7 +32,7 @@ class Run(Group):
     a resume takes it from its own shell again"""
 
     # One seed for all random numbers: a resume repeats them from seed and step
-    seed: int = field(1337, "run", ge=0, lt=2**63)
+    seed: Integer = field(1337, "run", ge=0, lt=2**63)
     """seed of the initial weights, of the sample order and of dropout"""
 
     @field_validator("env", mode="before")

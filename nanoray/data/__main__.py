@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanoray.cli import run_subcommand, tool_parser
+from nanoray.cli import name_program, run_subcommand, tool_parser
 from nanoray.data.documents import FORMATS, Files
 from nanoray.data.hub import SETS, Hub
 from nanoray.data.line_index import starts_of
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _tokenize(argv: list[str]) -> int:
-    parser = tool_parser("nanoray data tokenize", TOKENIZE)
+    parser = tool_parser(name_program("data tokenize"), TOKENIZE)
     parser.add_argument("files", nargs="+", metavar="FILES", help="files, folders or patterns")
     parser.add_argument(
         "--tokenizer",
@@ -68,7 +68,7 @@ def _tokenize(argv: list[str]) -> int:
 def _prepare_set(name: str, argv: list[str]) -> int:
     data = SETS[name]
     doc = f"Prepare {name}: {data.what}. Needs pip install 'nanoray[hub,gpt2]'."
-    parser = tool_parser(f"nanoray data {name}", doc)
+    parser = tool_parser(name_program(f"data {name}"), doc)
     parser.add_argument(
         "--source",
         help=f"a folder with a copy of its files, or another name on the hub [{data.path}]",
@@ -84,7 +84,7 @@ def _prepare_set(name: str, argv: list[str]) -> int:
 
 
 def _add_flags_of_shards(parser: Any, val_fraction: float) -> None:
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="where the shards go")
+    parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="where the shards go")
     parser.add_argument(
         "--shard_tokens",
         type=int,
@@ -141,7 +141,7 @@ def _parse_tokenizer(given: str) -> str | dict[str, Any]:
 
 
 def _index(argv: list[str]) -> int:
-    parser = tool_parser("nanoray data index", "Find the records of files of lines, once.")
+    parser = tool_parser(name_program("data index"), "Find the records of files of lines, once.")
     parser.add_argument("files", nargs="+", metavar="FILES", help="files, folders or patterns")
     args = parser.parse_args(argv)
     files = find_files(args.files)

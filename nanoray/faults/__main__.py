@@ -5,25 +5,31 @@ nanoray faults RUN       RUN is a run folder, or an out_dir: its newest run
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from nanoray.cli import exit_code_of
+from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import FaultReport, read_reports
 
 
+def make_parser() -> Parser:
+    """Return the parser of `nanoray faults`."""
+    parser = tool_parser(name_program("faults"), (__doc__ or "").partition("\n")[0])
+    parser.add_argument("run", help="run folder, or an out_dir: its newest run")
+    return parser
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run `nanoray faults` and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="nanoray faults", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("run", help="run folder, or an out_dir: its newest run")
-    args = parser.parse_args(argv)
-    return exit_code_of(lambda: print("\n".join(story(_find_run(Path(args.run))))))
+
+    def run() -> None:
+        args = make_parser().parse_args(argv)
+        print("\n".join(story(_find_run(Path(args.run)))))
+
+    return exit_code_of(run)
 
 
 def _find_run(path: Path) -> Path:

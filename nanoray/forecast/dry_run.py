@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from nanoray.cli import Loaded
 from nanoray.config import VOCAB_MULTIPLE, Batch, Config, make_config, resolve_batch
 from nanoray.config.conflicts import refuse, require_divisible, require_groups
+from nanoray.config.load import run_folder_of
+from nanoray.data.foreign_weights import describe_init
 from nanoray.data.lengths import format_lengths
 from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import ConfigError
@@ -37,7 +39,7 @@ def plan(loaded: Loaded, ranks: int, dataset: DatasetInfo) -> tuple[Config, list
     Raises ConfigError for a mesh, batch, fault or flag that cannot work with so many ranks.
     """
     config = loaded.config
-    notes = []
+    notes = list(loaded.notes)
     dp = Layout.of(config, ranks).dp
     if config.tp > 1:
         # The output head is cut over the padded vocabulary, so tp must divide the padded size.
@@ -51,7 +53,11 @@ def plan(loaded: Loaded, ranks: int, dataset: DatasetInfo) -> tuple[Config, list
 
         params = scaling_parameters(ModelShape.of(config, dataset.vocab_size))
         config, derived = derive_scaling(config, loaded.given, params, dp)
-        notes = [f"scale  {d.key} = {d.value:.4g}: {d.reason}" for d in derived]
+        notes += [f"scale  {d.key} = {d.value:.4g}: {d.reason}" for d in derived]
+
+    # A run that is resumed has its own weights.
+    if run_folder_of(config.resume) is None:
+        notes += describe_init(config, dataset)
 
     # After the scaling rules, which may have changed the global batch size.
     batch = resolve_batch(config, dp)

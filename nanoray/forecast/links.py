@@ -13,10 +13,10 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nanoray.config import did_you_mean, refuse_unknown
+from nanoray.config.strict_yaml import YamlError, read_value
 from nanoray.errors import ConfigError
 from nanoray.mesh.algorithms import cost
 from nanoray.mesh.layout import Layout
@@ -40,7 +40,9 @@ def coefficients(algorithm: str, ranks: int, nbytes: int) -> tuple[float, float]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True
+    )
 
 
 class Link(_Strict):
@@ -93,9 +95,11 @@ def load_topology(name: str) -> Topology:
     if path.parent == TOPOLOGY_DIR and not path.is_file():
         refuse_unknown(name, topology_names(), "topology")
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_value(path.read_text(encoding="utf-8"))
         return Topology.model_validate(values)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except YamlError as error:
+        raise ConfigError(f"cannot read topology {path}: it {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"cannot read topology {path}: {' '.join(str(error).split())}; check the file"
         ) from None

@@ -31,7 +31,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanoray.cli import exit_code_of
+from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.errors import ConfigError
 from nanoray.forecast.fit import Fit, fit
 from nanoray.forecast.links import (
@@ -500,13 +500,10 @@ def _row(
     return name, f"{1e3 * step.step_s:.1f}", f"{exposed_ms:.1f}", f"{ratio:.2f} x"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `nanoray whatif RUN [--bucket_mb 1,8] [--ranks 4,64] ...` and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="nanoray whatif",
-        description=__doc__.splitlines()[0],
-        epilog="Lists: each is combined with each.",
-    )
+def make_parser() -> Parser:
+    """Return the parser of `nanoray whatif`."""
+    parser = tool_parser(name_program("whatif"), __doc__.splitlines()[0])
+    parser.epilog = "Lists: each is combined with each."
     parser.add_argument("run", type=Path, help="folder of a run that was started with --comm_trace")
     parser.add_argument(
         "--topology",
@@ -526,8 +523,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--allreduce", type=_list(str), default=[None], help=f"of {', '.join((*MODELS, 'best'))}"
     )
-    args = parser.parse_args(argv)
-    return exit_code_of(lambda: _run(args))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray whatif RUN [--bucket_mb 1,8] [--ranks 4,64] ...` and return the exit code."""
+    return exit_code_of(lambda: _run(make_parser().parse_args(argv)))
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -1,9 +1,9 @@
 """`nanoray inspect TARGET`: the dump of a model, checked by one batch with --verify.
 
 TARGET is the folder of a run, one of its checkpoints, a YAML file, the name of a preset, or a
-script with its own model. Flags of `nanoray train --help` change the configuration: `nanoray
-inspect gpt2-124m --tp 2 --world_size 8`. With --live: what a run does now, from the files in its
-folder; nothing else goes with it. Exit code 1: --verify found something wrong.
+script with its own model. Flags of `nanoray train --help all` change the configuration:
+`nanoray inspect gpt2-124m --tp 2 --world_size 8`. With --live: what a run does now, from the files
+in its folder; nothing else goes with it. Exit code 1: --verify found something wrong.
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import replace_text
-from nanoray.cli import exit_code_of, tool_parser, writing
+from nanoray.cli import (
+    Parser,
+    exit_code_of,
+    name_program,
+    take_output,
+    tool_parser,
+    writing,
+)
 from nanoray.errors import ConfigError
 from nanoray.run import newest_record
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `nanoray inspect` and return the exit code."""
-    parser = tool_parser("nanoray inspect", __doc__)
+def make_parser() -> Parser:
+    """Return the parser of `nanoray inspect`."""
+    parser = tool_parser(name_program("inspect"), __doc__)
     parser.add_argument(
         "target", metavar="TARGET", help="run folder, step folder, YAML file, preset, or script.py"
     )
@@ -64,7 +71,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--function", default="main", help="of a script: what nanoray.launch would call [main]"
     )
-    return exit_code_of(lambda: _run(*parser.parse_known_args(argv)))
+    parser.add_argument(
+        "-o", type=Path, metavar="FILE", help="the same as --html or --json, by the file's ending"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray inspect` and return the exit code."""
+
+    def run() -> int:
+        args, flags = make_parser().parse_known_args(argv)
+        take_output(args, {"html": (".html",), "json": (".json",)})
+        return _run(args, flags)
+
+    return exit_code_of(run)
 
 
 def _run_live(args: argparse.Namespace, flags: list[str]) -> int:

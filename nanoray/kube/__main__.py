@@ -18,7 +18,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from nanoray.cli import Loaded, run_command, run_subcommand
+from nanoray.cli import (
+    Loaded,
+    Page,
+    Parser,
+    name_program,
+    run_command,
+    run_subcommand,
+    tool_parser,
+)
 from nanoray.config import Kube, make_config
 from nanoray.errors import ConfigError
 from nanoray.kube.cluster import Api, KubeError, check_operator
@@ -49,30 +57,42 @@ def main(argv: list[str] | None = None) -> int:
 
 def _make(name: str, command: Callable[[Loaded, float], int], argv: list[str]) -> int:
     """Run a command that takes the flags of a run and those of Kube."""
-    about = f"{name} a training run on Kubernetes; takes every flag of nanoray.launch, too"
     kube_flags, run_flags = _split_flags(name, argv)
 
     def run(loaded: Loaded, started: float) -> int:
         return command(_with(loaded, kube_flags), started)
 
-    return run_command(run, run_flags, f"nanoray kube {name}", about)
+    about = Page(
+        f"{name.capitalize()} a training run on Kubernetes.",
+        sections=(("of the cluster, also the YAML key kube", _flags_of_kube()),),
+        usage="[flags of the cluster] [flags of the run]",
+        more="The flags of the run are those of `nanoray launch --help`; --help all prints them.",
+    )
+    return run_command(run, run_flags, name_program(f"kube {name}"), about, elsewhere=True)
+
+
+def _flags_of_kube() -> tuple[tuple[str, str], ...]:
+    """Return a flag for each key of Kube, and what it is."""
+    flags = []
+    for key, spec in Kube.model_fields.items():
+        text = " ".join((spec.description or "").split())
+        default = f" [{spec.default}]" if spec.default else ""
+        flags.append((f"--{key} X", f"{text}{default}"))
+    return tuple(flags)
 
 
 def _split_flags(command: str, argv: list[str]) -> tuple[dict[str, str], list[str]]:
     """Split a command line into the flags of Kube and the rest, which are the run's."""
-    # Its own help is off, because the run's parser prints the other flags after it.
-    parser = argparse.ArgumentParser(
-        prog=f"nanoray kube {command}",
+    # Without a help of its own: the run's parser prints both
+    parser = Parser(
+        prog=name_program(f"kube {command}"),
         add_help=False,
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,  # only flags that were given override the file
     )
-    for key, spec in Kube.model_fields.items():
-        doc = " ".join((spec.description or "").split())
-        doc = doc.replace("%", "%%")  # argparse formats the help with %
-        parser.add_argument(f"--{key}", metavar="X", help=f"{doc} [{spec.default}]")
-    if "-h" in argv or "--help" in argv:
-        print(f"the YAML key `kube`, or\n{parser.format_help()}\nand the flags of the run:\n")
+    for flag, text in _flags_of_kube():
+        name, metavar = flag.split()
+        parser.add_argument(name, metavar=metavar, help=text.replace("%", "%%"))
     kube_flags, run_flags = parser.parse_known_args(argv)
     return vars(kube_flags), run_flags
 
@@ -180,8 +200,8 @@ def _report_end(status: dict[str, Any]) -> int:
 # Commands that take the name of a job.
 
 
-def _parser(command: str, text: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"nanoray kube {command}", description=text)
+def _parser(command: str, text: str) -> Parser:
+    parser = tool_parser(name_program(f"kube {command}"), text)
     parser.add_argument("name", help="the job's name: the configuration's name")
     parser.add_argument("--namespace", default=Kube().namespace)
     return parser
@@ -273,7 +293,7 @@ def _fetch(argv: list[str]) -> int:
     parser = _parser(
         "fetch", "copy the newest run folder of a job, with its checkpoints, to this machine"
     )
-    parser.add_argument("--out_dir", default="runs", help="parent of the copy [runs]")
+    parser.add_argument("-o", "--out_dir", default="runs", help="parent of the copy [runs]")
     parser.add_argument("--run", default="", help="the run folder's name [the newest of the job]")
     args = parser.parse_args(argv)
     folder = fetch(Api(), args.namespace, job_name(args.name), args.run, args.out_dir)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from textwrap import dedent
 
-from nanoray.cli import exit_code_of, tool_parser
+from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.kube.render import KUBE_DIR
 
 MANIFEST = KUBE_DIR / "components" / "monitoring" / "alerts.yaml"
@@ -21,13 +21,18 @@ def rule_file() -> str:
     return dedent(spec)
 
 
+def make_parser() -> Parser:
+    """Return the parser of `nanoray alerts`."""
+    return tool_parser(name_program("alerts"), __doc__)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run `nanoray alerts` and return the exit code."""
     return exit_code_of(lambda: _run(argv))
 
 
 def _run(argv: list[str] | None) -> None:
-    tool_parser("nanoray alerts", __doc__).parse_args(argv)
+    make_parser().parse_args(argv)
     print(rule_file(), end="")
 
 

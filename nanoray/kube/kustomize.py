@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from nanoray.config.strict_yaml import YamlError, read_values
 from nanoray.errors import ConfigError
 
 Object = dict[str, Any]  # one Kubernetes object, as YAML has it
@@ -52,13 +53,15 @@ def build(folder: Path) -> list[Object]:
 def read_objects(path: Path) -> list[Object]:
     """Return the objects of a YAML file with one or more documents. Raises ConfigError."""
     try:
-        documents = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+        documents = read_values(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"cannot read manifest {path}: {error.strerror}; check the path"
         ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"manifest {path} is not YAML: {' '.join(str(error).split())}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"manifest {path} is not YAML: {error}") from None
+    except YamlError as error:
+        raise ConfigError(f"manifest {path} {error}") from None
     objects = []
     for document in documents:
         if document is not None:  # two --- in a row
@@ -69,7 +72,10 @@ def read_objects(path: Path) -> list[Object]:
 
 def _apply(folder: Path, objects: list[Object]) -> list[Object]:
     """Apply the kustomization of `folder` to `objects` (empty unless it is a component)."""
-    (rules,) = read_objects(folder / "kustomization.yaml")
+    documents = read_objects(folder / "kustomization.yaml")
+    if len(documents) != 1:
+        raise ConfigError(f"{folder}/kustomization.yaml has {len(documents)} documents; write one")
+    rules = documents[0]
     unknown = rules.keys() - _KEYS
     if unknown:
         raise ConfigError(
@@ -124,7 +130,15 @@ def _config_map(folder: Path, rule: Object) -> Object:
 
 def _patched(objects: list[Object], rule: Object, folder: Path) -> list[Object]:
     """Apply a patch in place, or return the objects without those that it deletes."""
-    patch = yaml.safe_load(rule["patch"])
+    try:
+        documents = read_values(rule["patch"])
+    except YamlError as error:
+        raise ConfigError(f"a patch of {folder}/kustomization.yaml {error}") from None
+    if len(documents) != 1:
+        raise ConfigError(
+            f"a patch of {folder}/kustomization.yaml has {len(documents)} documents; write one"
+        )
+    patch = documents[0]
     target = rule["target"]
     selected = [thing for thing in objects if _is_selected(thing, target)]
     if not selected:

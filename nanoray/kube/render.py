@@ -139,6 +139,11 @@ def _config_map(config: Config, name: str) -> Object:
             f"dataset = {config.dataset} is a path of this machine; copy it to the volume and give "
             "/data/…, or use shakespeare or stdlib"
         )
+    if config.init_from and not config.init_from.startswith("/data/"):
+        raise ConfigError(
+            f"init_from = {config.init_from} is a path of this machine; copy it to the volume and "
+            "give /data/…"
+        )
     # Only keys that differ from their defaults, so that the ConfigMap shows the run's choices.
     values = {}
     for key, value in join(config.model_dump(exclude_defaults=True)).items():

@@ -15,7 +15,7 @@ from typing import Any
 from ray.util.placement_group import remove_placement_group
 
 from nanoray.checkpoint.resume import open_run
-from nanoray.cli import Loaded, require_script, run_command
+from nanoray.cli import Loaded, Page, name_program, require_script, run_command
 from nanoray.config import Config, resolve_batch
 from nanoray.config.variables import values_of
 from nanoray.data.prepare import prepare
@@ -41,6 +41,18 @@ from nanoray.run import summary_on_failure, write_summary
 from nanoray.train.report import closing_lines
 from nanoray.train.watch.console import choose_console
 
+HELP = Page(
+    "Train on Ray: one actor per GPU, MIG slice or CPU share.",
+    (
+        ("{prog} --workers 2", "Shakespeare on two ranks of this machine"),
+        (
+            "{prog} --preset gpt2-124m --dry_run --world_size 8",
+            "what eight ranks would do: groups, bytes and memory, without them",
+        ),
+        ("{prog} --resume auto --ray_address HOST:PORT", "go on with the newest run, on a cluster"),
+    ),
+)
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run `python -m nanoray.launch`, and end this process with its exit code.
@@ -50,10 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     and for ever to one that is gone; an ObjectRef that is freed meanwhile makes Ray end the process
     with code 1.
     """
-    description = "Train on Ray: one actor per GPU, MIG slice or CPU share."
     command = partial(launch, last=True)
     try:
-        code = run_command(command, argv, "python -m nanoray.launch", description)
+        code = run_command(command, argv, name_program("launch"), HELP)
     except SystemExit as ended:  # --help, or a stop before any rank had trained
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except KeyboardInterrupt:  # before there was anything to save

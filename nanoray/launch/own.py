@@ -20,7 +20,7 @@ def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool 
     A stop by Ctrl-C or SIGTERM returns its code, too, so the program that calls this goes on. A Ray
     that the program is connected to is used, and stays connected.
 
-    `config` has keys of nanoray's configuration (`nanoray launch --help`), such as workers,
+    `config` has keys of nanoray's configuration (`nanoray launch --help all`), such as workers,
     micro_batch_size, dp_mode, checkpoint_every, resume, and quiet. Under torchrun, srun or mpirun
     this process is one rank. Without `ray` it trains alone. With the key dry_run, `main` is called
     in this process and ends at `fit`, which prints the memory of a rank by part.

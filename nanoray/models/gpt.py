@@ -34,10 +34,16 @@ from nanoray.models.kernels import (
 )
 from nanoray.models.moe import MoE, RouterTraining, Routing, Stacked
 
+# The forms of GELU, by their names in the configuration: torch's word for each
+GELU_FORMS = {"exact": "none", "tanh": "tanh"}
+
 
 @dataclass(frozen=True)
 class ModelShape:
-    """All sizes that fix the parameters' shapes; a checkpoint fits a model of an equal one."""
+    """What a model is: all sizes that fix its parameters' shapes, and the form of its GELU.
+
+    A checkpoint fits a model of an equal one.
+    """
 
     n_layer: int
     n_head: int
@@ -51,11 +57,14 @@ class ModelShape:
     shared_experts: int = 0
     # Queries and keys are rotated by their positions, in place of a position embedding
     rotary: bool = False
+    # exact, as nanoGPT's, or tanh, the approximation that GPT-2 was trained with. No shape depends
+    # on it, but with the other form the same weights are another model
+    gelu: str = "exact"
 
     def __post_init__(self) -> None:
         # The configuration checks most of this; a shape may also come from a checkpoint's file.
         for key, value in asdict(self).items():
-            if key not in ("bias", "rotary", *_OF_EXPERTS) and value < 1:
+            if key not in ("bias", "rotary", "gelu", *_OF_EXPERTS) and value < 1:
                 raise ConfigError(f"{key} = {value}, but a model needs at least 1; raise {key}")
         if self.n_embd % self.n_head:
             raise ConfigError(
@@ -69,6 +78,8 @@ class ModelShape:
                 f"{self.n_embd}/{self.n_head} = {head_dim}; use another n_head, or positions "
                 "learned"
             )
+        if self.gelu not in GELU_FORMS:
+            raise ConfigError(f"gelu = {self.gelu} is none of {', '.join(GELU_FORMS)}; use one")
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> ModelShape:
@@ -81,6 +92,7 @@ class ModelShape:
             bias=config.bias,
             vocab_size=vocab_size,
             rotary=config.positions == "rotary",
+            gelu=config.gelu,
         )
         if not config.experts:
             return dense
@@ -108,7 +120,7 @@ class ModelShape:
             return self.vocab_size
         return self.padded_vocab
 
-    def to_dict(self) -> dict[str, int | bool]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the sizes as plain data, without those of unused features."""
         sizes = asdict(self)
         if not self.experts:
@@ -116,6 +128,8 @@ class ModelShape:
                 del sizes[key]
         if not self.rotary:
             del sizes["rotary"]
+        if self.gelu == "exact":
+            del sizes["gelu"]
         return sizes
 
 
@@ -332,11 +346,12 @@ class MLP(nn.Module):
         hidden = hidden or 4 * shape.n_embd
         self.up = nn.Linear(shape.n_embd, hidden, bias=shape.bias)
         self.down = nn.Linear(hidden, shape.n_embd, bias=shape.bias)
+        self.gelu = GELU_FORMS[shape.gelu]
         self.dropout = Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        # GELU is exact, as nanoGPT's.
-        return self.dropout(self.down(F.gelu(self.up(x))))  # (B, T, C) -> (B, T, 4C) -> (B, T, C)
+        hidden = F.gelu(self.up(x), approximate=self.gelu)  # (B, T, C) -> (B, T, 4C)
+        return self.dropout(self.down(hidden))  # (B, T, 4C) -> (B, T, C)
 
 
 def experts_of(shape: ModelShape, dropout: float, routers: RouterTraining) -> MoE:
@@ -353,6 +368,7 @@ def experts_of(shape: ModelShape, dropout: float, routers: RouterTraining) -> Mo
         dropout=dropout,
         training=routers,
         shared=shared,
+        gelu=GELU_FORMS[shape.gelu],
     )
 
 

@@ -93,10 +93,12 @@ class MoE(nn.Module):
         dropout: float,
         training: RouterTraining,
         shared: nn.Module | None = None,
+        gelu: str = "none",
     ) -> None:
         super().__init__()
         self.per_token = per_token
         self.capacity = training.capacity
+        self.gelu = gelu  # torch's word for the form of GELU: none | tanh
         self.router = nn.Linear(width, experts, bias=False)
         self.up = Stacked(experts, width, hidden, bias)
         self.down = Stacked(experts, hidden, width, bias)
@@ -184,7 +186,8 @@ class MoE(nn.Module):
         results = []
         # An expert without tokens multiplies empty matrices, so its gradient is zero, not None.
         for part, up, down in zip(parts, self.up.layers(), self.down.layers(), strict=True):
-            hidden = F.gelu(F.linear(part, *up))  # (counts[e], hidden)
+            inner = F.linear(part, *up)  # (counts[e], hidden)
+            hidden = F.gelu(inner, approximate=self.gelu)
             results.append(F.linear(hidden, *down))  # (counts[e], C)
         return torch.cat(results)
 

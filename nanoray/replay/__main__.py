@@ -21,7 +21,7 @@ from safetensors.torch import save
 
 from nanoray.atomic import replace_bytes
 from nanoray.checkpoint.tensorfile import plain
-from nanoray.cli import exit_code_of, tool_parser, writing
+from nanoray.cli import Parser, exit_code_of, name_program, tool_parser, writing
 from nanoray.errors import ConfigError
 from nanoray.replay.again import doubts, reenact, refuse, start_before
 from nanoray.replay.past import (
@@ -39,9 +39,9 @@ from nanoray.train.guard.certificate import format_hash
 from nanoray.train.guard.replicas import hash_tensors
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `nanoray replay` and return the exit code."""
-    parser = tool_parser("nanoray replay", __doc__)
+def make_parser() -> Parser:
+    """Return the parser of `nanoray replay`."""
+    parser = tool_parser(name_program("replay"), __doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to do again")
     parser.add_argument(
@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         "--pdb", action="store_true", help="stop in the model's forward of that step and rank"
     )
     parser.add_argument(
+        "-o",
         "--dump",
         type=Path,
         metavar="FILE",
@@ -68,7 +69,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--processes", action="store_true", help="use as many local ranks as the run had, over gloo"
     )
-    return exit_code_of(lambda: _run(parser.parse_args(argv)))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray replay` and return the exit code."""
+    return exit_code_of(lambda: _run(make_parser().parse_args(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from nanoray.cli import exit_code_of, tool_parser
+from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.errors import ConfigError
 from nanoray.replay.again import doubts, reenact, refuse
 from nanoray.replay.past import (
@@ -33,9 +33,9 @@ NOT_OF_RUN = ("out_dir", "data_dir", "name", "resume", "stop_at", "workers", "ku
 SHOWN = 5  # tensors of a checkpoint that are listed
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `nanoray bisect` and return the exit code."""
-    parser = tool_parser("nanoray bisect", __doc__)
+def make_parser() -> Parser:
+    """Return the parser of `nanoray bisect`."""
+    parser = tool_parser(name_program("bisect"), __doc__)
     parser.add_argument("a", type=Path, metavar="A", help="folder of a run")
     parser.add_argument(
         "b", type=Path, nargs="?", metavar="B", help="folder of another run [A's re-enactment]"
@@ -45,7 +45,12 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="without B: use as many local ranks as A had, over gloo",
     )
-    return exit_code_of(lambda: _run(parser.parse_args(argv)))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray bisect` and return the exit code."""
+    return exit_code_of(lambda: _run(make_parser().parse_args(argv)))
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanoray.atomic import read_json_lines
 from nanoray.checkpoint.files import MANIFEST, load, steps_in
-from nanoray.config import read_yaml
+from nanoray.config.load import read_mapping
 from nanoray.errors import ConfigError
 from nanoray.run import RunSpec
 from nanoray.train.guard.certificate import NAME, Certificate, read
@@ -123,7 +123,7 @@ def read_past(folder: Path) -> Past:
     checkpoints = {step: path for path, step in steps_in(folder / "checkpoints", []).items()}
     return Past(
         folder.resolve(),
-        RunSpec.from_dict(read_yaml(folder / "run.json")),
+        RunSpec.from_dict(read_mapping(folder / "run.json")),
         certificate,
         records,
         checkpoints,

@@ -10,7 +10,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from nanoray.atomic import replace_text
-from nanoray.cli import exit_code_of, writing
+from nanoray.cli import Parser, exit_code_of, name_program, tool_parser, writing
 from nanoray.report.charts import COLOURS, charts, drawn_memory, layer_charts
 from nanoray.report.gather import Run, facts, read_run, settings
 from nanoray.report.html import render
@@ -21,21 +21,31 @@ from nanoray.trace.timeline import draw, newest_window
 TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `nanoray report` and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="nanoray report", description="Write an HTML page about runs."
-    )
+def make_parser() -> Parser:
+    """Return the parser of `nanoray report` and `nanoray compare`."""
+    parser = tool_parser(name_program("report"), "Write an HTML page about runs.")
     parser.add_argument("run", type=Path, nargs="+", help="folder of a run; several are compared")
     parser.add_argument(
-        "--output", type=Path, help="page to write [RUN/report.html; of several: compare.html here]"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="page to write [RUN/report.html; of several: compare.html here]",
     )
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray report` and return the exit code."""
+    return exit_code_of(lambda: _run(make_parser().parse_args(argv)))
+
+
+def _run(args: argparse.Namespace) -> None:
     output = args.output
     if output is None:
         # A comparison belongs to no run's folder.
         output = Path("compare.html") if len(args.run) > 1 else args.run[0] / "report.html"
-    return exit_code_of(lambda: _write(output, args.run))
+    _write(output, args.run)
 
 
 def _write(output: Path, folders: list[Path]) -> None:

@@ -332,6 +332,30 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any], dropped: set[int]) -> Opti
     return duplicate
 
 
+def copy_with_state(optimizer: Optimizer, swap: Mapping[Tensor, Tensor | None]) -> Optimizer:
+    """Return a copy over other parameters, which begin with the state of the old ones.
+
+    Some optimizers make their state when they are constructed, and need it in their first step.
+    Where a new parameter has another shape, its state has the old one's first element everywhere.
+    """
+    duplicate = copy_of(optimizer, swap)
+    for member, own in zip(members_of(duplicate), members_of(optimizer), strict=True):
+        for p, new in swap.items():
+            if new is None or p not in own.state:
+                continue
+            state = {}
+            for key, value in own.state[p].items():
+                is_like_parameter = isinstance(value, Tensor) and value.shape == p.shape
+                if is_like_parameter and new.shape != p.shape and value.numel():
+                    state[key] = torch.full(new.shape, value.flatten()[0].item(), dtype=value.dtype)
+                elif isinstance(value, Tensor):
+                    state[key] = value.detach().cpu().clone()
+                else:
+                    state[key] = copy.deepcopy(value)
+            member.state[new] = state
+    return duplicate
+
+
 class Trial(NamedTuple):
     """A copy of an optimizer over small parameters of the same numbers of dimensions."""
 
@@ -364,7 +388,7 @@ def trial_of_copies(optimizer: Optimizer) -> Trial:
         for p in group["params"]:
             probes.append(nn.Parameter(p.detach().cpu().clone(), requires_grad=p.requires_grad))
             swap[p] = probes[-1]
-    return Trial(copy_of(optimizer, swap), probes)
+    return Trial(copy_with_state(optimizer, swap), probes)
 
 
 def small_shape(dim: int) -> tuple[int, ...]:
@@ -397,7 +421,7 @@ def trial_of(optimizer: Optimizer, shape_of: Callable[[int], Sequence[int]] = sm
             swap[p] = probe
             probes.append(probe)
 
-    duplicate = copy_of(optimizer, swap)
+    duplicate = copy_with_state(optimizer, swap)
     for group in duplicate.param_groups:
         if group.get("capturable"):
             group["capturable"] = False

@@ -7,30 +7,38 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import read_json_lines, write_json
-from nanoray.cli import exit_code_of, writing
+from nanoray.cli import Parser, exit_code_of, name_program, tool_parser, writing
 from nanoray.errors import ConfigError
 from nanoray.trace.profiles import write_all
 from nanoray.trace.timeline import chrome_trace, draw, newest_window
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run `python -m nanoray.trace RUN [--step S]`: draw a window of traced steps again."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nanoray.trace", description="Draw traced steps of a run."
-    )
+def make_parser() -> Parser:
+    """Return the parser of `nanoray timeline`."""
+    parser = tool_parser(name_program("timeline"), "Draw traced steps of a run.")
     parser.add_argument(
         "run", type=Path, help="folder of a run that was started with --comm_trace, or --profile"
     )
     parser.add_argument("--step", type=int, help="last step to draw [the newest traced one]")
-    parser.add_argument("--figure", type=Path, help="picture to write [RUN/comm/timeline.svg]")
+    parser.add_argument(
+        "-o",
+        "--figure",
+        type=Path,
+        metavar="FILE",
+        help="picture to write [RUN/comm/timeline.svg]",
+    )
     parser.add_argument(
         "--profile",
         action="store_true",
         help="put the profiles of all ranks, of a run started with --profile A:B, on one clock, "
         "and draw nothing",
     )
-    args = parser.parse_args(argv)
-    return exit_code_of(lambda: _run(args))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `nanoray timeline RUN [--step S]`: draw a window of traced steps again."""
+    return exit_code_of(lambda: _run(make_parser().parse_args(argv)))
 
 
 def _run(args: argparse.Namespace) -> None:

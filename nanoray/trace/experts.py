@@ -7,22 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import read_json_lines
-from nanoray.cli import exit_code_of, writing
+from nanoray.cli import Parser, exit_code_of, name_program, tool_parser, writing
 from nanoray.errors import ConfigError
 
 LOADS = "expert_load"  # a record's key: for each layer, each expert's load over the mean
 MAX_LABELS = 8  # experts with a label each; of more, every 8th has one
 
 
+def make_parser() -> Parser:
+    """Return the parser of `nanoray experts`."""
+    parser = tool_parser(name_program("experts"), "Draw the load of experts over steps.")
+    parser.add_argument("run", type=Path, help="folder of a run of a model with experts")
+    parser.add_argument(
+        "-o", "--figure", type=Path, metavar="FILE", help="picture to write [RUN/experts.svg]"
+    )
+    return parser
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run `nanoray experts RUN`: draw the load of the experts by layer, and the dropped tokens."""
-    parser = argparse.ArgumentParser(
-        prog="nanoray experts", description="Draw the load of experts over steps."
-    )
-    parser.add_argument("run", type=Path, help="folder of a run of a model with experts")
-    parser.add_argument("--figure", type=Path, help="picture to write [RUN/experts.svg]")
-    args = parser.parse_args(argv)
-    return exit_code_of(lambda: _run(args))
+    return exit_code_of(lambda: _run(make_parser().parse_args(argv)))
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -14,7 +14,6 @@ Clocks of other hosts are not corrected.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import struct
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.cli import exit_code_of
+from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
 from nanoray.mapped import MappedFile
@@ -411,14 +410,21 @@ def format_ledger(folder: Path) -> list[str]:
     return rows
 
 
+def make_parser() -> Parser:
+    """Return the parser of `nanoray ledger`."""
+    parser = tool_parser(name_program("ledger"), "Show where the time of a run went.")
+    parser.add_argument("run", type=Path, help="run folder")
+    return parser
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run `nanoray ledger RUN` and return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="nanoray ledger", description="Show where the time of a run went."
-    )
-    parser.add_argument("run", type=Path, help="run folder")
-    args = parser.parse_args(argv)
-    return exit_code_of(lambda: print("\n".join(format_ledger(args.run))))
+
+    def run() -> None:
+        args = make_parser().parse_args(argv)
+        print("\n".join(format_ledger(args.run)))
+
+    return exit_code_of(run)
 
 
 if __name__ == "__main__":

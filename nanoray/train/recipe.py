@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from nanoray.checkpoint.find import newest_rank_states, newest_valid
+from nanoray.checkpoint.foreign import begin_with
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
 from nanoray.config.conflicts import refuse
@@ -37,6 +38,7 @@ from nanoray.mesh.pieces import whole_shards
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.models.build import shape_of
 from nanoray.models.fp8 import use_fp8
+from nanoray.models.gpt import GPT
 from nanoray.models.precision import LossScaler, float32_products, mean_loss, weight_type
 from nanoray.parallel.compile import compile_layers
 from nanoray.parallel.plan import Loss, Plan
@@ -309,6 +311,11 @@ class Recipe:
 
     def fresh(self, group: Group) -> Plan:
         """Begin at step 0, with the weights of rank 0. (all ranks)"""
+        # Weights that were trained before replace the random ones, while the model is whole.
+        if self._cfg.init_from:
+            assert isinstance(self.model, GPT), "the table of conflicts refuses others"
+            begin_with(self.model, self._cfg.init_from, group.mesh)
+
         par, owner = self.cut_model(group)
         if self._cfg.sharded:
             self.require_shards(par, group.mesh)

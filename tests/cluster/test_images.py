@@ -22,7 +22,7 @@ from tests.harness.cluster import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 RECIPE = """
 model: {name: resnet, num_layers: 8}
-training: {batch_size: 24, learning_rate: 0.05, optimizer: sgd}
+training: {batch_size: 8, learning_rate: 0.05, optimizer: sgd}
 dataset: cifar10-generated
 momentum: 0.9
 sync_batchnorm: true

@@ -64,6 +64,21 @@ class Adan(Styled):
         state["neg_pre_grad"].copy_(grad).neg_()
 
 
+class Eager(Styled):
+    """The state is made by the constructor, as older Adagrads have it, and no later."""
+
+    def __init__(self, params: Any, **defaults: Any) -> None:
+        super().__init__(params, **defaults)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].update(step=0, sum=torch.full_like(p, 0.1))
+
+    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
+        state["sum"].add_(grad * grad)
+        state["step"] += 1
+        p.sub_(grad / state["sum"].sqrt(), alpha=group["lr"])
+
+
 class Sophia(Styled):
     """A curvature is estimated in every third step only."""
 

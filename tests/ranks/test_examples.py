@@ -1,4 +1,4 @@
-"""The examples on CIFAR-10 run as they are, on generated images, shortened by flags."""
+"""The examples on CIFAR-10 and on GPT-2 run as they are, shortened by flags."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import re
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from nanoray.checkpoint.__main__ import main as checkpoint
 from tests.harness.commands import run
+from tests.harness.foreign import written_gpt2
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "scripts").glob("*.sh"))
@@ -99,3 +102,59 @@ def test_train_cifar10_plans_its_epochs(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_script_is_executable_and_stops_at_an_error(script: Path) -> None:
     assert os.access(script, os.X_OK)
     assert "set -euo pipefail" in script.read_text()
+
+
+def gpt2_and_tokens(folder: Path) -> None:
+    """Make the folder gpt2, small and random but of the real vocabulary, and a folder of tokens:
+    GPT-2's tokenizer would be a download.
+    """
+    written_gpt2(folder / "gpt2", vocab_size=50257)
+    tokens = np.random.default_rng(0).integers(0, 50257, 4000).astype(np.uint16)
+    data = folder / "data"
+    data.mkdir()
+    for split in ("train", "val"):
+        tokens.tofile(data / f"{split}.bin")
+    meta = {"tokenizer": {"kind": "gpt2"}, "dtype": "uint16"}
+    (data / "meta.json").write_text(json.dumps(meta))
+
+
+FINETUNE = str(ROOT / "examples" / "finetune_gpt2.py")
+
+
+@pytest.mark.slow
+def test_finetune_gpt2_plans_its_run(tmp_path: Path) -> None:
+    gpt2_and_tokens(tmp_path)
+    flags = ("--dataset", "data", "--workers", "2", "--device", "cpu", "--dry_run")
+    done = run(FINETUNE, *flags, "--block_size", "16", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"init   Hugging Face GPT-2 in {tmp_path / 'gpt2'}: 2 layers" in done.stdout
+    assert "the first 16 of 24 positions" in done.stdout
+    assert "vocabulary 50257 (padded to 50304 rows, of zeros" in done.stdout
+
+    # Without the folder: what to do, and nothing started
+    done = run(FINETUNE, "--init_from", "gpt2-medium", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "`hf download openai-community/gpt2-medium --local-dir gpt2-medium`" in done.stderr
+
+
+@pytest.mark.full
+def test_finetune_gpt2_trains_on_ray_and_gives_the_weights_back(
+    tmp_path: Path, forked_ray: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt2_and_tokens(tmp_path)
+    flags = ["--dataset", "data", "--max_steps", "2", "--eval_every", "2", "--block_size", "16"]
+    flags += ["--sample_tokens", "0", "--global_batch_size", "4", "--tensorboard", "false"]
+    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    done = run(
+        FINETUNE, *flags, "--workers", "2", "--device", "cpu", cwd=tmp_path, env=env | forked_ray
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"init   Hugging Face GPT-2 in {tmp_path / 'gpt2'}: 2 layers" in done.stdout
+    (folder,) = (tmp_path / "runs").iterdir()
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["gelu"], config["bias"], config["n_embd"]) == ("tanh", True, 32)
+    assert config["init_from"] == str(tmp_path / "gpt2")
+    # The commands that its text shows
+    out = tmp_path / "finetuned"
+    assert checkpoint(["export", str(folder), "--format", "huggingface", "--out", str(out)]) == 0
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 50256

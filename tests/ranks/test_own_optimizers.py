@@ -74,6 +74,7 @@ def pair(model: Any) -> list[torch.optim.Optimizer]:
 MADE: dict[str, Callable[[Any], Any]] = {
     "Lion": lambda model: styles.Lion(groups_of(model)),
     "Adan": lambda model: styles.Adan(groups_of(model)),
+    "Eager": lambda model: styles.Eager(groups_of(model)),
     "Adagrad": lambda model: optim.Adagrad(groups_of(model)),
     "ASGD": lambda model: optim.ASGD(groups_of(model), t0=2),
     "NAdam": lambda model: optim.NAdam(groups_of(model), decoupled_weight_decay=True),
@@ -97,7 +98,18 @@ MADE: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda model: optim.SGD(groups_of(model), momentum=0.9),
     "AdamW": lambda model: optim.AdamW(groups_of(model)),
 }
-IN_PIECES = ("Lion", "Adan", "Adagrad", "ASGD", "NAdam", "tensor lr", "lr of 0", "Rateless", "two")
+IN_PIECES = (
+    "Lion",
+    "Adan",
+    "Eager",
+    "Adagrad",
+    "ASGD",
+    "NAdam",
+    "tensor lr",
+    "lr of 0",
+    "Rateless",
+    "two",
+)
 WHOLE = ("Shampoo", "Adafactor", "Muon and AdamW", "ScheduleFree", "Prodigy", "Mixed", "Lookahead")
 
 # Schedulers of an optimizer.

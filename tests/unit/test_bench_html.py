@@ -350,7 +350,7 @@ def test_one_that_refuses_so_many_ranks_is_skipped(
     [
         (
             ["--workers", "abc"],
-            "argument --workers: invalid int value: 'abc'; see python -m nanoray.bench all --help",
+            "argument --workers: invalid int value: 'abc'; see nanoray bench all --help",
         ),
         (["--workers", "0"], "workers = 0; give 1 or more, or leave it out for each one's default"),
         (["--json", "."], "json = . is a folder; name a file in it: report.json"),

@@ -95,7 +95,7 @@ def test_layers_default_preset_file_flag(tmp_path: Path) -> None:
 
 def test_every_key_but_the_hidden_ones_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        parse("--help")
+        parse("--help", "all")
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     parts = {part.field for part in PARTS}
@@ -164,6 +164,12 @@ def test_resuming_a_path_takes_that_runs_configuration(tmp_path: Path) -> None:
     )
 
 
+def test_a_constant_rate_has_no_end_to_be_above() -> None:
+    """Rates of fine-tuning are below the default of min_lr, which --schedule constant refuses."""
+    flags = ["--schedule=constant", "--lr=3e-5"]
+    assert parse_args(flags, "nanoray train", "").config.lr == 3e-5
+
+
 def test_another_recipe_loses_the_expected_loss() -> None:
     assert parse("--log_every", "5", "--workers", "1").expected_val_loss
     assert not parse("--n_layer", "5").expected_val_loss
@@ -189,6 +195,7 @@ ERRORS = [
     ),
     (["--target_loss=-1"], "target_loss = '-1': Input should be greater than or equal to 0"),
     (["--min_lr", "1"], "min_lr = 1.0 is above lr = 0.003; lower min_lr or raise lr"),
+    (["--schedule=wsd", "--lr=1e-5"], "min_lr = 0.0001 is above lr = 1e-05; lower min_lr or raise"),
     (
         ["--backend", "nccl", "--device", "cpu"],
         "backend = nccl with device = cpu: NCCL needs GPUs; use backend gloo or auto",
@@ -233,7 +240,7 @@ def test_bad_flags_say_what_and_how(argv: list[str], text: str) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("learning_rate: 1", "unknown key learning_rate; known: "),
+        ("learning_rate: 1", "unknown key learning_rate; write lr: 1"),
         ("n_layr: 1", "unknown key n_layr; did you mean n_layer?"),
         ("- 1", "must hold `key: value` lines, not a list"),
         ("a: [", "is not YAML: "),

@@ -44,6 +44,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "data_url": ("", "file:///x"),
     "tokenizer": ("auto", "byte"),
     "positions": ("learned", "rotary"),
+    "init_from": ("", "gpt2"),
+    "gelu": ("exact", "tanh"),
     "scaling": ("none", "nanochat"),
     "mirror": ("auto", "off"),
     "fsdp_gather": ("fp32", "bf16"),

@@ -101,7 +101,7 @@ def test_every_error_and_exit_code_has_a_remedy() -> None:
     }
     assert known == errors.REMEDIES.keys()
     assert {kind.exit_code for kind in known} <= errors.EXIT_CODES.keys()
-    flags = set(cli._flags()) | {"dry_run"}
+    flags = set(cli.flag_names()) | {"dry_run"}
     for text in errors.REMEDIES.values():
         assert set(re.findall(r"--(\w+)", text)) <= flags
 

@@ -67,8 +67,8 @@ def _no_data(monkeypatch: pytest.MonkeyPatch) -> None:
             "workers = 8 and world_size = 8 both say how many",
         ),
         (
-            ["--dry_run", "--world-size", "8"],
-            r"unknown flag --world-size; did you mean --world_size\?",
+            ["--dry_run", "--world_sizes", "8"],
+            r"unknown flag --world_sizes; did you mean --world_size\?",
         ),
     ],
 )

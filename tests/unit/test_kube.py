@@ -26,6 +26,7 @@ from nanoray.kube.__main__ import main
 from nanoray.kube.kustomize import build, containers, json_patch, to_yaml
 from nanoray.kube.render import KUBE_DIR, entrypoint, job_name, render
 from nanoray.kube.rules import DRAIN, cluster_spec, groups, problems, quantity, templates
+from tests.harness.foreign import written_gpt2
 
 ROOT = KUBE_DIR.parent
 OVERLAYS = sorted(path.name for path in (KUBE_DIR / "overlays").iterdir())
@@ -629,7 +630,7 @@ def test_json_patch_refusals(operation: Object, text: str) -> None:
 def kube_config(**values: Any) -> Any:
     kube = values.pop("kube", {})
     base = {"name": "My_Run", "workers": 2, "device": "cpu", "dataset": "shakespeare"}
-    return load_config(None, "shakespeare-cpu", base | values | {"kube": kube})
+    return load_config(None, "shakespeare-cpu", base | values | {"kube": kube}, elsewhere=True)
 
 
 def test_render_carries_the_configuration_along() -> None:
@@ -882,6 +883,7 @@ def test_render_mig_and_storage_class() -> None:
             "ranks_per_pod = 2, device = cuda with nvidia.com/mig-3g.71gb",
         ),
         ({"dataset": "/home/me/text.txt"}, "is a path of this machine"),
+        ({"init_from": "/home/me/gpt2"}, "init_from = /home/me/gpt2 is a path of this machine"),
         ({"resume": "auto"}, "is no folder of the volume; give --resume /data/runs/FOLDER"),
         ({"kube": {"image": "nanoray"}}, "no fixed tag"),
         ({"kube": {"shm_gib": 4}}, "counts against the memory limit"),
@@ -931,6 +933,28 @@ def test_render_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert objects[0]["kind"] == "Namespace"
     assert main(["render", "--config", str(file), "--cpus", "much"]) == 2
     assert "kube.cpus = 'much'" in capsys.readouterr().err
+
+
+def test_weights_on_the_volume_are_read_in_the_pod(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sizes of a preset give way to theirs there; what the user gave is kept, and compared there."""
+    flags = ["--preset", "shakespeare-char", "--block_size", "96", "--workers", "2"]
+    flags += ["--device", "cpu", "--dataset", "shakespeare", "--init_from", "/data/gpt2"]
+    assert main(["render", *flags]) == 0
+    objects = list(yaml.safe_load_all(capsys.readouterr().out))
+    text = next(of_kind([thing], "ConfigMap") for thing in objects if thing["kind"] == "ConfigMap")
+    carried = yaml.safe_load(text["data"]["config.yaml"])
+    assert carried["init_from"] == "/data/gpt2"
+    assert carried["block_size"] == 96
+    assert "n_layer" not in carried
+
+    # As the launcher in the pod loads it
+    weights = written_gpt2(tmp_path / "gpt2", positions=128)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(carried | {"init_from": str(weights)}))
+    config = load_config(str(file))
+    assert (config.n_layer, config.n_embd, config.block_size) == (2, 32, 96)
 
 
 def test_yaml_reads_back() -> None:

@@ -119,12 +119,33 @@ momentum: 0.9
 
 
 def test_nested_keys_are_other_spellings_of_ours(tmp_path: Path) -> None:
-    flat = "model: resnet\nresnet_depth: 50\nglobal_batch_size: 256\nnum_epochs: 3\nlr: 0.2\noptimizer: sgd\n"
-    flat += "momentum: 0.9\n"
+    flat = "model: resnet\nresnet_depth: 50\nmicro_batch_size: 256\ngrad_accum_steps: 1\n"
+    flat += "num_epochs: 3\nlr: 0.2\noptimizer: sgd\nmomentum: 0.9\n"
     assert load(tmp_path, NESTED) == load(tmp_path, flat)
     gpt = load(tmp_path, "model: {name: gpt, num_layers: 3}\nmicro_batch_size: 2")
     assert (gpt.model, gpt.n_layer) == ("gpt", 3)
     assert load(tmp_path, "model: {num_layers: 3}\nmicro_batch_size: 2").n_layer == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "preset", "ranks", "batch"),
+    [
+        ("training: {batch_size: 16}", None, 1, (16, 1, 1)),
+        ("training: {batch_size: 16}", None, 4, (16, 1, 4)),
+        # The preset's 12 sequences of all ranks are no limit of the file's batch
+        ("training: {batch_size: 16}", "tiny", 4, (16, 1, 4)),
+        ("training: {batch_size: 16}\ngrad_accum_steps: 3", "tiny", 2, (16, 3, 2)),
+        ("training: {batch_size: 16}\nglobal_batch_size: 64", "tiny", 2, (16, 2, 2)),
+        # A flat key alone keeps it
+        ("micro_batch_size: 3", "tiny", 2, (3, 2, 2)),
+    ],
+)
+def test_a_nested_batch_size_is_that_of_each_rank(
+    tmp_path: Path, text: str, preset: str | None, ranks: int, batch: tuple[int, int, int]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert resolve_batch(load_config(str(path), preset), ranks) == batch
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ CASES = {
     # Styles from elsewhere.
     "Lion": Case(styles.Lion),
     "Adan": Case(styles.Adan),
+    "Eager": Case(styles.Eager),
     "Sophia": Case(styles.Sophia),
     "Shampoo": Case(styles.Shampoo, in_pieces=WHOLE),
     "ScheduleFree": Case(
@@ -114,6 +115,7 @@ ACCEPTED = sorted(name for name, case in CASES.items() if not case.refused)
 STYLES = {
     "Adan": "a step counter in the group",
     "Complex": "moments in complex64, of the whole parameter",
+    "Eager": "state that the constructor makes, and no step",
     "EightBit": "moments in 8 bits, with scales of blocks",
     "Forgetful": "a counter that state_dict() lacks",
     "Lars": "rates by the norms of parameters",

@@ -20,6 +20,7 @@ from nanoray.bench.harness.report import Report, number
 from nanoray.bench.registry import BENCHMARKS
 from nanoray.cli import parse_args
 from tests.harness.commands import run
+from tests.harness.foreign import written_gpt2
 from tests.stress.control import ControlBenchmark
 from tests.unit.test_layers import ROWS
 
@@ -77,6 +78,10 @@ def check_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     tests.
     """
     words = [w for w in shlex.split(command.replace("&&", "")) if not re.match(r"[A-Z_]+=", w)]
+    if "--init_from" in words:
+        # A folder of weights by the name that the command gives
+        written_gpt2(tmp_path / words[words.index("--init_from") + 1], positions=256)
+        monkeypatch.chdir(tmp_path)
     for word in words:
         if word.startswith("examples/"):
             assert (ROOT / word).is_file()

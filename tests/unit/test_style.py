@@ -115,7 +115,6 @@ NAMES: dict[str, int] = {
 WORDS: dict[str, int] = {
     "bench/chaos.py": 1,
     "bench/pipeline.py": 1,
-    "cli.py": 1,
     "config/conflicts.py": 1,
     "forecast/dry_run.py": 1,
     "replay/bisect.py": 1,

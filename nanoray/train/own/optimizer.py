@@ -23,6 +23,7 @@ from nanoray.state.optimizers import (
     Trial,
     changed_groups,
     copy_of,
+    copy_with_state,
     elements_of,
     group_values,
     has_own_state_dict,
@@ -282,7 +283,7 @@ def _uneven_trial(
         values = torch.randn(shape, generator=generator).to(probe.dtype)
         probes.append(nn.Parameter(part(values).clone()))
         swap[probe] = probes[-1]
-    duplicate = copy_of(trial.optimizer, swap)
+    duplicate = copy_with_state(trial.optimizer, swap)
     for group in duplicate.param_groups:
         if isinstance(group.get("lr"), (float, Tensor)):
             group["lr"] = group["lr"] * 0 + 0.01

@@ -108,7 +108,9 @@ class Statistics:
                     module.qkv, layer, lambda _, y, attention=module: attention_of(attention, y)
                 )
             elif isinstance(module, MLP):
-                self._watch(module.up, layer, lambda _, y: {"dead": dead_share(y)})
+                self._watch(
+                    module.up, layer, lambda _, y, form=module.gelu: {"dead": dead_share(y, form)}
+                )
 
     def _watch(
         self, module: nn.Module, layer: str, measure: Callable[..., dict[str, Tensor]]
@@ -229,6 +231,10 @@ def attention_of(attention: Attention, qkv: Tensor) -> dict[str, Tensor]:
     return {"max_logit": scores.max(), "attention_entropy": share}
 
 
-def dead_share(hidden: Tensor) -> Tensor:
-    """Return the share in % of an MLP's hidden units (..., 4C), before GELU, that are dead."""
-    return 100.0 * (F.gelu(hidden.float()).abs().flatten(0, -2).amax(0) < DEAD).float().mean()
+def dead_share(hidden: Tensor, gelu: str = "none") -> Tensor:
+    """Return the share in % of an MLP's hidden units (..., 4C), before GELU, that are dead.
+
+    gelu: torch's word for its form.
+    """
+    largest = F.gelu(hidden.float(), approximate=gelu).abs().flatten(0, -2).amax(0)  # (4C,)
+    return 100.0 * (largest < DEAD).float().mean()

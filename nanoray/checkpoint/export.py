@@ -1,0 +1,241 @@
+"""Write the model of a checkpoint for other tools: `nanoray checkpoint export --format`.
+
+huggingface    a folder for transformers' GPT2LMHeadModel.from_pretrained: config.json and
+               model.safetensors, with matrices as (inputs, outputs)
+nanogpt        a ckpt.pt as nanoGPT's train.py writes it, without the optimizer
+safetensors    one file under nanoray's names, with the model's shape and tokenizer in its header
+torch          one file of torch.save under nanoray's names, which also holds extra states
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoray.atomic import replace_bytes, write_json
+from nanoray.config.weights import gpt2
+from nanoray.errors import ConfigError
+from nanoray.models.gpt import ModelShape
+from nanoray.state.train_state import StateDict, entries_of
+
+FORMATS = ("huggingface", "nanogpt", "safetensors", "torch")
+HF_ACTIVATION = {"tanh": "gelu_new", "exact": "gelu"}
+END_OF_TEXT = 50256  # in GPT-2's vocabulary
+CPU = torch.device("cpu")
+
+
+def format_of(given: str | None, out: Path) -> str:
+    """Return the format to write: the given one, else torch for FILE.pt and safetensors.
+
+    Raises ConfigError when the name of the file says another format.
+    """
+    is_torch_name = out.suffix in (".pt", ".pth")
+    if given is None:
+        return "torch" if is_torch_name else "safetensors"
+    if is_torch_name and given in ("huggingface", "safetensors"):
+        raise ConfigError(f"--format {given} does not write {out.name}; give --out another name")
+    if out.suffix == ".safetensors" and given != "safetensors":
+        raise ConfigError(f"--format {given} does not write {out.name}; give --out another name")
+    return given
+
+
+def write_model(state: StateDict, kind: str, out: Path) -> list[str]:
+    """Write the model of a checkpoint as `out`, whole or not at all; return notes.
+
+    Raises ConfigError for a model that the format cannot express.
+    """
+    if kind == "huggingface":
+        return _write_huggingface(state, out)
+    if kind == "nanogpt":
+        replace_bytes(out, _nanogpt_file(state, out))
+        return ["weights only: nanoGPT's sample.py reads it; its train.py would need an optimizer"]
+    if kind == "torch":
+        replace_bytes(out, _torch_file(state))
+    else:
+        replace_bytes(out, _safetensors_file(state, out))
+    return []
+
+
+# ---- GPT-2 ---------------------------------------------------------------------------------------
+
+
+def _shape_for(state: StateDict, kind: str) -> ModelShape:
+    """Return the shape of a model that GPT-2's formats can express. Raises ConfigError."""
+    dataset = state.meta.get("dataset") or {}
+    if dataset.get("kind", "tokens") != "tokens":
+        raise ConfigError(
+            f"--format {kind} is for a gpt, and this checkpoint is of another model; use --format "
+            "safetensors"
+        )
+    shape = ModelShape(**state.meta["model_shape"])
+    missing = ""
+    if shape.experts:
+        missing = f"experts = {shape.experts}"
+    elif shape.rotary:
+        missing = "positions = rotary"
+    elif shape.gelu != "exact" and kind == "nanogpt":
+        missing = f"gelu = {shape.gelu}"
+    if missing:
+        tool = "nanoGPT" if kind == "nanogpt" else "GPT-2"
+        raise ConfigError(
+            f"{missing}: {tool} has nothing like it, and would compute another function of these "
+            "weights; use --format safetensors"
+        )
+    return shape
+
+
+def _renamed(state: StateDict, shape: ModelShape, conv1d: bool) -> dict[str, Tensor]:
+    """Return a GPT's tensors under GPT-2's names, without the padding of the vocabulary."""
+    keys: dict[str, Any] = {
+        "n_layer": shape.n_layer,
+        "n_embd": shape.n_embd,
+        "block_size": shape.block_size,
+        "bias": shape.bias,
+    }
+    tensors = {}
+    for weight in gpt2.weights_of(keys, shape.vocab_size, conv1d):
+        tensor = state.model[weight.ours]
+        if weight.transposed:
+            tensor = tensor.t()
+        if weight.theirs == gpt2.TOKENS:
+            tensor = tensor[: shape.vocab_size]
+        # A clone, because the tensors of a checkpoint share one buffer
+        tensors[f"{gpt2.PREFIX}{weight.theirs}"] = tensor.clone(
+            memory_format=torch.contiguous_format
+        )
+    return tensors
+
+
+def _write_huggingface(state: StateDict, out: Path) -> list[str]:
+    from safetensors.torch import save
+
+    shape = _shape_for(state, "huggingface")
+    tensors = _renamed(state, shape, conv1d=True)
+    notes = []
+    if not shape.bias:
+        _add_zero_biases(tensors)
+        notes.append("GPT-2 always has biases: they are zeros")
+    config = _huggingface_config(shape, state.meta, tensors)
+    with _new_folder(out) as folder:
+        write_json(folder / "config.json", config)
+        replace_bytes(folder / "model.safetensors", save(tensors, {"format": "pt"}))
+    return notes
+
+
+def _add_zero_biases(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in list(tensors.items()):
+        is_layer = ".h." in name or ".ln_f." in name
+        if is_layer and name.endswith(".weight"):
+            # Of a matrix (inputs, outputs), and of a norm, the last size is that of the result
+            bias = tensor.new_zeros(tensor.shape[-1])
+            tensors[f"{name.removesuffix('weight')}bias"] = bias
+
+
+def _huggingface_config(
+    shape: ModelShape, meta: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Return config.json. Values that are not here have transformers' defaults, which are GPT-2's."""
+    config = meta.get("config") or {}
+    dropout = config.get("dropout", 0.0)
+    tokenizer = (meta.get("dataset") or {}).get("tokenizer") or {}
+    end_of_text = END_OF_TEXT if tokenizer.get("kind") == "gpt2" else None
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": HF_ACTIVATION[shape.gelu],
+        "n_layer": shape.n_layer,
+        "n_head": shape.n_head,
+        "n_embd": shape.n_embd,
+        "n_positions": shape.block_size,
+        "n_ctx": shape.block_size,
+        "vocab_size": shape.vocab_size,
+        "layer_norm_epsilon": 1e-5,
+        "attn_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "resid_pdrop": dropout,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "tie_word_embeddings": True,
+        "dtype": dtype,
+    }
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Yield a hidden folder that gets the name `out` when nothing has failed inside."""
+    hidden = out.with_name(f".{out.name}.tmp-{os.getpid()}")
+    hidden.mkdir()
+    try:
+        yield hidden
+        os.rename(hidden, out)
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _nanogpt_file(state: StateDict, out: Path) -> bytes:
+    shape = _shape_for(state, "nanogpt")
+    tensors = _renamed(state, shape, conv1d=False)
+    # nanoGPT ties the two as well, and its file names both
+    tensors[gpt2.HEAD] = tensors[f"{gpt2.PREFIX}{gpt2.TOKENS}"]
+    config = state.meta.get("config") or {}
+    checkpoint = {
+        "model": tensors,
+        "model_args": {
+            "n_layer": shape.n_layer,
+            "n_head": shape.n_head,
+            "n_embd": shape.n_embd,
+            "block_size": shape.block_size,
+            "bias": shape.bias,
+            "vocab_size": shape.vocab_size,
+            "dropout": config.get("dropout", 0.0),
+        },
+        "iter_num": state.meta["step"],
+        "best_val_loss": state.meta.get("best_val_loss"),
+        "config": {"dataset": (state.meta.get("dataset") or {}).get("name", "")},
+    }
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    return file.getvalue()
+
+
+# ---- nanoray's own -------------------------------------------------------------------------------
+
+
+def _torch_file(state: StateDict) -> bytes:
+    """Return the model's state_dict as torch.save writes it; torch.load needs no pickled code."""
+    tensors, values = entries_of(state, CPU)
+    file = io.BytesIO()
+    # Clones, because torch.save would write the checkpoint's whole buffer for each tensor.
+    torch.save({name: tensor.clone() for name, tensor in tensors.items()} | values, file)
+    return file.getvalue()
+
+
+def _safetensors_file(state: StateDict, out: Path) -> bytes:
+    """Return the model's tensors as a safetensors file. Raises ConfigError where it cannot hold all."""
+    from safetensors.torch import save
+
+    tensors, values = entries_of(state, CPU)
+    if values:
+        raise ConfigError(
+            f"{min(values)} is no tensor, and a safetensors file holds tensors only; give "
+            f"--out {out.with_suffix('.pt')}"
+        )
+    # Metadata of a safetensors file are strings.
+    header = {
+        "format": "pt",
+        "step": str(state.meta["step"]),
+        "model_shape": json.dumps(state.meta["model_shape"]),
+        "tokenizer": json.dumps((state.meta.get("dataset") or {}).get("tokenizer") or {}),
+    }
+    # Clones, because safetensors refuses tensors that share memory, as tied weights do.
+    return save({name: tensor.clone() for name, tensor in tensors.items()}, header)

@@ -1,0 +1,25 @@
+"""Command lines: flags from the configuration's fields, errors as one line, exit codes.
+
+Other rooms import these names from `nanoray.cli`. `python -m nanoray.cli` prints docs/flags.md.
+"""
+
+from nanoray.cli.commands import exit_code_of as exit_code_of
+from nanoray.cli.commands import require_script as require_script
+from nanoray.cli.commands import run_command as run_command
+from nanoray.cli.commands import run_subcommand as run_subcommand
+from nanoray.cli.commands import take_output as take_output
+from nanoray.cli.commands import writing as writing
+from nanoray.cli.flags import Loaded as Loaded
+from nanoray.cli.flags import Scale as Scale
+from nanoray.cli.flags import parse_args as parse_args
+from nanoray.cli.help import Page as Page
+from nanoray.cli.page import to_markdown as to_markdown
+from nanoray.cli.parsers import Parser as Parser
+from nanoray.cli.parsers import flag_names as flag_names
+from nanoray.cli.parsers import name_program as name_program
+from nanoray.cli.parsers import tool_parser as tool_parser
+from nanoray.cli.signals import NO_SIGNALS as NO_SIGNALS
+from nanoray.cli.signals import STOP_SIGNALS as STOP_SIGNALS
+from nanoray.cli.signals import handle_stop_signals as handle_stop_signals
+from nanoray.cli.signals import in_main_thread as in_main_thread
+from nanoray.cli.signals import stop_signals as stop_signals

@@ -1,0 +1,59 @@
+"""The commands of `nanoray`, by name."""
+
+from __future__ import annotations
+
+# Command -> (module whose `main` runs it, line of the help). A module is imported only when its
+# command runs, because most of them import torch.
+COMMANDS = {
+    "train": ("nanoray.train.__main__", "train in this process, or as one rank of a torchrun"),
+    "launch": (
+        "nanoray.launch.__main__",
+        "train on Ray: one actor per GPU, MIG slice or CPU share",
+    ),
+    "data": (
+        "nanoray.data.__main__",
+        "prepare texts, JSON lines and parquet as token shards; OpenWebText, FineWeb-Edu",
+    ),
+    "sample": ("nanoray.sample", "generate text from a checkpoint"),
+    "timeline": (
+        "nanoray.trace.__main__",
+        "draw traced steps of a run: phases and collectives of all ranks",
+    ),
+    "whatif": (
+        "nanoray.forecast.whatif",
+        "predict a run's step for another link, bucket size or number of ranks",
+    ),
+    "ledger": (
+        "nanoray.trace.ledger",
+        "show where the time of a run went: compute, communication, recovery, ...",
+    ),
+    "report": ("nanoray.report.__main__", "write an HTML page about a run, or compare several"),
+    "compare": ("nanoray.report.__main__", "the same as report: several runs beside each other"),
+    "inspect": (
+        "nanoray.inspect.__main__",
+        "dump a model: tree, owners, FLOPs, memory; --verify runs one batch",
+    ),
+    "replay": (
+        "nanoray.replay.__main__",
+        "do a step of a run again, and compare it with what the run recorded",
+    ),
+    "bisect": (
+        "nanoray.replay.bisect",
+        "find the first step, rank and tensor in which two runs differ",
+    ),
+    "experts": ("nanoray.trace.experts", "draw the load of a run's experts over its steps"),
+    "checkpoint": ("nanoray.checkpoint.__main__", "list, verify, show or export checkpoints"),
+    "faults": ("nanoray.faults.__main__", "list a run's faults: cause, recovery, cost"),
+    "check": ("nanoray.check", "check that this machine is ready, and show what would run where"),
+    "kube": (
+        "nanoray.kube.__main__",
+        "train on Kubernetes: render, submit, status, logs, stop, fetch",
+    ),
+    "alerts": ("nanoray.kube.alerts", "print the alerts for Prometheus, as a rule file"),
+    "mig": ("nanoray.mig", "show the MIG slices that a GPU supports, and those that exist here"),
+    "bench": ("nanoray.bench.__main__", "run a benchmark"),
+    "completion": (
+        "nanoray.cli.completion",
+        "print a script for bash, zsh or fish that completes commands, flags and values",
+    ),
+}

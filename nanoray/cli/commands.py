@@ -1,0 +1,117 @@
+"""Run a command: parse its flags, print an error as one line, return its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from nanoray.cli.flags import Loaded, parse_args
+from nanoray.cli.help import Page
+from nanoray.cli.parsers import DESCRIBE, SubcommandsFound
+from nanoray.config import Config
+from nanoray.errors import ConfigError, NanorayError
+from nanoray.output import lasting_output
+
+
+def run_command(
+    run: Callable[[Loaded, float], int],
+    argv: list[str] | None,
+    prog: str,
+    about: str | Page,
+    elsewhere: bool = False,
+) -> int:
+    """Parse a command line and run it; print a NanorayError as one line, and return the exit code.
+
+    elsewhere: another machine will load the configuration, and have the files that it names.
+    """
+    started = time.time()
+    words = sys.argv[1:] if argv is None else argv
+    return exit_code_of(lambda: run(parse_args(words, prog, about, None, elsewhere), started))
+
+
+def exit_code_of(run: Callable[[], int | None]) -> int:
+    """Run a command and return its exit code; None from `run` is 0.
+
+    The error of nanoray, or of a file, is printed as one line. The output may be cut off, by `head`
+    for instance, without a traceback.
+    """
+    with lasting_output():
+        try:
+            return run() or 0
+        except NanorayError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+        except OSError as error:
+            # Without a file name it is no error of a path that the user could mend
+            if error.filename is None:
+                raise
+            print(
+                f"error: {error.filename}: {error.strerror}; check the path and its permissions",
+                file=sys.stderr,
+            )
+            return 1
+
+
+def run_subcommand(
+    commands: dict[str, Callable[[list[str]], int]], argv: list[str] | None, doc: str
+) -> int:
+    """Run the command that the first word names, and return its exit code; `doc` is the help."""
+    words = sys.argv[1:] if argv is None else argv
+    name = words[0] if words else ""
+
+    def run() -> int:
+        if name == DESCRIBE:
+            raise SubcommandsFound(commands)
+        if name in ("-h", "--help"):
+            print(doc.strip())
+            return 0
+        # No command at all is a mistake, but the help is what is needed
+        if not name:
+            print(doc.strip())
+            return 2
+        if name not in commands:
+            raise ConfigError(f"unknown command {name}; one of {', '.join(commands)}")
+        return commands[name](words[1:])
+
+    return exit_code_of(run)
+
+
+def take_output(args: argparse.Namespace, kinds: Mapping[str, tuple[str, ...]]) -> None:
+    """Give the file of -o to the flag that writes its kind; kinds: flag -> endings of files.
+
+    Raises ConfigError for an ending of none, and for a flag that is given, too.
+    """
+    if args.o is None:
+        return
+    for flag, endings in kinds.items():
+        if args.o.suffix not in endings:
+            continue
+        if getattr(args, flag) is not None:
+            raise ConfigError(
+                f"-o {args.o} and --{flag} {getattr(args, flag)} are the same flag; drop one"
+            )
+        setattr(args, flag, args.o)
+        return
+    known = [ending for endings in kinds.values() for ending in endings]
+    raise ConfigError(f"-o {args.o}: unknown kind of file; end it in {', '.join(known)}")
+
+
+@contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Raise ConfigError with the remedy when a file cannot be written inside."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {path} ({error.strerror}); {remedy}") from None
+
+
+def require_script(config: Config, main: object) -> None:
+    """Raise ConfigError when the model is a script's own and there is no script."""
+    if config.model == "own" and main is None:
+        raise ConfigError(
+            "model = own needs a script that brings the model; see examples/own_model.py"
+        )

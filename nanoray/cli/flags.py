@@ -1,0 +1,269 @@
+"""From a command line to a Config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanoray.cli.help import Page, asked_for, format_help
+from nanoray.cli.parsers import COMMAND_FLAGS, SCALE_FLAGS, build_parser, flag_names
+from nanoray.config import (
+    PRESET_DIR,
+    Config,
+    load_config,
+    make_config,
+    read_yaml,
+    refuse_unknown_key,
+)
+from nanoray.config.load import keep_init_from, lay_over, read_mapping, run_folder_of
+from nanoray.config.nanogpt import translate_file
+from nanoray.config.spellings import refuse_old
+from nanoray.errors import ConfigError
+
+# Flags that have an effect only with certain values of another key. Their keys have defaults that
+# presets change, so these rules are about what was typed, not about values: they cannot stand in
+# the table of conflicts.
+_COUNTS_IF = {
+    "min_lr": ("schedule", ("cosine", "wsd")),
+    "decay_fraction": ("schedule", ("wsd",)),
+    "weight_decay": ("optimizer", ("adamw", "muon")),
+    "beta1": ("optimizer", ("adamw", "muon")),
+    "beta2": ("optimizer", ("adamw", "muon")),
+    "tokens_per_param": ("scaling", ("nanochat",)),
+}
+
+# Keys that belong to one command, not to the run: --resume does not take them from config.json
+_NOT_INHERITED = ("resume", "stop_at", "target_loss", "faults", "workers", "out_dir")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The scale of a dry run that takes none of this machine's devices."""
+
+    world_size: int
+    topology: str | None = None
+    memory_gb: float | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration, and which of its keys were given as flags."""
+
+    config: Config
+    given: frozenset[str]  # keys set by flags
+    dry_run: bool = False
+    scale: Scale | None = None  # of a dry run that takes none of this machine's devices
+    quiet: bool = False  # print warnings, faults and the result only
+    notes: tuple[str, ...] = ()  # where keys come from, for the plan of a run
+
+
+def parse_args(
+    argv: list[str],
+    prog: str,
+    about: str | Page,
+    base: dict[str, Any] | None = None,
+    elsewhere: bool = False,
+) -> Loaded:
+    """Turn a command line into a Config. `--help` prints the page `about` and exits 0.
+
+    `base` has values in the place of a preset's and a file's, which are refused then. `elsewhere`:
+    another machine will load it. Raises ConfigError.
+    """
+    page = Page(about) if isinstance(about, str) else about
+    topic = asked_for(argv)
+    if topic is not None:
+        print(format_help(topic, prog, page), end="")
+        raise SystemExit(0)
+    parser = build_parser(prog, page.about)
+    known, unknown = parser.parse_known_args(with_underscores(argv))
+    if unknown:
+        _refuse_words(unknown)
+
+    # What remains in `flags` after this are keys of the configuration
+    flags = vars(known)
+    file = flags.pop("config", None)
+    preset = flags.pop("preset", None)
+    nanogpt = flags.pop("from_nanogpt", None)
+    dry_run = flags.pop("dry_run", False)
+    quiet = flags.pop("quiet", False)
+    scale_flags = {key: flags.pop(key) for key in SCALE_FLAGS if key in flags}
+    scale = _parse_scale(scale_flags, dry_run, flags)
+
+    if quiet and dry_run:
+        raise ConfigError(
+            "quiet would be ignored: a dry run prints its plan and nothing else; drop --quiet"
+        )
+    notes: tuple[str, ...] = ()
+    if base:
+        _refuse_files({"config": file, "preset": preset, "from_nanogpt": nanogpt}, prog)
+        config = make_config(lay_over(base, flags, "the flags"))
+    elif nanogpt:
+        _refuse_two_recipes(nanogpt, {"config": file, "preset": preset})
+        translation = translate_file(Path(nanogpt), flags)
+        notes = translation.notes(flags)
+        config = load_config(nanogpt, None, flags, translation.keys, elsewhere)
+    else:
+        config = _load(file, preset, flags, elsewhere)
+    _refuse_idle_flags(flags, config)
+    return Loaded(config, frozenset(flags), dry_run, scale, quiet, notes)
+
+
+def with_underscores(argv: list[str]) -> list[str]:
+    """Return a command line with flags such as --max-steps as nanoray spells them."""
+    known = {*flag_names(), *COMMAND_FLAGS}
+    words = []
+    for word in argv:
+        name, sign, value = word.removeprefix("--").partition("=")
+        underscored = name.replace("-", "_")
+        if word.startswith("--") and underscored in known:
+            word = f"--{underscored}{sign}{value}"
+        words.append(word)
+    return words
+
+
+def _refuse_words(words: list[str]) -> None:
+    """Raise ConfigError for words of a command line that are no flags of ours, and no values."""
+    word = words[0]
+    if not word.startswith("-"):
+        raise ConfigError(f"{word} is the value of no flag; {_flag_for(word)}")
+
+    # `--key=value`, or `--key value`
+    key, is_assigned, value = word.lstrip("-").partition("=")
+    given: str | None = value
+    if not is_assigned:
+        given = words[1] if len(words) > 1 and not words[1].startswith("--") else None
+    refuse_old({key: given})
+    refuse_unknown_key(key, given, (*flag_names(), *COMMAND_FLAGS), "--")
+
+
+def _flag_for(word: str) -> str:
+    """Return which flag a word may have been meant for, by what it names."""
+    path = Path(word).expanduser()
+    if (PRESET_DIR / f"{word}.yaml").is_file():
+        return f"write --preset {word}"
+    if path.suffix == ".py":
+        return f"write --from_nanogpt {word}"
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return f"write --config {word}"
+    if run_folder_of(word):
+        return f"write --resume {word}"
+    if path.exists():
+        return f"write --dataset {word}"
+    return "flags begin with --"
+
+
+def _load(
+    file: str | None, preset: str | None, flags: dict[str, Any], elsewhere: bool = False
+) -> Config:
+    """Return the configuration of file, preset and flags, or of the run that is resumed."""
+    if file or preset:
+        return load_config(file, preset, flags, elsewhere=elsewhere)
+    resumed = _config_of_run(flags.get("resume", "none"))
+    if not resumed:
+        return load_config(file, preset, flags, elsewhere=elsewhere)
+    if flags.get("init_from"):
+        flags["init_from"] = keep_init_from(resumed, flags, Path(flags["resume"]))
+    return make_config(lay_over(resumed, flags, "the flags"))
+
+
+def _config_of_run(resume: str) -> dict[str, Any]:
+    """Return the inherited keys of the run that `--resume PATH` names; {} if it names none.
+
+    PATH is the run's folder, or one of its checkpoints.
+    """
+    folder = run_folder_of(resume)
+    if folder is None:
+        return {}
+    values = read_yaml(folder / "config.json")
+    inherited = {key: value for key, value in values.items() if key not in _NOT_INHERITED}
+    return inherited | _found_from_here(inherited, folder)
+
+
+def _found_from_here(values: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Return the keys with a path that was relative to the working folder of the run's command."""
+    record = folder / "run.json"
+    cwd = read_mapping(record).get("cwd") if record.is_file() else None
+    if not isinstance(cwd, str):  # an older version wrote it
+        return {}
+    paths = {}
+    for key in ("dataset", "data_dir"):
+        value = str(values.get(key) or "")
+        # A word such as `shakespeare` names no file there
+        there = Path(cwd, value)
+        if value and not Path(value).exists() and there.exists():
+            paths[key] = str(there)
+    return paths
+
+
+def _refuse_files(files: Mapping[str, str | None], prog: str) -> None:
+    """Raise ConfigError for a file or preset where the command's own script has the values."""
+    for key, value in files.items():
+        if value:
+            raise ConfigError(
+                f"{key} = {value} would be ignored: {prog} is configured from flags alone; drop "
+                f"--{key}"
+            )
+
+
+def _refuse_two_recipes(nanogpt: str, files: Mapping[str, str | None]) -> None:
+    """Raise ConfigError for a file or preset beside a configuration of nanoGPT."""
+    for key, value in files.items():
+        if value:
+            raise ConfigError(
+                f"{key} = {value} and from_nanogpt = {nanogpt} are both a whole recipe; drop one"
+            )
+
+
+def _refuse_idle_flags(flags: dict[str, Any], config: Config) -> None:
+    """Raise ConfigError for a flag that has no effect with the values of another key."""
+    for key, (other, values) in _COUNTS_IF.items():
+        if key not in flags or getattr(config, other) in values:
+            continue
+        # Plain sgd has no weight decay, but sgd with momentum has
+        if key == "weight_decay" and config.momentum:
+            continue
+        raise ConfigError(
+            f"{key} = {flags[key]} would be ignored: {other} = {getattr(config, other)}; drop "
+            f"--{key}"
+        )
+
+
+def _parse_scale(given: dict[str, str], dry_run: bool, flags: dict[str, Any]) -> Scale | None:
+    """Return the values of SCALE_FLAGS. Raises ConfigError for those that would be ignored."""
+    if not given:
+        return None
+
+    key, value = next(iter(given.items()))
+    if not dry_run:
+        raise ConfigError(
+            f"{key} = {value} would be ignored without --dry_run; add it, or drop --{key}"
+        )
+    if "world_size" not in given:
+        raise ConfigError(
+            f"{key} = {value} would be ignored without --world_size; add it, or drop --{key}"
+        )
+    if "workers" in flags:
+        raise ConfigError(
+            f"workers = {flags['workers']} and world_size = {given['world_size']} both say how "
+            "many ranks; drop one"
+        )
+
+    world_size = _parse_positive("world_size", given["world_size"], int, "a whole number above 0")
+    memory_gb = None
+    if "memory_gb" in given:
+        memory_gb = _parse_positive("memory_gb", given["memory_gb"], float, "a number above 0")
+    return Scale(int(world_size), given.get("topology"), memory_gb)
+
+
+def _parse_positive(key: str, text: str, kind: Callable[[str], float], form: str) -> float:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ConfigError(f"{key} = {text} is not {form}") from None
+    # Also false for nan
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{key} = {text} is not {form}")
+    return value

@@ -1,0 +1,214 @@
+"""Parsers of command lines: one flag for each key of the configuration."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from nanoray.config import DEFAULT_PRESET, Config, field_extra
+from nanoray.errors import ConfigError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+# Groups of keys, and their titles in docs/flags.md
+GROUPS = {
+    "run": "run",
+    "data": "data",
+    "model": "model",
+    "batch": "batch",
+    "optim": "optimisation",
+    "dist": "devices and process group",
+    "log": "logging, evaluation, checkpoints",
+    "fault": "faults",
+}
+# The only flags with a short form: where a command writes to
+SHORT = {"out_dir": "-o"}
+
+# Flags of a dry run at a scale that is not this machine's: metavar and help
+SCALE_FLAGS = {
+    "world_size": (
+        "N",
+        "with --dry_run: N ranks, which need not exist; prints groups, bytes, memory",
+    ),
+    "topology": (
+        "NAME|FILE",
+        "with --world_size: nodes and links (nanoray/topologies or a YAML file); adds the "
+        "predicted step and the best layouts",
+    ),
+    "memory_gb": (
+        "X",
+        "with --world_size: memory of a device in GB (default: the topology's)",
+    ),
+}
+# Flags of the command itself, which are no keys of the configuration. No metavar: a switch
+COMMAND_FLAGS = {
+    "config": ("FILE", "YAML (or config.json) with any of the keys below"),
+    "preset": ("NAME", f"a file of nanoray/presets (default: {DEFAULT_PRESET})"),
+    "from_nanogpt": (
+        "FILE",
+        "in place of both, a configuration of nanoGPT such as config/train_gpt2.py; nothing in it is "
+        "run, and what it becomes is printed",
+    ),
+    "dry_run": ("", "print what would run and where, start nothing, exit 0"),
+    "quiet": (
+        "",
+        "print neither plan nor steps nor sample: where Ray is, warnings, faults, the result and "
+        "its folder",
+    ),
+    **SCALE_FLAGS,
+}
+
+
+# A word that no shell can pass. A command line that ends in it raises its parser, or the names of its
+# subcommands: completion.py asks every command in this way, and no command needs a list of its own.
+DESCRIBE = "\0"
+
+
+class ParserFound(BaseException):
+    """A command line would be parsed by this parser."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        super().__init__(parser.prog)
+        self.parser = parser
+
+
+class SubcommandsFound(BaseException):
+    """A command has these subcommands."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__()
+        self.names = list(names)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are ConfigErrors."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse a command line; ParserFound is raised for one that ends in DESCRIBE."""
+        if args and args[-1] == DESCRIBE:
+            raise ParserFound(self)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(f"{message}; see {self.prog} --help")
+
+
+def tool_parser(prog: str, doc: str | None) -> Parser:
+    """Return a parser for a command with flags of its own.
+
+    `doc`, its module's docstring, is printed as it stands.
+    """
+    return Parser(
+        prog=prog,
+        description=doc,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def name_program(command: str) -> str:
+    """Return how this process was called, to run `command`: `nanoray train`, for instance.
+
+    Subcommands are words of `command`.
+    """
+    called = Path(sys.argv[0])
+    if called.resolve().parent == PACKAGE and called.name == "__main__.py":
+        return f"python -m nanoray {command}"
+    # `python -m nanoray.train`: Python has put the module's file there
+    if called.is_absolute() and PACKAGE in called.resolve().parents:
+        parts = called.resolve().relative_to(PACKAGE.parent).with_suffix("").parts
+        module = ".".join(part for part in parts if part != "__main__")
+        return " ".join([f"python -m {module}", *command.split()[1:]])
+    # An example that passes its flags on
+    if called.suffix == ".py" and called.name != "__main__.py":
+        return f"python {called}"
+    return f"nanoray {command}"
+
+
+def flag_names() -> list[str]:
+    """Return the keys of the configuration that are flags."""
+    return [key for key in Config.model_fields if field_extra(key).get("flag", True)]
+
+
+def build_parser(
+    prog: str, description: str, only: Collection[str] | None = None
+) -> argparse.ArgumentParser:
+    """Return a parser with the command's own flags, and one for each key of the configuration.
+
+    A flag that is not given is absent from the result, so that a default is not taken for a choice.
+    `only`: these flags and no others. --help is help.py's.
+    """
+    parser = Parser(
+        prog=prog,
+        usage=f"{prog} [flags]",
+        description=description,
+        allow_abbrev=False,
+        add_help=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    keys = [*COMMAND_FLAGS, *flag_names()]
+    if only is not None:
+        keys = [key for key in keys if key in only]
+
+    for key in COMMAND_FLAGS:
+        if key in keys:
+            _add_command_flag(parser, key)
+    groups = {key: parser.add_argument_group(title) for key, title in GROUPS.items()}
+    for key in keys:
+        if key not in COMMAND_FLAGS:
+            _add_flag(groups[field_extra(key)["group"]], key)
+    return parser
+
+
+def _add_command_flag(parser: argparse.ArgumentParser, key: str) -> None:
+    """Add a flag of the command itself."""
+    metavar, text = COMMAND_FLAGS[key]
+    if metavar:
+        parser.add_argument(f"--{key}", metavar=metavar, help=text)
+    else:
+        parser.add_argument(f"--{key}", action="store_true", help=text)
+
+
+def _add_flag(group: Any, key: str) -> None:
+    """Add the flag of a key. A boolean takes a value, but `--bias` alone means `--bias true`."""
+    field = Config.model_fields[key]
+    # argparse formats help texts with %, so a literal one is doubled
+    description = " ".join((field.description or "").split()).replace("%", "%%")
+    text = f"{description} [{field.default}]"
+
+    if key == "env":  # a mapping, one variable per flag
+        text = text.removesuffix(" [{}]")
+        group.add_argument("--env", metavar="KEY[=VALUE]", action="append", help=f"{text} [none]")
+        return
+    if bool not in (field.annotation, *get_args(field.annotation)):
+        names = [f"--{key}"]
+        if key in SHORT:
+            names.insert(0, SHORT[key])
+        group.add_argument(*names, metavar=_metavar(field.annotation), help=text)
+        return
+    words = "|".join(["true", "false", *_literals(field.annotation)])
+    group.add_argument(f"--{key}", metavar=words, nargs="?", const="true", help=text)
+
+
+def _metavar(annotation: Any) -> str:
+    """Return the word for a flag's value: N for a whole number, X for another, NAME for a text."""
+    kinds = {annotation, *get_args(annotation)}
+    # Annotated[int, ...] in a union
+    kinds |= {get_args(kind)[0] for kind in kinds if get_origin(kind) is Annotated}
+    if int in kinds:
+        return "N"
+    if float in kinds:
+        return "X"
+    return "NAME"
+
+
+def _literals(annotation: Any) -> list[str]:
+    """Return the words of the Literals in a union: what a flag takes beside true and false."""
+    words = []
+    for kind in get_args(annotation):
+        if get_origin(kind) is Literal:
+            words += [str(word) for word in get_args(kind)]
+    return words

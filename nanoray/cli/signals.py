@@ -1,0 +1,50 @@
+"""Signals that stop a run, handled while it lasts."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+# Why Ctrl-C does not stop a run that a thread has launched, and what does
+NO_SIGNALS = (
+    "launched outside of the main thread, which alone receives Ctrl-C and SIGTERM: `run.stop()` in a "
+    "callback stops this run with a checkpoint"
+)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
+
+
+def handle_stop_signals(handler: Callable[[int, Any], None]) -> None:
+    """Install `handler` for the stop signals. Only the main thread of a process may do so.
+
+    A signal that is ignored already stays so: nohup starts commands with SIGHUP ignored.
+    """
+    if not in_main_thread():
+        return
+    for signum in STOP_SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, handler)
+
+
+@contextmanager
+def stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle the stop signals while a run lasts, and restore the program's own handlers then."""
+    if not in_main_thread():
+        print(f"note   {NO_SIGNALS}", flush=True)
+        yield
+        return
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    handle_stop_signals(handler)
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            # None: a handler that was not installed from Python, which nothing can restore.
+            signal.signal(signum, signal.SIG_DFL if old is None else old)
+
+
+def in_main_thread() -> bool:
+    """Return whether this thread is the one that receives this process's signals."""
+    return threading.current_thread() is threading.main_thread()

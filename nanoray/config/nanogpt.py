@@ -1,0 +1,317 @@
+"""A configuration of nanoGPT as one of ours: `--from_nanogpt config/train_gpt2.py`.
+
+Such a file replaces defaults of nanoGPT's train.py, so what it does not say is nanoGPT's default and
+not ours. Only what belongs to a machine (device, dtype, compile, backend) is taken from the file
+alone: ours are chosen to suit the device.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanoray.config.assignments import Value, read_assignments
+from nanoray.config.neighbours import FORMATS
+from nanoray.errors import ConfigError
+
+# nanoGPT's settings with their defaults. None: its default follows from the machine
+DEFAULTS: dict[str, Value] = {
+    "out_dir": "out",
+    "eval_interval": 2000,
+    "log_interval": 1,
+    "eval_iters": 200,
+    "eval_only": False,
+    "always_save_checkpoint": True,
+    "init_from": "scratch",
+    "wandb_log": False,
+    "wandb_project": "owt",
+    "wandb_run_name": "gpt2",
+    "dataset": "openwebtext",
+    "gradient_accumulation_steps": 5 * 8,
+    "batch_size": 12,
+    "block_size": 1024,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_embd": 768,
+    "dropout": 0.0,
+    "bias": False,
+    "learning_rate": 6e-4,
+    "max_iters": 600_000,
+    "weight_decay": 1e-1,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "grad_clip": 1.0,
+    "decay_lr": True,
+    "warmup_iters": 2000,
+    "lr_decay_iters": 600_000,
+    "min_lr": 6e-5,
+    "backend": None,
+    "device": None,
+    "dtype": None,
+    "compile": None,
+}
+# Settings that mean the same here, and our keys for them
+_SAME = {
+    "n_layer": "n_layer",
+    "n_head": "n_head",
+    "n_embd": "n_embd",
+    "block_size": "block_size",
+    "dropout": "dropout",
+    "bias": "bias",
+    "learning_rate": "lr",
+    "weight_decay": "weight_decay",
+    "beta1": "beta1",
+    "beta2": "beta2",
+    "grad_clip": "grad_clip",
+    "log_interval": "log_every",
+    "eval_interval": "eval_every",
+}
+# Those of the machine and of the place, which count only if the file has them
+_OF_THE_PLACE = ("out_dir", "compile", "backend")
+# Words for data sets whose text nanoray has itself
+_TEXTS = {"shakespeare_char": "char", "shakespeare": "gpt2"}
+
+# Their types, for a file that writes a text where a number belongs
+_NUMBERS = {key for key, value in DEFAULTS.items() if type(value) in (int, float)}
+
+
+@dataclass
+class Translation:
+    """Keys of ours, and where each comes from."""
+
+    keys: dict[str, Any] = field(default_factory=dict)
+    unchanged: list[str] = field(default_factory=list)  # keys with nanoGPT's name and value
+    defaults: list[str] = field(default_factory=list)  # keys that the file does not have
+    lines: list[tuple[str, str]] = field(default_factory=list)  # key or setting, and its line
+
+    def add(self, key: str, value: Any, reason: str) -> None:
+        """Set a key of ours; the reason says which settings it comes from."""
+        self.keys[key] = value
+        self.lines.append((key, f"nanogpt {key} = {value}: {reason}"))
+
+    def take(self, key: str, name: str, value: Any, in_file: bool) -> None:
+        """Set a key of ours that means the same as a setting."""
+        if not in_file:
+            self.keys[key] = value
+            self.defaults.append(key)
+        elif key == name:
+            self.keys[key] = value
+            self.unchanged.append(key)
+        else:
+            self.add(key, value, name)
+
+    def leave(self, name: str, value: Any, reason: str) -> None:
+        """Name a setting that has no counterpart."""
+        self.lines.append((name, f"nanogpt {name} = {value} is left out: {reason}"))
+
+    def notes(self, given: Collection[str]) -> tuple[str, ...]:
+        """Return what to print, without the keys that flags replace."""
+        notes = []
+        for title, keys in (("as there", self.unchanged), ("its defaults", self.defaults)):
+            listed = [f"{key} {self.keys[key]}" for key in keys if key not in given]
+            if listed:
+                notes.append(f"nanogpt {title}: {', '.join(listed)}")
+        notes += [line for key, line in self.lines if key not in given]
+        return tuple(notes)
+
+
+def translate_file(path: Path, given: Collection[str]) -> Translation:
+    """Return what a configuration of nanoGPT becomes.
+
+    given: keys of ours that flags set. What they replace is not refused. Raises ConfigError for a
+    file that is no such configuration, and for a setting that nanoray could not follow.
+    """
+    settings, from_file = _read(path)
+    result = Translation()
+    for name, key in _SAME.items():
+        result.take(key, name, settings[name], name in from_file)
+    for name in _OF_THE_PLACE:
+        if name in from_file:
+            result.take(name, name, settings[name], True)
+
+    _add_batch(settings, result)
+    _add_schedule(settings, path, given, result)
+    _add_data(settings, path, given, result)
+    _add_start(settings, given, result)
+    _add_device(settings, from_file, result)
+
+    # Evaluations and checkpoints
+    sequences = int(settings["eval_iters"]) * int(settings["batch_size"])
+    result.add("eval_samples", sequences, "eval_iters x batch_size, and the same ones each time")
+    result.add("checkpoint_every", settings["eval_interval"], "it saves after evaluations")
+    if not settings["always_save_checkpoint"]:
+        reason = "the best checkpoint is kept in any case, besides the newest"
+        result.leave("always_save_checkpoint", False, reason)
+    _name_what_is_left(settings, from_file, given, result)
+    return result
+
+
+def _read(path: Path) -> tuple[dict[str, Any], set[str]]:
+    """Return all settings, and the names of those that the file has."""
+    found = read_assignments(path)
+    settings = dict(DEFAULTS)
+    for name, value in found.values.items():
+        if name in DEFAULTS:
+            _require_kind(path, found.lines[name], name, value)
+            settings[name] = value
+        elif name not in found.used:
+            _refuse_name(path, found.lines[name], name)
+
+    for name, text in found.unread.items():
+        if name not in DEFAULTS:
+            continue  # only a setting would have an effect
+        # The name of a run at a tracker is often made of the time, and has no effect here
+        if name.startswith("wandb_"):
+            settings[name] = text
+            continue
+        raise ConfigError(
+            f"{path}, line {found.lines[name]}: {name} = {text} would have to be run, and nothing "
+            "is; write its value"
+        )
+    from_file = {name for name in (*found.values, *found.unread) if name in DEFAULTS}
+    return settings, from_file
+
+
+def _require_kind(path: Path, line: int, name: str, value: Value) -> None:
+    """Raise ConfigError for a text in the place of a number, or for a number in that of a text."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    wrong = name in _NUMBERS and not is_number
+    if isinstance(DEFAULTS[name], bool) or name == "compile":
+        wrong = not isinstance(value, bool | int)
+    if isinstance(DEFAULTS[name], str) or name in ("backend", "device", "dtype"):
+        wrong = not isinstance(value, str)
+    if wrong:
+        example = DEFAULTS[name]
+        raise ConfigError(
+            f"{path}, line {line}: {name} = {value!r} has the type {type(value).__name__}; write a value "
+            f"such as {example!r}"
+        )
+
+
+def _refuse_name(path: Path, line: int, name: str) -> None:
+    close = difflib.get_close_matches(name, DEFAULTS, 1, 0.75)
+    hint = f"did you mean {close[0]}?" if close else "drop it, or give our key as a flag"
+    raise ConfigError(f"{path}, line {line}: {name} is no setting of nanoGPT's train.py; {hint}")
+
+
+def _add_batch(settings: dict[str, Any], result: Translation) -> None:
+    micro = settings["batch_size"]
+    accumulated = settings["gradient_accumulation_steps"]
+    result.add("micro_batch_size", micro, "batch_size, of a rank in one forward pass")
+    # nanoGPT divides gradient_accumulation_steps by the number of ranks
+    result.add(
+        "global_batch_size",
+        micro * accumulated,
+        f"batch_size {micro} x gradient_accumulation_steps {accumulated}, on any number of ranks",
+    )
+
+
+def _add_schedule(
+    settings: dict[str, Any], path: Path, given: Collection[str], result: Translation
+) -> None:
+    steps = settings["max_iters"]
+    if not settings["decay_lr"]:
+        result.add("max_steps", steps, "max_iters")
+        result.add("schedule", "constant", "decay_lr = False")
+        result.add("warmup_steps", 0, "decay_lr = False has no warm-up")
+        result.add("min_lr", 0.0, "decay_lr = False never reaches it")
+        return
+
+    decay = settings["lr_decay_iters"]
+    has_length = bool({"max_steps", "num_epochs"} & set(given))
+    result.add("schedule", "cosine", "decay_lr = True")
+    result.add("warmup_steps", settings["warmup_iters"], "warmup_iters")
+    result.add("min_lr", settings["min_lr"], "min_lr")
+    if decay < steps and not has_length:
+        raise ConfigError(
+            f"{path}: lr_decay_iters = {decay} is below max_iters = {steps}, and our schedule ends "
+            f"with the run: no steps follow at min_lr; give --max_steps {decay} or {steps}"
+        )
+    if decay == steps:
+        result.add("max_steps", steps, "max_iters, and lr_decay_iters")
+        return
+    # A rate that is still falling when the run ends: the schedule is longer than the run
+    result.add("max_steps", decay, "lr_decay_iters, where the schedule ends")
+    if decay > steps and not has_length:
+        result.add("stop_at", steps, "max_iters, before the schedule ends")
+
+
+def _add_data(
+    settings: dict[str, Any], path: Path, given: Collection[str], result: Translation
+) -> None:
+    """Find the folder that nanoGPT's data/NAME/prepare.py has written, or a text of the same name."""
+    if "dataset" in given:
+        return
+    name = settings["dataset"]
+    places = [Path("data", name), path.resolve().parent.parent / "data" / name]
+    for folder in places:
+        if (folder / "train.bin").is_file():
+            result.add("dataset", str(folder), f"dataset = {name}, as its prepare.py wrote it")
+            # Without a vocabulary beside them, tokens are GPT-2's
+            own = (folder / "meta.pkl").is_file() or (folder / "meta.json").is_file()
+            if not own:
+                result.add("tokenizer", "gpt2", f"{folder} has no meta.pkl")
+            return
+    if name in _TEXTS:
+        result.add("dataset", "shakespeare", f"dataset = {name}, as text")
+        result.add("tokenizer", _TEXTS[name], f"dataset = {name}")
+        return
+    raise ConfigError(
+        f"dataset = {name} of {path} is no folder with a train.bin ({' and '.join(map(str, places))} "
+        "have none); give --dataset FOLDER"
+    )
+
+
+def _add_start(settings: dict[str, Any], given: Collection[str], result: Translation) -> None:
+    start = settings["init_from"]
+    if start == "scratch" or {"init_from", "resume"} & set(given):
+        return
+    if start == "resume":
+        result.add("resume", "auto", "init_from = 'resume'")
+        return
+    raise ConfigError(
+        f"init_from = {start!r} would download weights; give --init_from FOLDER with such a model"
+    )
+
+
+def _add_device(settings: dict[str, Any], from_file: set[str], result: Translation) -> None:
+    device = settings["device"]
+    if "device" in from_file:
+        kind = device.partition(":")[0]
+        if kind not in ("cuda", "cpu"):
+            raise ConfigError(f"device = {device!r} is no device of nanoray; use cuda or cpu")
+        result.add("device", kind, f"device = {device!r}")
+        # On a CPU nothing is cast, whatever dtype says
+        if kind == "cpu":
+            result.add("precision", "fp32", "device = 'cpu' computes in float32 there")
+            if "dtype" in from_file:
+                result.leave("dtype", settings["dtype"], "nanoGPT does not follow it on a CPU")
+            return
+    if "dtype" not in from_file:
+        return
+    dtype = settings["dtype"]
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype = {dtype!r} is none of float32, bfloat16, float16; mend it")
+    result.add("precision", FORMATS[dtype], f"dtype = {dtype!r}")
+    if dtype == "float32":
+        reason = "on a GPU nanoGPT multiplies such numbers in tf32, as --precision tf32 does"
+        result.lines.append(("precision", f"nanogpt dtype = {dtype!r}: {reason}"))
+
+
+def _name_what_is_left(
+    settings: dict[str, Any], from_file: set[str], given: Collection[str], result: Translation
+) -> None:
+    if settings["eval_only"]:
+        raise ConfigError(
+            "eval_only = True trains nothing; drop it, or look at a run with `nanoray checkpoint "
+            "show RUN`"
+        )
+    if settings["wandb_log"]:
+        reason = "metrics are in the run's metrics.jsonl and TensorBoard's tb/"
+        result.leave("wandb_log", True, reason)
+    for name in ("wandb_project", "wandb_run_name"):
+        if name in from_file:
+            result.leave(name, settings[name], "the run has the name of the file, or --name")

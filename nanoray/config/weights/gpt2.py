@@ -1,0 +1,212 @@
+"""GPT-2 in the words of Hugging Face and of nanoGPT: names of tensors, and what their files say.
+
+    nanoray                     GPT-2, below `transformer.`
+    tok_emb.weight              wte.weight
+    pos_emb.weight              wpe.weight
+    blocks.N.norm1              h.N.ln_1
+    blocks.N.attn.qkv           h.N.attn.c_attn      rows of queries, keys, values in all three
+    blocks.N.attn.proj          h.N.attn.c_proj
+    blocks.N.norm2              h.N.ln_2
+    blocks.N.mlp.up             h.N.mlp.c_fc
+    blocks.N.mlp.down           h.N.mlp.c_proj
+    norm                        ln_f
+
+Hugging Face keeps the matrix of a linear layer as (inputs, outputs), in a class named Conv1D; nanoGPT
+keeps it as torch does, (outputs, inputs).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from nanoray.errors import ConfigError
+
+PREFIX = "transformer."
+TOKENS = "wte.weight"
+HEAD = "lm_head.weight"
+
+# (ours, GPT-2's, outputs and inputs in units of n_embd); a norm has no inputs
+_LAYERS = (
+    ("norm1", "ln_1", 1, 0),
+    ("attn.qkv", "attn.c_attn", 3, 1),
+    ("attn.proj", "attn.c_proj", 1, 1),
+    ("norm2", "ln_2", 1, 0),
+    ("mlp.up", "mlp.c_fc", 4, 1),
+    ("mlp.down", "mlp.c_proj", 1, 4),
+)
+# Constants that older versions saved: the causal mask, and what stands behind it
+_MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+
+# activation_function of a config.json -> the key gelu
+ACTIVATIONS = {
+    "gelu": "exact",
+    "gelu_python": "exact",
+    "gelu_new": "tanh",
+    "gelu_fast": "tanh",
+    "gelu_accurate": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+    "gelu_python_tanh": "tanh",
+}
+# What a config.json can ask for that nanoray's GPT does not compute: the only value that it does
+_FIXED = {
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+class Weight(NamedTuple):
+    """A parameter: its name here and in GPT-2's files, and its shape there."""
+
+    ours: str
+    theirs: str  # without PREFIX
+    shape: tuple[int, ...]
+    transposed: bool = False
+
+
+def weights_of(keys: Mapping[str, Any], rows: int, conv1d: bool) -> list[Weight]:
+    """Return the parameters of a GPT-2 with these keys and `rows` of tokens.
+
+    conv1d: matrices are (inputs, outputs), as Hugging Face keeps them.
+    """
+    C = keys["n_embd"]
+    weights = [
+        Weight("tok_emb.weight", TOKENS, (rows, C)),
+        Weight("pos_emb.weight", "wpe.weight", (keys["block_size"], C)),
+    ]
+    layers = [("norm", "ln_f", 1, 0)]
+    for n in range(keys["n_layer"]):
+        for ours, theirs, outputs, inputs in _LAYERS:
+            layers.append((f"blocks.{n}.{ours}", f"h.{n}.{theirs}", outputs, inputs))
+
+    for ours, theirs, outputs, inputs in layers:
+        shape: tuple[int, ...] = (outputs * C,)
+        if inputs and conv1d:
+            shape = (inputs * C, outputs * C)
+        elif inputs:
+            shape = (outputs * C, inputs * C)
+        weights.append(Weight(f"{ours}.weight", f"{theirs}.weight", shape, conv1d and inputs > 0))
+        if keys["bias"]:
+            weights.append(Weight(f"{ours}.bias", f"{theirs}.bias", (outputs * C,)))
+    return weights
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name without what torch.compile and the class of the model put before it."""
+    return name.removeprefix("_orig_mod.").removeprefix(PREFIX)
+
+
+def is_constant(name: str) -> bool:
+    """Return whether a tensor of a file is no weight but a mask of the attention."""
+    return bool(_MASKS.fullmatch(plain_name(name)))
+
+
+def keys_of_huggingface(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], int]:
+    """Return our keys for a config.json, and its vocabulary. Raises ConfigError with the reason."""
+    kind = config.get("model_type")
+    if kind != "gpt2":
+        raise ConfigError(
+            f"init_from: {where} has model_type {kind}, and nanoray's GPT is a gpt2; give the "
+            "folder of a GPT-2"
+        )
+    for key, value in _FIXED.items():
+        if config.get(key, value) != value:
+            raise ConfigError(
+                f"init_from: {where} has {key} {config[key]}, and nanoray's GPT computes {value}; "
+                "give the weights of a plain GPT-2"
+            )
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in ACTIVATIONS:
+        raise ConfigError(
+            f"init_from: {where} has activation_function {activation}, and nanoray's GPT has "
+            f"{', '.join(ACTIVATIONS)}; give the weights of a plain GPT-2"
+        )
+
+    # The defaults are those of transformers' GPT2Config; older files have n_ctx for n_positions.
+    keys = {
+        "n_layer": config.get("n_layer", 12),
+        "n_head": config.get("n_head", 12),
+        "n_embd": config.get("n_embd", 768),
+        "block_size": config.get("n_positions", config.get("n_ctx", 1024)),
+        "bias": True,
+    }
+    vocab_size = config.get("vocab_size", 50257)
+    _require_sizes(keys | {"vocab_size": vocab_size}, where)
+    hidden = config.get("n_inner")
+    if hidden not in (None, 4 * keys["n_embd"]):
+        raise ConfigError(
+            f"init_from: {where} has n_inner {hidden}, and nanoray's GPT has 4 * n_embd = "
+            f"{4 * keys['n_embd']}; give the weights of a plain GPT-2"
+        )
+    return keys | {"gelu": ACTIVATIONS[activation]}, vocab_size
+
+
+def keys_of_nanogpt(model_args: Any, where: str) -> tuple[dict[str, Any], int]:
+    """Return our keys for the model_args of a ckpt.pt, and its vocabulary. Raises ConfigError."""
+    names = ("n_layer", "n_head", "n_embd", "block_size", "bias")
+    if not isinstance(model_args, Mapping):
+        raise ConfigError(
+            f"init_from: {where} has no model_args, which say n_head; give nanoGPT's ckpt.pt, or a "
+            ".safetensors file of `nanoray checkpoint export`"
+        )
+    # Forks add switches, such as another activation, under which the same names compute otherwise.
+    for name, value in model_args.items():
+        if value and name not in (*names, "vocab_size", "dropout"):
+            raise ConfigError(
+                f"init_from: {where} has model_args {name} = {value!r}, which nanoGPT has not, so its "
+                "model may compute another function of the weights; give a checkpoint of nanoGPT"
+            )
+    # The first nanoGPT had no key for biases, and always had them.
+    keys = {name: model_args.get(name) for name in names} | {"bias": model_args.get("bias", True)}
+    _require_sizes(keys | {"vocab_size": model_args.get("vocab_size")}, where)
+    return keys | {"gelu": "exact"}, model_args["vocab_size"]
+
+
+def _require_sizes(keys: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError for a size that is no whole number above 0, or a bias that is no bool."""
+    for key, value in keys.items():
+        if key == "bias":
+            fits = isinstance(value, bool)
+        else:
+            fits = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not fits:
+            raise ConfigError(
+                f"init_from: {where} has {key} {value!r}, which is no size of a GPT; copy it again"
+            )
+
+
+def check_tensors(
+    found: Mapping[str, tuple[int, ...]], weights: list[Weight], where: str
+) -> dict[str, str]:
+    """Return the name in the file of each of our parameters. Raises ConfigError.
+
+    The file must have all of them in these shapes, and nothing else but the tied output layer and
+    constants.
+    """
+    by_name = {plain_name(name): name for name in found}
+    names = {}
+    for weight in weights:
+        name = by_name.pop(weight.theirs, None)
+        if name is None:
+            raise ConfigError(f"init_from: {where} has no tensor {weight.theirs}; copy it again")
+        if found[name] != weight.shape:
+            raise ConfigError(
+                f"init_from: {where} has {name} of shape {list(found[name])}, and by its "
+                f"configuration it is {list(weight.shape)}; give the two that belong together"
+            )
+        names[weight.ours] = name
+
+    head = by_name.pop(HEAD, None)
+    if head is not None:
+        names["lm_head.weight"] = head
+    others = [name for plain, name in by_name.items() if not is_constant(plain)]
+    if others:
+        raise ConfigError(
+            f"init_from: {where} has {len(others)} tensor(s) that a GPT-2 has not, such as "
+            f"{min(others)}; give the weights of a plain GPT-2"
+        )
+    return names

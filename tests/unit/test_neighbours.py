@@ -1,0 +1,164 @@
+"""Names that other programs have for our keys lead to ours, wherever they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.cli import parse_args
+from nanoray.cli.parsers import COMMAND_FLAGS, flag_names
+from nanoray.config import Config, load_config, make_config
+from nanoray.config.load import NESTED
+from nanoray.config.neighbours import TABLE, VALUES, Name, find
+from nanoray.errors import ConfigError
+from nanoray.train.own.settings import loaded_of
+
+KEYS = {*Config.model_fields, *COMMAND_FLAGS}
+# Our own names need no answer
+FOREIGN = [row for row in TABLE if row.theirs not in KEYS]
+
+
+def refusal_of_flag(*words: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse_args(list(words), "nanoray train", "")
+    return str(error.value)
+
+
+def refusal_of_key(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "theirs.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(str(file), "tiny")
+    return str(error.value)
+
+
+def test_the_table_leads_to_keys_that_exist() -> None:
+    for row in TABLE:
+        assert set(row.ours) <= KEYS, row
+        assert row.ours or row.how, f"{row.theirs} leads nowhere"
+        assert row.theirs == row.theirs.lower().replace("-", "_"), row
+        for value in (row.values or {}).values():
+            assert accepts(row.ours[0], value), (row, value)
+    for key, values in VALUES.items():
+        assert all(accepts(key, value) for value in values.values()), key
+    rows = [(row.theirs, row.program) for row in TABLE]
+    assert len(set(rows)) == len(rows), "a program has a name once"
+    # These programs have flags for what a first run sets
+    for program, names in {
+        "nanoGPT": "learning_rate batch_size max_iters gradient_accumulation_steps dtype",
+        "nanochat": "depth device_batch_size total_batch_size num_iterations max_seq_len",
+        "Hugging Face": "per_device_train_batch_size num_train_epochs learning_rate output_dir",
+        "torchtitan": "training.steps training.seq_len parallelism.tensor_parallel_degree",
+    }.items():
+        assert {*names.split()} <= {row.theirs for row in TABLE if row.program == program}
+
+
+def accepts(key: str, value: str) -> bool:
+    try:
+        make_config({"micro_batch_size": 4, "n_layer": 4, key: value})
+    except ConfigError as error:
+        return "Input should be" not in str(error)  # other keys may be missing
+    return True
+
+
+@pytest.mark.parametrize("row", FOREIGN, ids=lambda row: f"{row.program} {row.theirs}")
+def test_another_programs_name_is_answered_with_ours(tmp_path: Path, row: Name) -> None:
+    """As a flag with either kind of dash, as a key of a file, and in a script's dict."""
+    nested = row.theirs in NESTED
+    hyphens = row.theirs.replace("_", "-")
+    said = [refusal_of_flag(f"--{row.theirs}", "1"), refusal_of_flag(f"--{hyphens}=1")]
+    if not nested and row.theirs.count(".") == 0:
+        said.append(refusal_of_key(tmp_path, f"{row.theirs}: 1\n"))
+        with pytest.raises(ConfigError) as error:
+            loaded_of({row.theirs: 1})
+        said.append(str(error.value))
+    elif not nested:
+        outer, inner = row.theirs.split(".")
+        said.append(refusal_of_key(tmp_path, f"{outer}: {{{inner}: 1}}\n"))
+
+    for text in said:
+        assert text.startswith("unknown "), text
+        assert all(key in text for key in row.ours), text
+        assert row.ours or row.how in text, text
+        assert "did you mean" not in text, f"a guess at a name that is known: {text}"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--learning_rate", "3e-4"], "unknown flag --learning_rate; write --lr 3e-4"),
+        (["--learning-rate=3e-4"], "unknown flag --learning-rate; write --lr 3e-4"),
+        (["--dtype=bfloat16"], "unknown flag --dtype; write --precision bf16"),
+        (["--dtype", "float8"], "unknown flag --dtype; it is --precision here"),
+        (["--bf16"], "unknown flag --bf16; write --precision bf16"),
+        (["--training.seq_len", "8"], "unknown flag --training.seq_len; write --block_size 8"),
+        (["--optim=adamw_torch_fused"], "unknown flag --optim; write --optimizer adamw"),
+        (["--max_iters"], "unknown flag --max_iters; it is --max_steps here"),
+        (["--decay_lr=False"], "it is --schedule here (false is constant)"),
+        (["--adam_epsilon", "1e-6"], "unknown flag --adam_epsilon; it is 1e-8, as in torch"),
+        (
+            ["--gradient_accumulation_steps", "40"],
+            "from nanoGPT: it is --global_batch_size here (there it counts all ranks, so "
+            "global_batch_size is batch_size x gradient_accumulation_steps); from Hugging Face: "
+            "write --grad_accum_steps 40",
+        ),
+        (["--learnig_rate", "1"], "--learnig_rate; did you mean learning_rate? write --lr 1"),
+        (["--n_layr", "1"], "unknown flag --n_layr; did you mean --n_layer?"),
+        (["--precision", "bfloat16"], "or 'fp8'; write bf16"),
+        (["--device", "gpu"], "or 'cpu'; write cuda"),
+        (["--optimizer", "AdamW"], "or 'muon'; write adamw"),
+        (["tiny"], "tiny is the value of no flag; write --preset tiny"),
+        (["my.yaml"], "my.yaml is the value of no flag; write --config my.yaml"),
+        (["nonsense"], "nonsense is the value of no flag; flags begin with --"),
+    ],
+)
+def test_a_flag_is_answered(words: list[str], message: str) -> None:
+    assert message in refusal_of_flag(*words)
+
+
+@pytest.mark.parametrize("word", ["init", "dtypes", "tpp", "lrs", "x", "mini", "step", "ranks"])
+def test_no_guess_at_a_word_that_is_far_from_all(word: str) -> None:
+    """`--init_from` was answered with `--min_lr`: dashes counted as letters in common."""
+    text = refusal_of_flag(f"--{word}", "1")
+    guess = text.partition("did you mean ")[2].partition("?")[0].lstrip("-")
+    assert guess in ("", "dtype", "tp", "lr", "steps"), text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "optimizer: {name: AdamW, lr: 1}",
+            "optimizer.name; write optimizer: adamw, as a flat key",
+        ),
+        ("optim: {lr: 3}", "unknown key optim.lr; write it as a flat key: lr: 3"),
+        ("optimizer: {foo: 1}", "optimizer.foo; optimizer has one value, without keys below it"),
+        ("model: {n_layer: 2}", "write others as flat keys, e.g. n_layer: 2"),
+        ("foo: {bar: 1}", "unknown key foo; known: the flags that `nanoray train --help all`"),
+        ("kube: {imagee: x}", "kube.imagee = 'x': unknown key; did you mean image?"),
+        ("precision: bf16-mixed", "or 'fp8'; write bf16"),
+    ],
+)
+def test_a_key_of_a_file_is_answered(tmp_path: Path, text: str, message: str) -> None:
+    assert message in refusal_of_key(tmp_path, text)
+
+
+def test_hyphens_are_underscores() -> None:
+    config = parse_args(["--max-steps=7", "--eval-every", "3"], "x", "y").config
+    assert (config.max_steps, config.eval_every) == (7, 3)
+    # A value keeps its own
+    assert parse_args(["--name", "my-run", "--out-dir=a-b"], "x", "y").config.out_dir == "a-b"
+
+
+def test_a_scripts_dict_may_have_nested_keys() -> None:
+    values: dict[str, Any] = {"training": {"batch_size": 16, "learning_rate": 0.1}}
+    config = loaded_of(values).config
+    assert (config.micro_batch_size, config.lr) == (16, 0.1)
+
+
+def test_a_name_without_its_section_is_found() -> None:
+    assert [row.ours for row in find("tensor_parallel_degree")] == [("tp",)]
+    assert find("no_such_name") == []
+    assert "lr" in flag_names()
