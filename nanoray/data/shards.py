@@ -12,6 +12,7 @@ import glob
 import json
 import mmap
 import os
+import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -33,6 +34,7 @@ SUFFIXES = {
     ".bin": "tokens",
 }
 KINDS = ("jsonl", "text", "parquet", "tokens")
+_SPLIT = re.compile(r"(?<![a-z])(train|valid|validation|val|dev|test|eval)(?![a-z])")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 _READ_AHEAD = 1 << 23  # bytes
 _GROUPS = 3  # row groups that are kept at least: a window may begin in one and end in the next
@@ -76,6 +78,7 @@ def _files_of(path: Path, given: str, endings: tuple[str, ...]) -> list[Path]:
             raise DataError(
                 f"the folder {given} has no file that ends in {kinds}; name files of these kinds"
             )
+        _require_one_split(path, files)
         return files
     if path.exists():
         return [path]
@@ -84,6 +87,22 @@ def _files_of(path: Path, given: str, endings: tuple[str, ...]) -> list[Path]:
     if not files:
         raise DataError(f"no file {given}; check the path, which starts at {os.getcwd()}")
     return files
+
+
+def _require_one_split(folder: Path, files: list[Path]) -> None:
+    """Raise DataError for a folder whose files are of several splits, by their names."""
+    splits: dict[str, Path] = {}
+    for file in files:
+        found = _SPLIT.search(file.name)
+        if found:
+            splits.setdefault(found[1], file)
+    if len(splits) > 1:
+        first, second = list(splits.values())[:2]
+        word = next(iter(splits))
+        raise DataError(
+            f"the folder {folder} has {first.name} and {second.name}, which are of different "
+            f"splits; name one of them by a pattern, such as {folder}/*{word}*"
+        )
 
 
 def kind_of(files: Sequence[Path]) -> str:

@@ -235,12 +235,20 @@ def make_wrong_files(folder: Path) -> None:
     (folder / "cut.bin").write_bytes((folder / "a.bin").read_bytes()[:-2])
     (folder / "empty").mkdir()
     (folder / "none.jsonl").write_text("\n")
+    (folder / "splits").mkdir()
+    for name in ("train_000000.bin", "train_000001.bin", "val_000000.bin"):
+        write_tokens(folder / "splits" / name, [1, 2])
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no file": ("x.jsonl", {}, "no file .*x.jsonl; check the path"),
     "no match": ("x*.jsonl", {}, r"no file .*x\*.jsonl; check the path"),
     "an empty folder": ("empty", {}, "the folder .*empty has no file that ends in .jsonl"),
+    "two splits": (
+        "splits",
+        {"block_size": 4},
+        r"has train_000000.bin and val_000000.bin, .*; name one of them by a pattern, such as .*train",
+    ),
     "no files": ([], {}, "no files are named; name files"),
     "twice": (["a.jsonl", "*a.jsonl"], {}, "a.jsonl is named twice, so its samples"),
     "two kinds": (["a.jsonl", "a.txt"], {}, "files of one kind, but .* is jsonl and .* is text"),
