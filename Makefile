@@ -67,15 +67,14 @@ bench-gpu: setup
 	$(PY) -m nanoray.bench gpu --json "docs/results/gpu-$$device.json" --figure "docs/results/gpu-$$device.png" $(ARGS) || failed=1; \
 	exit $$failed
 
-# The generated pages of docs/, and with `make site` all of it as a website in build/site.
+# The generated pages of docs/, and with `make site` all of it as a website in build/site, which opens without a server.
 docs: setup
 	@$(PY) -m nanoray.metrics > docs/metrics.md
 	@$(PY) -m nanoray.cli > docs/flags.md
 	@$(PY) -m nanoray.errors > docs/errors.md
 
 site: docs
-	@$(PY) -m mkdocs build --strict --quiet
-	@echo build/site/index.html
+	@$(PY) docs/site/build.py
 
 setup: $(STAMP)
 

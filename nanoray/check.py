@@ -29,13 +29,15 @@ from urllib.parse import urlsplit
 from nanoray import __version__
 from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.config import Config
+from nanoray.config.data import exists
 from nanoray.data import cifar10
-from nanoray.data.dataset import cache_dir
+from nanoray.data.dataset import absolute, cache_dir
+from nanoray.data.token_folder import inspect_folder
 from nanoray.devices import choose, host, mig
 from nanoray.devices.device import Device
 from nanoray.devices.gpus import discover_gpus
 from nanoray.devices.slots import Slots, local_slots
-from nanoray.errors import ConfigError, NanorayError
+from nanoray.errors import ConfigError, DataError, NanorayError
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import RankDevice, choose_backend
 
@@ -221,8 +223,12 @@ def shm_gib() -> float | None:
 
 
 def dataset_state(config: Config) -> dict[str, Any]:
-    """Return the dataset's name, whether it is missing, and a note on where it comes from."""
+    """Return the dataset's name, whether it is missing, a note on it, and why it is refused.
+
+    Of files with tokens only names and headers are read.
+    """
     missing = False
+    refusal = ""
     if config.model == "own":
         note = "data of the script"
     elif config.dataset in NO_NETWORK:
@@ -230,11 +236,18 @@ def dataset_state(config: Config) -> dict[str, Any]:
     elif config.dataset in ("auto", "shakespeare", "cifar10"):
         note = _download_note(config)
     else:
-        missing = not os.path.exists(os.path.expanduser(config.dataset))
+        path = absolute(config.dataset)
+        missing = not exists(str(path))
         note = "there"
         if missing:
             note = "not there, or closed to this user"
-    return {"name": config.dataset, "missing": missing, "note": note}
+        elif not path.is_file():
+            try:
+                note = inspect_folder(path, config).describe()
+            except DataError as error:
+                refusal = str(error)
+                note = "cannot be used"
+    return {"name": config.dataset, "missing": missing, "note": note, "refusal": refusal}
 
 
 def _download_note(config: Config) -> str:
@@ -407,6 +420,10 @@ def host_problems(report: dict[str, Any]) -> Iterator[Problem]:
     if dataset["missing"]:
         what = f"dataset = {dataset['name']} is {dataset['note']}"
         yield Problem(what, "correct the path", fatal=True)
+    elif dataset["refusal"]:
+        # The message ends with its remedy.
+        what, _, remedy = dataset["refusal"].rpartition("; ")
+        yield Problem(what, remedy, fatal=True)
 
     out_dir = report["out_dir"]
     if not out_dir["writable"]:

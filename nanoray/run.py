@@ -2,7 +2,7 @@
 
 runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     config.json      the configuration; `--config` reads it
-    run.json         the RunSpec: dataset, versions, command and its working folder
+    run.json         the RunSpec: dataset, versions, command, its launcher and its working folder
     metrics.jsonl    one record per logged step
     statistics.jsonl  with statistics_every: what each layer is like
     memory/          with memory_at: the memory of a step on each rank;  `nanoray report` draws it
@@ -41,6 +41,7 @@ from nanoray.atomic import replace_text, write_json
 from nanoray.config import Config
 from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
+from nanoray.mesh.launchers import describe_start
 
 log = logging.getLogger("nanoray")
 _RECORD_BYTES = 1 << 16  # more than one record of a file of records has
@@ -97,6 +98,7 @@ class RunSpec:
             "notes": list(self.notes),
             "nanoray": __version__,
             "command": sys.argv,
+            "launcher": describe_start(os.environ),
             "cwd": _working_folder(),  # relative paths of the configuration begin here
         }
 

@@ -306,7 +306,7 @@ class AlgorithmsBenchmark(Benchmark):
             for r in timed
             if r.arm in FORCED and r.values
         ]
-        return [*text, *crossovers(report)]
+        return [*text, *report.findings(crossovers(report))]
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return the medians for a README, and where the winner changes."""
@@ -320,7 +320,11 @@ class AlgorithmsBenchmark(Benchmark):
             )
             for size, _ in winners(report)
         ]
-        return [*markdown(("all_reduce, us", *timed), rows), "", "; ".join(crossovers(report))]
+        return [
+            *markdown(("all_reduce, us", *timed), rows),
+            "",
+            "; ".join(report.findings(crossovers(report))),
+        ]
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw time over bytes, both logarithmic: medians and quartiles.

@@ -142,12 +142,17 @@ class CompressionBenchmark(Benchmark):
         table = aligned(
             [(*line, "") for line in _build_table(report, "quartiles")], right=set(range(1, 9))
         )
-        return [*table, "", *(f"{row.arm}: {row.note}" for row in rows), *finding(report)]
+        return [
+            *table,
+            "",
+            *(f"{row.arm}: {row.note}" for row in rows),
+            *report.findings(finding(report)),
+        ]
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return the table for a page, and the finding."""
         head, *body = _build_table(report, "range")
-        return [*markdown(head, body), "", *finding(report)]
+        return [*markdown(head, body), "", *report.findings(finding(report))]
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw step time over bytes, and how the loss of each arm goes away from that of float32."""

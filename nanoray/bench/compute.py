@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from nanoray.bench.harness.processes import answers_only
 from nanoray.config import Config
 from nanoray.data.dataset import DatasetInfo
+from nanoray.errors import DataError
 from nanoray.mesh.rendezvous import BackendChoice, Order, open_store, rendezvous_of
 from nanoray.run import RunSpec
 
@@ -109,8 +110,17 @@ def plain_loop(cfg: Config, data: DatasetInfo, threads: int) -> Iterator[nn.Modu
     ]
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2))
 
+    # The loop of a reader's first program: it reads one file.
+    if len(data.files("train")) > 1:
+        raise DataError(
+            f"{data.path} has several train files, and the plain loop reads one; give a dataset "
+            "with one train.bin"
+        )
+    (file,) = data.files("train")
+
     def batch() -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = np.memmap(Path(data.path) / "train.bin", dtype=data.dtype, mode="r")
+        # Opened anew for each batch, as nanoGPT does it.
+        tokens = np.memmap(data.path / file.name, dtype=data.dtype, mode="r", offset=file.offset)
         starts = torch.randint(len(tokens) - cfg.block_size, (cfg.global_batch_size,)).tolist()
         windows = [
             torch.from_numpy(tokens[i : i + cfg.block_size + 1].astype(np.int64)) for i in starts

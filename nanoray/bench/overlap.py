@@ -137,7 +137,7 @@ class OverlapBenchmark(Benchmark):
             found.append(
                 (row.arm, *numbers, str(row.n), wrong, row.problem if not row.values else row.note)
             )
-        return [*aligned(found, right=set(range(1, 8))), "", *finding(report)]
+        return [*aligned(found, right=set(range(1, 8))), "", *report.findings(finding(report))]
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return a table for a README, and the finding."""
@@ -147,7 +147,7 @@ class OverlapBenchmark(Benchmark):
             (arm, *(report.cell(arm, metric, "range") for metric in (STEP, BUSY, EXPOSED, COST)))
             for arm in arms
         ]
-        return [*markdown(header, cells), "", *finding(report)]
+        return [*markdown(header, cells), "", *report.findings(finding(report))]
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw step, hidden and exposed time over the bucket size."""

@@ -115,12 +115,12 @@ class PipelineBenchmark(Benchmark):
         table = aligned(
             [(*line, "") for line in _build_table(report, "quartiles")], right=set(range(1, 5))
         )
-        return [*table, "", *finding(report)]
+        return [*table, "", *report.findings(finding(report))]
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return the table for a page, and the finding."""
         head, *body = _build_table(report, "range")
-        return [*markdown(head, body), "", *finding(report)]
+        return [*markdown(head, body), "", *report.findings(finding(report))]
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw measured over theoretical waiting, and the steps of each schedule over 1f1b's."""

@@ -322,7 +322,8 @@ def random_tokens(folder: Path, vocab_size: int) -> Path:
         (folder / f"{split}.bin").write_bytes(
             source.integers(vocab_size, size=50_000, dtype=np.uint16).tobytes()
         )
-    (folder / "meta.json").write_text(json.dumps({"vocab_size": vocab_size}), encoding="utf-8")
+    meta = {"vocab_size": vocab_size, "dtype": "uint16"}
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     return folder
 
 

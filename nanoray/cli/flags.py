@@ -18,6 +18,7 @@ from nanoray.config import (
     read_yaml,
     refuse_unknown_key,
 )
+from nanoray.config.data import exists
 from nanoray.config.load import keep_init_from, lay_over, read_mapping, run_folder_of
 from nanoray.config.nanogpt import translate_file
 from nanoray.config.spellings import refuse_old
@@ -128,7 +129,7 @@ def _refuse_words(words: list[str]) -> None:
     """Raise ConfigError for words of a command line that are no flags of ours, and no values."""
     word = words[0]
     if not word.startswith("-"):
-        raise ConfigError(f"{word} is the value of no flag; {_flag_for(word)}")
+        raise ConfigError(f"{word} is the value of no flag; {_flag_for(words)}")
 
     # `--key=value`, or `--key value`
     key, is_assigned, value = word.lstrip("-").partition("=")
@@ -139,9 +140,13 @@ def _refuse_words(words: list[str]) -> None:
     refuse_unknown_key(key, given, (*flag_names(), *COMMAND_FLAGS), "--")
 
 
-def _flag_for(word: str) -> str:
-    """Return which flag a word may have been meant for, by what it names."""
+def _flag_for(words: list[str]) -> str:
+    """Return which flag the first of some words may have been meant for, by what it names."""
+    word = words[0]
     path = Path(word).expanduser()
+    # Without quotes the shell replaces a pattern by all files that it matches.
+    if path.suffix in (".bin", ".npy"):
+        return "give each flag one value, and quote a pattern, as in --dataset 'data/*.bin'"
     if (PRESET_DIR / f"{word}.yaml").is_file():
         return f"write --preset {word}"
     if path.suffix == ".py":
@@ -192,9 +197,9 @@ def _found_from_here(values: dict[str, Any], folder: Path) -> dict[str, str]:
     for key in ("dataset", "data_dir"):
         value = str(values.get(key) or "")
         # A word such as `shakespeare` names no file there
-        there = Path(cwd, value)
-        if value and not Path(value).exists() and there.exists():
-            paths[key] = str(there)
+        there = str(Path(cwd, value))
+        if value and not exists(value) and exists(there):
+            paths[key] = there
     return paths
 
 

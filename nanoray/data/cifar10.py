@@ -201,11 +201,11 @@ def store(folder: Path, info: DatasetInfo, train: bytes, val: bytes) -> DatasetI
     # One hash over both files, in the order in which `verify` reads them.
     digest = hashlib.sha256(train)
     digest.update(val)
-    info = replace(info, tokens_sha256=digest.hexdigest(), kind="images")
+    info = replace(info, path=folder, tokens_sha256=digest.hexdigest(), kind="images")
     write(folder / "train.bin", train)
     write(folder / "val.bin", val)
     write(folder / "meta.json", json.dumps(info.to_dict(), indent=2).encode())
-    verify(folder, info.tokens_sha256)
+    verify(info)
     return info
 
 
@@ -214,6 +214,6 @@ def _reuse(folder: Path, name: str) -> DatasetInfo | None:
     with contextlib.suppress(OSError, ValueError, TypeError, DataError):
         info = DatasetInfo.from_dict(json.loads((folder / "meta.json").read_bytes()))
         info = replace(info, path=folder, name=name)
-        verify(folder, info.tokens_sha256)
+        verify(info)
         return info
     return None

@@ -33,9 +33,7 @@ class ImageData:
     def __init__(self, info: DatasetInfo, seed: int, device: torch.device | None = None) -> None:
         """Open `info`. Raises DataError when its files' sizes are not the recorded ones."""
         self.count = {"train": info.train_tokens, "val": info.val_tokens}
-        self._files = {
-            split: open_mapped(info, split, images * RECORD) for split, images in self.count.items()
-        }
+        self._files = {split: open_mapped(info, split, RECORD) for split in self.count}
         self.device = device
 
         # Arrays of one element: numpy warns of overflow in scalars, not in arrays.

@@ -1,4 +1,4 @@
-"""Prepare datasets: turn a text into train.bin, val.bin and meta.json.
+"""Prepare datasets: turn a text into train.bin, val.bin and meta.json, or open token files.
 
 data/tokens.py reads batches from them. Images come from data/cifar10.py, in the same files;
 data/images.py reads batches from those.
@@ -12,20 +12,22 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import sys
 import sysconfig
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from nanoray.config import Config
+from nanoray.config.data import is_pattern
 from nanoray.data import cifar10, download
 from nanoray.data.dataset import DatasetInfo as DatasetInfo
 from nanoray.data.dataset import absolute, own_data, write
 from nanoray.data.dataset import cache_dir as cache_dir
 from nanoray.data.download import FetchFailed, fetch
+from nanoray.data.token_folder import open_folder
 from nanoray.data.tokenizer import Tokenizer as Tokenizer
 from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.data.verify import verify
@@ -39,7 +41,7 @@ SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2d
 _NAMES = ("auto", "shakespeare", "stdlib")
 _TOTAL_S = 60.0  # for one try to download
 _QUICK_S = 4.0  # for the only try of dataset auto, which has a fallback
-_SCAN_BYTES = 1 << 24  # a multiple of every token size
+_LOOK_BYTES = 1 << 16  # of a file that may hold tokens
 _STDLIB_BYTES = 4_000_000
 _STDLIB_SKIP = {
     # Third-party code
@@ -78,8 +80,9 @@ def prepare(config: Config) -> DatasetInfo:
         info = _tokenize(_shakespeare(config), config)
     elif config.dataset == "stdlib":
         info = _tokenize(_stdlib(), config)
-    elif os.path.isdir(path):
-        info = _open_folder(path, config)
+    elif os.path.isdir(path) or is_pattern(str(path)):
+        info = open_folder(path, config)
+        info = replace(info, name=_name(info.name))
     else:
         info = _tokenize(_text_file(path, config.dataset), config)
 
@@ -209,6 +212,15 @@ def _text_file(path: Path, given: str) -> _Source:
             f"{given} is neither a text file nor a folder; name one with --dataset PATH"
         )
     try:
+        # Before the whole file is read: one of tokens may be larger than the memory.
+        with path.open("rb") as file:
+            start = file.read(_LOOK_BYTES)
+        if path.suffix in (".bin", ".npy") and b"\0" in start:
+            pattern = shlex.quote(str(path.parent / f"*{path.suffix}"))
+            raise DataError(
+                f"{given} is one file of tokens; name its folder, which has the files of both "
+                f"splits, or a pattern that matches both, for example --dataset {pattern}"
+            )
         data = path.read_bytes()
     except OSError as error:
         raise DataError(f"cannot read {given}: {error.strerror}; check its permissions") from None
@@ -278,7 +290,7 @@ def _tokenize(source: _Source, config: Config) -> DatasetInfo:
     write(folder / "train.bin", train.tobytes())
     write(folder / "val.bin", val.tobytes())
     write(folder / "meta.json", json.dumps(info.to_dict(), indent=2).encode())
-    verify(folder, info.tokens_sha256)
+    verify(info)
     return info
 
 
@@ -311,101 +323,7 @@ def _reuse(folder: Path) -> DatasetInfo | None:
         for split, tokens in (("train", info.train_tokens), ("val", info.val_tokens)):
             if (folder / f"{split}.bin").stat().st_size != tokens * itemsize:
                 return None
-        verify(folder, info.tokens_sha256)
+        verify(info)
     except (OSError, ValueError, TypeError, DataError):
         return None
     return info
-
-
-def _open_folder(folder: Path, config: Config) -> DatasetInfo:
-    """Open a folder of token files, in nanoGPT's format or as `prepare` writes them."""
-    # An option that would have no effect is an error.
-    if config.val_fraction != Config.model_fields["val_fraction"].default:
-        raise DataError(
-            f"val_fraction would be ignored: {folder} is split already; drop val_fraction"
-        )
-    missing = [name for name in ("train.bin", "val.bin") if not (folder / name).is_file()]
-    if missing:
-        raise DataError(
-            f"the folder {folder} has no {' and no '.join(missing)}; name a folder that has both"
-        )
-    meta = _read_meta(folder)
-    tokenizer = tokenizer_from_json(meta["tokenizer"])
-    dtype = meta["dtype"]
-    if config.tokenizer not in ("auto", meta["tokenizer"]["kind"]):
-        raise DataError(
-            f"tokenizer = {config.tokenizer}, but {folder} has tokens of "
-            f"{meta['tokenizer']['kind']}; drop --tokenizer"
-        )
-    # Each file is read whole once: for its hash, and because an id outside the vocabulary would
-    # fail in the embedding, on a GPU without a readable error.
-    digest = hashlib.sha256()
-    train_tokens = _scan(folder / "train.bin", dtype, tokenizer.vocab_size, digest)
-    val_tokens = _scan(folder / "val.bin", dtype, tokenizer.vocab_size, digest)
-    return DatasetInfo(
-        name=_name(folder.name),
-        note=f"{folder.name}: the token files in {folder}",
-        path=folder,
-        dtype=dtype,
-        vocab_size=tokenizer.vocab_size,
-        train_tokens=train_tokens,
-        val_tokens=val_tokens,
-        sha256=str(meta.get("sha256", "")),
-        tokens_sha256=digest.hexdigest(),
-        tokenizer=tokenizer.to_json(),
-    )
-
-
-def _read_meta(folder: Path) -> dict[str, Any]:
-    """Return meta.json: `tokenizer`, `dtype` and `vocab_size`; without one, nanoGPT's values."""
-    file = folder / "meta.json"
-    if not file.exists():
-        if (folder / "meta.pkl").exists():
-            raise DataError(
-                f"{folder} has its vocabulary in meta.pkl, and unpickling can run any code; write "
-                'meta.json: {"tokenizer": {"kind": "char", "chars": "..."}} with the sorted characters'
-            )
-        return {"tokenizer": {"kind": "gpt2"}, "dtype": "uint16"}
-    try:
-        meta = json.loads(file.read_bytes())
-        # Defaults of nanoGPT's files, and of files with a vocab_size only.
-        meta.setdefault("dtype", "uint16")
-        meta.setdefault("tokenizer", {"kind": "ids", "vocab_size": meta.get("vocab_size")})
-        vocab_size = tokenizer_from_json(meta["tokenizer"]).vocab_size
-        if meta.setdefault("vocab_size", vocab_size) != vocab_size:
-            raise DataError(
-                f"vocab_size = {meta['vocab_size']}, but its tokenizer has {vocab_size}"
-            )
-        if meta["dtype"] not in ("uint16", "uint32"):
-            raise DataError(f"dtype = {meta['dtype']!r} is not uint16 or uint32")
-    except (OSError, ValueError, AttributeError, RecursionError, DataError) as error:
-        raise DataError(
-            f"{file}: {error}; it must hold at least vocab_size, or tokenizer"
-        ) from None
-    return meta
-
-
-def _scan(file: Path, dtype: str, vocab_size: int, digest: hashlib._Hash) -> int:
-    """Count the tokens of `file` and add its bytes to `digest`.
-
-    Raises DataError for an id outside the vocabulary.
-    """
-    itemsize = np.dtype(dtype).itemsize
-    size = file.stat().st_size
-    if size % itemsize:
-        raise DataError(
-            f"{file} has {size} bytes, not a multiple of {itemsize} ({dtype}); copy it again"
-        )
-    count = 0
-    with file.open("rb") as stream:
-        while chunk := stream.read(_SCAN_BYTES):
-            digest.update(chunk)
-            ids = np.frombuffer(chunk, dtype)
-            if ids.max() >= vocab_size:
-                first = int(np.argmax(ids >= vocab_size))
-                raise DataError(
-                    f"{file}: token {count + first} is {ids[first]}, but vocab_size is "
-                    f"{vocab_size}; correct vocab_size or dtype in meta.json"
-                )
-            count += len(ids)
-    return count

@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from nanoray.data.headers import read_header
 from nanoray.data.line_index import starts_of
-from nanoray.data.token_shards import TokenShard, read_token_shard
+from nanoray.data.token_folder import read_stated
 from nanoray.errors import DataError
 
 SUFFIXES = {
@@ -32,6 +33,7 @@ SUFFIXES = {
     ".text": "text",
     ".parquet": "parquet",
     ".bin": "tokens",
+    ".npy": "tokens",
 }
 KINDS = ("jsonl", "text", "parquet", "tokens")
 _SPLIT = re.compile(r"(?<![a-z])(train|valid|validation|val|dev|test|eval)(?![a-z])")
@@ -309,8 +311,8 @@ class Tokens(Shard):
     def __init__(self, path: Path, block_size: int) -> None:
         super().__init__(path)
         self._block_size = block_size
-        self._shard: TokenShard = read_token_shard(path)
-        self.records = max(0, self._shard.tokens - 1) // block_size
+        self._header = read_header(path, read_stated(path.parent))
+        self.records = max(0, self._header.tokens - 1) // block_size
         self._tokens: np.ndarray | None = None
         self._file: Any = None
 
@@ -325,7 +327,7 @@ class Tokens(Shard):
                 ) from None
             self.require_size(os.fstat(self._file.fileno()).st_size)
             self._tokens = np.memmap(
-                self._file, self._shard.dtype, "r", self._shard.offset, (self._shard.tokens,)
+                self._file, self._header.dtype, "r", self._header.offset, (self._header.tokens,)
             )
         self.require_size(os.fstat(self._file.fileno()).st_size)
         first = record * self._block_size

@@ -55,27 +55,29 @@ class Tokenizer(ABC):
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character of an alphabet, in the order of code points, as nanoGPT numbers them."""
+    """One id per character of an alphabet: chars[i] has id i. nanoGPT sorts them by code point."""
 
     kind = "char"
 
     def __init__(self, chars: str) -> None:
         self.chars = chars
         self.vocab_size = len(chars)
-        self._codes = _code_points(chars)  # sorted
+        codes = _code_points(chars)
+        self._ids = np.argsort(codes)  # of the characters by code point
+        self._codes = codes[self._ids]  # sorted
 
     def encode(self, text: str) -> np.ndarray:
         codes = _code_points(text)
-        ids = np.searchsorted(self._codes, codes).clip(max=self.vocab_size - 1)
+        places = np.searchsorted(self._codes, codes).clip(max=self.vocab_size - 1)
         # searchsorted also returns a place for characters outside the alphabet.
-        unknown = np.flatnonzero(self._codes[ids] != codes)
+        unknown = np.flatnonzero(self._codes[places] != codes)
         if unknown.size:
             offset = int(unknown[0])
             raise DataError(
                 f"character {text[offset]!r} at offset {offset} is not among the {self.vocab_size} "
                 "characters of the training text; leave it out, or train with --tokenizer byte"
             )
-        return ids.astype(self.dtype)
+        return self._ids[places].astype(self.dtype)
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.chars[i] if 0 <= i < self.vocab_size else UNKNOWN for i in ids)
@@ -84,7 +86,10 @@ class CharTokenizer(Tokenizer):
         return [max(0, self.chars.find("\n"))]
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "chars": self.chars}
+        described = {"kind": self.kind, "chars": self.chars}
+        if list(self.chars) != sorted(self.chars):
+            described["order"] = "ids"
+        return described
 
 
 class ByteTokenizer(Tokenizer):
@@ -132,10 +137,12 @@ class GPT2Tokenizer(Tokenizer):
                 "tokenizer gpt2 needs tiktoken; pip install tiktoken, or use --tokenizer byte"
             ) from None
         except Exception as error:  # its download raises requests' errors and others
+            reason = f"{type(error).__name__}: {error}"
+            if len(reason) > 90:
+                reason = reason[:90] + "..."
             raise DataError(
-                f"GPT-2's vocabulary could not be downloaded: {type(error).__name__}: {error}; set "
-                "TIKTOKEN_CACHE_DIR to a folder filled on a machine with internet, or use "
-                "--tokenizer byte"
+                f"GPT-2's vocabulary could not be downloaded: {reason}; set TIKTOKEN_CACHE_DIR to a "
+                "folder filled on a machine with internet, or for a text use --tokenizer byte"
             ) from None
 
 
@@ -177,6 +184,9 @@ def tokenizer_from_json(values: dict[str, Any]) -> Tokenizer:
     match values:
         case {"kind": "char", "chars": str(chars)} if chars and list(chars) == sorted(set(chars)):
             return CharTokenizer(chars)
+        # An alphabet in another order must say that this is meant.
+        case {"kind": "char", "chars": str(chars), "order": "ids"} if _are_distinct(chars):
+            return CharTokenizer(chars)
         case {"kind": "byte"}:
             return ByteTokenizer()
         case {"kind": "gpt2"}:
@@ -190,6 +200,10 @@ def tokenizer_from_json(values: dict[str, Any]) -> Tokenizer:
         f"not a tokenizer: {shown}; known: kind char (with sorted chars), byte, gpt2, ids (with "
         "vocab_size)"
     )
+
+
+def _are_distinct(chars: str) -> bool:
+    return 0 < len(chars) == len(set(chars))
 
 
 def _code_points(text: str) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from nanoray.config import Batch
-from nanoray.data.dataset import DatasetInfo
+from nanoray.data.dataset import DatasetInfo, TokenFile
 from nanoray.data.hashing import GOLDEN, mix
 from nanoray.errors import DataError
 
@@ -28,11 +28,7 @@ class TokenData:
         self, info: DatasetInfo, block_size: int, seed: int, device: torch.device | None = None
     ) -> None:
         """Open `info`. Raises DataError when its files' sizes are not the recorded ones."""
-        itemsize = np.dtype(info.dtype).itemsize
-        self._files = {
-            "train": open_mapped(info, "train", info.train_tokens * itemsize),
-            "val": open_mapped(info, "val", info.val_tokens * itemsize),
-        }
+        self._files = {"train": open_tokens(info, "train"), "val": open_tokens(info, "val")}
         assert min(info.train_tokens, info.val_tokens) > block_size, "prepare refuses this"
         self.block_size = block_size
         self.device = device
@@ -40,7 +36,7 @@ class TokenData:
         self._key = mix(np.array([seed], np.uint64))
 
     def offsets(self, first_sample: int, count: int) -> np.ndarray:
-        """Return the starts in train.bin of `count` samples from `first_sample` on, (count,) int64.
+        """Return the starts in the train tokens of `count` samples from `first_sample` on, (count,) int64.
 
         They are drawn with replacement, as in nanoGPT. Sample i is output i of SplitMix64 (Steele et
         al. 2014), started at a hash of the seed. There is no state: any rank can compute any sample.
@@ -55,7 +51,7 @@ class TokenData:
         return self._batch("train", self.offsets(first_sample, count))
 
     def val_windows(self, limit: int) -> np.ndarray:
-        """Return at most `limit` starts in val.bin, evenly spaced and not overlapping, int64.
+        """Return at most `limit` starts in the val tokens, evenly spaced and not overlapping, int64.
 
         The ranks split these windows, so the validation loss is the same at any world size.
         """
@@ -172,37 +168,137 @@ class MicroBatches:
         return ", ".join(ranges)
 
 
-class MappedFile:
-    """A memory-mapped file that is kept open.
+class PreparedFile:
+    """A file that is kept open, and must keep the size that it had when it was prepared."""
 
-    Reading beyond the end of one that shrank would be a SIGBUS, so call `require_whole` before.
-    """
-
-    def __init__(self, path: Path, dtype: str, size: int) -> None:
-        self._path = path
+    def __init__(self, path: Path, size: int) -> None:
+        """Open it. Raises DataError when it is missing or has another size."""
+        self.path = path
         self._size = size
-        self._file = path.open("rb")
+        try:
+            self.file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise DataError(
+                f"dataset changed: cannot open {path}: {error.strerror}; prepare it again, and "
+                "with several nodes keep --data_dir on shared storage"
+            ) from None
         self.require_whole()
-        # numpy indexes a plain array faster than a memmap.
-        self.numbers = np.asarray(np.memmap(self._file, dtype=dtype, mode="r"))
 
     def require_whole(self) -> None:
         """Raise DataError when the file does not have the prepared size."""
-        size = os.fstat(self._file.fileno()).st_size
+        size = os.fstat(self.file.fileno()).st_size
         if size != self._size:
             raise DataError(
-                f"dataset changed: {self._path} has {size} bytes, but {self._size} were prepared; "
+                f"dataset changed: {self.path} has {size} bytes, but {self._size} were prepared; "
                 "prepare it again"
             )
 
 
-def open_mapped(info: DatasetInfo, split: str, size: int) -> MappedFile:
-    """Open the file of a split. Raises DataError when it is missing or has not `size` bytes."""
-    path = info.path / f"{split}.bin"
-    try:
-        return MappedFile(path, info.dtype, size)
-    except OSError as error:
-        raise DataError(
-            f"dataset changed: cannot open {path}: {error.strerror}; prepare it again, and with "
-            "several nodes keep --data_dir on shared storage"
-        ) from None
+class MappedFile(PreparedFile):
+    """A memory-mapped file.
+
+    Reading beyond the end of one that shrank would be a SIGBUS, so call `require_whole` before.
+    """
+
+    def __init__(self, path: Path, dtype: str, size: int, offset: int = 0) -> None:
+        super().__init__(path, size)
+        # numpy indexes a plain array faster than a memmap.
+        self.numbers = np.asarray(np.memmap(self.file, dtype=dtype, mode="r", offset=offset))
+
+
+class JoinedFiles:
+    """Several files that are read as one: a window may begin in one and end in the next.
+
+    So the samples are those of one file with all tokens. Windows are read and not mapped: a data set
+    may have more files than a process may open, and a mapping costs more to open than a window to
+    read.
+    """
+
+    OPEN_FILES = 100  # at most, at a time
+
+    def __init__(self, folder: Path, files: Sequence[TokenFile], dtype: str) -> None:
+        """Open each file once. Raises DataError when one is missing or has another size."""
+        self._folder = folder
+        self._files = files
+        self._dtype = np.dtype(dtype)
+        counts = np.array([file.tokens for file in files])
+        self._ends = np.cumsum(counts)  # (files,)
+        self._starts = self._ends - counts  # (files,)
+        self._open: dict[int, PreparedFile] = {}  # by number, the one that was read last at the end
+        self._identities: dict[int, tuple[int, int]] = {}
+        for number in range(len(files)):
+            self._file(number)
+        self.numbers = self
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, places: np.ndarray) -> np.ndarray:
+        """Return the tokens of windows, in the shape of `places`: each row counts up by 1."""
+        rows = places.reshape(-1, places.shape[-1])  # (B, T + 1)
+        tokens = np.empty(rows.shape, self._dtype)
+        starts = rows[:, 0].tolist()
+        files = np.searchsorted(self._ends, rows[:, 0], side="right").tolist()
+        for row, (start, file) in enumerate(zip(starts, files, strict=True)):
+            tokens[row] = self._read(start, rows.shape[1], file)
+        return tokens.reshape(places.shape)
+
+    def require_whole(self) -> None:
+        """Do nothing: each file is checked when it is read."""
+
+    def _read(self, start: int, count: int, number: int) -> np.ndarray:
+        """Return `count` tokens from `start` on, which is in file `number`."""
+        parts = []
+        while count:
+            take = min(count, int(self._ends[number]) - start)
+            first = start - int(self._starts[number])
+            parts.append(self._read_file(number, first, take))
+            start += take
+            count -= take
+            number += 1
+        return np.concatenate(parts)
+
+    def _read_file(self, number: int, first: int, count: int) -> np.ndarray:
+        opened = self._file(number)
+        opened.require_whole()
+        itemsize = self._dtype.itemsize
+        place = self._files[number].offset + first * itemsize
+        return np.frombuffer(os.pread(opened.file.fileno(), count * itemsize, place), self._dtype)
+
+    def _file(self, number: int) -> PreparedFile:
+        """Return a file, opened if it is not open. Raises DataError if it is another one now."""
+        opened = self._open.pop(number, None)
+        if opened is None:
+            file = self._files[number]
+            size = file.offset + file.tokens * self._dtype.itemsize
+            opened = PreparedFile(self._folder / file.name, size)
+            stat = os.fstat(opened.file.fileno())
+            identity = stat.st_ino, stat.st_mtime_ns
+            if self._identities.setdefault(number, identity) != identity:
+                raise DataError(
+                    f"dataset changed: {opened.path} was replaced during the run; put the old file "
+                    "back, and resume"
+                )
+        self._open[number] = opened
+        if len(self._open) > self.OPEN_FILES:
+            longest_unread = next(iter(self._open))
+            self._open.pop(longest_unread).file.close()
+        return opened
+
+
+def open_tokens(info: DatasetInfo, split: str) -> MappedFile | JoinedFiles:
+    """Open the tokens of a split. Raises DataError as `open_mapped` does."""
+    files = info.files(split)
+    if len(files) > 1:
+        return JoinedFiles(info.path, files, info.dtype)
+    return open_mapped(info, split, np.dtype(info.dtype).itemsize)
+
+
+def open_mapped(info: DatasetInfo, split: str, itemsize: int) -> MappedFile:
+    """Open a split of one file, with tokens or images of `itemsize` bytes.
+
+    Raises DataError when it is missing or has another size than the prepared one.
+    """
+    (file,) = info.files(split)
+    size = file.offset + file.tokens * itemsize
+    return MappedFile(info.path / file.name, info.dtype, size, file.offset)

@@ -10,70 +10,104 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.atomic import replace_text
+from nanoray.data.dataset import DatasetInfo, TokenFile, read_tokens
 from nanoray.errors import DataError
 
 RECORD = ".verified.json"  # beside the token files, if the folder is writable
-FILES = ("train.bin", "val.bin")
-SAMPLES = 64  # pages of a file in its sampled hash
+SAMPLES = 64  # pages of a split in its sampled hash
 SAMPLE_BYTES = 4096
-_CHUNK = 1 << 24
 
 
-def verify(folder: Path, tokens_sha256: str) -> None:
-    """Compare the content of train.bin and val.bin with the prepared one.
+def verify(info: DatasetInfo) -> None:
+    """Compare the tokens of both splits with the prepared ones.
 
     (each rank, before it reads them) Reads the whole files, unless they were read before and have
     not changed since. Raises DataError when they differ.
     """
     # Before the files are read, so that a change during the reading is noticed next time.
-    state = {"tokens_sha256": tokens_sha256, **_stats(folder)}
-    record = folder / RECORD
+    files = (*info.files("train"), *info.files("val"))
+    state = {"tokens_sha256": info.tokens_sha256, **_stats(info.path, files)}
+    record = info.path / RECORD
     # No record, a damaged one, or one of other files: read them.
     with suppress(OSError, ValueError):
         if json.loads(record.read_text(encoding="utf-8")) == state:
             return
     digest = hashlib.sha256()
-    for name in FILES:
-        with _open(folder / name) as file:
-            while chunk := file.read(_CHUNK):
+    for file in files:
+        try:
+            for chunk in read_tokens(info.path, file):
                 digest.update(chunk)
-    if digest.hexdigest() != tokens_sha256:
+        except OSError as error:
+            raise _missing(info.path / file.name, error) from None
+    if digest.hexdigest() != info.tokens_sha256:
         raise DataError(
-            f"dataset changed: train.bin and val.bin of {folder} have sha256 "
-            f"{digest.hexdigest()[:16]}..., but {tokens_sha256[:16]}... was prepared; prepare it "
-            "again, or restore the files"
+            f"dataset changed: {_name_files(files)} of {info.path} have sha256 "
+            f"{digest.hexdigest()[:16]}..., but {info.tokens_sha256[:16]}... was prepared; prepare "
+            "it again, or restore the files"
         )
     with suppress(OSError):  # a folder that is not writable: the files are read again next time
         replace_text(record, json.dumps(state) + "\n")
 
 
-def sampled_hash(folder: Path) -> str:
-    """Return a hash of pages from end to end of both files. Costs a millisecond or two."""
+def sampled_hash(info: DatasetInfo) -> str:
+    """Return a hash of pages from end to end of both splits, and of the size of every file.
+
+    It costs a millisecond or two, and a moment more for each further file.
+    """
     digest = hashlib.sha256()
-    for name in FILES:
-        with _open(folder / name) as file:
-            size = (folder / name).stat().st_size
-            last_start = max(0, size - SAMPLE_BYTES)
-            for i in range(SAMPLES):
-                file.seek(last_start * i // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
+    for split in ("train", "val"):
+        files = info.files(split)
+        sizes = []
+        for file in files:
+            with _open(info.path / file.name) as stream:
+                sizes.append(os.fstat(stream.fileno()).st_size)
+        digest.update(repr(sizes).encode())
+
+        # The files are one stream, and a page may begin in one and end in the next.
+        last_start = max(0, sum(sizes) - SAMPLE_BYTES)
+        for page in range(SAMPLES):
+            place = last_start * page // (SAMPLES - 1)
+            wanted = SAMPLE_BYTES
+            for file, size in zip(files, sizes, strict=True):
+                if place < size and wanted:
+                    data = _read_at(info.path / file.name, place, wanted)
+                    digest.update(data)
+                    wanted -= len(data)
+                place = max(0, place - size)
     return digest.hexdigest()[:16]
+
+
+def _read_at(path: Path, place: int, count: int) -> bytes:
+    with _open(path) as stream:
+        stream.seek(place)
+        data: bytes = stream.read(count)
+        return data
+
+
+def _name_files(files: tuple[TokenFile, ...]) -> str:
+    """Return the names of files, or of the first and last one of many."""
+    names = [file.name for file in files]
+    if len(names) == 2:
+        return f"{names[0]} and {names[1]}"
+    return f"{names[0]} to {names[-1]} ({len(names)} files)"
 
 
 def _open(path: Path) -> Any:
     try:
         return path.open("rb")
     except OSError as error:
-        raise DataError(
-            f"dataset changed: cannot open {path}: {error.strerror}; prepare it again"
-        ) from None
+        raise _missing(path, error) from None
 
 
-def _stats(folder: Path) -> dict[str, list[int]]:
+def _missing(path: Path, error: OSError) -> DataError:
+    return DataError(f"dataset changed: cannot open {path}: {error.strerror}; prepare it again")
+
+
+def _stats(folder: Path, files: tuple[TokenFile, ...]) -> dict[str, list[int]]:
     """Return size, time of change and inode of each file."""
     stats = {}
-    for name in FILES:
-        with _open(folder / name) as file:
-            stat = os.fstat(file.fileno())
-        stats[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
+    for file in files:
+        with _open(folder / file.name) as stream:
+            stat = os.fstat(stream.fileno())
+        stats[file.name] = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
     return stats

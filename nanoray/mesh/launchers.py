@@ -15,7 +15,9 @@ import os
 import re
 import zlib
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nanoray.errors import ConfigError
 
@@ -149,6 +151,26 @@ def place_of(env: Mapping[str, str]) -> Place | None:
     if "RANK" in env or "WORLD_SIZE" in env:
         return _place_of_torch(env, VARIABLES)
     return None
+
+
+def describe_start(env: Mapping[str, str]) -> dict[str, Any]:
+    """Return what started this process: the launcher, and its ranks in all and on this host.
+
+    Plain data for run.json, from which a report makes a command that starts the run again. The
+    launcher is "" for a process that was started by itself.
+    """
+    # Another launcher's variables may be left over in the driver's shell, which never reads them.
+    with suppress(ConfigError):
+        place = place_of(env)
+        if place:
+            by = place.launcher.command or "variables"
+            return {"by": by, "ranks": place.world_size, "on_host": place.local_world_size}
+    by = ""
+    if env.get("RAY_USAGE_STATS_KUBERAY_IN_USE") == "1":
+        by = "kuberay"
+    elif "job_submission_id" in env.get("RAY_JOB_CONFIG_JSON_ENV_VAR", ""):
+        by = "ray job"
+    return {"by": by, "ranks": 1, "on_host": 1}
 
 
 def set_torch_variables(env: MutableMapping[str, str]) -> None:

@@ -187,7 +187,7 @@ def _in_one_process(
     data = spec.dataset
     # Other tokens would give another loss, which would look like an error of the machine.
     if data.path.exists():
-        verify(data.path, data.tokens_sha256)
+        verify(data)
     elif prepare(config).tokens_sha256 != data.tokens_sha256:
         raise DataError(
             f"the tokens of {config.dataset} are no longer those of the run; put the old file back"

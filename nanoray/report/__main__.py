@@ -11,14 +11,18 @@ from markupsafe import Markup
 
 from nanoray.atomic import replace_text
 from nanoray.cli import Parser, exit_code_of, name_program, tool_parser, writing
-from nanoray.report.charts import COLOURS, charts, drawn_memory, layer_charts
+from nanoray.errors import ConfigError
+from nanoray.report.charts import COLOURS, Drawing, charts, drawn_memory, layer_charts
+from nanoray.report.commands import Command, first_command, other_commands
 from nanoray.report.gather import Run, facts, read_run, settings
 from nanoray.report.html import render
 from nanoray.report.memory import COLUMNS
+from nanoray.report.samples import write_samples
 from nanoray.trace.ledger import MEANINGS, USEFUL
 from nanoray.trace.timeline import draw, newest_window
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")
+SAMPLE_TOKENS = 120
 
 
 def make_parser() -> Parser:
@@ -31,6 +35,12 @@ def make_parser() -> Parser:
         type=Path,
         metavar="FILE",
         help="page to write [RUN/report.html; of several: compare.html here]",
+    )
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=SAMPLE_TOKENS,
+        help=f"tokens to write with each checkpoint; 0: none, without torch [{SAMPLE_TOKENS}]",
     )
     return parser
 
@@ -45,18 +55,23 @@ def _run(args: argparse.Namespace) -> None:
     if output is None:
         # A comparison belongs to no run's folder.
         output = Path("compare.html") if len(args.run) > 1 else args.run[0] / "report.html"
-    _write(output, args.run)
+    _write(output, args.run, args.samples)
 
 
-def _write(output: Path, folders: list[Path]) -> None:
-    html = page([read_run(folder) for folder in folders])
+def _write(output: Path, folders: list[Path], sample_tokens: int) -> None:
+    if sample_tokens < 0:
+        raise ConfigError(f"samples = {sample_tokens}; give a number of tokens, or 0 for none")
+    html = page([read_run(folder) for folder in folders], sample_tokens)
     with writing(output, "give another --output"):
         replace_text(output, html)
     print(output)
 
 
-def page(runs: list[Run]) -> str:
-    """Return the page as HTML. Texts of runs are escaped; it loads nothing and runs no script."""
+def page(runs: list[Run], sample_tokens: int = 0) -> str:
+    """Return the page as HTML. Texts of runs are escaped; it loads nothing and runs no script.
+
+    `sample_tokens`: how many each checkpoint writes; 0 shows the runs' closing samples alone.
+    """
     title = f"{len(runs)} runs compared" if len(runs) > 1 else runs[0].name
     return render(
         TEMPLATE,
@@ -64,23 +79,33 @@ def page(runs: list[Run]) -> str:
         runs=runs,
         facts=[facts(run) for run in runs],
         colours=COLOURS,
-        charts=_safe(charts(runs)),
+        charts=[_safe(drawing) for drawing in charts(runs)],
         faulty=any(run.faults for run in runs),
         meanings=MEANINGS,
         useful=USEFUL,
         timelines=[(run.name, _timeline(run)) for run in runs if run.traced],
-        layers=[(run, _safe(layer_charts(run.layers))) for run in runs if run.layers],
-        formats=[(run, _safe(layer_charts(run.precision))) for run in runs if run.precision],
+        layers=[(run, [_safe(d) for d in layer_charts(run.layers)]) for run in runs if run.layers],
+        formats=[
+            (run, [_safe(d) for d in layer_charts(run.precision)]) for run in runs if run.precision
+        ],
         memory=[(run, drawn_memory(run.memory)) for run in runs if run.memory],
         columns=COLUMNS,
-        samples=[(run.name, run.summary["sample"]) for run in runs if run.summary.get("sample")],
+        samples=[(run, write_samples(run, sample_tokens)) for run in runs],
         settings=settings(runs),
+        again=[_commands(run) for run in runs],
     )
 
 
-def _safe(titled_charts: list[tuple[str, str]]) -> list[tuple[str, Markup]]:
+def _commands(run: Run) -> tuple[Run, Command | None, list[Command]]:
+    """Return the command that started a run, and others that start it again."""
+    ranks = run.summary.get("world_size") or 1
+    device = str(run.summary.get("device") or "cpu")
+    return run, first_command(run.spec), other_commands(run.folder, run.config, ranks, device)
+
+
+def _safe(drawing: Drawing) -> Drawing:
     """Mark the SVGs as HTML that is not escaped. Matplotlib has escaped the names inside them."""
-    return [(title, Markup(svg)) for title, svg in titled_charts]
+    return Drawing(drawing.title, Markup(drawing.svg), Markup(drawing.narrow))
 
 
 def _timeline(run: Run) -> str:

@@ -42,17 +42,25 @@ TITLES = {
 
 
 class Chart(NamedTuple):
-    """A metric to draw, the line that smooths it, and points beside it."""
+    """A metric to draw, whether a running mean smooths it, and points beside it."""
 
     title: str
     metric: str
-    smooth: str = ""
+    smooth: bool = False
     points: str = ""
     log: bool = False
 
 
+class Drawing(NamedTuple):
+    """A chart as SVG, and another one for phones where its shape needs a screen's width."""
+
+    title: str
+    svg: str
+    narrow: str = ""
+
+
 CHARTS = (
-    Chart("loss (nat/token); dots: validation", "train/loss", "train/loss_ema", "val/loss"),
+    Chart("loss (nat/token)", "train/loss", smooth=True, points="val/loss"),
     Chart("tokens per second", "perf/tok_per_sec"),
     Chart("samples per second", "perf/samples_per_sec"),
     Chart("learning rate", "train/lr"),
@@ -69,16 +77,55 @@ CHARTS = (
 )
 
 
-def charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Return (title, SVG) of each chart for which some run has values."""
+def charts(runs: Sequence[Run]) -> list[Drawing]:
+    """Return the drawing of each chart for which some run has values."""
     drawn = []
     for number, chart in enumerate(CHARTS):
         has_curve = any(len(run.series(chart.metric)[0]) > 1 for run in runs)
-        if has_curve:
-            # The first chart is the loss: it is wide, and its axis does not begin at zero.
-            svg = _chart_svg(chart, runs, is_first=number == 0)
-            drawn.append((chart.title, svg))
+        if not has_curve:
+            continue
+        # The first chart is the loss: it is wide, and its axis does not begin at zero.
+        is_first = number == 0
+        draw = partial(_draw_chart, chart, runs, is_first)
+        narrow = ""
+        if is_first:
+            narrow = _svg(draw, chart.title, is_copy=True)
+        drawn.append(Drawing(_caption(chart, runs), _svg(draw, chart.title, is_first), narrow))
     return drawn
+
+
+def _caption(chart: Chart, runs: Sequence[Run]) -> str:
+    """Return a chart's title and what its lines and dots are."""
+    parts = []
+    if chart.smooth:
+        around = max(1 + 2 * _reach(len(run.series(chart.metric)[0])) for run in runs)
+        parts.append(f"pale: as logged; bold: mean of the {around} logged steps around it")
+    if chart.points and any(run.series(chart.points)[0] for run in runs):
+        parts.append("dots: validation")
+    return "; ".join([chart.title, *parts])
+
+
+def _reach(count: int) -> int:
+    """Return how many records a running mean takes on each side, for a curve of this length."""
+    return max(2, count // 20)
+
+
+def running_mean(values: Sequence[float]) -> list[float]:
+    """Return the mean of the values around each one.
+
+    Towards either end fewer values are taken, as many on one side as on the other. So the curve
+    begins and ends on the data, and does not lag behind a loss that falls.
+    """
+    reach = _reach(len(values))
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+
+    means = []
+    for i in range(len(values)):
+        side = min(reach, i, len(values) - 1 - i)
+        means.append((sums[i + side + 1] - sums[i - side]) / (2 * side + 1))
+    return means
 
 
 def thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
@@ -98,31 +145,28 @@ def thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[floa
     return [steps[i] for i in kept], [values[i] for i in kept]
 
 
-def _chart_svg(chart: Chart, runs: Sequence[Run], is_first: bool) -> str:
-    def draw(axes: Any) -> None:
-        for number, run in enumerate(runs):
-            _draw_run(axes, chart, run, COLOURS[number % len(COLOURS)])
-        axes.set_xlabel("step")
+def _draw_chart(chart: Chart, runs: Sequence[Run], is_first: bool, axes: Any) -> None:
+    for number, run in enumerate(runs):
+        _draw_run(axes, chart, run, COLOURS[number % len(COLOURS)])
+    axes.set_xlabel("step")
 
-        # A logarithmic axis drops values that are not positive, and with them a part of the curve.
-        values = [value for run in runs for value in run.series(chart.metric)[1]]
-        if chart.log and all(value > 0 for value in values):
-            axes.set_yscale("log")
-        elif not is_first:
-            axes.set_ylim(bottom=0)
-
-    return _svg(draw, chart.title, wide=is_first)
+    # A logarithmic axis drops values that are not positive, and with them a part of the curve.
+    values = [value for run in runs for value in run.series(chart.metric)[1]]
+    if chart.log and all(value > 0 for value in values):
+        axes.set_yscale("log")
+    elif not is_first:
+        axes.set_ylim(bottom=0)
 
 
 def _draw_run(axes: Any, chart: Chart, run: Run, colour: str) -> None:
-    """Draw one run's curve, its smoothed curve, its points and its faults."""
-    # Where a smoothed curve is drawn over the noisy one, the noisy one is thin and pale.
-    steps, values = thinned(*run.series(chart.metric))
+    """Draw one run's curve, its running mean, its points and its faults."""
+    steps, values = run.series(chart.metric)
     if chart.smooth:
-        axes.plot(steps, values, color=colour, lw=0.8, alpha=0.45)
-        axes.plot(*thinned(*run.series(chart.smooth)), color=colour, lw=1.8)
+        # The mean is drawn over the noisy curve, which is thin and pale.
+        axes.plot(*thinned(steps, values), color=colour, lw=0.8, alpha=0.45)
+        axes.plot(*thinned(steps, running_mean(values)), color=colour, lw=1.8)
     else:
-        axes.plot(steps, values, color=colour, lw=1.2, alpha=1)
+        axes.plot(*thinned(steps, values), color=colour, lw=1.2, alpha=1)
 
     if chart.points:
         axes.plot(*thinned(*run.series(chart.points)), "o", color=colour, ms=4)
@@ -130,14 +174,14 @@ def _draw_run(axes: Any, chart: Chart, run: Run, colour: str) -> None:
         axes.axvline(fault["step"], color=FAULT, lw=0.7, ls=":")
 
 
-def memory_chart(timeline: dict[str, Any]) -> str:
-    """Return the SVG of a rank's memory over one step, its categories stacked.
+def memory_chart(timeline: dict[str, Any]) -> Drawing:
+    """Return the drawing of a rank's memory over one step, its categories stacked.
 
     The dashed line is the formula's peak. Memory changes only when a storage is allocated or
     freed, so the areas have steps.
     """
 
-    def draw(axes: Any) -> None:
+    def draw(legend: dict[str, Any], axes: Any) -> None:
         # A point is (ms, number of its place, bytes of the first category, of the second, ...).
         ms, place_numbers, *bytes_by_category = zip(*timeline["points"], strict=True)
         _draw_areas(axes, ms, bytes_by_category, timeline["categories"])
@@ -154,10 +198,16 @@ def memory_chart(timeline: dict[str, Any]) -> str:
         axes.set(
             xlabel="ms since the step began", ylabel="MiB", xlim=(ms[0], ms[-1]), ylim=(0, None)
         )
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+        axes.legend(**legend, frameon=False, fontsize=8)
 
     title = f"memory of rank {timeline['rank']} over step {timeline['step']}"
-    return _svg(draw, title, wide=True)
+    beside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.25), "ncols": 3}
+    return Drawing(
+        title,
+        _svg(partial(draw, beside), title, wide=True),
+        _svg(partial(draw, below), title, is_copy=True),
+    )
 
 
 def _draw_areas(
@@ -200,23 +250,26 @@ def _draw_phases(axes: Any, ms: Sequence[float], phases: Sequence[str]) -> None:
         axes.text(ms[i], 1.01, f" {phases[i]}", transform=axes.get_xaxis_transform(), fontsize=7)
 
 
-def drawn_memory(timelines: Sequence[dict[str, Any]]) -> list[tuple[str, Markup, list[list[str]]]]:
-    """Return the line, the picture and the table of the first RANKS ranks' memory."""
+def drawn_memory(
+    timelines: Sequence[dict[str, Any]],
+) -> list[tuple[str, Markup, Markup, list[list[str]]]]:
+    """Return the line, the picture, the one for phones and the table of the first RANKS ranks."""
     drawn = []
     for timeline in timelines[:RANKS]:
-        picture = Markup(memory_chart(timeline))
-        drawn.append((peak_line(timeline), picture, category_rows(timeline)))
+        _, wide, narrow = memory_chart(timeline)
+        rows = category_rows(timeline)
+        drawn.append((peak_line(timeline), Markup(wide), Markup(narrow), rows))
     return drawn
 
 
-def layer_charts(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Return (title, SVG) of each statistic over steps: one line per layer, the first darkest."""
+def layer_charts(records: Sequence[dict[str, Any]]) -> list[Drawing]:
+    """Return the drawing of each statistic over steps: one line per layer, the first darkest."""
     drawn = []
     for column in (*COLUMNS, *SHARES):
         layers = _layers_with(column, records)
         if layers:
             draw = partial(_draw_layers, records, column, layers)
-            drawn.append((TITLES[column], _svg(draw, TITLES[column])))
+            drawn.append(Drawing(TITLES[column], _svg(draw, TITLES[column])))
     return drawn
 
 
@@ -263,8 +316,11 @@ def _draw_layers(
         axes.legend(frameon=False, fontsize=6, ncols=2)
 
 
-def _svg(draw: Callable[[Any], None], title: str, wide: bool = False) -> str:
-    """Return the SVG of what `draw` puts on its axes. Equal input gives equal bytes."""
+def _svg(draw: Callable[[Any], None], title: str, wide: bool = False, is_copy: bool = False) -> str:
+    """Return the SVG of what `draw` puts on its axes. Equal input gives equal bytes.
+
+    `is_copy`: the page has the same picture in another shape, and screen readers skip this one.
+    """
     # Importing matplotlib takes longer than the rest of the command.
     import matplotlib
 
@@ -273,7 +329,8 @@ def _svg(draw: Callable[[Any], None], title: str, wide: bool = False) -> str:
 
     style: Any = {
         "svg.fonttype": "none",  # text stays text, which a reader can search
-        "svg.hashsalt": title,  # ids that do not change from one call to the next
+        # Ids that do not change from one call to the next, and differ between two pictures.
+        "svg.hashsalt": f"{title}, copy" if is_copy else title,
         "font.size": 9,
         "axes.edgecolor": _TEXT,
         "text.color": _TEXT,
@@ -293,17 +350,20 @@ def _svg(draw: Callable[[Any], None], title: str, wide: bool = False) -> str:
         draw(axes)
         figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
         pyplot.close(figure)  # pyplot keeps every open figure in memory
-    return _inline(file.getvalue(), title)
+    label = f'role="img" aria-label="{title}"'
+    if is_copy:
+        label = 'aria-hidden="true"'
+    return _inline(file.getvalue(), label)
 
 
-def _inline(svg: str, title: str) -> str:
-    """Return the SVG element alone: scalable, in the page's colours, named for screen readers."""
+def _inline(svg: str, label: str) -> str:
+    """Return the SVG element alone: scalable, in the page's colours, with a label's attributes."""
     # Without the XML declaration and the metadata, which have no place inside HTML.
     svg = svg[svg.index("<svg ") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
 
     # Without width and height: the page's style sets the size, and the viewBox the proportions.
-    tag = rf'<svg viewBox="\1" role="img" aria-label="{title}">'
+    tag = rf'<svg viewBox="\1" {label}>'
     svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', tag, svg, count=1)
 
     # Tenths of a point are enough for a screen, and keep the page small.

@@ -10,7 +10,7 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanoray.atomic import read_json_lines
 from nanoray.config import Config
@@ -134,8 +134,24 @@ def _read_json(path: Path) -> dict[str, Any]:
     return {}
 
 
-def facts(run: Run) -> dict[str, str]:
-    """Return a run's figures as labels and texts; a figure that is not known is a dash."""
+class Fact(NamedTuple):
+    """A figure of a run as text, and as a number where runs can be compared by it."""
+
+    text: str
+    value: float | None = None
+
+    def change_from(self, first: Fact) -> str:
+        """Return by how much this figure differs from another run's; "" where it does not."""
+        if self.value is None or not first.value:
+            return ""
+        change = 100 * (self.value / first.value - 1)
+        if abs(change) < 0.05:
+            return ""
+        return f"{change:+.1f} %"
+
+
+def facts(run: Run) -> dict[str, Fact]:
+    """Return a run's figures by label; the text of a figure that is not known is a dash."""
     # The summary is written when the run ends. Until then the newest record has some of its values.
     summary = run.summary
     newest: dict[str, Any] = {}
@@ -146,29 +162,31 @@ def facts(run: Run) -> dict[str, str]:
     if steps is None:
         steps = newest.get("step", 0)
     max_steps = run.config.get("max_steps", 0)
+    val_loss = run.last("val/loss")
     train_loss = summary.get("train_loss") or newest.get("train/loss")
+    step_ms = summary.get("step_ms")
+    first_step_s = summary.get("first_step_s")
     precision = summary.get("precision") or run.config.get("precision", NONE)
     dataset = summary.get("dataset_note") or run.spec.get("dataset", {}).get("note", NONE)
 
     return {
-        "state": run.state,
-        "steps": f"{steps:,} of {max_steps:,}",
-        "validation loss": _validation_loss(run),
-        "training loss": _format_loss(train_loss),
+        "state": Fact(run.state),
+        "steps": Fact(f"{steps:,} of {max_steps:,}"),
+        "validation loss": Fact(_validation_loss(run), val_loss),
+        "training loss": Fact(_format_loss(train_loss), train_loss),
         "speed": _speed(run),
-        "time per step": _format_known("{:.3g} ms", summary.get("step_ms")),
-        "MFU": _format_known("{:.1f} %", run.last("perf/mfu")),
-        "goodput": f"{100 * run.accounts.goodput:.1f} %" if run.accounts else NONE,
-        "time to the first step": _format_known("{:.2f} s", summary.get("first_step_s")),
-        "time of the last command": clock(summary["total_s"]) if summary.get("total_s") else NONE,
-        "ranks": _ranks(summary),
-        "precision": str(precision),
+        "time per step": Fact(_format_known("{:.3g} ms", step_ms), step_ms),
+        "MFU": Fact(_format_known("{:.1f} %", run.last("perf/mfu")), run.last("perf/mfu")),
+        "goodput": _goodput(run),
+        "time to the first step": Fact(_format_known("{:.2f} s", first_step_s), first_step_s),
+        "time of the last command": _total_time(summary),
+        "ranks": Fact(_ranks(summary)),
+        "precision": Fact(str(precision)),
         "peak memory of rank 0": _peak_memory(run),
-        "faults": _faults(run),
-        "dataset": str(dataset),
-        "resumed from": str(summary.get("resumed_from") or NONE),
-        "nanoray, torch": f"{run.spec.get('nanoray', NONE)}, {summary.get('torch', NONE)}",
-        "command": " ".join(run.spec.get("command", [])) or NONE,
+        "faults": Fact(_faults(run)),
+        "dataset": Fact(str(dataset)),
+        "resumed from": Fact(str(summary.get("resumed_from") or NONE)),
+        "nanoray, torch": Fact(f"{run.spec.get('nanoray', NONE)}, {summary.get('torch', NONE)}"),
     }
 
 
@@ -194,15 +212,29 @@ def _validation_loss(run: Run) -> str:
     return loss
 
 
-def _speed(run: Run) -> str:
-    """Format samples per second of a model of images, else tokens per second."""
+def _speed(run: Run) -> Fact:
+    """Return samples per second of a model of images, else tokens per second."""
     samples = run.summary.get("samples_per_sec") or run.last("perf/samples_per_sec")
     if samples:
-        return f"{short(samples)} samples/s"
+        return Fact(f"{short(samples)} samples/s", samples)
     tokens = run.summary.get("tok_per_sec") or run.last("perf/tok_per_sec")
     if tokens:
-        return f"{short(tokens)} tok/s"
-    return NONE
+        return Fact(f"{short(tokens)} tok/s", tokens)
+    return Fact(NONE)
+
+
+def _goodput(run: Run) -> Fact:
+    if not run.accounts:
+        return Fact(NONE)
+    percent = 100 * run.accounts.goodput
+    return Fact(f"{percent:.1f} %", percent)
+
+
+def _total_time(summary: dict[str, Any]) -> Fact:
+    total_s = summary.get("total_s")
+    if not total_s:
+        return Fact(NONE)
+    return Fact(clock(total_s), total_s)
 
 
 def _ranks(summary: dict[str, Any]) -> str:
@@ -211,11 +243,11 @@ def _ranks(summary: dict[str, Any]) -> str:
     return f"{summary['world_size']} x {summary['device']}, {summary['backend']}"
 
 
-def _peak_memory(run: Run) -> str:
+def _peak_memory(run: Run) -> Fact:
     _, peaks_gib = run.series("mem/peak_gib")
     if not peaks_gib:
-        return NONE
-    return f"{max(peaks_gib):.2f} GiB"
+        return Fact(NONE)
+    return Fact(f"{max(peaks_gib):.2f} GiB", max(peaks_gib))
 
 
 def _faults(run: Run) -> str:
@@ -224,11 +256,24 @@ def _faults(run: Run) -> str:
     return f"{len(run.faults)}, {run.summary.get('restarts', 0)} restart(s)"
 
 
-def settings(runs: list[Run]) -> list[tuple[str, list[str], bool]]:
-    """Return (key, each run's value, whether the page marks it), the marked ones first.
+class Setting(NamedTuple):
+    """A key, each run's value, and whether the page marks each of them."""
 
-    With several runs, a value that differs between them is marked; with one run, a value that
-    differs from the default.
+    key: str
+    values: list[str]
+    marks: list[bool]
+
+    @property
+    def marked(self) -> bool:
+        """Whether the page marks some value of this key."""
+        return any(self.marks)
+
+
+def settings(runs: list[Run]) -> list[Setting]:
+    """Return the settings of all runs, those with a mark first.
+
+    With several runs, a value that differs from the first run's is marked; with one run, a value
+    that differs from the default.
     """
     defaults = Config.model_construct().model_dump(mode="json")
     # Runs of other versions may lack a key, or have one that this version does not know.
@@ -237,9 +282,9 @@ def settings(runs: list[Run]) -> list[tuple[str, list[str], bool]]:
     for key in keys:
         values = [run.config.get(key) for run in runs]
         reference = values[0] if len(runs) > 1 else defaults.get(key)
-        differs = any(value != reference for value in values)
-        rows.append((key, [_format_setting(value) for value in values], differs))
-    return sorted(rows, key=lambda row: not row[2])  # stable: keys keep their order
+        marks = [value != reference for value in values]
+        rows.append(Setting(key, [_format_setting(value) for value in values], marks))
+    return sorted(rows, key=lambda row: not row.marked)  # stable: keys keep their order
 
 
 def _format_setting(value: Any) -> str:

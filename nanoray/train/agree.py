@@ -67,7 +67,7 @@ def facts(spec: RunSpec) -> dict[str, str]:
     config = json.dumps(spec.config.model_dump(), sort_keys=True)
     tokens_on_disk = ""
     if spec.dataset.kind != "own":
-        tokens_on_disk = sampled_hash(spec.dataset.path)
+        tokens_on_disk = sampled_hash(spec.dataset)
     return {
         "configuration (sha256)": hashlib.sha256(config.encode()).hexdigest()[:16],
         "nanoray": __version__,

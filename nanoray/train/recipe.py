@@ -154,7 +154,7 @@ def prepare_process(spec: RunSpec, rendezvous: Rendezvous) -> None:
     """
     require_shared_folder(spec.folder, spec.dataset, partial(prepare, spec.config), rendezvous.rank)
     if spec.dataset.kind != "own":
-        verify(spec.dataset.path, spec.dataset.tokens_sha256)
+        verify(spec.dataset)
     log_to(spec.log(rendezvous.slot))
 
     # NCCL reads the environment when the groups form. Each rank has its share of the cores.

@@ -195,11 +195,11 @@ class ImageTask(ConfiguredTask):
 
 
 def sample_text(gpt: GPT, spec: RunSpec) -> str:
-    """Return generated text after a newline, the same for the same weights. (rank 0 only)"""
-    # Start from a newline, the only prompt that fits most texts.
+    """Return generated text, the same for the same weights. (rank 0 only)"""
+    # A newline where the vocabulary has one: the prompt that fits most texts.
     tokenizer = tokenizer_from_json(spec.dataset.tokenizer)
     device = next(gpt.parameters()).device
-    prompt = torch.tensor([tokenizer.encode("\n").tolist()], device=device)  # (1, T)
+    prompt = torch.tensor([tokenizer.start()], device=device)  # (1, T)
     if device.type == "cpu":
         torch.set_num_threads(1)  # one token is too little work for several threads
     source = torch.Generator(device=device).manual_seed(spec.config.seed)

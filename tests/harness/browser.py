@@ -118,25 +118,31 @@ class Tab:
 
     def open(self, url: str, width: int = 1280, height: int = 800) -> None:
         """Go to an address, in a window of that size."""
+        self.resize(width, height)
+        self.call("Page.navigate", url=url)
+
+    def resize(self, width: int, height: int = 800) -> None:
+        """Give the window another size; the page is laid out anew."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
-        self.call("Page.navigate", url=url)
 
     @property
     def text(self) -> str:
         """All text of the page."""
         return str(self.evaluate(TEXT))
 
-    def wait_for(self, script: str, seconds: float = 60.0) -> Any:
+    def wait_for(self, script: str, seconds: float = 60.0, pause_s: float = 0.2) -> Any:
         """Wait until an expression is true, and return its value. Raises AssertionError with the
         page's text.
+
+        pause_s: seconds between two questions.
         """
         end = time.monotonic() + seconds
         while not (value := self.evaluate(script)):
             if time.monotonic() > end:
                 shown = "\n".join(line for line in self.text.splitlines() if line.strip())
                 raise AssertionError(f"not true after {seconds:g} s: {script}\n{shown}")
-            time.sleep(0.2)
+            time.sleep(pause_s)
         return value
 
     def wait_for_text(self, *words: str) -> None:

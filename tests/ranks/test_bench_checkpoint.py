@@ -106,7 +106,9 @@ def test_a_save_that_changes_a_bit_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("arm", [ASYNC, DCP_ASYNC, STAGER, PROCESS])
+@pytest.mark.parametrize(
+    "arm", [ASYNC, DCP_ASYNC, STAGER, pytest.param(PROCESS, marks=pytest.mark.full)]
+)
 def test_an_update_waits_for_the_copy(
     arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,8 +45,17 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+def scripts() -> list[Any]:
+    """Without `full`, the script that trains with fsdp; the others differ in that flag alone."""
+    found = []
+    for path in SCRIPTS:
+        marks = () if "fsdp" in path.stem else pytest.mark.full
+        found.append(pytest.param(path, marks=marks, id=path.stem))
+    return found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("script", scripts())
 def test_a_script_trains_two_ranks_under_torchrun(
     script: Path, cache: Path, tmp_path: Path, forked: dict[str, str]
 ) -> None:

@@ -35,7 +35,11 @@ def trained(images: DatasetInfo, folder: Path, world: int, **settings: Any) -> R
 
 @pytest.mark.parametrize(
     ("world", "mode"),
-    [*(pytest.param(n, "ddp", marks=pytest.mark.full) for n in (1, 2)), (2, "zero2"), (3, "ddp")],
+    [
+        *(pytest.param(world, "ddp", marks=pytest.mark.full) for world in (1, 2)),
+        pytest.param(2, "zero2", marks=pytest.mark.full),
+        (3, "ddp"),
+    ],
 )
 def test_resume_in_the_middle_of_an_epoch_changes_no_bit(
     images: DatasetInfo, tmp_path: Path, world: int, mode: str
@@ -175,6 +179,7 @@ def test_a_newcomer_gets_running_statistics_and_momentum_and_a_flipped_one_is_he
     assert found["after"][0] == found["shared"][0]
 
 
+@pytest.mark.full  # near to test_synchronised_norms_train_as_one_process_does
 def test_every_number_of_ranks_trains_on_the_same_images(
     images: DatasetInfo, tmp_path: Path
 ) -> None:
@@ -202,7 +207,7 @@ def test_records_count_images(images: DatasetInfo, tmp_path: Path) -> None:
     assert "statistics" in log
 
 
-@pytest.mark.parametrize("on_nan", ["skip", "rollback"])
+@pytest.mark.parametrize("on_nan", [pytest.param("skip", marks=pytest.mark.full), "rollback"])
 def test_a_step_that_is_not_finite_leaves_the_running_statistics_finite(
     images: DatasetInfo, tmp_path: Path, on_nan: str
 ) -> None:

@@ -32,7 +32,7 @@ def runs(text: Path, tmp_path: Path) -> Runs:
     return Runs(text, tmp_path, RECIPE)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "ddp_by_hand"])
+@pytest.mark.parametrize("mode", ["ddp", pytest.param("ddp_by_hand", marks=pytest.mark.full)])
 def test_a_resumed_run_is_the_whole_run(runs: Runs, mode: str) -> None:
     whole, _ = runs.resumed(2, 3, dp_mode=mode)
     kinds = {name.split(".")[0] for name in final(whole).optimizer}

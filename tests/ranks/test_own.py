@@ -147,7 +147,9 @@ def test_a_script_trains_as_a_plain_loop_does_at_any_number_of_ranks(tmp_path: P
         assert series(trained(tmp_path / str(world), world)) == pytest.approx(expected, abs=2e-5)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize(  # test_own_kept resumes in all modes
+    "mode", [*(pytest.param(mode, marks=pytest.mark.full) for mode in ("ddp", "zero1")), "fsdp"]
+)
 def test_it_resumes_to_the_bit_in_every_mode(tmp_path: Path, mode: str) -> None:
     """In the middle of an epoch."""
     whole = trained(tmp_path / "whole", 2, dp_mode=mode)
@@ -180,7 +182,9 @@ def test_with_fsdp_each_group_cuts_a_copy_of_the_scripts_model(tmp_path: Path) -
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("how", ["loader", "batches", "not fused"])
+@pytest.mark.parametrize(
+    "how", ["loader", "batches", pytest.param("not fused", marks=pytest.mark.full)]
+)
 def test_other_data_and_optimizers_resume_to_the_bit(tmp_path: Path, how: str) -> None:
     main = partial(fit, how=how)
     whole = trained(tmp_path / "whole", 2, main)
@@ -194,8 +198,9 @@ def test_other_data_and_optimizers_resume_to_the_bit(tmp_path: Path, how: str) -
     ("how", "mode"),
     [
         ("Adam", "zero1"),
-        ("NAdam", "ddp"),
-        ("Adagrad", "zero1"),
+        # test_own_optimizers has these two.
+        pytest.param("NAdam", "ddp", marks=pytest.mark.full),
+        pytest.param("Adagrad", "zero1", marks=pytest.mark.full),
         pytest.param("Adam", "ddp", marks=pytest.mark.full),
         pytest.param("NAdam", "zero1", marks=pytest.mark.full),
         pytest.param("Adagrad", "ddp", marks=pytest.mark.full),
@@ -588,7 +593,14 @@ def test_the_first_stages_run(tmp_path: Path, name: str) -> None:
     assert float(outputs[-1].stdout.split("step 200  loss ")[1].split()[0]) < 0.3
 
 
-@pytest.mark.parametrize("name", ["4_ranks", "5_overlap", "6_monitoring"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        # These two import nothing of nanoray, and the third goes on from them.
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("4_ranks", "5_overlap")),
+        "6_monitoring",
+    ],
+)
 def test_the_stages_with_ranks_run(tmp_path: Path, name: str) -> None:
     """Two ranks of a shared batch learn what one rank does."""
     outputs = torchrun(

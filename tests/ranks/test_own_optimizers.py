@@ -238,11 +238,11 @@ def check(ranks: LastingRanks, folder: Path, optimizer: str, scheduler: str, mod
 
 
 def in_modes() -> list[Any]:
-    """Every optimizer in every mode; without `full`, each in one mode and two of them in all."""
+    """Every optimizer in every mode; without `full`, each in one mode and one of them in all."""
     cases = []
     for i, optimizer in enumerate(IN_PIECES):
         for j, mode in enumerate(("ddp", "zero1", "fsdp")):
-            is_short = i % 3 == j or optimizer in ("Lion", "two")
+            is_short = i % 3 == j or optimizer == "Lion"
             marks = () if is_short else pytest.mark.full
             cases.append(pytest.param(optimizer, mode, marks=marks))
     return cases

@@ -154,6 +154,7 @@ MESHES = [  # workers, settings
 ]
 
 
+@pytest.mark.full  # unit/test_meshes has it in one process, and test_ep on ranks
 def test_any_mesh_loads_the_bits_that_any_other_saved(runs: Runs) -> None:
     """Each saves what it has loaded, as a run that ends before its first step would, and nothing
     changes.
@@ -221,7 +222,9 @@ def test_the_bubble_is_measured_and_drawn_beside_the_theory(
     assert len(capsys.readouterr().out) >= 4
 
 
-@pytest.mark.parametrize(("precision", "far"), [("bf16", 2e-2), ("fp16", 5e-3)])
+@pytest.mark.parametrize(
+    ("precision", "far"), [pytest.param("bf16", 2e-2, marks=pytest.mark.full), ("fp16", 5e-3)]
+)
 def test_low_precision_in_a_pipeline_stays_near_one_process(
     runs: Runs, precision: str, far: float
 ) -> None:

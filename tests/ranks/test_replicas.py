@@ -52,7 +52,7 @@ INTERLEAVED = {
 @pytest.mark.parametrize(
     "settings",
     [
-        {"tp": 2},
+        pytest.param({"tp": 2}, marks=pytest.mark.full),
         {"pp": 2, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2},
         pytest.param(INTERLEAVED, marks=pytest.mark.full),
         pytest.param(

@@ -108,7 +108,7 @@ def wait_for(saver: CheckpointWriter) -> None:
 # ------------------------------------------------------------------------------------------------- what is in it
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_resume_from_one_that_was_written_beside_training_is_bit_identical(
     text: Path, tmp_path: Path, world: int
 ) -> None:
@@ -140,7 +140,13 @@ def test_resume_from_one_that_was_written_beside_training_is_bit_identical(
         assert (rest.checkpoints / "step_00000009" / name).read_bytes() == other.read_bytes(), name
 
 
-@pytest.mark.parametrize("how", ["a flipped bit", "no manifest", "a lost tail"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "a flipped bit",
+        *(pytest.param(how, marks=pytest.mark.full) for how in ("no manifest", "a lost tail")),
+    ],
+)
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     text: Path, tmp_path: Path, how: str
 ) -> None:
@@ -361,7 +367,7 @@ def test_a_failed_write_is_reported_and_training_goes_on(text: Path, tmp_path: P
     assert load(tmp_path / "aside" / "step_00000001").meta["step"] == 1
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.full)])
 def test_the_third_failure_in_a_row_ends_all_ranks_alike(
     text: Path, tmp_path: Path, mode: str
 ) -> None:

@@ -132,12 +132,12 @@ class ControlBenchmark(Benchmark):
         table = aligned(
             [(*header, ""), *((*line, "") for line in found)], right=set(range(1, len(header)))
         )
-        return [*table, "", *wrong, *notes, "", *finding(report)]
+        return [*table, "", *wrong, *notes, "", *report.findings(finding(report))]
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return a table for a page, and the finding."""
         header, found = _table(report, spread=True)
-        return [*markdown(header, found), "", *finding(report)]
+        return [*markdown(header, found), "", *report.findings(finding(report))]
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw the time to name the failed rank, and the driver's CPU share, over the number of ranks."""

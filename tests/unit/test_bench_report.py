@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanoray.bench import __main__ as bench
+from nanoray.bench.harness.html import write
 from nanoray.bench.harness.launchers import LAUNCHERS, CpuTime, Moments, command, moments
 from nanoray.bench.harness.plan import chosen, rotated
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, session_members
@@ -22,6 +25,7 @@ from nanoray.bench.harness.report import (
     MIN_JUDGED,
     Report,
     Row,
+    Section,
     Target,
     conditions,
     markdown,
@@ -29,8 +33,11 @@ from nanoray.bench.harness.report import (
     ratio,
     table,
 )
+from nanoray.bench.registry import BENCHMARKS
 from nanoray.environment import environment
 from nanoray.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def row(*values: float, arm: str = "a", metric: str = "m", error: str = "") -> Row:
@@ -478,3 +485,41 @@ def test_cpu_time_is_that_of_ranks_and_of_sessions(tmp_path: Path) -> None:
     assert used.samples[-1][2] == pytest.approx(of_all, abs=0.1), (
         "what has ended keeps what it had used"
     )
+
+
+@pytest.mark.parametrize(
+    ("rounds", "draws"), [(1, False), (2, False), (4, False), (5, True), (20, True)]
+)
+def test_few_rounds_draw_no_finding(rounds: int, draws: bool, tmp_path: Path) -> None:
+    """Neither in a benchmark's own words, on the terminal and in Markdown, nor on the page."""
+    report = pipeline_report(rounds)
+    benchmark = BENCHMARKS["pipeline"].load()
+    said = "the best schedule beside 1f1b"
+    for lines in (benchmark.format_text(report), benchmark.format_markdown(report)):
+        assert (said in "\n".join(lines)) == draws
+        assert (f"no finding: n = {rounds}, and fewer than 5 rounds" in "\n".join(lines)) != draws
+
+    page = tmp_path / "page.html"
+    write(page, [Section(report, lines=benchmark.format_text(report))], {})
+    html = page.read_text(encoding="utf-8")
+    assert ("Findings" in html) == draws
+    assert (said in html) == draws
+
+
+def pipeline_report(rounds: int) -> Report:
+    """Return a report in which one schedule takes 0.9 of 1f1b's step in each round."""
+    committed = Report.read(ROOT / "docs/results/pipeline-cpu.json")
+    rows = [replace(row, values=row.values[:1] * rounds) for row in committed.rows if row.values]
+    return replace(committed, rows=rows)
+
+
+def test_each_sentence_that_compares_arms_asks_for_rounds() -> None:
+    """A benchmark that draws a finding draws it through Report.findings."""
+    asked = set()
+    for path in sorted((ROOT / "nanoray" / "bench").glob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        for call in re.findall(r".*\b(?:finding|crossovers)\(report\).*", source):
+            if not call.startswith("def "):
+                assert "report.findings(" in call, f"{path.name}: {call.strip()}"
+                asked.add(path.stem)
+    assert asked == {"algorithms", "compression", "overlap", "pipeline"}

@@ -23,6 +23,7 @@ from nanoray.data import cifar10
 from nanoray.devices import host
 from nanoray.devices.device import Device
 from tests.harness.permissions import closed
+from tests.harness.token_files import write_llmc
 
 GOOD = {"nanoray": "0", "python": "3.11.7", "torch": "2.13.0+cpu", "ray": "2.60.0"}
 NVML = SimpleNamespace(nvmlInit=int, nvmlShutdown=int, nvmlSystemGetCudaDriverVersion=lambda: 13000)
@@ -376,6 +377,26 @@ def test_dataset(machine: Machine, tmp_path: Path) -> None:
     )
     (tmp_path / "gone.txt").write_text("x")
     assert look(dataset="gone.txt")["problems"] == []
+
+
+def test_dataset_of_token_files(machine: Machine, tmp_path: Path) -> None:
+    write_llmc(tmp_path / "fineweb_train_000001.bin", range(99))
+    write_llmc(tmp_path / "fineweb_val_000000.bin", range(99))
+    for dataset in (tmp_path, tmp_path / "fineweb_*.bin"):
+        report = look(dataset=str(dataset))
+        assert report["problems"] == []
+        assert report["dataset"]["note"] == (
+            f"{tmp_path.name}: 1 + 1 files of llm.c's uint16 in {tmp_path}"
+        )
+    missing = look(dataset=str(tmp_path / "none_*.bin"))
+    assert problem(missing)[0].endswith("none_*.bin is not there, or closed to this user")
+
+    # A file that was cut off: the problem, and its remedy.
+    (tmp_path / "fineweb_train_000001.bin").write_bytes(b"\x88\xd8\x34\x01" * 9)
+    what, remedy, fatal = problem(look(dataset=str(tmp_path)))
+    assert what.endswith("version 20240520, but nanoray reads version 1")
+    assert remedy == "write it again with llm.c's scripts"
+    assert fatal
 
 
 def test_dataset_of_images_and_of_a_script(machine: Machine, tmp_path: Path) -> None:

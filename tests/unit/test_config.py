@@ -180,6 +180,10 @@ def test_another_recipe_loses_the_expected_loss() -> None:
 ERRORS = [
     (["--lrr", "1"], "unknown flag --lrr; did you mean --lr?"),
     (["--bogusbogus", "1"], "unknown flag --bogusbogus; known: "),
+    (
+        ["--dataset", "a_train.bin", "a_val.bin"],
+        "a_val.bin is the value of no flag; give each flag one value, and quote a pattern",
+    ),
     (["--lr"], "expected one argument; see prog --help"),
     (["--lr", "abc"], "lr = 'abc': Input should be a valid number"),
     (["--lr", "nan"], "lr = 'nan': Input should be a finite number"),

@@ -656,7 +656,7 @@ def test_folder_with_meta(tmp_path: Path, sample_file: Path) -> None:
 def test_id_outside_the_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: list[int], val: list[int], file: str
 ) -> None:
-    monkeypatch.setattr(data, "_SCAN_BYTES", 4)  # two tokens, so that chunks count
+    monkeypatch.setattr(dataset_file, "CHUNK_BYTES", 4)  # two tokens, so that chunks count
     where = folder(tmp_path / "d", train, val, vocab_size=256)
     text = refused(lambda: prepare(config(where)))
     at, wrong = (1, 300) if file == "train" else (5, 256)
@@ -884,17 +884,17 @@ def test_half_of_a_cached_file_overwritten_is_noticed(sample_file: Path) -> None
     refuses.
     """
     info = prepare(config(sample_file))
-    verify(info.path, info.tokens_sha256)
+    verify(info)
     good = (info.path / "train.bin").read_bytes()
     overwrite_half(info.path / "train.bin")
     with pytest.raises(
         DataError,
         match=rf"dataset changed: train.bin and val.bin of {info.path} have sha256 \w{{16}}",
     ):
-        verify(info.path, info.tokens_sha256)
+        verify(info)
     assert "its damaged token cache was rebuilt" in prepare(config(sample_file)).note
     assert (info.path / "train.bin").read_bytes() == good
-    verify(info.path, info.tokens_sha256)
+    verify(info)
 
 
 def test_a_verified_file_is_not_read_again_until_it_changes(
@@ -903,22 +903,22 @@ def test_a_verified_file_is_not_read_again_until_it_changes(
     info, read = prepare(config(sample_file)), list[int]()
     real = hashlib.sha256
     monkeypatch.setattr(hashlib, "sha256", lambda *args: read.append(1) or real(*args))
-    verify(info.path, info.tokens_sha256)
+    verify(info)
     assert read == []
     (info.path / "val.bin").touch()
-    verify(info.path, info.tokens_sha256)
+    verify(info)
     assert read == [1]
     os.chmod(info.path, 0o500)  # a folder of somebody else
     (info.path / ".verified.json").unlink(missing_ok=True)
-    verify(info.path, info.tokens_sha256)
+    verify(info)
 
 
 def test_a_sampled_hash_tells_other_tokens_apart(sample_file: Path) -> None:
     info = prepare(config(sample_file))
-    before = sampled_hash(info.path)
-    assert sampled_hash(info.path) == before
+    before = sampled_hash(info)
+    assert sampled_hash(info) == before
     overwrite_half(info.path / "val.bin")
-    assert sampled_hash(info.path) != before
+    assert sampled_hash(info) != before
 
 
 def test_a_file_that_shrinks_during_training_is_an_error_and_no_signal(sample_file: Path) -> None:

@@ -376,7 +376,8 @@ def test_our_renderer_prints_what_kustomize_prints(folder: str, tmp_path: Path) 
     path = KUBE_DIR / folder if folder in FOLDERS else _with_component(folder, tmp_path)
     done = subprocess.run([*command, str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    theirs = {_name(thing): thing for thing in yaml.safe_load_all(done.stdout)}
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    theirs = {_name(thing): thing for thing in yaml.load_all(done.stdout, loader)}
     ours = {_name(thing): thing for thing in build(path)}
     assert ours.keys() == theirs.keys()
     for name, thing in ours.items():

@@ -22,8 +22,8 @@ ROWS = [
     {"checkpoint", "parallel"},
     {"trace"},
     {"forecast"},
-    {"train"},
-    {"check", "kube", "launch", "mig", "replay", "report", "sample"},
+    {"sample", "train"},
+    {"check", "kube", "launch", "mig", "replay", "report"},
     {"bench", "inspect", "__main__"},
 ]
 ROW = {room: i for i, row in enumerate(ROWS) for room in row}

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import nanoray
+from nanoray.data.headers import llmc_header
 from nanoray.data.line_index import FOLDER, find_starts, starts_of
 from nanoray.data.own import OwnData
 from nanoray.data.shard_order import ShardOrder
 from nanoray.data.stream import ShardStream
-from nanoray.data.token_shards import header_of
 from nanoray.errors import DataError
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def write_parquet(path: Path, numbers: list[int]) -> None:
 def write_tokens(path: Path, numbers: list[int]) -> None:
     """Records of 4 tokens + 1: the first of each is its number."""
     tokens = np.repeat(np.array([*numbers, 0], np.uint16), 4)[: 4 * len(numbers) + 1]
-    path.write_bytes(header_of("uint16", len(tokens)) + tokens.tobytes())
+    path.write_bytes(llmc_header("uint16", len(tokens)) + tokens.tobytes())
 
 
 KINDS: dict[str, tuple[Write, dict[str, Any], Callable[[Any], int]]] = {
@@ -134,7 +134,9 @@ def test_tokens_are_pairs_without_a_transform(tmp_path: Path) -> None:
 
     # Without a header meta.json says what the numbers are; the last tokens fill no sample.
     np.arange(10, dtype=np.uint32).tofile(tmp_path / "plain.bin")
-    with pytest.raises(DataError, match=r"plain.bin has no header of token files, and .*meta.json"):
+    with pytest.raises(
+        DataError, match=r"plain.bin looks like numbers of 32 bits, and nothing says so"
+    ):
         ShardStream(tmp_path / "plain.bin", block_size=4)
     (tmp_path / "meta.json").write_text('{"dtype": "uint32"}')
     plain = ShardStream(tmp_path / "plain.bin", block_size=4)

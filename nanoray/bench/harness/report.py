@@ -24,7 +24,8 @@ from nanoray.mesh.rendezvous import runtime_nccl_version
 
 # What a column of wrong elements counts, where a benchmark does not count something else
 WRONG_ELEMENTS = "elements that differ from the exact result"
-MIN_JUDGED = 5  # a target is judged from this many rounds on; fewer only show which way it points
+# A target is judged and a finding drawn from this many rounds on; fewer only show a direction.
+MIN_JUDGED = 5
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,25 @@ class Report:
     @property
     def failed(self) -> bool:
         return bool(self.problems)
+
+    @property
+    def rounds(self) -> int:
+        """The number of values of the row that has most: one per round."""
+        return max((row.n for row in self.rows), default=0)
+
+    @property
+    def allows_findings(self) -> bool:
+        """Whether there were enough rounds to tell a difference from noise."""
+        return self.rounds >= MIN_JUDGED
+
+    def findings(self, lines: Sequence[str]) -> list[str]:
+        """Return sentences that a benchmark draws from its rows, or why there are none."""
+        if not lines or self.allows_findings:
+            return list(lines)
+        return [
+            f"no finding: n = {self.rounds}, and fewer than {MIN_JUDGED} rounds do not tell a "
+            "difference from noise"
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         report = {

@@ -18,7 +18,8 @@ import numpy as np
 
 from nanoray.bench.harness.processes import Child, ChildFailed
 from nanoray.config import Config
-from nanoray.data.dataset import DatasetInfo
+from nanoray.data.dataset import DatasetInfo, read_tokens
+from nanoray.errors import DataError
 
 LINE = re.compile(r"^iter (\d+): loss ([\d.]+), time ([\d.]+)ms", re.MULTILINE)
 EVALUATION = re.compile(r"^step (\d+): train loss [\d.]+, val loss ([\d.]+)", re.MULTILINE)
@@ -34,16 +35,27 @@ class NanoGPT:
     """A folder from which nanoGPT's train.py runs, and its command line for a configuration."""
 
     def __init__(self, source: Path, config: Config, data: DatasetInfo, folder: Path) -> None:
-        """Write train.py's neighbours, the tokens, and meta.pkl with the vocabulary."""
+        """Write train.py's neighbours, the tokens, and meta.pkl with the vocabulary.
+
+        Raises DataError for tokens that do not fit into the only type that nanoGPT reads.
+        """
+        if data.vocab_size > 1 << 16:
+            raise DataError(
+                f"{data.name} has a vocabulary of {data.vocab_size}, and nanoGPT reads uint16; "
+                "compare with it on another dataset"
+            )
         self.folder = folder / "nanogpt"
         tokens = self.folder / "data" / "bench"
         tokens.mkdir(parents=True)
         for file in source.glob("*.py"):
             (self.folder / file.name).symlink_to(file.resolve())
         for split in ("train", "val"):
-            found = np.fromfile(Path(data.path) / f"{split}.bin", dtype=data.dtype)
-            # All that it can read
-            (tokens / f"{split}.bin").write_bytes(found.astype(np.uint16).tobytes())
+            # One file without a header
+            with (tokens / f"{split}.bin").open("wb") as written:
+                for part in data.files(split):
+                    for chunk in read_tokens(data.path, part):
+                        found = np.frombuffer(chunk, data.dtype)
+                        written.write(found.astype(np.uint16).tobytes())
         # It reads its vocabulary's size from a pickle. By hand: ( mark, d dict, V key, I number, s
         # set, . end
         (tokens / "meta.pkl").write_bytes(b"(dVvocab_size\nI%d\ns." % data.vocab_size)

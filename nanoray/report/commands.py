@@ -1,0 +1,115 @@
+"""Commands that start a run again: as it was started, and by each other launcher."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# The file of a package's command -> the words that run it.
+_MODULES = {
+    "nanoray/train/__main__.py": ["-m", "nanoray.train"],
+    "nanoray/launch/__main__.py": ["-m", "nanoray.launch"],
+    "nanoray/__main__.py": ["-m", "nanoray"],
+}
+# Programs that run a text, and not a file that could be run again.
+_WITHOUT_FILE = ("", "-", "-c", "ipykernel_launcher.py", "colab_kernel_launcher.py")
+_HOST = "HOST:29500"  # where ranks of several hosts meet
+# Data sets that a pod prepares by itself; others are files, which must be on the job's volume.
+_NAMED_DATA = ("auto", "shakespeare", "stdlib")
+
+
+class Command(NamedTuple):
+    """A command line, and how it starts the ranks."""
+
+    how: str
+    line: str
+
+
+def first_command(spec: dict[str, Any]) -> Command | None:
+    """Return the command that started a run, launcher included; None if it cannot be typed.
+
+    `spec` is the run's run.json. A notebook's cells and `python -c` leave no such command.
+    """
+    argv = [str(word) for word in spec.get("command", [])]
+    if not argv or Path(argv[0]).name in _WITHOUT_FILE:
+        return None
+
+    # A console script runs by itself, each other file in an interpreter.
+    words = [argv[0]]
+    needs_python = Path(argv[0]).suffix == ".py"
+    for ending, module in _MODULES.items():
+        if argv[0].endswith(ending):
+            words = module
+    words = [*words, *argv[1:]]
+
+    # Runs of earlier versions did not record their launcher.
+    launcher = spec.get("launcher", {"by": "", "ranks": 1, "on_host": 1})
+    by = launcher["by"]
+    ranks = launcher["ranks"]
+    if by in ("torchrun", "variables"):
+        return Command("torchrun", _join(*_torchrun(ranks, launcher["on_host"]), *words))
+    if needs_python:
+        words = ["python", *words]
+    if by == "srun":
+        return Command("srun", _join("srun", "--ntasks", ranks, *words))
+    if by == "mpirun":
+        return Command("mpirun", _join("mpirun", "-np", ranks, *words))
+    if by == "ray job":
+        return Command("ray job", _join("ray", "job", "submit", "--working-dir", ".", "--", *words))
+    if by == "kuberay":
+        return Command("inside the KubeRay job's head pod", _join(*words))
+    return Command("as it was started", _join(*words))
+
+
+def other_commands(folder: Path, config: dict[str, Any], ranks: int, device: str) -> list[Command]:
+    """Return a command for each launcher that starts the run's recipe on as many ranks.
+
+    They read the run's own config.json, and start a new run. A script's own model has none: only
+    the script can build it. `device`: what the ranks had, cpu or cuda.
+    """
+    if config.get("model") == "own":
+        return []
+    words: list[str] = ["--config", str(folder / "config.json")]
+    # Every flag overrides the file. A run that was resumed would go on where it ended.
+    if config.get("resume", "none") != "none":
+        words += ["--resume", "none"]
+    train = ["-m", "nanoray.train", *words, "--workers", str(ranks)]
+    launch = ["-m", "nanoray.launch", *words, "--workers", str(ranks)]
+
+    commands = []
+    if ranks == 1:
+        commands.append(Command("one process", _join("python", *train)))
+    commands += [
+        Command("torchrun", _join(*_torchrun(ranks, ranks), *train)),
+        Command("srun", _join("srun", "--ntasks", ranks, "python", *train)),
+        Command("mpirun", _join("mpirun", "-np", ranks, "python", *train)),
+        Command("Ray", _join("python", *launch)),
+        Command(
+            "a job on a Ray cluster",
+            _join("ray", "job", "submit", "--working-dir", ".", "--", "python", *launch),
+        ),
+    ]
+
+    # The pods of a job need a kind of device, where a machine finds its own.
+    dataset = config.get("dataset", "auto")
+    if dataset in _NAMED_DATA or dataset.startswith("/data/"):
+        submit = ["nanoray", "kube", "submit", *words, "--workers", str(ranks)]
+        if config.get("device", "auto") == "auto":
+            submit += ["--device", device]
+        commands.append(Command("KubeRay", _join("python", "-m", *submit)))
+    return commands
+
+
+def _torchrun(ranks: int, on_host: int) -> list[object]:
+    """Return the words that start these ranks, `on_host` of them on each host."""
+    words: list[object] = ["torchrun"]
+    hosts = -(-ranks // max(1, on_host))
+    if hosts > 1:
+        # Typed on each host, with the name of one of them.
+        words += ["--nnodes", hosts, "--rdzv-backend", "c10d", "--rdzv-endpoint", _HOST]
+    return [*words, "--nproc-per-node", on_host]
+
+
+def _join(*words: object) -> str:
+    return shlex.join(str(word) for word in words)
