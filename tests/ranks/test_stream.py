@@ -123,7 +123,7 @@ TABLE = {
     "parquet by workers": Case("parquet", from_record, {"window": 6}, workers, batch=2),
     "tokens": Case("bin", from_tokens, {"window": 8, "block_size": 1}),
 }
-FIRST = ["jsonl by workers", "parquet", "tokens"]
+FIRST = ["jsonl by workers", "tokens"]
 PLANTED = {"planted": Case("jsonl", from_record, {"window": 8}, stream=Shifted)}
 
 

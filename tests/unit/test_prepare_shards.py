@@ -165,6 +165,17 @@ def test_the_pieces_of_a_text_have_the_tokens_of_the_whole(
     assert found == tokenizer.encode(text).tolist()
 
 
+def test_the_share_that_is_read_grows_to_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "BATCH", 50)
+    source = Files([write_jsonl(tmp_path), write_parquet(tmp_path)], "text", 0.2)
+    shares = [source.share(batch.place) for batch in source.batches(None)]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    assert len({*shares}) > 5
+
+
 def test_a_text_is_one_document_whose_end_is_for_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
