@@ -72,6 +72,7 @@ docs: setup
 	@$(PY) -m nanoray.metrics > docs/metrics.md
 	@$(PY) -m nanoray.cli > docs/flags.md
 	@$(PY) -m nanoray.errors > docs/errors.md
+	@$(PY) docs/api.py > docs/api.md
 
 site: docs
 	@$(PY) docs/site/build.py

@@ -1,26 +1,77 @@
-"""nanoray: train nanoGPT on many accelerators with raw PyTorch DDP on Ray, nothing hidden."""
+"""Train PyTorch models on many accelerators with a hand-written loop on Ray, nothing hidden.
+
+    import nanoray
+
+    def main(run: nanoray.Run) -> None:
+        engine = nanoray.RuntimeEngine(model, optimizer, run, loss_fn=loss_fn)
+        engine.fit(train_data, val_data, steps=1000)
+
+    nanoray.launch(main, {"global_batch_size": 96, "workers": 2})
+
+launch          call a function on every rank of a new run: on Ray, under torchrun, or alone
+RuntimeEngine   train a module: its `fit` is the loop
+Run             one rank's part of a run, as the function receives it
+Config          the configuration; each key is a flag of `nanoray launch`, too
+ShardStream     samples from files that are read in sequence
+Weighted        a loss as a sum and its weight, in place of a mean
+Callback        hooks that a script overrides
+WandbCallback   report to Weights & Biases; so do MlflowCallback and AimCallback to theirs
+NanorayError    the base class of what nanoray raises on purpose; nanoray.errors has the others
+
+`import nanoray` imports neither torch nor Ray: a name is imported when it is first used. Types are
+in __init__.pyi. docs/api.md is the reference.
+"""
 
 from typing import Any
 
 __version__ = "0.1.0"
 
-# The public names, and the modules that define them. Those import torch.
+# The public names, and the modules that define them. Most of those import torch.
 _EXPORTED = {
-    "RuntimeEngine": "nanoray.train.own.engine",
+    "AimCallback": "nanoray.train.own.trackers",
     "Callback": "nanoray.train.own.callbacks",
-    "Run": "nanoray.train.own.run",
     "Config": "nanoray.config",
-    "Weighted": "nanoray.models.weighted",
+    "MlflowCallback": "nanoray.train.own.trackers",
+    "NanorayError": "nanoray.errors",
+    "Run": "nanoray.train.own.run",
+    "RuntimeEngine": "nanoray.train.own.engine",
     "ShardStream": "nanoray.data.stream",
+    "WandbCallback": "nanoray.train.own.trackers",
+    "Weighted": "nanoray.models.weighted",
 }
+
+# A literal, so that editors and type checkers can read it; `launch` is a package that is also a
+# function.
+__all__ = [
+    "AimCallback",
+    "Callback",
+    "Config",
+    "MlflowCallback",
+    "NanorayError",
+    "Run",
+    "RuntimeEngine",
+    "ShardStream",
+    "WandbCallback",
+    "Weighted",
+    "__version__",
+    "launch",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names on first use, so that `import nanoray` needs no torch and no ray."""
+    """Import a public name on its first use."""
     from importlib import import_module
 
-    if name in _EXPORTED:
-        return getattr(import_module(_EXPORTED[name]), name)
-    if name == "launch":  # a package that is also callable: nanoray.launch(...)
+    if name == "launch":
         return import_module("nanoray.launch")
-    raise AttributeError(f"module nanoray has no attribute {name}")
+    if name not in _EXPORTED:
+        raise AttributeError(f"module 'nanoray' has no attribute {name!r}")
+    value = getattr(import_module(_EXPORTED[name]), name)
+    # The next use does not come here again.
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names also before their first use, for editors and `help`."""
+    return sorted({*globals(), *__all__})

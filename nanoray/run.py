@@ -43,7 +43,7 @@ from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.launchers import describe_start
 
-log = logging.getLogger("nanoray")
+log = logging.getLogger("nanoray.rank")
 _RECORD_BYTES = 1 << 16  # more than one record of a file of records has
 LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from nanoray.bench.harness import processes
+from nanoray.output import as_command
 from tests.harness.cluster import commands_end_here
 from tests.harness.commands import start_process
 from tests.harness.forked_python import forked_python
@@ -48,6 +49,13 @@ def pytest_collection_finish() -> None:
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep token caches of tests out of ~/.cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def _lines_are_printed() -> Iterator[None]:
+    """pytest's handler of the root logger is not the logging of a program that uses nanoray."""
+    with as_command():
+        yield
 
 
 @pytest.fixture(autouse=True)

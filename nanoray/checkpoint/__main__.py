@@ -159,13 +159,13 @@ def _export(argv: list[str]) -> int:
         raise CheckpointError(f"{path} is not complete: {missing[0]}; use another checkpoint")
 
     with writing(args.out, "give --out another path"):
-        notes = write_model(state, kind, args.out)
+        written = write_model(state, kind, args.out)
     files = [args.out]
     if args.out.is_dir():
         files = sorted(args.out.iterdir())
     size = sum(file.stat().st_size for file in files)
-    print(f"{args.out}  step {state.meta['step']}, {len(state.model)} tensors, {size / 1e6:.2f} MB")
-    for note in notes:
+    print(f"{args.out}  step {state.meta['step']}, {written.tensors} tensors, {size / 1e6:.2f} MB")
+    for note in written.notes:
         print(f"note  {note}")
     return 0
 

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,21 +48,27 @@ def format_of(given: str | None, out: Path) -> str:
     return given
 
 
-def write_model(state: StateDict, kind: str, out: Path) -> list[str]:
-    """Write the model of a checkpoint as `out`, whole or not at all; return notes.
+class Written(NamedTuple):
+    """What an export has written."""
+
+    tensors: int
+    notes: tuple[str, ...] = ()
+
+
+def write_model(state: StateDict, kind: str, out: Path) -> Written:
+    """Write the model of a checkpoint as `out`, whole or not at all.
 
     Raises ConfigError for a model that the format cannot express.
     """
     if kind == "huggingface":
         return _write_huggingface(state, out)
     if kind == "nanogpt":
-        replace_bytes(out, _nanogpt_file(state, out))
-        return ["weights only: nanoGPT's sample.py reads it; its train.py would need an optimizer"]
+        return _write_nanogpt(state, out)
     if kind == "torch":
         replace_bytes(out, _torch_file(state))
     else:
         replace_bytes(out, _safetensors_file(state, out))
-    return []
+    return Written(len(state.model))
 
 
 # ---- GPT-2 ---------------------------------------------------------------------------------------
@@ -115,20 +121,20 @@ def _renamed(state: StateDict, shape: ModelShape, conv1d: bool) -> dict[str, Ten
     return tensors
 
 
-def _write_huggingface(state: StateDict, out: Path) -> list[str]:
+def _write_huggingface(state: StateDict, out: Path) -> Written:
     from safetensors.torch import save
 
     shape = _shape_for(state, "huggingface")
     tensors = _renamed(state, shape, conv1d=True)
-    notes = []
+    notes: tuple[str, ...] = ()
     if not shape.bias:
         _add_zero_biases(tensors)
-        notes.append("GPT-2 always has biases: they are zeros")
+        notes = ("GPT-2 always has biases: they are zeros",)
     config = _huggingface_config(shape, state.meta, tensors)
     with _new_folder(out) as folder:
         write_json(folder / "config.json", config)
         replace_bytes(folder / "model.safetensors", save(tensors, {"format": "pt"}))
-    return notes
+    return Written(len(tensors), notes)
 
 
 def _add_zero_biases(tensors: dict[str, Tensor]) -> None:
@@ -182,7 +188,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _nanogpt_file(state: StateDict, out: Path) -> bytes:
+def _write_nanogpt(state: StateDict, out: Path) -> Written:
     shape = _shape_for(state, "nanogpt")
     tensors = _renamed(state, shape, conv1d=False)
     # nanoGPT ties the two as well, and its file names both
@@ -205,7 +211,9 @@ def _nanogpt_file(state: StateDict, out: Path) -> bytes:
     }
     file = io.BytesIO()
     torch.save(checkpoint, file)
-    return file.getvalue()
+    replace_bytes(out, file.getvalue())
+    note = "weights only: nanoGPT's sample.py reads it; its train.py would need an optimizer"
+    return Written(len(tensors), (note,))
 
 
 # ---- nanoray's own -------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from nanoray.checkpoint.files import Damage, load_checked
 from nanoray.config.weights.source import CHECKPOINT, Source, find
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.mesh.mesh import Mesh
-from nanoray.models.gpt import GPT
+from nanoray.models.gpt import GPT, ModelShape
 
 _ROWS = "tok_emb.weight"
 _POSITIONS = "pos_emb.weight"
@@ -49,6 +50,7 @@ def load_weights(model: GPT, source: Source) -> None:
     The model may have fewer positions, and more rows of tokens, which become zeros. Raises
     ConfigError for a tensor that is missing, has another shape or is not finite.
     """
+    _require_same_model(model.shape, source)
     with ExitStack() as files:
         tensors = _Tensors(source, files)
         head = source.names.get("lm_head.weight")
@@ -66,6 +68,21 @@ def load_weights(model: GPT, source: Source) -> None:
             if source.conv1d and is_linear:
                 tensor = tensor.t()
             _copy(p, tensor, name, source.path)
+
+
+def _require_same_model(shape: ModelShape, source: Source) -> None:
+    """Raise ConfigError when the weights are of another model, also where all shapes are equal.
+
+    The number of heads and the form of GELU change no shape, but what is computed. A configuration
+    that `load_config` has made agrees with the weights; others may not.
+    """
+    here = asdict(shape) | {"positions": "rotary" if shape.rotary else "learned"}
+    for key, value in source.keys.items():
+        if key != "block_size" and here[key] != value:
+            raise ConfigError(
+                f"init_from: {source.path} has {key} {value}, and here {key} = {here[key]}; use "
+                f"{key} {value}"
+            )
 
 
 def _copy(p: Tensor, tensor: Tensor, name: str, path: Path) -> None:

@@ -33,7 +33,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.run import RunSpec, read_attempt
 from nanoray.state.train_state import StateDict
 
-log = logging.getLogger("nanoray")
+log = logging.getLogger("nanoray.rank")
 TRIES = 3  # failed checkpoints in a row (a full disk, say) that end the run
 CLOSE_S = 10.0  # at the end of a run, for the other ranks' parts of a checkpoint
 _ALIGN = 64  # bytes, for vectorised copies

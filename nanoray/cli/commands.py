@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from nanoray.cli.flags import Loaded, parse_args
@@ -14,7 +14,7 @@ from nanoray.cli.help import Page
 from nanoray.cli.parsers import DESCRIBE, SubcommandsFound
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
-from nanoray.output import lasting_output
+from nanoray.output import as_command, lasting_output, say_error
 
 
 def run_command(
@@ -33,25 +33,25 @@ def run_command(
     return exit_code_of(lambda: run(parse_args(words, prog, about, None, elsewhere), started))
 
 
-def exit_code_of(run: Callable[[], int | None]) -> int:
+def exit_code_of(run: Callable[[], int | None], in_program: bool = False) -> int:
     """Run a command and return its exit code; None from `run` is 0.
 
     The error of nanoray, or of a file, is printed as one line. The output may be cut off, by `head`
-    for instance, without a traceback.
+    for instance, without a traceback. `in_program`: a program has called it, whose logging may
+    receive the lines.
     """
-    with lasting_output():
+    with lasting_output(), nullcontext() if in_program else as_command():
         try:
             return run() or 0
         except NanorayError as error:
-            print(f"error: {error}", file=sys.stderr)
+            say_error(f"error: {error}")
             return error.exit_code
         except OSError as error:
             # Without a file name it is no error of a path that the user could mend
             if error.filename is None:
                 raise
-            print(
-                f"error: {error.filename}: {error.strerror}; check the path and its permissions",
-                file=sys.stderr,
+            say_error(
+                f"error: {error.filename}: {error.strerror}; check the path and its permissions"
             )
             return 1
 

@@ -25,6 +25,7 @@ OF_A_RUN: tuple[tuple[str, Flags], ...] = (
             ("--config FILE", "YAML; its keys are the flags' names, and flags win"),
             ("--from_nanogpt FILE", "a configuration of nanoGPT: config/train_gpt2.py"),
             ("--dataset NAME|PATH", "shakespeare, a text file, or a folder of tokens"),
+            ("--init_from PATH", "weights to begin with: GPT-2's, nanoGPT's, a run's"),
             ("--n_layer N", "transformer blocks; --n_head N heads, --n_embd N wide"),
             ("--block_size N", "context length in tokens"),
             ("--dropout P", "dropout probability while training"),

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nanoray.output import say
+
 # Why Ctrl-C does not stop a run that a thread has launched, and what does
 NO_SIGNALS = (
     "launched outside of the main thread, which alone receives Ctrl-C and SIGTERM: `run.stop()` in a "
@@ -32,7 +34,7 @@ def handle_stop_signals(handler: Callable[[int, Any], None]) -> None:
 def stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Handle the stop signals while a run lasts, and restore the program's own handlers then."""
     if not in_main_thread():
-        print(f"note   {NO_SIGNALS}", flush=True)
+        say(f"note   {NO_SIGNALS}")
         yield
         return
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}

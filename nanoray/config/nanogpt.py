@@ -69,6 +69,8 @@ _SAME = {
     "log_interval": "log_every",
     "eval_interval": "eval_every",
 }
+# Sizes that nanoGPT, too, takes from the weights that it begins with
+_OF_WEIGHTS = ("n_layer", "n_head", "n_embd", "bias")
 # Those of the machine and of the place, which count only if the file has them
 _OF_THE_PLACE = ("out_dir", "compile", "backend")
 # Words for data sets whose text nanoray has itself
@@ -127,6 +129,8 @@ def translate_file(path: Path, given: Collection[str]) -> Translation:
     settings, from_file = _read(path)
     result = Translation()
     for name, key in _SAME.items():
+        if "init_from" in given and name in _OF_WEIGHTS:
+            continue
         result.take(key, name, settings[name], name in from_file)
     for name in _OF_THE_PLACE:
         if name in from_file:
@@ -273,7 +277,8 @@ def _add_start(settings: dict[str, Any], given: Collection[str], result: Transla
         result.add("resume", "auto", "init_from = 'resume'")
         return
     raise ConfigError(
-        f"init_from = {start!r} would download weights; give --init_from FOLDER with such a model"
+        f"init_from = {start!r} would download weights; make a folder of them with `hf download "
+        f"openai-community/{start}`, and give --init_from FOLDER"
     )
 
 

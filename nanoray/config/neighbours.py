@@ -150,6 +150,7 @@ HUGGING_FACE = _names(
     "Hugging Face",
     ("output_dir", "out_dir"),
     ("run_name", "name"),
+    ("model_name_or_path", "init_from", "a folder: nothing is downloaded"),
     ("learning_rate", "lr"),
     ("per_device_train_batch_size", "micro_batch_size"),
     ("train_batch_size", "micro_batch_size"),
@@ -297,6 +298,7 @@ TORCHTITAN = _names(
     ("checkpoint.async_mode", "checkpoint_mode", "async, or sync for disabled"),
     ("checkpoint.enable", "checkpoint_every", "in steps; 0 is at the end only"),
     ("checkpoint.enable_checkpoint", "checkpoint_every", "in steps; 0 is at the end only"),
+    ("checkpoint.initial_load_path", "init_from", "weights of GPT-2, nanoGPT or nanoray"),
     ("checkpoint.load_step", "resume", "the path of one of the run's checkpoints"),
     ("compile.enable", "compile"),
     ("metrics.log_freq", "log_every"),
@@ -406,6 +408,8 @@ COMMON = _names(
     ("data", "dataset"),
     ("train_data", "dataset"),
     ("random_seed", "seed"),
+    ("pretrained", "init_from", "a folder: nothing is downloaded"),
+    ("pretrained_model", "init_from", "a folder: nothing is downloaded"),
     ("resume_from", "resume", "auto, or the path of a run or checkpoint"),
 )
 

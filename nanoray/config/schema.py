@@ -34,7 +34,11 @@ KEEPS_RECIPE = frozenset(
 
 
 class Config(Keys):
-    """A training run, complete and immutable."""
+    """The configuration of a run, complete and immutable: each key is a flag of the commands, too.
+
+    `Config(lr=1e-3, ...)` takes the keys by name. Raises pydantic's ValidationError for an unknown
+    key or a value out of range, and for two that do not go together.
+    """
 
     @model_validator(mode="before")
     @classmethod

@@ -59,7 +59,11 @@ class DatasetInfo:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON types."""
-        return asdict(self) | {"path": str(self.path)}
+        values = asdict(self)
+        values["path"] = str(self.path)
+        for key in ("train_files", "val_files"):
+            values[key] = list(values[key])
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DatasetInfo:

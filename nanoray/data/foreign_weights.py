@@ -27,6 +27,8 @@ def describe_init(config: Config, dataset: DatasetInfo) -> list[str]:
     if config.block_size < keys["block_size"] and keys["positions"] == "learned":
         parts.append(f"the first {config.block_size} of {keys['block_size']} positions")
     parts.append(_describe_rows(source.rows, dataset.vocab_size))
+    if config.pure:
+        parts.append(f"rounded to 16 bits (precision = {config.precision})")
     return [f"init   {source.kind} in {source.path}: {', '.join(parts)}"]
 
 

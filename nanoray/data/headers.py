@@ -28,7 +28,7 @@ LLMC_HEADER_BYTES = 256 * 4
 _LLAMA3_VOCAB_SIZE = 128_256
 _NUMPY_MAGIC = b"\x93NUMPY"
 _SAMPLE_BYTES = 1 << 20  # a multiple of 8
-# No vocabulary is larger. So numbers of 32 bits show in the upper half of each word.
+# No vocabulary is larger. So the upper halves of 32-bit ids are small.
 _LARGEST_VOCABULARY = 1 << 20
 _ENOUGH = 32  # bytes; fewer show nothing
 

@@ -13,7 +13,7 @@ import os
 import re
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from nanoray.errors import DataError
 
@@ -46,7 +46,7 @@ class _Name(NamedTuple):
 def find_splits(folder: Path) -> Splits:
     """Return the token files in `folder`. Raises DataError where it is not clear which these are.
 
-    Files of other names are left alone, and so are those with a prefix beside some without.
+    Files of other names are left alone.
     """
     try:
         files = sorted(os.listdir(folder))
@@ -60,30 +60,22 @@ def find_splits(folder: Path) -> Splits:
         if name:
             by_prefix[name.prefix].append(name)
 
-    # nanoGPT's train.bin and val.bin are the data set of their folder, whatever else is in it.
-    prefixes = sorted(by_prefix)
-    if "" in by_prefix:
-        prefixes = [""]
-    if len(prefixes) > 1:
-        shown = " and ".join(f"{prefix}*" for prefix in prefixes[:3])
+    # Files with a prefix that are no data set of their own (old_train.bin) are left alone.
+    complete = []
+    for prefix, names in sorted(by_prefix.items()):
+        if {name.split for name in names} == {"train", "val"}:
+            complete.append(prefix)
+    if len(complete) > 1:
+        shown = " and ".join(f"{prefix}train*" for prefix in complete[:3])
         raise DataError(
-            f"the folder {folder} has more than one data set ({shown}); choose one by a pattern: "
-            f"--dataset '{folder}/{prefixes[0]}*'"
+            f"the folder {folder} has more than one data set ({shown}); move one of them into a "
+            f"folder of its own, or choose by a pattern such as --dataset '{folder}/{complete[-1]}*'"
         )
-    names = by_prefix[prefixes[0]] if prefixes else []
-
-    missing = []
+    if not complete:
+        _refuse_incomplete(folder, [name for names in by_prefix.values() for name in names])
+    names = by_prefix[complete[0]]
     for split in ("train", "val"):
-        of_split = [name for name in names if name.split == split]
-        if of_split:
-            _require_complete(folder, of_split)
-        else:
-            missing.append(f"{split}.bin")
-    if missing:
-        raise DataError(
-            f"the folder {folder} has no {' and no '.join(missing)}; name a folder that has both, "
-            f"under names such as {_EXAMPLES}"
-        )
+        _require_complete(folder, [name for name in names if name.split == split])
     return _in_order(names)
 
 
@@ -128,6 +120,21 @@ def _parse(file: str) -> _Name | None:
     number = int(match["number"]) if match["number"] else None
     total = int(match["total"]) if match["total"] else None
     return _Name(file, match["prefix"], split, number, total)
+
+
+def _refuse_incomplete(folder: Path, names: list[_Name]) -> NoReturn:
+    """Raise DataError for a folder in which no data set has both splits."""
+    first = {name.split: name.file for name in reversed(names)}
+    missing = [f"{split}.bin" for split in ("train", "val") if split not in first]
+    if missing:
+        raise DataError(
+            f"the folder {folder} has no {' and no '.join(missing)}; name a folder that has both, "
+            f"under names such as {_EXAMPLES}"
+        )
+    raise DataError(
+        f"the folder {folder} has files of different data sets: {first['train']} and "
+        f"{first['val']}; give them one prefix, or choose both by a pattern"
+    )
 
 
 def _require_complete(folder: Path, names: list[_Name]) -> None:

@@ -50,6 +50,24 @@ class ShardStream(IterableDataset[Any]):
     code, it yields the samples in the order of the files.
     """
 
+    files: list[Path]
+    """the files, in the order of their names or of the list"""
+
+    kind: str
+    """jsonl, text, parquet or tokens"""
+
+    counts: list[int]
+    """the number of samples in each file"""
+
+    transform: Callable[[Any], Any] | None
+    """makes an item of a record"""
+
+    window: int
+    """how many samples are shuffled together; 0: none are"""
+
+    block_size: int
+    """the length of a sample in tokens; 0: the files are no tokens"""
+
     def __init__(
         self,
         files: Files,

@@ -228,7 +228,7 @@ class JoinedFiles:
         self._identities: dict[int, tuple[int, int]] = {}
         for number in range(len(files)):
             self._file(number)
-        self.numbers = self
+        self.numbers = self  # as of a MappedFile: to be indexed
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-log = logging.getLogger("nanoray")
+log = logging.getLogger("nanoray.rank")
 KINDS = (
     "kill",
     "stop",

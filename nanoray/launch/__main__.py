@@ -37,8 +37,10 @@ from nanoray.launch.silence import OwnTime
 from nanoray.mesh.interfaces import require_interfaces
 from nanoray.mesh.launchers import refuse_many_starts
 from nanoray.mesh.layout import Layout
+from nanoray.output import say
 from nanoray.run import summary_on_failure, write_summary
 from nanoray.train.report import closing_lines
+from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
 
 HELP = Page(
@@ -101,6 +103,8 @@ def launch(
     address = attached or ray_address(config)
     slots = None
     if address == "local":
+        # The ranks are on this machine; on a cluster rank 0 finds out, before step 1.
+        require_tracker(config.track)
         workers = None if config.workers == "auto" else config.workers
         slots = local_slots(config.device, workers, discover_gpus(), available_cpus())
         config = config.model_copy(update={"workers": slots.workers})
@@ -151,7 +155,7 @@ def launch(
         error = WorkerFailed(outcome["message"])
         error.exit_code = outcome["exit_code"]
         raise error
-    print("\n".join(closing_lines(spec, summary, loaded.quiet)), flush=True)
+    say("\n".join(closing_lines(spec, summary, loaded.quiet)))
     return outcome["exit_code"]
 
 
@@ -183,10 +187,9 @@ def lasting_out_dir(config: Config) -> Config:
             "deletes, and this user has no home folder; give --out_dir an absolute path"
         )
     lasting = Path(home) / "nanoray" / config.out_dir
-    print(
+    say(
         f"out    {lasting}: the job's working directory is a copy that Ray deletes (--out_dir "
-        "chooses)",
-        flush=True,
+        "chooses)"
     )
     return config.model_copy(update={"out_dir": str(lasting)})
 

@@ -27,6 +27,7 @@ from nanoray.faults.cause import FailureCollector
 from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.rank_end import drain_of, end_drained
 from nanoray.launch.worker_group import WorkerGroup
+from nanoray.output import say
 
 NOTICE_S = 0.1  # a closed connection is noticed within a few hundredths of a second
 
@@ -71,10 +72,9 @@ class Drains:
             self._announced.add(node)
             on_this_node = [other for other in drained if group.facts[other]["node"] == node]
             ranks = ", ".join(str(other) for other in on_this_node)
-            print(
+            say(
                 f"\ndrain    node {node[:8]} ({group.facts[slot]['ip']}) with rank {ranks} "
-                f"is being drained{self._cluster.notice(node)}",
-                flush=True,
+                f"is being drained{self._cluster.notice(node)}"
             )
 
     def end(self, group: WorkerGroup, collector: FailureCollector) -> bool:

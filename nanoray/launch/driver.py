@@ -50,6 +50,7 @@ from nanoray.launch.situation import (
 )
 from nanoray.launch.worker import DRIVER_SILENT_S, Heartbeat
 from nanoray.launch.worker_group import SETTLE_S, WorkerGroup
+from nanoray.output import say
 from nanoray.points import reached
 from nanoray.run import RunSpec
 from nanoray.train.watch.observers import Console
@@ -427,7 +428,7 @@ class Driver:
         if step.no_replacement:
             timeout_s = self.spec.config.replace_timeout
             budget = self.recoverer.budget
-            print(f"replace  {budget} no new actor within {timeout_s:g} s", flush=True)
+            say(f"replace  {budget} no new actor within {timeout_s:g} s")
         self.recoverer.begin_saving(step.reason)
         self._form_group(saves=True)
 
@@ -454,7 +455,7 @@ class Driver:
         if seconds:
             pause = f", in {seconds:.0f} s: no step was completed since the last failure"
         budget = self.recoverer.budget
-        print(f"restart  {budget} from the newest checkpoint{pause}\n", flush=True)
+        say(f"restart  {budget} from the newest checkpoint{pause}\n")
         self.stop.wait(seconds, self._clock)
 
     # The end.
@@ -477,7 +478,7 @@ class Driver:
             f"a sleeping or paused machine) or cut off. They saved at step {outcome['step']} and ended; "
             f"no failure is counted. --resume {self.spec.folder} continues"
         )
-        print(f"\nstop     {why}", flush=True)
+        say(f"\nstop     {why}")
         return outcome | {"exit_code": 128 + signal.SIGTERM, "why": why}
 
     def _ended_untrained(self) -> dict[str, Any]:
@@ -485,7 +486,7 @@ class Driver:
 
         Nothing was trained that is not in the newest checkpoint.
         """
-        print("stop     while the ranks were starting: nothing to save", flush=True)
+        say("stop     while the ranks were starting: nothing to save")
         return {
             "ok": True,
             "exit_reason": "stopped",

@@ -11,6 +11,7 @@ from typing import Any
 from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector, FaultReport, Recovery, consequences_of
 from nanoray.faults.hang import Position
+from nanoray.output import say
 
 LOG_LINES = 8  # of a dead rank's log, in the report
 LOG_BYTES = 1 << 14  # read from the end of the log: long enough for those lines
@@ -38,7 +39,7 @@ class FaultLog:
         lines = ["", f"{word}  {cause.title}"]
         lines += _indented(cause.detail)
         lines += [f"  {line}" for line in consequences_of(others)]
-        print("\n".join(lines), flush=True)
+        say("\n".join(lines))
 
         if self.recovery:  # the previous fault was not overcome before this one
             self.close(self.recovery.report.recovery)
@@ -74,14 +75,14 @@ class FaultLog:
         """Print, and note in the report, a consequence of the present fault."""
         assert self.recovery
         self.recovery.report.consequences.append(text)
-        print(f"mirror   {text}", flush=True)
+        say(f"mirror   {text}")
 
     def close_as_recovered(self) -> None:
         """Write the report of the present fault: a step was completed for the first time since."""
         assert self.recovery
         report = self.recovery.finish(self._clock.monotonic())
         self.close(report.recovery)
-        print(f"recover  {report.outcome()}\n", flush=True)
+        say(f"recover  {report.outcome()}\n")
 
     def close(self, recovery: str) -> None:
         """Write the report of the present fault. A full disk must not end the run."""
@@ -92,10 +93,7 @@ class FaultLog:
         try:
             report.write(self._folder)
         except OSError as error:
-            print(
-                f"warning  cannot write the fault report to faults.jsonl: {error.strerror}",
-                flush=True,
-            )
+            say(f"warning  cannot write the fault report to faults.jsonl: {error.strerror}")
 
 
 def _indented(text: str) -> list[str]:

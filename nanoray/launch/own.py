@@ -26,7 +26,7 @@ def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool 
     in this process and ends at `fit`, which prints the memory of a rank by part.
     """
     started = time.time()
-    return exit_code_of(lambda: _launch(main, dict(config), ray, started))
+    return exit_code_of(lambda: _launch(main, dict(config), ray, started), in_program=True)
 
 
 def _launch(main: Callable[[Any], Any], config: dict[str, Any], ray: bool, started: float) -> int:

@@ -42,6 +42,7 @@ from nanoray.launch.ray_compat import (
 )
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.worker import bound_devices
+from nanoray.output import say
 
 # A container's user may have neither HOME nor an entry in passwd: then "~" stays, and nothing is there.
 _TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))
@@ -96,12 +97,11 @@ def connected(
             where = f"local, {slots.reason}" if slots else f"cluster at {address}"
             if context.dashboard_url:
                 where += f" · dashboard http://{context.dashboard_url}"
-            print(f"ray    {where}", flush=True)
+            say(f"ray    {where}")
             if temp and not has_tokens():
-                print(
+                say(
                     f"warning  Ray {ray.__version__} cannot ask for a token, so this local Ray runs "
-                    "the code of anyone who reaches its ports; use Ray 2.52 or newer",
-                    flush=True,
+                    "the code of anyone who reaches its ports; use Ray 2.52 or newer"
                 )
             if handles_signals:
                 stop.install()  # Ray has put its own handler for SIGTERM in the place of ours
@@ -114,7 +114,7 @@ def connected(
 @contextmanager
 def using(address: str) -> Iterator[None]:
     """Use the Ray that the calling program is connected to, and leave it connected."""
-    print(f"ray    the one that this program is connected to, at {address}", flush=True)
+    say(f"ray    the one that this program is connected to, at {address}")
     yield
 
 
@@ -210,10 +210,9 @@ def _init(address: str, options: dict[str, Any], temp: str | None) -> Any:
         bounded(ray.shutdown, CLEANUP_TIMEOUT_S)
         _end_processes_of(temp)
         if number < START_TRIES:
-            print(
+            say(
                 f"ray    a local Ray was not up within 30 s: this machine is busy ({_load()}); "
-                f"trying again, {number + 1} of {START_TRIES}",
-                flush=True,
+                f"trying again, {number + 1} of {START_TRIES}"
             )
     raise PlacementError(
         f"a local Ray timed out during startup, {START_TRIES} times after 30 s: this machine is "
@@ -456,7 +455,7 @@ def _request_that_fits(
             if message != printed:
                 printed = message
                 remaining_s = deadline - now
-                print(f"wait   at most {remaining_s:.0f} s for more nodes: {message}", flush=True)
+                say(f"wait   at most {remaining_s:.0f} s for more nodes: {message}")
             check()
             time.sleep(max(0.0, min(PLACEMENT_POLL_S, deadline - time.monotonic())))
 

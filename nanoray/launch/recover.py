@@ -27,6 +27,7 @@ from nanoray.launch.rank_end import end_silent, read_result
 from nanoray.launch.shares import no_replica, smaller
 from nanoray.launch.signals import Stop
 from nanoray.launch.worker_group import WorkerGroup
+from nanoray.output import say
 from nanoray.points import reached
 from nanoray.run import RunSpec, write_attempt
 
@@ -108,7 +109,7 @@ class Recoverer:
         except OSError as error:
             if self._is_first_attempt:
                 raise
-            print(f"warning  attempt {self.spec.attempt} is not noted: {error}", flush=True)
+            say(f"warning  attempt {self.spec.attempt} is not noted: {error}")
         self._is_first_attempt = False
 
     def keep_folder(self, at_once: bool = False) -> None:
@@ -119,7 +120,7 @@ class Recoverer:
         self._folder_checked_at = now
         line = self._keeper.check(self.spec)
         if line:
-            print(line, flush=True)
+            say(line)
 
     # Single ranks: they end, and new ones start.
 
@@ -180,19 +181,15 @@ class Recoverer:
         else:
             group.pool.vacate(slot)
             self._failed_starts.pop(slot)
-            print(
+            say(
                 f"replace  {tries} new actors for rank {slot} died while starting; going on "
-                "without it",
-                flush=True,
+                "without it"
             )
 
     def request_again(self, group: WorkerGroup) -> None:
         """Create new actors again for which Ray starts no process, and print a line for each."""
         for slot in group.pool.request_again():
-            print(
-                f"replace  Ray has room for rank {slot} and starts no process there; asking again",
-                flush=True,
-            )
+            say(f"replace  Ray has room for rank {slot} and starts no process there; asking again")
 
     # The cause of a fault.
 
@@ -344,7 +341,7 @@ class Recoverer:
             store = group.open_store(slots)
         except RayError as error:
             # More ranks may be lost: await their replacements, and try again.
-            print(f"replace  {self.budget} failed: {_one_line(error)}", flush=True)
+            say(f"replace  {self.budget} failed: {_one_line(error)}")
             forming.tries_left -= 1
             forming.awaited = False
             return False
@@ -376,17 +373,15 @@ class Recoverer:
                 note = ", a spare" if slot in promoted else ""
                 names.append(f"rank {slot} (pid {group.facts[slot]['pid']}{note})")
             seconds = self.clock.monotonic() - forming.began_at
-            print(
+            say(
                 f"replace  {self.budget} {', '.join(names)} joins in {seconds:.1f} s; "
-                "no step is repeated\n",
-                flush=True,
+                "no step is repeated\n"
             )
         if saves:
             kind = "none"
-            print(
+            say(
                 f"save     {size} rank(s) are left and hold the run's state; they save it, and "
-                "end\n",
-                flush=True,
+                "end\n"
             )
         elif size < self.place.workers:
             kind = "shrink"
@@ -398,7 +393,7 @@ class Recoverer:
                 left_out,
                 self.place.workers,
             )
-            print(f"shrink   {self.budget} {shrunk}\n", flush=True)
+            say(f"shrink   {self.budget} {shrunk}\n")
         self.faults.set_recovery(kind)
 
     def can_grow(self, group: WorkerGroup) -> bool:
@@ -413,14 +408,12 @@ class Recoverer:
             store = group.open_store(slots)
         except RayError as error:
             # A rank was lost just now: the next watch over the group reports it.
-            print(f"grow     failed: {_one_line(error)}", flush=True)
+            say(f"grow     failed: {_one_line(error)}")
             return
         self.begin_attempt()
         group.regroup(self.spec, slots, store)
         if len(slots) > size_before:
-            print(
-                f"grow     {size_before} -> {len(slots)} ranks; no step is repeated\n", flush=True
-            )
+            say(f"grow     {size_before} -> {len(slots)} ranks; no step is repeated\n")
 
 
 def _one_line(error: Exception) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from nanoray.cli import handle_stop_signals, stop_signals
+from nanoray.output import say
 
 AFTER_THIS_STEP = b"\nstopping after this step, with a checkpoint (Ctrl-C once more: stop now)\n"
 
@@ -43,7 +44,7 @@ class Stop:
     def request(self, reason: str) -> None:
         """Stop as SIGTERM would, and say why."""
         self.signal, self.reason = signal.SIGTERM, reason
-        print(f"\nstop     {reason}: stopping after this step, with a checkpoint", flush=True)
+        say(f"\nstop     {reason}: stopping after this step, with a checkpoint")
 
     def wait(self, seconds: float, clock: Any = time) -> None:
         """Sleep for some seconds, but return as soon as a stop is requested."""
@@ -89,5 +90,5 @@ def catch_signals() -> Iterator[Stop]:
         except KeyboardInterrupt:
             raise SystemExit(130) from None
         except StopRequested:
-            print("stop     before any rank had trained: nothing to save", flush=True)
+            say("stop     before any rank had trained: nothing to save")
             raise SystemExit(stop.exit_code) from None

@@ -369,7 +369,7 @@ class Worker:
         if self._output:
             self._output.restore()
         for path in restore_missing():
-            logging.getLogger("nanoray").warning("%s was removed; it is written anew", path)
+            logging.getLogger("nanoray.rank").warning("%s was removed; it is written anew", path)
         while True:
             # Read the spec before `waiting`: `_rejoin` clears `waiting` before it sets the next
             # spec, so no heartbeat says that a rank waits in the attempt that it has just joined.

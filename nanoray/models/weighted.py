@@ -16,12 +16,15 @@ from torch import Tensor
 class Weighted(NamedTuple):
     """A loss summed over the targets of a batch, and the weight of this sum.
 
-    sum: a scalar with a gradient. weight: the number of targets that it adds up, or the sum of
-    their weights; 0 is allowed, with a sum of 0.
+    A model or a loss_fn returns it in place of a mean, for every batch or for none. Loss and
+    gradient are then those of the whole batch, however ranks and micro batches divide it.
     """
 
     sum: Tensor
+    """the sum of the losses of all targets: a scalar with a gradient"""
+
     weight: Tensor | float
+    """the number of targets that `sum` adds up, or the sum of their weights; may be 0"""
 
 
 LossValue = Tensor | Weighted  # Tensor: the mean over a batch

@@ -454,7 +454,7 @@ def kept_by_kind(
                     kept.append((tuple(probe.shape), elements_of(member.state.get(probe, {}))))
         return kept
     except Exception as error:  # any class of optimizer may come from a user's script
-        logging.getLogger("nanoray").info(
+        logging.getLogger("nanoray.rank").info(
             "%s could not be tried alone: %r", type(optimizer).__name__, error
         )
         return None

@@ -46,16 +46,18 @@ from nanoray.mesh.rendezvous import (
     connect_store,
     runtime_nccl_version,
 )
+from nanoray.output import say
 from nanoray.run import RunSpec, lock_run, summary_on_failure, write_attempt, write_summary
 from nanoray.train.launcher import watch_launcher
 from nanoray.train.own.program import Program, dry_run
 from nanoray.train.own.run import Run
 from nanoray.train.recipe import train
 from nanoray.train.report import closing_lines
+from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
 from nanoray.train.watch.observers import Callback
 
-log = logging.getLogger("nanoray")
+log = logging.getLogger("nanoray.rank")
 
 HELP = Page(
     "Train in this process; under torchrun, srun or mpirun, as one rank of many. No Ray.",
@@ -113,6 +115,7 @@ def _train_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | Non
     if loaded.scale:
         print("\n".join(forecast_lines(loaded, loaded.scale)))
         return None
+    require_tracker(loaded.config.track)
     run_rank = Program(main, loaded.given) if main else train
     place = place_of(os.environ)
     rendezvous = _local_rendezvous(loaded.config)
@@ -168,7 +171,7 @@ def _train_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | Non
         code = stop.exit_code or 128 + signal.SIGTERM
     if is_first:
         summary = write_summary(spec, outcome | {"exit_code": code}, restarts=spec.attempt)
-        print("\n".join(closing_lines(spec, summary, loaded.quiet)), flush=True)
+        say("\n".join(closing_lines(spec, summary, loaded.quiet)))
     return Ended(code, outcome, ranks)
 
 
@@ -323,7 +326,7 @@ class FolderWatch:
         """Look at the folder, before the record is written into it."""
         line = self._keeper.check(self._spec)
         if line:
-            print(line, flush=True)
+            say(line)
         restore_missing()
 
     def close(self) -> None:

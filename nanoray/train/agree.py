@@ -34,7 +34,7 @@ from nanoray.run import RunSpec
 from nanoray.train.hardware import cpu_kernels, hardware
 from nanoray.train.tasks import Task
 
-log = logging.getLogger("nanoray")
+log = logging.getLogger("nanoray.rank")
 
 
 def require_shared_folder(
@@ -222,10 +222,12 @@ def log_to(path: Path) -> None:
     """Write this rank's log, and the stacks of a crash, to its file in the run folder."""
     handler = RankLog(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    # An earlier run of this process, as in tests and notebooks, has left its handler.
+    # An earlier run of this process, as in tests and notebooks, has left its handler. A program may
+    # have put others there.
     for old in log.handlers[:]:
-        log.removeHandler(old)
-        old.close()
+        if isinstance(old, RankLog):
+            log.removeHandler(old)
+            old.close()
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

@@ -36,7 +36,7 @@ from nanoray.train.guard.replicas import agreed, digest
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.tasks import task_of
 
-log = logging.getLogger("nanoray")
+log = logging.getLogger("nanoray.rank")
 # Takes the error; returns once the lost rank has been replaced
 Rejoin = Callable[[str], tuple[RunSpec, Rendezvous]]
 

@@ -44,7 +44,7 @@ from nanoray.train.watch.instruments import Watch
 from nanoray.train.watch.observers import Observers
 from nanoray.train.workload import Workload
 
-log = logging.getLogger("nanoray")
+log = logging.getLogger("nanoray.rank")
 
 
 class Regroup(Exception):

@@ -32,7 +32,7 @@ from nanoray.points import reached
 from nanoray.state.optimizers import elements_of, put_element
 from nanoray.state.train_state import Holding, TrainState, Update, fetch
 
-log = logging.getLogger("nanoray")
+log = logging.getLogger("nanoray.rank")
 # A place (the part of a parameter that a model has), and where elements of it begin and end
 Span = tuple[str, int, int]
 Kept = tuple[Shard, Optimizer | None]  # a shard, and its optimizer

@@ -83,7 +83,7 @@ from nanoray.train.watch.throughput import Throughput
 from nanoray.train.watch.tracing import Tracing, comm_trace
 from nanoray.train.workload import Workload
 
-log = logging.getLogger("nanoray")
+log = logging.getLogger("nanoray.rank")
 
 
 Meet = Callable[..., Mesh]  # takes the arguments of nanoray.mesh.mesh.join
@@ -134,6 +134,10 @@ def train(
         # that joins prints that it has joined (rejoined).
         if start.source is None:
             recipe.observers.open(mesh.rank, start.resume_step)
+            # (all ranks) Rank 0 alone reports to a tracker, and all must end where it cannot.
+            problem = mesh.broadcast(recipe.observers.problem())
+            if problem:
+                raise ConfigError(problem)
             batch = recipe.batch_for(mesh)
             lines = describe_run(spec, batch, mesh, recipe.device, start.why_precision, task)
             lines += task.try_out(recipe.model, mesh, config, batch)
@@ -142,6 +146,10 @@ def train(
         outcome = train_in_groups(group, recipe.state, recipe.build, meet_others, wait_for_orders)
         if recipe.observers.callbacks and outcome["exit_reason"] == "finished":  # rank 0 only
             recipe.add_sample(outcome, spec)
+        recipe.observers.ended(outcome)
+    except BaseException as error:
+        recipe.observers.failed(error)
+        raise
     finally:
         recipe.close()
     return outcome

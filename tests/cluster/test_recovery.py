@@ -498,6 +498,7 @@ except ray.exceptions.RayError as error:
 """
 
 
+@pytest.mark.full  # so is the frozen rank of test_a_hung_rank_is_named_and_replaced
 def test_a_frozen_process_is_ended_by_a_task_on_its_node(cluster: Cluster) -> None:
     pid, error = in_driver(cluster, FROZEN)
     assert error == "ActorDiedError"
@@ -610,6 +611,7 @@ def test_a_rank_that_is_lost_after_the_last_checkpoint_changes_nothing(
     assert summary(tmp_path)["exit_reason"] == "finished"
 
 
+@pytest.mark.full  # test_driver has it with scripted ranks
 def test_ranks_that_cannot_share_the_batch_save_what_they_hold(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
@@ -633,6 +635,7 @@ def test_ranks_that_cannot_share_the_batch_save_what_they_hold(
     assert reports(tmp_path)[0]["steps_repeated"] == 0
 
 
+@pytest.mark.full  # test_an_exception_is_the_cause_and_twice_is_enough gives up as well
 def test_a_rank_that_dies_at_the_same_place_again_and_again_is_given_up(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:

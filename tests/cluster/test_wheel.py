@@ -100,6 +100,9 @@ def test_every_module_comes_from_the_wheel(installed: Path, elsewhere: Path) -> 
         for line in run(installed / "python", "-c", script, *names, cwd=elsewhere).splitlines()
     )
     assert found.keys() == set(names)
+    # Type checkers look for these two.
+    package = Path(found["nanoray"]).parent
+    assert [(package / name).is_file() for name in ("py.typed", "__init__.pyi")] == [True, True]
     assert {
         name: place for name, place in found.items() if not place.startswith(f"{installed.parent}/")
     } == {}

@@ -46,7 +46,7 @@ def test_every_schedule_for_real(
         f"--html={tmp_path / 'p.html'}",
     ]
     assert bench.main([*FLAGS, "--workers=2", "--micro=1,4", *files]) == 0
-    assert "the best schedule beside 1f1b, " in capsys.readouterr().out
+    assert "no finding: n = 2, and fewer than 5 rounds" in capsys.readouterr().out
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
     found = Report.read(tmp_path / "p.json")
     assert {row.arm for row in found.rows if row.metric == THEORY} == set(arms)

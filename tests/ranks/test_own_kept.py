@@ -147,18 +147,26 @@ def two() -> Iterator[LastingRanks]:
         yield ranks
 
 
-@pytest.mark.parametrize("kind", KEEPERS)
+def kinds_in_modes() -> list[Any]:
+    """Every kind in every mode; without `full`, one of them in all modes, the others in two."""
+    cases = []
+    for kind in KEEPERS:
+        for mode in MODES:
+            is_short = kind == "assorted" or mode in ("ddp", "fsdp")
+            cases.append(pytest.param(kind, mode, marks=() if is_short else pytest.mark.full))
+    return cases
+
+
+@pytest.mark.parametrize(("kind", "mode"), kinds_in_modes())
 def test_a_resume_keeps_every_bit_in_every_mode(
-    tmp_path: Path, two: LastingRanks, kind: str
+    tmp_path: Path, two: LastingRanks, kind: str, mode: str
 ) -> None:
-    right = plain(kind)
-    for mode in MODES:
-        whole = trained(two, tmp_path / f"{mode}_whole", kind, dp_mode=mode)
-        first = trained(two, tmp_path / f"{mode}_parts", kind, dp_mode=mode, stop_at=3)
-        rest = trained(two, tmp_path / f"{mode}_parts", kind, dp_mode=mode, resume="auto")
-        assert rest.folder == first.folder
-        require_equal(saved(rest), saved(whole))
-        require_alike(exported(whole, kind), right, kind, 2)
+    whole = trained(two, tmp_path / "whole", kind, dp_mode=mode)
+    first = trained(two, tmp_path / "parts", kind, dp_mode=mode, stop_at=3)
+    rest = trained(two, tmp_path / "parts", kind, dp_mode=mode, resume="auto")
+    assert rest.folder == first.folder
+    require_equal(saved(rest), saved(whole))
+    require_alike(exported(whole, kind), plain(kind), kind, 2)
 
 
 def test_one_process_is_a_plain_loop_to_the_bit(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_lost_masks_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.full), 0.2])
 def test_a_compiled_block_contains_it(dropout: float) -> None:
     """Without the last step of the compiler, which needs minutes; that one sees plain graphs."""
 

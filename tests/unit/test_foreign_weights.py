@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,23 @@ def test_every_activation_has_the_form_that_the_table_says(activation: str) -> N
     form = {"exact": "none", "tanh": "tanh"}[ACTIVATIONS[activation]]
     expected = torch.nn.functional.gelu(x, approximate=form)
     torch.testing.assert_close(activations.ACT2FN[activation](x), expected, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"n_head": 4}, "has n_head 2, and here n_head = 4"),
+        ({"gelu": "exact"}, "has gelu tanh, and"),
+    ],
+)
+def test_equal_shapes_of_another_model_are_refused(
+    changes: dict[str, Any], text: str, gpt2: Any, tmp_path: Path
+) -> None:
+    """A configuration made in Python has not been compared with the weights before."""
+    folder = foreign.one_file(tmp_path / "w", gpt2)
+    with pytest.raises(ConfigError) as error:
+        load_weights(GPT(replace(SHAPE, **changes)), find(str(folder)))
+    assert text in str(error.value)
 
 
 def test_fewer_positions_are_the_first_ones(gpt2: Any, tmp_path: Path) -> None:
@@ -443,6 +461,39 @@ def test_config_json_is_read_again(gpt2: Any, tmp_path: Path, monkeypatch: Any) 
     (tmp_path / "config.json").write_text(config.to_json())
     monkeypatch.chdir("/")
     assert load_config(str(tmp_path / "config.json")) == config
+
+
+@pytest.mark.parametrize("layer", [[], ["--preset=tiny"]], ids=["flags alone", "with a preset"])
+def test_a_resumed_run_has_its_own_weights(
+    layer: list[str], gpt2: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """The same command with --resume works, without the file; another init_from is refused."""
+    monkeypatch.chdir(tmp_path)
+    folder = foreign.one_file(tmp_path / "w", gpt2)
+    flags = [*layer, "--init_from=w", "--block_size=12"]
+    before = parse_args(flags, "nanoray train", "").config
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text(before.to_json())
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+    again = parse_args([*flags, f"--resume={run}"], "nanoray train", "").config
+    assert ModelShape.of(again, VOCAB) == ModelShape.of(before, VOCAB)
+    assert again.init_from == before.init_from == str(folder)
+    for other, text in (
+        ("--init_from=v", f"has its own weights and began with those of {folder}; drop init_from"),
+        ("--init_from=scratch", "has its own weights"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            parse_args([*layer, other, f"--resume={run}"], "nanoray train", "")
+        assert text in str(error.value)
+
+    # A run that began with random weights
+    (run / "config.json").write_text(load_config(preset="tiny").to_json())
+    with pytest.raises(ConfigError, match="has its own weights and began with random ones; drop"):
+        parse_args([*layer, "--init_from=v", f"--resume={run}"], "nanoray train", "")
 
 
 def dataset_of(vocab_size: int, tokenizer: dict[str, Any]) -> DatasetInfo:

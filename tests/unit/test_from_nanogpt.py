@@ -15,6 +15,7 @@ from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
 from nanoray.forecast.dry_run import plan
 from nanoray.train.__main__ import main
+from tests.harness.foreign import POSITIONS, SIZES, nanogpt_checkpoint, transformers_gpt2
 
 # What such files look like: a comment, arithmetic, settings of the tracker
 CHAR = """
@@ -154,6 +155,17 @@ def test_flags_win_and_are_not_said_to_come_from_the_file(tmp_path: Path) -> Non
     text = "\n".join(loaded.notes)
     assert "learning_rate" not in text
     assert "n_layer" not in text
+
+
+def test_weights_that_a_flag_names_decide_the_sizes(tmp_path: Path) -> None:
+    """As in nanoGPT, whose configurations for fine-tuning say nothing of them."""
+    weights = nanogpt_checkpoint(tmp_path / "ckpt.pt", transformers_gpt2())
+    text = f"init_from = 'gpt2-xl'\nblock_size = {POSITIONS}\nn_layer = 48\n"
+    flags = ("--dataset", "stdlib", "--init_from", str(weights))
+    config = load(tmp_path, text, *flags).config
+    sizes = SIZES | {"block_size": POSITIONS, "bias": True}
+    assert {key: getattr(config, key) for key in sizes} == sizes
+    assert config.lr == 6e-4
 
 
 def test_a_folder_that_prepare_has_written_is_found(

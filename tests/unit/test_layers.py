@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def room(module: str) -> str:
 MODULES = {module_name(path): path for path in FILES}
 
 
-def imported(path: Path, top_only: bool = False) -> set[str]:
+@cache
+def imported(path: Path, top_only: bool = False) -> frozenset[str]:
     """Every name that a file imports, also inside functions and under TYPE_CHECKING."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = set()
@@ -51,7 +53,7 @@ def imported(path: Path, top_only: bool = False) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+    return frozenset(names)
 
 
 def own_modules(path: Path, top_only: bool = False) -> set[str]:
@@ -101,7 +103,7 @@ def test_the_driver_starts_without_torch() -> None:
     """Whatever the driver imports when it starts, directly or not: none of it may import torch at
     its top.
     """
-    seen, todo = set(), {"launch.__main__"}
+    seen, todo = set[str](), {"launch.__main__"}
     while todo:
         module = todo.pop()
         seen.add(module)

@@ -186,27 +186,22 @@ def could_save(situation: Situation) -> bool:
 
 @settings(max_examples=2000, derandomize=True)
 @given(SITUATIONS)
-def test_no_step_ends_ranks_that_hold_an_unsaved_state(situation: Situation) -> None:
+def test_what_holds_in_every_situation(situation: Situation) -> None:
+    """Three promises on the same situations: to make one costs more than to look at its step."""
     step = next_step(situation)
     assert isinstance(step, Step)
+
+    # No step ends ranks that hold an unsaved state.
     if could_save(situation):
         assert not isinstance(step, GiveUp | Restart | Finish | StartRanks | EndUntrained)
 
-
-@settings(max_examples=2000, derandomize=True)
-@given(SITUATIONS)
-def test_a_run_that_must_stop_trains_no_further_step(situation: Situation) -> None:
-    step = next_step(situation)
+    # A run that must stop trains no further step.
     if situation.stop_requested or situation.saving:
         assert not isinstance(step, TrainOn | AwaitReplacements)
     if situation.stop_requested:
         assert not isinstance(step, StartRanks | Restart)
 
-
-@settings(max_examples=2000, derandomize=True)
-@given(SITUATIONS)
-def test_a_run_that_gives_up_says_why(situation: Situation) -> None:
-    step = next_step(situation)
+    # A run that gives up says why.
     if isinstance(step, GiveUp):
         assert step.reason
 

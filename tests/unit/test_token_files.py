@@ -423,7 +423,9 @@ NOT_FOUND = {
     "": "has no train.bin and no val.bin",
     "train.bin": "has no val.bin; name a folder that has both, under names such as train.bin, ",
     "training.bin validate.bin": "has no train.bin and no val.bin",
-    "a_train.bin a_val.bin b_train.bin b_val.bin": "has more than one data set (a_* and b_*); choose",
+    "a_train.bin a_val.bin b_train.bin b_val.bin": "has more than one data set (a_train* and b_train*)",
+    "train.bin val.bin b_train.bin b_val.bin": "has more than one data set (train* and b_train*); move",
+    "a_train.bin b_val.bin": "has files of different data sets: a_train.bin and b_val.bin",
     "train.bin train_0.bin val.bin": "has train.bin and train_0.bin; keep one of them",
     "train_0.bin train_00.bin val.bin": "has train_0.bin and train_00.bin of one number",
     "train_0.bin train_0.npy val.bin": "has train_0.bin and train_0.npy of one number",
@@ -625,7 +627,7 @@ def test_records_of_older_runs_name_no_files(tmp_path: Path) -> None:
     both(write_bare, "{}.bin")(tmp_path)
     info = prepare(config(tmp_path))
     older = info.to_dict()
-    assert (older.pop("train_files"), older.pop("val_files")) == ((), ())
+    assert (older.pop("train_files"), older.pop("val_files")) == ([], [])
     assert DatasetInfo.from_dict(older) == info
     (file,) = info.files("val")
     assert b"".join(read_tokens(info.path, file)) == (tmp_path / "val.bin").read_bytes()

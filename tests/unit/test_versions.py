@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,12 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-def own_names() -> set[str]:
-    """The private names that nanoray itself defines, anywhere."""
+@cache
+def known_names() -> frozenset[str]:
+    """The private names that nanoray itself defines, anywhere, and those of Python and others.
+
+    It reads all sources, so not while tests are collected: each worker collects all of them.
+    """
     found: set[str] = set()
     for path in SOURCES.values():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -42,10 +47,8 @@ def own_names() -> set[str]:
                 found.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 found.add(node.attr)
-    return {name for name in found if is_private(name)}
-
-
-OWN = own_names()
+    own = {name for name in found if is_private(name)}
+    return frozenset(own | OF_PYTHON | OF_OTHERS)
 
 
 def private_names_of_others(tree: ast.AST) -> Iterator[str]:
@@ -62,8 +65,8 @@ def private_names_of_others(tree: ast.AST) -> Iterator[str]:
                 if not is_own and any(is_private(part) for part in name.split(".")):
                     yield name
         elif isinstance(node, ast.Attribute):
-            is_known = node.attr in OWN | OF_PYTHON | OF_OTHERS
-            if is_private(node.attr) and not is_known:
+            is_others = is_private(node.attr) and node.attr not in known_names()
+            if is_others:
                 yield ast.unparse(node)
 
 

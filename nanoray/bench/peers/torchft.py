@@ -23,7 +23,7 @@ from nanoray.bench.peers import ray_train
 from nanoray.errors import ConfigError
 from nanoray.run import RunSpec
 
-log = logging.getLogger("nanoray")
+log = logging.getLogger("nanoray.rank")
 LIGHTHOUSE = {
     "min_replicas": 1,
     "quorum_tick_ms": 20,

@@ -155,9 +155,10 @@ def keys_of_nanogpt(model_args: Any, where: str) -> tuple[dict[str, Any], int]:
         )
     # Forks add switches, such as another activation, under which the same names compute otherwise.
     for name, value in model_args.items():
+        shown = repr(value)[:60]
         if value and name not in (*names, "vocab_size", "dropout"):
             raise ConfigError(
-                f"init_from: {where} has model_args {name} = {value!r}, which nanoGPT has not, so its "
+                f"init_from: {where} has model_args {name} = {shown}, which nanoGPT has not, so its "
                 "model may compute another function of the weights; give a checkpoint of nanoGPT"
             )
     # The first nanoGPT had no key for biases, and always had them.

@@ -4,23 +4,20 @@
     torch.save     a zip file whose data.pkl is a pickle of everything but the numbers; before torch
                    1.6, pickles one behind the other, then the numbers
 
-A pickle can name any function, to be called when it is read. Here such names become outlines or
-inert objects, and a name that `torch.load(weights_only=True)` refuses is refused as well.
+pickles.py reads the pickle.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import pickle
 import zipfile
-from collections import Counter, OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from nanoray.config.weights.pickles import Refused, Shape, TensorOutline, outline_of_pickle
 from nanoray.errors import ConfigError
 
-Shape = tuple[int, ...]
 _MAX_HEADER = 100 << 20  # bytes; the limit of the format
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle of a file of an old torch.save
 _POINTER = b"version https://git-lfs"
@@ -100,56 +97,6 @@ def _outline_of_safetensors(path: Path) -> Outline:
 # ---- torch.save ----------------------------------------------------------------------------------
 
 
-class _Tensor(NamedTuple):
-    """A tensor of which only the shape is known."""
-
-    shape: Shape
-
-
-class _Inert:
-    """Stands for an object that does not matter here, such as a type of storage."""
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-
-def _rebuild_tensor(storage: Any, offset: Any, size: Any, *more: Any) -> _Tensor:
-    return _Tensor(tuple(int(n) for n in size))
-
-
-def _rebuild_parameter(data: Any, *more: Any) -> Any:
-    return data
-
-
-_MEANING: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("collections", "Counter"): Counter,
-    ("builtins", "set"): set,
-    ("__builtin__", "set"): set,  # as Python 2 wrote it
-}
-
-
-class _Outliner(pickle.Unpickler):
-    """Unpickles without importing anything, and so without calling what the file names."""
-
-    def persistent_load(self, pid: Any) -> None:
-        """Stand for a storage, whose numbers are not read."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name. Raises UnpicklingError for names outside of torch."""
-        if (module, name) in _MEANING:
-            return _MEANING[module, name]
-        if module == "torch" or module.startswith("torch."):
-            return _Inert
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is code")
-
-
 def _outline_of_torch_save(path: Path) -> Outline:
     try:
         if zipfile.is_zipfile(path):
@@ -157,12 +104,12 @@ def _outline_of_torch_save(path: Path) -> Outline:
         else:
             with path.open("rb") as file:
                 content = _read_legacy(file)
-    except Exception as error:  # a pickle that is cut off raises almost anything
+    except (OSError, zipfile.BadZipFile, Refused) as error:
         raise ConfigError(
             f"init_from: {path} is no file of weights that torch.save wrote ({error}); copy it "
             "again, or save only the model's tensors, and for nanoGPT model_args"
         ) from None
-    if not isinstance(content, Mapping):
+    if not isinstance(content, dict):
         raise ConfigError(
             f"init_from: {path} contains no names and tensors; give a state_dict, or nanoGPT's ckpt.pt"
         )
@@ -170,11 +117,11 @@ def _outline_of_torch_save(path: Path) -> Outline:
     # nanoGPT keeps the model beside other entries. Otherwise the file is the model's state_dict.
     rest = dict(content)
     model = content
-    if isinstance(content.get("model"), Mapping):
+    if isinstance(content.get("model"), dict):
         model = rest.pop("model")
     tensors = {}
     for name, value in model.items():
-        if isinstance(value, _Tensor):
+        if isinstance(value, TensorOutline):
             tensors[str(name)] = value.shape
     return Outline(tensors, rest)
 
@@ -183,15 +130,15 @@ def _read_zip(path: Path) -> Any:
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if len(names) != 1:
-            raise ValueError("the zip file has no data.pkl")
+            raise Refused("the zip file has no data.pkl")
         with archive.open(names[0]) as file:
-            return _Outliner(file).load()
+            return outline_of_pickle(io.BytesIO(file.read()))
 
 
 def _read_legacy(file: IO[bytes]) -> Any:
-    if _Outliner(file).load() != _LEGACY_MAGIC:
-        raise ValueError("it does not begin as torch.save does")
+    if outline_of_pickle(file) != _LEGACY_MAGIC:
+        raise Refused("it does not begin as torch.save does")
     # The version of the format and the sizes of C's types come before the content.
     for _ in range(2):
-        _Outliner(file).load()
-    return _Outliner(file).load()
+        outline_of_pickle(file)
+    return outline_of_pickle(file)

@@ -19,7 +19,7 @@ from typing import Any
 
 from nanoray.atomic import append_line, read_json_lines
 
-log = logging.getLogger("nanoray")
+log = logging.getLogger("nanoray.rank")
 NAME = "hashes.jsonl"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from nanoray.train.own.run import Run
 
-log = logging.getLogger("nanoray")
+log = logging.getLogger("nanoray.rank")
 
 
 class Callback:
@@ -34,7 +34,24 @@ class Callback:
         """After a warning, a rollback, or a recovery from a lost rank."""
 
     def on_run_end(self, outcome: Mapping[str, Any]) -> None:
-        """After the last checkpoint is on disk."""
+        """After the last checkpoint is on disk.
+
+        `outcome` has exit_reason, step, train_loss, val_loss, train_s (seconds) and more.
+        """
+
+    def on_exception(self, error: BaseException) -> None:
+        """When an error ends the run; `fit` raises it afterwards. Then there is no on_run_end."""
+
+
+class ReportingCallback(Callback):
+    """A callback that keeps a connection, such as one to a tracker."""
+
+    def problem(self, run: Run) -> str:
+        """Return why it cannot report the run, and the remedy; "" if it can."""
+        return ""
+
+    def close(self) -> None:
+        """Flush, after on_run_end or on_exception, or because another process is rank 0 now."""
 
 
 class Observer:
@@ -63,8 +80,17 @@ class Observer:
     def on_end(self, outcome: Mapping[str, Any]) -> None:
         self._call("on_run_end", outcome)
 
+    def on_failure(self, error: BaseException) -> None:
+        self._call("on_exception", error)
+
+    def problem(self) -> str:
+        if isinstance(self._callback, ReportingCallback):
+            return self._callback.problem(self._run)
+        return ""
+
     def close(self) -> None:
-        """Do nothing: a callback keeps no file of the run."""
+        if isinstance(self._callback, ReportingCallback):
+            self._call("close")
 
     def _begin(self) -> None:
         if not self._begun:

@@ -51,12 +51,28 @@ from nanoray.train.own.schedule import (
 )
 from nanoray.train.own.settings import loaded_of
 from nanoray.train.own.task import Given, LossFn, OwnTask
+from nanoray.train.own.trackers import require_different_trackers
 from nanoray.train.own.trial import fill_lazy_parameters, require_storable
 from nanoray.train.recipe import train
 
 
 class RuntimeEngine:
-    """Trains a module on data of the script's own, as one rank of a run."""
+    """Trains a module on data of the script's own, as one rank of a run.
+
+    One engine has one model and its optimizers. Each rank makes its own, with the same code.
+    """
+
+    model: nn.Module
+    """the script's module, trained in place; with fsdp on Ray a copy of it is trained"""
+
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    """the script's optimizer, or its list of them"""
+
+    loss_fn: LossFn | None
+    """the function of the model's output and the targets; None: the model returns the loss"""
+
+    callbacks: Sequence[Callback]
+    """the script's callbacks, which are called on rank 0"""
 
     def __init__(
         self,
@@ -104,7 +120,10 @@ class RuntimeEngine:
 
     @property
     def run(self) -> Run:
-        """This rank's part of the run. In a plain script there is one from `fit` on."""
+        """This rank's part of the run.
+
+        In a plain script there is one from `fit` on; before it this raises ConfigError.
+        """
         if self._run is None:
             raise ConfigError("there is no run before fit; read it there, or in a callback")
         return self._run
@@ -164,6 +183,7 @@ class RuntimeEngine:
         if run.on_fit:
             run.on_fit(task_of(run.spec))
             raise DryRunEnded
+        require_different_trackers(self.callbacks, run.config)
         observers = [Observer(callback, run) for callback in self.callbacks]
         watchers = [*run.watchers, *observers]
 
@@ -177,7 +197,4 @@ class RuntimeEngine:
         run.outcome = train(
             run.spec, run.rendezvous, watchers, run.order, run.store, again, task_of=task_of
         )
-        if run.rank == 0:
-            for observer in observers:
-                observer.on_end(run.outcome)
         return run.outcome

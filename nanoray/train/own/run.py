@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nanoray.config import Config
@@ -13,34 +14,73 @@ from nanoray.run import RunSpec
 
 @dataclass
 class Run:
-    """One rank's part of a run, as the script's function receives it."""
+    """One rank's part of a run.
+
+    nanoray.launch passes it to the script's function, on every rank; a callback receives it on rank
+    0; in a plain script it is the engine's attribute `run`. Rank and number of ranks may change
+    after a fault, so read them when they are needed.
+    """
 
     spec: RunSpec
+    """what all ranks share: configuration, data set, folder, and `started` (Unix seconds)"""
+
     rendezvous: Rendezvous
-    given: frozenset[str]  # keys of the configuration that the script has set
+    """this rank's place, device and address; of the launchers"""
+
+    given: frozenset[str]
+    """keys of the configuration that the script has set; of the launchers"""
+
     watchers: Sequence[Any] = ()
+    """observers of notes and records; of the launchers"""
+
     wanted: Callable[[], Order] = lambda: Order.GO_ON
+    """the order of the launcher that started this rank; of the launchers"""
+
     store: Any = field(default=None, repr=False)
+    """the TCPStore, if this process serves it; of the launchers"""
+
     rejoin: Any = field(default=None, repr=False)
-    outcome: dict[str, Any] | None = None  # of `fit`
+    """waits for the next group after a fault; of the launchers"""
+
+    outcome: dict[str, Any] | None = None
+    """what `fit` has returned; None before its end"""
+
     # What the script has asked for
     _finish: bool = field(default=False, repr=False)
     _save: bool = field(default=False, repr=False)
     _voted_to_save: bool = field(default=False, repr=False)
-    # Of a dry run: receives the task that `fit` would train, and ends the script
     on_fit: Callable[[Any], None] | None = None
+    """of a dry run: receives the task that `fit` would train, and ends the script"""
 
     @property
     def config(self) -> Config:
+        """The complete configuration, with all defaults."""
         return self.spec.config
 
     @property
+    def folder(self) -> Path:
+        """The run's folder: checkpoints, metrics.jsonl, logs. The same on all ranks."""
+        return self.spec.folder
+
+    @property
     def rank(self) -> int:
+        """The number of this rank among all, from 0."""
         return self.rendezvous.rank
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.rendezvous.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those of its node, from 0."""
+        return self.rendezvous.local_rank
+
+    @property
+    def device(self) -> str:
+        """The device of this rank, as torch.device takes it: `cpu`, or `cuda:0`."""
+        return self.rendezvous.device
 
     def stop(self) -> None:
         """End the run with a checkpoint, on all ranks after the same step. (any rank, any thread)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from math import nan
 from typing import IO, Any, cast
 
-from nanoray.output import LastingStream
+from nanoray.output import STEPS, LastingStream, is_taken
 from nanoray.train.watch.observers import Console, short
 
 
@@ -14,7 +15,9 @@ def choose_console(max_steps: int, quiet: bool) -> Console:
     """Return the console for what stdout is: a terminal that can erase a line, or anything else."""
     if quiet:
         return QuietConsole(max_steps)
-    if isinstance(sys.stdout, LastingStream) and sys.stdout.has_status:
+    # A bar belongs to the lines above it, which the program's logging may have.
+    goes_elsewhere = is_taken(logging.INFO, STEPS)
+    if isinstance(sys.stdout, LastingStream) and sys.stdout.has_status and not goes_elsewhere:
         return TerminalConsole(max_steps, sys.stdout)
     return Console(max_steps)
 

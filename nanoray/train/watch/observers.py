@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import nan
 from pathlib import Path
@@ -17,9 +17,11 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 
 from nanoray.atomic import replace_bytes, write_whole
 from nanoray.metrics import METRICS, check_record
+from nanoray.output import LINES, STEPS, say
 from nanoray.run import RunSpec
+from nanoray.train.track.tracking import TRACKERS, Tracking
 
-log = logging.getLogger("nanoray")
+log = logging.getLogger("nanoray.rank")
 MOST_WAITING = 100_000  # records that wait for room on the disk
 # Between two tries to write events. The names of TensorBoard's files contain seconds, and it reads
 # the files in that order: two of one second could be read in the wrong order.
@@ -66,6 +68,25 @@ class ShowsLength(Protocol):
 
     def on_length(self, steps: int) -> None:
         """Receive that number: max_steps, or the steps that a script gave to `fit`."""
+
+
+@runtime_checkable
+class SeesEnd(Protocol):
+    """A callback that reports how a run ends. `close` follows."""
+
+    def on_end(self, outcome: Mapping[str, Any]) -> None:
+        """Receive the outcome, after the last checkpoint is on disk."""
+
+    def on_failure(self, error: BaseException) -> None:
+        """Receive the error that ends the run in its place."""
+
+
+@runtime_checkable
+class MayRefuse(Protocol):
+    """A callback that may be unable to do its work, which is found out before step 1."""
+
+    def problem(self) -> str:
+        """Return why it cannot, and the remedy; "" if it can."""
 
 
 class JsonlWriter:
@@ -249,7 +270,7 @@ class Console:
 
     def __init__(self, max_steps: int, stream: TextIO | None = None) -> None:
         self.max_steps = max_steps
-        self._stream = stream or sys.stdout
+        self._stream = stream  # None: stdout, or the logging of a program
         self._first: tuple[float, int] | None = None
 
     def on_length(self, steps: int) -> None:
@@ -258,15 +279,23 @@ class Console:
 
     def on_note(self, text: str) -> None:
         """Print the line at once."""
-        print(text, file=self._stream, flush=True)
+        self._say(text)
 
     def on_record(self, record: dict[str, Any]) -> None:
         """Print one aligned line."""
-        self.on_note(self.line(record))
+        self._say(self.line(record), STEPS, record)
+
+    def _say(self, text: str, logger: str = LINES, record: dict[str, Any] | None = None) -> None:
+        if self._stream is None:
+            say(text, logger, record)
+        else:
+            print(text, file=self._stream, flush=True)
 
     def on_output(self, name: str, line: str) -> None:
         """Print a line that a script on rank 0 has written to its stdout or stderr."""
-        stream = sys.stderr if name == "stderr" else self._stream
+        stream = self._stream or sys.stdout
+        if name == "stderr":
+            stream = sys.stderr
         print(line, file=stream, flush=True)
 
     def line(self, record: dict[str, Any]) -> str:
@@ -338,11 +367,23 @@ class Observers:
                 self.callbacks.append(
                     TensorBoardWriter(folder / "tb", config.to_json(), resume_step)
                 )
+            if config.track != "none":
+                tracker = TRACKERS[config.track]()
+                self.callbacks.append(Tracking(tracker, self._spec, self.note))
             for callback in self.callbacks:
                 if isinstance(callback, ShowsLength):
                     callback.on_length(config.max_steps)
         while rank and self.callbacks:
             self.callbacks.pop().close()
+
+    def problem(self) -> str:
+        """Return why a callback cannot do its work, and the remedy; "" if all can."""
+        for callback in self.callbacks:
+            if isinstance(callback, MayRefuse):
+                problem = callback.problem()
+                if problem:
+                    return problem
+        return ""
 
     def catch_up(self, newest: dict[str, Any], reported_step: int) -> None:
         """Report the newest record if an interruption or a lost rank kept it from being reported."""
@@ -394,6 +435,18 @@ class Observers:
                         f"warning  records after step {step} could not be dropped from {where}: "
                         f"{_reason(error)}"
                     )
+
+    def ended(self, outcome: Mapping[str, Any]) -> None:
+        """Pass the outcome to the callbacks that report it."""
+        for callback in self.callbacks:
+            if isinstance(callback, SeesEnd):
+                callback.on_end(outcome)
+
+    def failed(self, error: BaseException) -> None:
+        """Pass the error that ends the run to the callbacks that report it."""
+        for callback in self.callbacks:
+            if isinstance(callback, SeesEnd):
+                callback.on_failure(error)
 
     def close(self) -> None:
         """Close all callbacks; a failed write gives a warning."""

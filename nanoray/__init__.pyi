@@ -1,0 +1,36 @@
+"""The types of the public names, which `__init__.py` imports on their first use."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from nanoray.config import Config as Config
+from nanoray.data.stream import ShardStream as ShardStream
+from nanoray.errors import NanorayError as NanorayError
+from nanoray.models.weighted import Weighted as Weighted
+from nanoray.train.own.callbacks import Callback as Callback
+from nanoray.train.own.engine import RuntimeEngine as RuntimeEngine
+from nanoray.train.own.run import Run as Run
+from nanoray.train.own.trackers import AimCallback as AimCallback
+from nanoray.train.own.trackers import MlflowCallback as MlflowCallback
+from nanoray.train.own.trackers import WandbCallback as WandbCallback
+
+__all__ = [
+    "AimCallback",
+    "Callback",
+    "Config",
+    "MlflowCallback",
+    "NanorayError",
+    "Run",
+    "RuntimeEngine",
+    "ShardStream",
+    "WandbCallback",
+    "Weighted",
+    "__version__",
+    "launch",
+]
+
+__version__: str
+
+def launch(
+    main: Callable[[Run], Any], config: Mapping[str, Any] | None = None, ray: bool = True
+) -> int: ...

@@ -1,0 +1,199 @@
+"""Read a pickle of torch.save as an outline: plain values, and of tensors only their shapes.
+
+A pickle is a program for a stack machine, and some of its instructions call any function that they
+name. Here pickletools takes the file apart, and nothing that it names is imported or called: the
+functions that rebuild a tensor become its shape, and other names of torch an inert value. A name
+outside of torch, which `torch.load(weights_only=True)` would refuse as well, is refused.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from typing import IO, Any, NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Refused(Exception):
+    """Why a pickle is not read."""
+
+
+class TensorOutline(NamedTuple):
+    """A tensor of which only the shape is known."""
+
+    shape: Shape
+
+
+class _Name(NamedTuple):
+    """A function or class that the pickle names."""
+
+    module: str
+    name: str
+
+
+# What a call of these names would make
+_TENSORS = {_Name("torch._utils", "_rebuild_tensor_v2"), _Name("torch._utils", "_rebuild_tensor")}
+_PARAMETERS = {
+    _Name("torch._utils", "_rebuild_parameter"),
+    _Name("torch._utils", "_rebuild_parameter_with_state"),
+}
+_DICTS = {_Name("collections", "OrderedDict"), _Name("collections", "Counter")}
+_SETS = {_Name("builtins", "set"), _Name("__builtin__", "set")}
+
+# Instructions that do nothing to the values
+_IGNORED = {"PROTO", "FRAME"}
+# Instructions that push their argument
+_PUSHES = {
+    *("INT", "LONG", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
+    *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
+_GETS = {"GET", "BINGET", "LONG_BINGET"}
+_TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_MARK = object()
+_INERT = object()  # stands for a value that does not matter here, such as a type of storage
+
+
+def outline_of_pickle(file: IO[bytes]) -> Any:
+    """Return the outline of the pickle at the file's position, which then is behind it.
+
+    Raises Refused for a pickle that is damaged, or that names what is not torch's.
+    """
+    machine = _Machine()
+    try:
+        for opcode, argument, _ in pickletools.genops(file):
+            if opcode.name == "STOP":
+                return machine.stack.pop()
+            machine.carry_out(opcode.name, argument)
+    # A damaged file: an unknown instruction, too few values, a key that is a dictionary
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise Refused(f"its pickle is damaged: {first_line}") from None
+    raise Refused("its pickle has no end")
+
+
+class _Machine:
+    """The stack and the memo of a pickle."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def carry_out(self, name: str, argument: Any) -> None:
+        """Carry out one instruction. Raises Refused for one that has no place in a file of torch."""
+        stack = self.stack
+        if name in _IGNORED:
+            return
+        if name in _PUSHES:
+            stack.append(argument)
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name == "MARK":
+            stack.append(_MARK)
+        elif name == "POP":
+            stack.pop()
+
+        # Values that are used again are stored in the memo, under a number.
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = stack[-1]
+        elif name in _PUTS:
+            self._memo[int(argument)] = stack[-1]
+        elif name in _GETS:
+            stack.append(self._memo[int(argument)])
+        elif not self._build_container(name):
+            self._build_object(name, argument)
+
+    def _build_container(self, name: str) -> bool:
+        """Carry out an instruction that builds a dictionary, a list or a tuple, if it is one."""
+        stack = self.stack
+        if name == "EMPTY_DICT":
+            stack.append({})
+        elif name == "DICT":
+            stack.append(_paired(self._pop_to_mark()))
+        elif name == "SETITEM":
+            value = stack.pop()
+            key = stack.pop()
+            stack[-1].update({key: value})
+        elif name == "SETITEMS":
+            pairs = self._pop_to_mark()
+            stack[-1].update(_paired(pairs))
+        elif name == "EMPTY_LIST":
+            stack.append([])
+        elif name == "LIST":
+            stack.append(self._pop_to_mark())
+        elif name == "APPEND":
+            value = stack.pop()
+            stack[-1].append(value)
+        elif name == "APPENDS":
+            values = self._pop_to_mark()
+            stack[-1].extend(values)
+        elif name == "TUPLE":
+            stack.append(tuple(self._pop_to_mark()))
+        elif name in _TUPLES:
+            size = _TUPLES[name]
+            values = stack[len(stack) - size :]
+            del stack[len(stack) - size :]
+            stack.append(tuple(values))
+        else:
+            return False
+        return True
+
+    def _build_object(self, name: str, argument: Any) -> None:
+        """Carry out an instruction that names, calls or fills something."""
+        stack = self.stack
+        if name == "GLOBAL":
+            module, _, word = argument.partition(" ")
+            stack.append(_require_torch(_Name(module, word)))
+        elif name == "STACK_GLOBAL":
+            word = stack.pop()
+            module = stack.pop()
+            stack.append(_require_torch(_Name(module, word)))
+        elif name in ("REDUCE", "NEWOBJ"):
+            arguments = stack.pop()
+            called = stack.pop()
+            stack.append(_result_of(called, arguments))
+        elif name == "BUILD":
+            stack.pop()  # attributes of an object; its content came before them
+        elif name == "BINPERSID":
+            stack.pop()  # a storage, whose numbers are not read
+            stack.append(_INERT)
+        else:
+            raise Refused(f"its pickle has the instruction {name}, which torch.save does not write")
+
+    def _pop_to_mark(self) -> list[Any]:
+        """Take the values above the newest mark off the stack, and the mark."""
+        values = []
+        while self.stack[-1] is not _MARK:
+            values.append(self.stack.pop())
+        self.stack.pop()
+        return values[::-1]
+
+
+def _require_torch(name: _Name) -> _Name:
+    """Return a name of torch, or of a plain container. Raises Refused for others."""
+    is_torch = name.module == "torch" or str(name.module).startswith("torch.")
+    if is_torch or name in _DICTS or name in _SETS:
+        return name
+    raise Refused(f"it refers to {name.module}.{name.name}, which is code")
+
+
+def _result_of(called: Any, arguments: tuple[Any, ...]) -> Any:
+    """Return what stands for the result of a call, which is not made."""
+    if called in _TENSORS:
+        # storage, offset, size, ...
+        return TensorOutline(tuple(int(n) for n in arguments[2]))
+    if called in _PARAMETERS:
+        return arguments[0]
+    if called in _DICTS:
+        return dict(*arguments)
+    if called in _SETS:
+        return set(*arguments)
+    if called == _Name("torch", "Size"):
+        return tuple(*arguments)
+    return _INERT
+
+
+def _paired(values: list[Any]) -> dict[Any, Any]:
+    return dict(zip(values[::2], values[1::2], strict=True))

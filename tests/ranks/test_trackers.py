@@ -1,0 +1,369 @@
+"""Trackers of experiments: what W&B and MLflow have afterwards is what the run has recorded.
+
+Both write real files, without a network. What they wrote is read back: W&B's by tests/harness, MLflow's
+by its own client.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import nanoray
+from nanoray.checkpoint.resume import open_run
+from nanoray.config import make_config
+from nanoray.data.dataset import own_data
+from nanoray.errors import ConfigError
+from nanoray.metrics import METRICS
+from nanoray.run import RunSpec
+from nanoray.train.own.engine import RuntimeEngine
+from nanoray.train.own.program import Program
+from nanoray.train.own.run import Run
+from nanoray.train.own.settings import DEFAULTS
+from nanoray.train.own.trackers import require_different_trackers
+from nanoray.train.track.tracker import Results, TrackedRun, Tracker, without_passwords
+from nanoray.train.track.tracking import MOST_WAITING, Tracking, require_tracker
+from tests.harness import own_runs
+from tests.harness.commands import run
+from tests.harness.ranks import make_spec, records, run_ranks
+from tests.harness.wandb_file import read_offline
+
+mlflow = pytest.importorskip("mlflow")
+pytest.importorskip("wandb")
+from mlflow.tracking import MlflowClient  # noqa: E402
+
+SECRET = "hunter2-do-not-store"
+UNSET = ("WANDB_", "MLFLOW_", "NETRC")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No key, no server and no netrc file of this machine; ranks are forked and inherit this."""
+    for name in os.environ:
+        if name.startswith(UNSET):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def points(count: int, seed: int) -> TensorDataset:
+    x = torch.randn(count, 3, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+def tracked(run: Run) -> None:
+    """A script that reports to two trackers, from whichever rank is rank 0."""
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    callbacks: list[nanoray.Callback] = [
+        nanoray.WandbCallback("quadrants", tags=["test"], mode="offline"),
+        nanoray.MlflowCallback("quadrants", tags={"team": "a"}),
+    ]
+    engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss, callbacks)
+    engine.fit(points(50, 1), points(20, 2))
+
+
+def without_key(run: Run) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    callbacks = [nanoray.WandbCallback()]
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss, callbacks).fit(points(50, 1))
+
+
+def open_own(folder: Path, **settings: Any) -> RunSpec:
+    values = DEFAULTS | own_runs.SETTINGS | {"eval_every": 4, "out_dir": str(folder)} | settings
+    return open_run(make_config(values), own_data(), time.time())
+
+
+def only_run(folder: Path) -> Any:
+    """The only run in the MLflow file beside the runs' folders."""
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    experiments = [e.experiment_id for e in client.search_experiments() if e.name != "Default"]
+    (found,) = client.search_runs(experiments)
+    return client, found
+
+
+def test_both_trackers_have_all_metrics_of_a_run_and_of_its_resume(tmp_path: Path) -> None:
+    """On two ranks: one run in each tracker, also after a resume at another number of ranks."""
+    env = {"TOKEN": SECRET}
+    first = open_own(tmp_path, max_steps=6, checkpoint_every=3, env=env)
+    outcomes = run_ranks(first, 2, train=Program(tracked, frozenset()))
+    assert not [outcome for outcome in outcomes if "error" in outcome], outcomes
+    resumed = open_own(tmp_path, max_steps=9, resume=str(first.folder))
+    assert resumed.folder == first.folder
+    (outcome,) = run_ranks(resumed, 1, train=Program(tracked, frozenset()))
+    assert "error" not in outcome, outcome
+
+    # What is in metrics.jsonl: all steps once, those of both commands.
+    truth = records(first)
+    assert [record["step"] for record in truth] == [*range(1, 10)]
+    numbers = [{k: v for k, v in record.items() if k in METRICS} for record in truth]
+
+    # W&B: two processes of one run.
+    one, two = read_offline(first.folder / "wandb")
+    assert one.run_id == two.run_id
+    assert (one.project, one.exit_code, two.exit_code) == ("quadrants", 0, 0)
+    history = [*one.history, *two.history]
+    assert [point["step"] for point in history] == [*range(1, 10)]
+    for point, expected in zip(history, numbers, strict=True):
+        assert {key: point[key] for key in expected} == expected
+    assert one.config["global_batch_size"] == 12
+    assert one.config["units"]["time/step_ms"] == "ms"
+    assert one.config["units"].keys() == set().union(*numbers[:6])
+    assert two.summary["exit_reason"] == "finished"
+    assert two.summary["val_loss"] == outcome["val_loss"]
+
+    # MLflow: one run, with every value at its step.
+    client, found = only_run(tmp_path)
+    assert found.info.status == "FINISHED"
+    assert found.info.run_name == first.folder.name
+    for name in set().union(*numbers):
+        points = [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)]
+        assert points == [(r["step"], r[name]) for r in truth if name in r], name
+    assert found.data.params["max_steps"] == "6"
+    tags = found.data.tags
+    assert tags["resumed.max_steps"] == "9"
+    assert (tags["unit/time/step_ms"], tags["team"]) == ("ms", "a")
+    assert tags["nanoray.exit_reason"] == "finished"
+
+    # No value of a variable reaches a tracker, its files or the log.
+    assert one.config["env"] == ["TOKEN"]
+    for path in [
+        *first.folder.rglob("*.wandb"),
+        *first.folder.rglob("*.log"),
+        *tmp_path.glob("*.db"),
+    ]:
+        assert SECRET.encode() not in path.read_bytes(), path
+
+
+def test_a_missing_key_refuses_the_run_on_all_ranks_before_step_1(tmp_path: Path) -> None:
+    spec = open_own(tmp_path, max_steps=4)
+    outcomes = run_ranks(spec, 2, train=Program(without_key, frozenset()))
+    for outcome in outcomes:
+        assert outcome["error"] == "ConfigError", outcome
+        assert "finds no API key of Weights & Biases" in outcome["message"]
+        assert "set WANDB_MODE=offline" in outcome["message"]
+    assert records(spec) == []
+
+
+def test_a_recipe_of_ours_reports_its_sample(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `--track`, and the mode from W&B's own variable."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    spec = make_spec(text, tmp_path, max_steps=3, sample_tokens=20, track="wandb")
+    (outcome,) = run_ranks(spec, 1)
+    assert "error" not in outcome, outcome
+    (written,) = read_offline(spec.folder / "wandb")
+    losses = [point["train/loss"] for point in written.history if "train/loss" in point]
+    assert losses == [record["train/loss"] for record in records(spec)]
+    assert written.summary["sample_text"] == outcome["sample"]
+    (table,) = (spec.folder / "wandb").rglob("*.table.json")
+    assert json.loads(table.read_text())["data"] == [[3, outcome["sample"]]]
+
+
+@pytest.mark.parametrize(
+    "module", ["nanoray.train", pytest.param("nanoray.launch", marks=pytest.mark.full)]
+)
+def test_a_missing_package_is_one_line_before_step_1(
+    module: str, text: Path, tmp_path: Path
+) -> None:
+    """The packages of this test run lack Aim: the two conflict about `filelock`."""
+    if not nanoray.train.track.aim_tracker.AimTracker().missing():
+        pytest.skip("Aim is installed")
+    done = run(module, "--dataset", str(text), "--track", "aim", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: track = aim needs the package aim, which this Python does not have; run: pip "
+        "install 'nanoray[aim]'\n"
+    )
+    assert not (tmp_path / "runs").exists()
+    with pytest.raises(ConfigError, match="needs the package aim"):
+        nanoray.AimCallback()
+    with pytest.raises(ConfigError, match="needs the package aim"):
+        require_tracker("aim")
+
+
+OWN = make_config(DEFAULTS)
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: nanoray.WandbCallback(mode="of line"), "mode = of line is none of W&B's: online"),  # type: ignore[arg-type]
+    (
+        lambda: require_different_trackers(
+            [nanoray.MlflowCallback("a"), nanoray.MlflowCallback("a")], OWN
+        ),
+        "two trackers report to mlflow under the name a; drop a callback",
+    ),
+    (
+        lambda: require_different_trackers(
+            [nanoray.WandbCallback(mode="offline")], OWN.model_copy(update={"track": "wandb"})
+        ),
+        "two trackers report to wandb under the name nanoray; drop a callback or track = wandb",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "text"), REFUSED)
+def test_what_cannot_take_effect_is_refused(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        make()
+
+
+def test_two_callbacks_of_one_tracker_with_two_projects_are_fine() -> None:
+    callbacks = [nanoray.MlflowCallback("a"), nanoray.MlflowCallback("b")]
+    require_different_trackers(callbacks, OWN.model_copy(update={"track": "wandb"}))
+
+
+@pytest.mark.parametrize("scheme", ["postgresql", "nonsense"])
+def test_an_address_that_cannot_be_used_is_refused_without_its_password(
+    scheme: str, tmp_path: Path
+) -> None:
+    uri = f"{scheme}://user:{SECRET}@127.0.0.1:1/x"
+    spec = open_own(tmp_path)
+    problem = nanoray.MlflowCallback(tracking_uri=uri).problem(Run(spec, None, frozenset()))  # type: ignore[arg-type]
+    assert f"cannot use the tracking URI {scheme}://127.0.0.1:1/x" in problem
+    assert SECRET not in problem
+    assert without_passwords("https://a.org/b?c=d@e") == "https://a.org/b?c=d@e"
+
+
+# A tracker that fails, hangs, or is slow.
+
+
+class Odd(Tracker):
+    """A tracker that behaves as it is asked to."""
+
+    kind = "odd"
+    packages = ()
+
+    def __init__(self, on_start: Callable[[], Any], on_log: Callable[[], Any]) -> None:
+        self.on_start = on_start
+        self.on_log = on_log
+        self.steps: list[int] = []
+        self.results: Results | None = None
+
+    def problem(self, run: TrackedRun) -> str:
+        return ""
+
+    def start(self, run: TrackedRun, keep_id: Callable[[str], None]) -> str:
+        self.on_start()
+        return "here"
+
+    def describe(self, units: Mapping[str, str]) -> None:
+        pass
+
+    def log(self, step: int, time_s: float, metrics: Mapping[str, float]) -> None:
+        self.on_log()
+        self.steps.append(step)
+
+    def finish(self, step: int, results: Results) -> None:
+        self.results = results
+
+
+def fails() -> None:
+    raise RuntimeError(f"503 from http://me:{SECRET}@a.org: come\nback later")
+
+
+def exits() -> None:
+    raise SystemExit(1)
+
+
+def nothing() -> None:
+    pass
+
+
+def report(tracker: Tracker, spec: RunSpec, count: int) -> tuple[list[str], float]:
+    """Report so many records; return the notes, and the seconds that reporting and closing took."""
+    notes: list[str] = []
+    begun = time.monotonic()
+    tracking = Tracking(tracker, spec, notes.append, patience_s=0.5)
+    for step in range(1, count + 1):
+        tracking.on_record({"step": step, "time": 0.0, "train/loss": 1.0})
+    tracking.on_end({"exit_reason": "finished", "step": count})
+    tracking.close()
+    return notes, time.monotonic() - begun
+
+
+@pytest.mark.parametrize(
+    ("on_start", "on_log", "note"),
+    [
+        (
+            fails,
+            nothing,
+            "warning  odd failed (RuntimeError: 503 from http://a.org: come); the run",
+        ),
+        (
+            nothing,
+            fails,
+            "warning  odd failed (RuntimeError: 503 from http://a.org: come); the run goes on without",
+        ),
+        (exits, nothing, "warning  odd failed (SystemExit: 1); the run goes on without it"),
+        (threading.Event().wait, nothing, "warning  odd did not finish within 0 s: 50 records may"),
+        (nothing, threading.Event().wait, "warning  odd did not finish within 0 s: 50 records may"),
+    ],
+)
+def test_a_tracker_that_fails_or_hangs_gives_one_warning(
+    on_start: Callable[[], Any], on_log: Callable[[], Any], note: str, tmp_path: Path
+) -> None:
+    tracker = Odd(on_start, on_log)
+    notes, seconds = report(tracker, open_own(tmp_path), 50)
+    (warning,) = [line for line in notes if line.startswith("warning")]
+    assert warning.startswith(note)
+    assert seconds < 5
+    assert tracker.results is None
+
+
+def test_records_beyond_the_queue_are_left_out_with_one_warning(tmp_path: Path) -> None:
+    gate = threading.Event()
+    tracker = Odd(gate.wait, nothing)
+    notes: list[str] = []
+    tracking = Tracking(tracker, open_own(tmp_path), notes.append)
+    for step in range(1, MOST_WAITING + 101):
+        tracking.on_record({"step": step, "time": 0.0, "train/loss": 1.0})
+    gate.set()
+    tracking.on_failure(ValueError("text of the script"))
+    tracking.close()
+    (warning,) = [line for line in notes if line.startswith("warning")]
+    assert f"odd is slow: {MOST_WAITING} records wait for it" in warning
+    assert tracker.steps == [*range(1, MOST_WAITING + 1)]
+    assert tracker.results == Results({"exit_reason": "failed: ValueError"}, "", "failed")
+
+
+@contextmanager
+def silent_server() -> Iterator[int]:
+    """A server that accepts connections, and never answers."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["wandb", "mlflow"])
+def test_a_server_that_never_answers_costs_the_end_half_a_minute_and_nothing_else(
+    kind: str, text: Path, tmp_path: Path
+) -> None:
+    """The real packages, in a real command that ends by itself."""
+    with silent_server() as port:
+        address = f"http://127.0.0.1:{port}"
+        env = os.environ | {
+            "MLFLOW_TRACKING_URI": address,
+            "WANDB_BASE_URL": address,
+            "WANDB_API_KEY": "0123456789" * 4,
+        }
+        flags = ["--dataset", str(text), "--max_steps", "5", "--track", kind, "--device", "cpu"]
+        flags += ["--data_dir", str(tmp_path / "cache"), "--sample_tokens", "0"]
+        done = run("nanoray.train", *flags, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished 5 steps" in done.stdout
+    assert f"warning  {kind} did not finish within 30 s" in done.stdout
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "summary.json").read_text())["exit_reason"] == "finished"
