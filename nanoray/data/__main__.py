@@ -84,7 +84,7 @@ def _prepare_set(name: str, argv: list[str]) -> int:
 
 
 def _add_flags_of_shards(parser: Any, val_fraction: float) -> None:
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="where the shards go")
+    parser.add_argument("-o", "--out", required=True, metavar="FOLDER", help="where the shards go")
     parser.add_argument(
         "--shard_tokens",
         type=int,

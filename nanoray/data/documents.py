@@ -108,9 +108,11 @@ class Files:
 
     def share(self, place: Place) -> float | None:
         before = sum(self._sizes[: place["file"]])
-        # A row is no byte, and neither is a byte of what was compressed.
-        if place["file"] < len(self._paths) and self._formats[place["file"]] == "text":
-            before += place["at"]
+        # A row is no byte of the file, and neither is a byte of what was compressed.
+        if place["file"] < len(self._paths):
+            in_bytes = self._formats[place["file"]] != "parquet"
+            if in_bytes and self._paths[place["file"]].suffix != ".gz":
+                before += place["at"]
         return before / max(1, sum(self._sizes))
 
     # Each of these yields pieces, and moves `now` behind the newest one.

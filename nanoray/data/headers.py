@@ -69,15 +69,6 @@ _LLMC_OTHERS = {
 }
 
 
-def header_of(dtype: str, count: int) -> bytes:
-    """Return llm.c's header for `count` tokens of uint16 or uint32."""
-    header = np.zeros(LLMC_HEADER_BYTES // 4, "<i4")
-    for (magic, version), (known_dtype, _) in LLMC_TOKENS.items():
-        if known_dtype == dtype:
-            header[:3] = (magic, version, count)
-    return header.tobytes()
-
-
 def read_header(path: Path, stated: Stated) -> Header:
     """Return what `path` contains. Raises DataError for a file that cannot be read for certain."""
     header = read_own_header(path)
@@ -147,6 +138,16 @@ def _read_llmc(path: Path, start: bytes, size: int) -> Header | None:
             "write it again"
         )
     return Header("llm.c", dtype, LLMC_HEADER_BYTES, count, vocabulary)
+
+
+def llmc_header(dtype: str, tokens: int) -> bytes:
+    """Return llm.c's header for a file of uint16 or uint32 tokens."""
+    for (magic, version), (known, _) in LLMC_TOKENS.items():
+        if known == dtype:
+            header = np.zeros(LLMC_HEADER_BYTES // 4, "<i4")
+            header[:3] = magic, version, tokens
+            return header.tobytes()
+    raise AssertionError(f"llm.c has no files of {dtype}")
 
 
 # numpy.

@@ -6,8 +6,8 @@
     OUT/.progress.json                                            the place up to which all is on disk
 
 Progress is written after the tokens before its place are on disk. So a command that is killed at any
-moment cuts what came after that place, and reads on from there: the files are those of one unbroken
-command, to the byte.
+moment is followed by one that reads on from there, and the files are those of one unbroken command, to
+the byte.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 
 from nanoray.atomic import write_json
+from nanoray.data.dataset import PROGRESS
 from nanoray.data.documents import Batch, Piece, Source
-from nanoray.data.headers import LLMC_HEADER_BYTES, header_of
+from nanoray.data.headers import LLMC_HEADER_BYTES, llmc_header
 from nanoray.data.tokenizer import Tokenizer, tokenizer_from_json
 from nanoray.errors import DataError
 
 META = "meta.json"
-PROGRESS = ".progress.json"
 SPLITS = ("train", "val")
 _SAVE_S = 5.0  # between two writes of the progress
 Say = Callable[[str], None]
@@ -209,7 +209,7 @@ class _Shards:
     def _close(self) -> str:
         """Write the header of a shard, and give it its name; return that."""
         self._file.seek(0)
-        self._file.write(header_of(self._dtype, self._tokens))
+        self._file.write(llmc_header(self._dtype, self._tokens))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -224,7 +224,10 @@ class _Shards:
         self._file.seek(LLMC_HEADER_BYTES + self._tokens * np.dtype(self._dtype).itemsize)
 
     def _cut_back(self) -> None:
-        """Remove what was written behind the place that the progress has."""
+        """Remove the shards behind the place that the progress has.
+
+        What its own shard has behind that place is written again, with the same tokens.
+        """
         final = self._final(self._number)
         if final.exists():  # it became full after that
             os.replace(final, self._part(self._number))
@@ -240,8 +243,6 @@ class _Shards:
                 f"{part} has {found} bytes, but the progress counts {size}; the folder was changed: "
                 "remove it, and prepare it anew"
             )
-        if part.exists():
-            os.truncate(part, size if self._tokens else 0)
 
     def _final(self, number: int) -> Path:
         return self._out / f"{self._split}_{number:06d}.bin"

@@ -12,6 +12,7 @@ import glob
 import json
 import mmap
 import os
+import re
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -20,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from nanoray.data.headers import read_header
 from nanoray.data.line_index import starts_of
-from nanoray.data.token_shards import read_token_shard
+from nanoray.data.token_folder import read_stated
 from nanoray.errors import DataError
 
 SUFFIXES = {
@@ -34,6 +36,7 @@ SUFFIXES = {
     ".npy": "tokens",
 }
 KINDS = ("jsonl", "text", "parquet", "tokens")
+_SPLIT = re.compile(r"(?<![a-z])(train|valid|validation|val|dev|test|eval)(?![a-z])")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 _READ_AHEAD = 1 << 23  # bytes
 _GROUPS = 3  # row groups that are kept at least: a window may begin in one and end in the next
@@ -77,6 +80,7 @@ def _files_of(path: Path, given: str, endings: tuple[str, ...]) -> list[Path]:
             raise DataError(
                 f"the folder {given} has no file that ends in {kinds}; name files of these kinds"
             )
+        _require_one_split(path, files)
         return files
     if path.exists():
         return [path]
@@ -85,6 +89,22 @@ def _files_of(path: Path, given: str, endings: tuple[str, ...]) -> list[Path]:
     if not files:
         raise DataError(f"no file {given}; check the path, which starts at {os.getcwd()}")
     return files
+
+
+def _require_one_split(folder: Path, files: list[Path]) -> None:
+    """Raise DataError for a folder whose files are of several splits, by their names."""
+    splits: dict[str, Path] = {}
+    for file in files:
+        found = _SPLIT.search(file.name)
+        if found:
+            splits.setdefault(found[1], file)
+    if len(splits) > 1:
+        first, second = list(splits.values())[:2]
+        word = next(iter(splits))
+        raise DataError(
+            f"the folder {folder} has {first.name} and {second.name}, which are of different "
+            f"splits; name one of them by a pattern, such as {folder}/*{word}*"
+        )
 
 
 def kind_of(files: Sequence[Path]) -> str:
@@ -291,8 +311,8 @@ class Tokens(Shard):
     def __init__(self, path: Path, block_size: int) -> None:
         super().__init__(path)
         self._block_size = block_size
-        self._shard = read_token_shard(path)
-        self.records = max(0, self._shard.tokens - 1) // block_size
+        self._header = read_header(path, read_stated(path.parent))
+        self.records = max(0, self._header.tokens - 1) // block_size
         self._tokens: np.ndarray | None = None
         self._file: Any = None
 
@@ -307,7 +327,7 @@ class Tokens(Shard):
                 ) from None
             self.require_size(os.fstat(self._file.fileno()).st_size)
             self._tokens = np.memmap(
-                self._file, self._shard.dtype, "r", self._shard.offset, (self._shard.tokens,)
+                self._file, self._header.dtype, "r", self._header.offset, (self._header.tokens,)
             )
         self.require_size(os.fstat(self._file.fileno()).st_size)
         first = record * self._block_size

@@ -17,7 +17,7 @@ import numpy as np
 
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
-from nanoray.data.dataset import DatasetInfo, TokenFile, read_tokens
+from nanoray.data.dataset import PROGRESS, DatasetInfo, TokenFile, read_tokens
 from nanoray.data.headers import DTYPES, Header, Stated, read_header
 from nanoray.data.meta_pickle import read_vocabulary
 from nanoray.data.splits import Splits, find_splits, match_splits
@@ -69,25 +69,15 @@ def inspect_folder(path: Path, config: Config) -> TokenFolder:
         raise DataError(
             f"val_fraction would be ignored: {path} is split already; drop val_fraction"
         )
+    _require_finished(path.parent if is_pattern(str(path)) else path)
     if is_pattern(str(path)):
         folder, splits = match_splits(str(path))
     else:
         folder = path
         splits = find_splits(path)
 
-    meta = _read_meta(folder)
-    in_json = (folder / "meta.json").exists()
-    if "tokenizer" not in meta and (folder / "meta.pkl").exists():
-        meta["tokenizer"] = read_vocabulary(folder / "meta.pkl")
-        source = "meta.pkl"
-    else:
-        source = "meta.json"
-
-    # A vocabulary narrows what bare numbers can be.
-    vocab_size = None
-    if "tokenizer" in meta:
-        vocab_size = tokenizer_from_json(meta["tokenizer"]).vocab_size
-    stated = Stated(meta.get("dtype"), vocab_size, in_json)
+    meta, source = _read_beside(folder)
+    stated = _stated_in(meta, folder)
     headers = _read_headers(folder, splits, stated)
 
     # Nothing beside the files names a vocabulary. So llm.c's header does, or they are nanoGPT's.
@@ -96,7 +86,7 @@ def inspect_folder(path: Path, config: Config) -> TokenFolder:
         meta["tokenizer"] = _VOCABULARIES[first.vocabulary]
         source = "header"
     elif "tokenizer" not in meta:
-        if in_json:
+        if stated.in_json:
             raise _bad_meta(folder / "meta.json", "it does not say what the tokens are")
         meta["tokenizer"] = {"kind": "gpt2"}
         source = "nothing"
@@ -164,6 +154,41 @@ def open_folder(path: Path, config: Config) -> DatasetInfo:
 
 
 # What is said beside the files.
+
+
+def read_stated(folder: Path) -> Stated:
+    """Return what meta.json or meta.pkl says about the token files of a folder. Raises DataError."""
+    _require_finished(folder)
+    meta, _ = _read_beside(folder)
+    return _stated_in(meta, folder)
+
+
+def _require_finished(folder: Path) -> None:
+    """Raise DataError for a folder that `nanoray data` has begun to prepare.
+
+    Its shards have a header already, but not all are there, and nothing says whose tokens they are.
+    """
+    if (folder / PROGRESS).exists():
+        raise DataError(
+            f"{folder} is not finished; run the command of `nanoray data` that prepares it again: it "
+            "goes on"
+        )
+
+
+def _read_beside(folder: Path) -> tuple[dict[str, Any], str]:
+    """Return what meta.json says, with the vocabulary of meta.pkl in its place, and whose it is."""
+    meta = _read_meta(folder)
+    if "tokenizer" in meta or not (folder / "meta.pkl").exists():
+        return meta, "meta.json"
+    return meta | {"tokenizer": read_vocabulary(folder / "meta.pkl")}, "meta.pkl"
+
+
+def _stated_in(meta: dict[str, Any], folder: Path) -> Stated:
+    # A vocabulary narrows what bare numbers can be.
+    vocab_size = None
+    if "tokenizer" in meta:
+        vocab_size = tokenizer_from_json(meta["tokenizer"]).vocab_size
+    return Stated(meta.get("dtype"), vocab_size, (folder / "meta.json").exists())
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:

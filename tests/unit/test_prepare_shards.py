@@ -31,12 +31,19 @@ from nanoray.data.__main__ import main
 from nanoray.data.documents import Files
 from nanoray.data.headers import LLMC_HEADER_BYTES
 from nanoray.data.hub import SETS, Hub
-from nanoray.data.prepare import prepare as open_dataset
+from nanoray.data.prepare import prepare
 from nanoray.data.stream import ShardStream
 from nanoray.data.tokenizer import ByteTokenizer
 from nanoray.data.tokens import open_tokens
+from nanoray.errors import DataError
 
 BYTE = {"kind": "byte"}
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
 DOCUMENTS = [f"document {n}: {'é ' * (n % 5)}\n\nend" for n in range(23)] + ["", "ends\n"]
 
 
@@ -159,6 +166,17 @@ def test_the_pieces_of_a_text_have_the_tokens_of_the_whole(
     assert found == tokenizer.encode(text).tolist()
 
 
+def test_the_share_that_is_read_grows_to_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "BATCH", 50)
+    source = Files([write_jsonl(tmp_path), write_parquet(tmp_path)], "text", 0.2)
+    shares = [source.share(batch.place) for batch in source.batches(None)]
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    assert len({*shares}) > 5
+
+
 def test_a_text_is_one_document_whose_end_is_for_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +211,36 @@ def test_characters_are_those_of_all_documents(tmp_path: Path) -> None:
     assert main([*arguments, "--out", str(tmp_path / "new")]) == 2
 
 
+def test_a_run_trains_on_a_finished_folder_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is not finished has no vocabulary yet, and llm.c's header would mean GPT-2's."""
+    path = write_jsonl(tmp_path)
+    out = tmp_path / "out"
+    command = ["tokenize", str(path), "--tokenizer", "char", "--out", str(out)]
+    command += ["--shard_tokens", "64"]
+    config = make_config({"dataset": str(out), "block_size": 8, "micro_batch_size": 2})
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_shards._Preparation, "_report", kill)
+        with pytest.raises(Killed):
+            main(command)
+    assert (out / "train_000000.bin").exists()
+    with pytest.raises(DataError, match="out is not finished; run the command of `nanoray data`"):
+        prepare(config)
+    with pytest.raises(DataError, match="out is not finished; run the command of `nanoray data`"):
+        ShardStream(str(out / "train_*.bin"), block_size=8)
+
+    assert main(command) == 0
+    info = prepare(config)
+    assert info.tokenizer["kind"] == "char"
+    assert info.train_tokens == len(tokens_of(out, "train"))
+    assert info.val_tokens == len(tokens_of(out, "val"))
+
+
+def kill(*_: Any) -> None:
+    raise Killed
+
+
 def test_a_stream_reads_the_shards(tmp_path: Path) -> None:
     out = tmp_path / "out"
     arguments = ["--tokenizer", "byte", "--out", str(out), "--shard_tokens", "64"]
@@ -211,7 +259,7 @@ def test_a_run_reads_the_shards(tmp_path: Path) -> None:
     assert main(["tokenize", str(write_jsonl(tmp_path)), *arguments]) == 0
     for dataset in (out, out / "*.bin"):
         config = make_config({"dataset": str(dataset), "block_size": 4, "global_batch_size": 1})
-        info = open_dataset(config)
+        info = prepare(config)
         assert info.tokenizer == {"kind": "byte"}
         assert len(info.files("train")) > 1
         for split in ("train", "val"):
@@ -220,10 +268,6 @@ def test_a_run_reads_the_shards(tmp_path: Path) -> None:
 
 
 # A command that is killed.
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
 
 
 def prepare_hub_or_files(folder: Path, kind: str) -> Callable[[Path], Any]:
@@ -258,8 +302,8 @@ def test_a_command_killed_at_any_moment_is_finished_by_the_next(
     monkeypatch.setattr(documents, "BATCH", 120)
     monkeypatch.setattr("nanoray.data.hub.BATCH", 120)
     monkeypatch.setattr(prepare_shards, "_SAVE_S", 0.0)
-    prepare = prepare_hub_or_files(tmp_path, kind)
-    prepare(tmp_path / "whole")
+    begin = prepare_hub_or_files(tmp_path, kind)
+    begin(tmp_path / "whole")
     right = bytes_of(tmp_path / "whole")
     if kind == "hub":
         for split in ("train", "val"):
@@ -281,7 +325,7 @@ def test_a_command_killed_at_any_moment_is_finished_by_the_next(
 
     monkeypatch.setattr(os, "replace", lambda *arguments: count(replace, *arguments))
     monkeypatch.setattr(os, "fsync", lambda *arguments: count(fsync, *arguments))
-    prepare(tmp_path / "counted")
+    begin(tmp_path / "counted")
     moments = calls
     assert moments > 30
     step = 5 if kind == "hub" else 1  # to open a set of the hub takes longest
@@ -289,9 +333,9 @@ def test_a_command_killed_at_any_moment_is_finished_by_the_next(
         out = tmp_path / f"killed-{moment}"
         calls, deadly = 0, moment
         with pytest.raises(Killed):
-            prepare(out)
+            begin(out)
         deadly = 0
-        prepare(out)
+        begin(out)
         assert bytes_of(out) == right, moment
 
     # Killed again and again: each command gets a little further.
@@ -301,7 +345,7 @@ def test_a_command_killed_at_any_moment_is_finished_by_the_next(
     for deadly in itertools.count(1):
         calls = 0
         try:
-            prepare(out)
+            begin(out)
             break
         except Killed:
             assert deadly < moments

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import nanoray
-from nanoray.data.headers import header_of
+from nanoray.data.headers import llmc_header
 from nanoray.data.line_index import FOLDER, find_starts, starts_of
 from nanoray.data.own import OwnData
 from nanoray.data.shard_order import ShardOrder
@@ -91,7 +91,7 @@ def write_parquet(path: Path, numbers: list[int]) -> None:
 def write_tokens(path: Path, numbers: list[int]) -> None:
     """Records of 4 tokens + 1: the first of each is its number."""
     tokens = np.repeat(np.array([*numbers, 0], np.uint16), 4)[: 4 * len(numbers) + 1]
-    path.write_bytes(header_of("uint16", len(tokens)) + tokens.tobytes())
+    path.write_bytes(llmc_header("uint16", len(tokens)) + tokens.tobytes())
 
 
 KINDS: dict[str, tuple[Write, dict[str, Any], Callable[[Any], int]]] = {
@@ -134,14 +134,19 @@ def test_tokens_are_pairs_without_a_transform(tmp_path: Path) -> None:
 
     # Without a header meta.json says what the numbers are; the last tokens fill no sample.
     np.arange(10, dtype=np.uint32).tofile(tmp_path / "plain.bin")
-    with pytest.raises(DataError, match=r"plain.bin has no header of token files, and .*meta.json"):
+    with pytest.raises(
+        DataError, match=r"plain.bin looks like numbers of 32 bits, and nothing says so"
+    ):
         ShardStream(tmp_path / "plain.bin", block_size=4)
     (tmp_path / "meta.json").write_text('{"dtype": "uint32"}')
     plain = ShardStream(tmp_path / "plain.bin", block_size=4)
     assert [inputs.tolist() for inputs, _ in plain] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
-    # numpy's files say it themselves.
+    # numpy's files say it themselves, and meta.json must agree.
     np.save(tmp_path / "array.npy", np.arange(10))
+    with pytest.raises(DataError, match=r"array.npy has int64 by its own header \(numpy\), but"):
+        ShardStream(tmp_path / "array.npy", block_size=4)
+    (tmp_path / "meta.json").unlink()
     array = ShardStream(tmp_path / "array.npy", block_size=4)
     assert [inputs.tolist() for inputs, _ in array] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
@@ -240,12 +245,20 @@ def make_wrong_files(folder: Path) -> None:
     (folder / "cut.bin").write_bytes((folder / "a.bin").read_bytes()[:-2])
     (folder / "empty").mkdir()
     (folder / "none.jsonl").write_text("\n")
+    (folder / "splits").mkdir()
+    for name in ("train_000000.bin", "train_000001.bin", "val_000000.bin"):
+        write_tokens(folder / "splits" / name, [1, 2])
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no file": ("x.jsonl", {}, "no file .*x.jsonl; check the path"),
     "no match": ("x*.jsonl", {}, r"no file .*x\*.jsonl; check the path"),
     "an empty folder": ("empty", {}, "the folder .*empty has no file that ends in .jsonl"),
+    "two splits": (
+        "splits",
+        {"block_size": 4},
+        r"has train_000000.bin and val_000000.bin, .*; name one of them by a pattern, such as .*train",
+    ),
     "no files": ([], {}, "no files are named; name files"),
     "twice": (["a.jsonl", "*a.jsonl"], {}, "a.jsonl is named twice, so its samples"),
     "two kinds": (["a.jsonl", "a.txt"], {}, "files of one kind, but .* is jsonl and .* is text"),
