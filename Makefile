@@ -79,12 +79,13 @@ site: docs
 
 setup: $(STAMP)
 
+# Not compiled: of the packages' twenty thousand files only those that are imported are worth it, at their first import.
 $(STAMP):
 	@test -n "$(PYTHON)" || { echo "nanoray needs Python 3.10 to 3.13 on the PATH; or: make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
 	@echo "setting up .venv with $$("$(PYTHON)" -V) (once; minutes on a slow line) ..."
 	@"$(PYTHON)" -m venv --clear .venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e ".[dev]"
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-compile -c constraints.txt -e ".[dev]"
 	@touch $@
 
 clean:

@@ -33,4 +33,12 @@ __version__: str
 
 def launch(
     main: Callable[[Run], Any], config: Mapping[str, Any] | None = None, ray: bool = True
-) -> int: ...
+) -> int:
+    """Call `main(run)` on every rank of a new run, and return the exit code.
+
+    The ranks are actors on Ray. Under torchrun, srun or mpirun this process is one rank, and
+    with `ray=False` it trains alone. `config` has keys of the configuration (`nanoray launch
+    --help`), such as workers, global_batch_size, dp_mode or resume, and besides them
+    dry_run and quiet. An error of nanoray is printed as one line, and its exit code returned.
+    A Ray that the program is connected to is used, and stays connected.
+    """

@@ -9,7 +9,9 @@ import platform
 import sys
 
 from nanoray import __version__
+from nanoray.cli import exit_code_of, name_program
 from nanoray.cli.catalog import COMMANDS as COMMANDS
+from nanoray.cli.help import PAGES, asked_for, format_help
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,9 +37,19 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: unknown command {command}; {hint}", file=sys.stderr)
         return 2
 
+    # Without torch, whose import takes seconds
+    topic = asked_for(argv[1:])
+    if command in PAGES and topic is not None:
+        return exit_code_of(lambda: print_help(topic, command))
+
     module_name, _ = COMMANDS[command]
     module = importlib.import_module(module_name)
     return module.main(argv[1:])
+
+
+def print_help(topic: str, command: str) -> None:
+    """Print the help of a command that trains."""
+    print(format_help(topic, name_program(command), PAGES[command]), end="")
 
 
 def versions() -> str:

@@ -31,6 +31,8 @@ COPIED = (".json", ".png", ".svg")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".js": "javascript"}
 
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+CELLS = re.compile(r"^\|.*\|$", re.MULTILINE)  # a row of a table
+CODE = re.compile(r"`[^`\n]+`")
 FENCE = re.compile(r"^ *(`{3,}).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
 
 
@@ -126,9 +128,18 @@ class Pages:
             parts.append(fence[0])
             end = fence.end()
         parts.append(LINK.sub(rewrite, text[end:]))
+        parts = [CELLS.sub(_with_plain_pipes, part) for part in parts]
 
         # Markdown inside of HTML is read only where the HTML asks for it.
         return "".join(parts).replace("<details>", "<details markdown>")
+
+
+def _with_plain_pipes(row: re.Match[str]) -> str:
+    """Return a row of a table without backslashes before the pipes in its code.
+
+    A forge needs them, and this site would show them.
+    """
+    return CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0])
 
 
 def _not_searched(text: str) -> str:

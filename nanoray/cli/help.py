@@ -59,6 +59,7 @@ OF_A_RUN: tuple[tuple[str, Flags], ...] = (
             ("--resume auto|PATH", "continue a run, bit for bit"),
             ("--eval_every N", "steps between evaluations"),
             ("--checkpoint_every N", "steps between checkpoints"),
+            ("--track NAME", "report to a tracker: wandb, mlflow, aim"),
             ("--dry_run", "print what would run and where, start nothing"),
         ),
     ),
@@ -74,6 +75,29 @@ class Page:
     sections: tuple[tuple[str, Flags], ...] = OF_A_RUN
     usage: str = "[flags]"
     more: str = ""  # in place of the lines about `--help all`
+
+
+# Here, so that they can be printed without importing torch
+TRAIN = Page(
+    "Train in this process; under torchrun, srun or mpirun, as one rank of many. No Ray.",
+    (
+        ("{prog} --preset tiny", "seconds long: to see it work"),
+        ("{prog} --dataset my.txt --max_steps 500 --lr 2e-3", "on your own text"),
+        ("torchrun --nproc-per-node 2 -m nanoray.train --preset shakespeare-char", "on two ranks"),
+    ),
+)
+LAUNCH = Page(
+    "Train on Ray: one actor per GPU, MIG slice or CPU share.",
+    (
+        ("{prog} --workers 2", "Shakespeare on two ranks of this machine"),
+        (
+            "{prog} --preset gpt2-124m --dry_run --world_size 8",
+            "what eight ranks would do: groups, bytes and memory, without them",
+        ),
+        ("{prog} --resume auto --ray_address HOST:PORT", "go on with the newest run, on a cluster"),
+    ),
+)
+PAGES = {"train": TRAIN, "launch": LAUNCH}
 
 
 def asked_for(words: list[str]) -> str | None:

@@ -50,11 +50,13 @@ ALMOST = 0.75  # similarity of two keys above which one is taken for a typo of t
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the closest known one, or all of them."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    # Of flags the dashes would count as letters in common
+    names = {key.lstrip("-"): key for key in known}
+    cutoff = ALMOST if name.startswith("-") else 0.6
+    close = difflib.get_close_matches(name.lstrip("-"), names, n=1, cutoff=cutoff)
     if close:
-        return f"did you mean {close[0]}?"
-    return f"known: {', '.join(names)}"
+        return f"did you mean {names[close[0]]}?"
+    return f"known: {', '.join(names.values())}"
 
 
 def refuse_unknown(name: str, known: Iterable[str], kind: str) -> None:

@@ -131,13 +131,16 @@ def translate_file(path: Path, given: Collection[str]) -> Translation:
     for name, key in _SAME.items():
         if "init_from" in given and name in _OF_WEIGHTS:
             continue
+        # A context of the file crops that of the weights. nanoGPT's default says nothing about them
+        if "init_from" in given and name == "block_size" and name not in from_file:
+            continue
         result.take(key, name, settings[name], name in from_file)
     for name in _OF_THE_PLACE:
         if name in from_file:
             result.take(name, name, settings[name], True)
 
     _add_batch(settings, result)
-    _add_schedule(settings, path, given, result)
+    _add_schedule(settings, from_file, path, given, result)
     _add_data(settings, path, given, result)
     _add_start(settings, given, result)
     _add_device(settings, from_file, result)
@@ -149,7 +152,7 @@ def translate_file(path: Path, given: Collection[str]) -> Translation:
     if not settings["always_save_checkpoint"]:
         reason = "the best checkpoint is kept in any case, besides the newest"
         result.leave("always_save_checkpoint", False, reason)
-    _name_what_is_left(settings, from_file, given, result)
+    _name_what_is_left(settings, from_file, result)
     return result
 
 
@@ -214,7 +217,11 @@ def _add_batch(settings: dict[str, Any], result: Translation) -> None:
 
 
 def _add_schedule(
-    settings: dict[str, Any], path: Path, given: Collection[str], result: Translation
+    settings: dict[str, Any],
+    from_file: set[str],
+    path: Path,
+    given: Collection[str],
+    result: Translation,
 ) -> None:
     steps = settings["max_iters"]
     if not settings["decay_lr"]:
@@ -228,7 +235,7 @@ def _add_schedule(
     has_length = bool({"max_steps", "num_epochs"} & set(given))
     result.add("schedule", "cosine", "decay_lr = True")
     result.add("warmup_steps", settings["warmup_iters"], "warmup_iters")
-    result.add("min_lr", settings["min_lr"], "min_lr")
+    result.take("min_lr", "min_lr", settings["min_lr"], "min_lr" in from_file)
     if decay < steps and not has_length:
         raise ConfigError(
             f"{path}: lr_decay_iters = {decay} is below max_iters = {steps}, and our schedule ends "
@@ -288,7 +295,10 @@ def _add_device(settings: dict[str, Any], from_file: set[str], result: Translati
         kind = device.partition(":")[0]
         if kind not in ("cuda", "cpu"):
             raise ConfigError(f"device = {device!r} is no device of nanoray; use cuda or cpu")
-        result.add("device", kind, f"device = {device!r}")
+        if kind == device:
+            result.take("device", "device", kind, True)
+        else:
+            result.add("device", kind, f"device = {device!r}; ranks choose their card")
         # On a CPU nothing is cast, whatever dtype says
         if kind == "cpu":
             result.add("precision", "fp32", "device = 'cpu' computes in float32 there")
@@ -306,17 +316,17 @@ def _add_device(settings: dict[str, Any], from_file: set[str], result: Translati
         result.lines.append(("precision", f"nanogpt dtype = {dtype!r}: {reason}"))
 
 
-def _name_what_is_left(
-    settings: dict[str, Any], from_file: set[str], given: Collection[str], result: Translation
-) -> None:
+def _name_what_is_left(settings: dict[str, Any], from_file: set[str], result: Translation) -> None:
     if settings["eval_only"]:
         raise ConfigError(
             "eval_only = True trains nothing; drop it, or look at a run with `nanoray checkpoint "
             "show RUN`"
         )
     if settings["wandb_log"]:
-        reason = "metrics are in the run's metrics.jsonl and TensorBoard's tb/"
-        result.leave("wandb_log", True, reason)
-    for name in ("wandb_project", "wandb_run_name"):
-        if name in from_file:
-            result.leave(name, settings[name], "the run has the name of the file, or --name")
+        result.add("track", "wandb", "wandb_log = True")
+    if "wandb_project" in from_file:
+        reason = "the variable WANDB_PROJECT says it, with track wandb"
+        result.leave("wandb_project", settings["wandb_project"], reason)
+    if "wandb_run_name" in from_file:
+        reason = "the run has the name of the file, or --name"
+        result.leave("wandb_run_name", settings["wandb_run_name"], reason)

@@ -14,6 +14,7 @@ from pydantic import model_validator
 
 from nanoray.config.conflicts import first
 from nanoray.config.keys import GROUPS, Keys
+from nanoray.config.neighbours import answer
 from nanoray.config.spellings import refuse_idle_parts, split
 
 # Overriding a key of these groups changes the recipe, so the preset's expected loss is void. The
@@ -44,9 +45,14 @@ class Config(Keys):
     @classmethod
     def _split_parts(cls, values: Any) -> Any:
         """Turn `dp_mode: fsdp:bf16` into the fields dp_mode and fsdp_gather."""
-        if isinstance(values, dict):
-            return split(values)
-        return values
+        if not isinstance(values, dict):
+            return values
+        # `Config(learning_rate=...)` in a script; files and flags have been asked before
+        for key in values.keys() - cls.model_fields.keys():
+            foreign = answer(str(key), values[key], "")
+            if foreign:
+                raise ValueError(f"unknown key {key}; {foreign}")
+        return split(values)
 
     @model_validator(mode="after")
     def _check(self) -> Config:

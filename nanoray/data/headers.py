@@ -13,6 +13,8 @@ either, so those are read as uint16 only if their first bytes look like that and
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -25,7 +27,6 @@ DTYPES = ("uint8", "uint16", "uint32", "uint64", "int32", "int64")  # that meta.
 NANOGPT_DTYPE = "uint16"  # of train.bin and val.bin without another word
 
 LLMC_HEADER_BYTES = 256 * 4
-_LLAMA3_VOCAB_SIZE = 128_256
 _NUMPY_MAGIC = b"\x93NUMPY"
 _SAMPLE_BYTES = 1 << 20  # a multiple of 8
 # No vocabulary is larger. So the upper halves of 32-bit ids are small.
@@ -54,7 +55,7 @@ class Stated:
 
 
 # llm.c's kinds of token files: (magic, version) -> dtype, vocabulary
-_LLMC_TOKENS = {
+LLMC_TOKENS = {
     (20240520, 1): ("uint16", "gpt2"),
     (20240801, 7): ("uint32", "llama3"),
 }
@@ -68,29 +69,51 @@ _LLMC_OTHERS = {
 }
 
 
+def header_of(dtype: str, count: int) -> bytes:
+    """Return llm.c's header for `count` tokens of uint16 or uint32."""
+    header = np.zeros(LLMC_HEADER_BYTES // 4, "<i4")
+    for (magic, version), (known_dtype, _) in LLMC_TOKENS.items():
+        if known_dtype == dtype:
+            header[:3] = (magic, version, count)
+    return header.tobytes()
+
+
 def read_header(path: Path, stated: Stated) -> Header:
     """Return what `path` contains. Raises DataError for a file that cannot be read for certain."""
-    try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            start = file.read(LLMC_HEADER_BYTES)
-            if start.startswith(_NUMPY_MAGIC):
-                header = _read_numpy(path, file, size)
-            elif path.suffix == ".npy":
-                raise DataError(
-                    f"{path} has no header of numpy, in spite of its name; if it holds bare "
-                    "numbers, name it .bin and write meta.json with their dtype and vocab_size"
-                )
-            else:
-                header = _read_llmc(path, start, size) or _read_bare(path, file, size, stated)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from None
+    header = read_own_header(path)
+    if header is None:
+        header = _read_bare(path, stated)
     if stated.dtype and stated.dtype != header.dtype:
         raise DataError(
             f"{path} has {header.dtype} by its own header ({header.kind}), but meta.json says "
             f"{stated.dtype}; drop dtype from meta.json"
         )
     return header
+
+
+def read_own_header(path: Path) -> Header | None:
+    """Return what a file's header says; None for bare numbers. Raises DataError as `read_header`."""
+    with _open(path) as file:
+        size = path.stat().st_size
+        start = file.read(LLMC_HEADER_BYTES)
+        if start.startswith(_NUMPY_MAGIC):
+            return _read_numpy(path, file, size)
+        if path.suffix == ".npy":
+            raise DataError(
+                f"{path} has no header of numpy, in spite of its name; if it holds bare numbers, "
+                "name it .bin and write meta.json with their dtype and vocab_size"
+            )
+        return _read_llmc(path, start, size)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """Open a file. Raises DataError when it cannot be opened or read."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from None
 
 
 # llm.c.
@@ -105,17 +128,17 @@ def _read_llmc(path: Path, start: bytes, size: int) -> Header | None:
         raise DataError(
             f"{path} is {_LLMC_OTHERS[magic]} of llm.c (magic {magic}), not tokens; leave it out"
         )
-    versions = [known for known in _LLMC_TOKENS if known[0] == magic]
+    versions = [known for known in LLMC_TOKENS if known[0] == magic]
     if not versions:
         return None
-    if (magic, version) not in _LLMC_TOKENS:
+    if (magic, version) not in LLMC_TOKENS:
         raise DataError(
             f"{path} has llm.c's magic {magic} with version {version}, but nanoray reads version "
             f"{versions[0][1]}; write it again with llm.c's scripts"
         )
 
     # The size must agree: some tools write this header before tokens of another width.
-    dtype, vocabulary = _LLMC_TOKENS[magic, version]
+    dtype, vocabulary = LLMC_TOKENS[magic, version]
     expected = LLMC_HEADER_BYTES + count * np.dtype(dtype).itemsize
     if size != expected:
         raise DataError(
@@ -168,10 +191,11 @@ def _read_numpy(path: Path, file: BinaryIO, size: int) -> Header:
 # Bare numbers.
 
 
-def _read_bare(path: Path, file: BinaryIO, size: int, stated: Stated) -> Header:
+def _read_bare(path: Path, stated: Stated) -> Header:
     """Return the tokens of a file of bare numbers, of the stated dtype or nanoGPT's."""
-    file.seek(0)
-    sample = file.read(_SAMPLE_BYTES)
+    with _open(path) as file:
+        size = path.stat().st_size
+        sample = file.read(_SAMPLE_BYTES)
     _refuse_unknown_header(path, sample)
     dtype = stated.dtype
     if dtype is None:

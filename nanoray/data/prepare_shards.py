@@ -1,6 +1,6 @@
 """Prepare token shards from documents: resumable at any moment, in bounded memory.
 
-    OUT/train_000000.bin  train_000001.bin ...  val_000000.bin    llm.c's format (token_shards.py)
+    OUT/train_000000.bin  train_000001.bin ...  val_000000.bin    llm.c's format (headers.py)
     OUT/meta.json                                                 tokenizer and counts; written last
     OUT/.train_000002.part                                        the shard that is being written
     OUT/.progress.json                                            the place up to which all is on disk
@@ -26,7 +26,7 @@ import numpy as np
 
 from nanoray.atomic import write_json
 from nanoray.data.documents import Batch, Piece, Source
-from nanoray.data.token_shards import HEADER_BYTES, header_of
+from nanoray.data.headers import LLMC_HEADER_BYTES, header_of
 from nanoray.data.tokenizer import Tokenizer, tokenizer_from_json
 from nanoray.errors import DataError
 
@@ -221,7 +221,7 @@ class _Shards:
         part = self._part(self._number)
         part.touch()
         self._file = part.open("r+b")
-        self._file.seek(HEADER_BYTES + self._tokens * np.dtype(self._dtype).itemsize)
+        self._file.seek(LLMC_HEADER_BYTES + self._tokens * np.dtype(self._dtype).itemsize)
 
     def _cut_back(self) -> None:
         """Remove what was written behind the place that the progress has."""
@@ -233,7 +233,7 @@ class _Shards:
             if number is not None and number > self._number:
                 path.unlink()
         part = self._part(self._number)
-        size = HEADER_BYTES + self._tokens * np.dtype(self._dtype).itemsize
+        size = LLMC_HEADER_BYTES + self._tokens * np.dtype(self._dtype).itemsize
         found = part.stat().st_size if part.exists() else 0
         if self._tokens and found < size:
             raise DataError(

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from nanoray.data.line_index import starts_of
-from nanoray.data.token_shards import TokenShard, read_token_shard
+from nanoray.data.token_shards import read_token_shard
 from nanoray.errors import DataError
 
 SUFFIXES = {
@@ -31,6 +31,7 @@ SUFFIXES = {
     ".text": "text",
     ".parquet": "parquet",
     ".bin": "tokens",
+    ".npy": "tokens",
 }
 KINDS = ("jsonl", "text", "parquet", "tokens")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
@@ -290,7 +291,7 @@ class Tokens(Shard):
     def __init__(self, path: Path, block_size: int) -> None:
         super().__init__(path)
         self._block_size = block_size
-        self._shard: TokenShard = read_token_shard(path)
+        self._shard = read_token_shard(path)
         self.records = max(0, self._shard.tokens - 1) // block_size
         self._tokens: np.ndarray | None = None
         self._file: Any = None

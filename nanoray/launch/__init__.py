@@ -1,4 +1,9 @@
-"""Train on Ray. The package is also a function: `nanoray.launch(main, config)` runs a script."""
+"""Train on Ray. The package is also a function, which calls `main(run)` on every rank of a new run:
+
+    nanoray.launch(main, config=None, ray=True) -> int
+
+help(nanoray.launch.__call__) describes it.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from typing import Any
 from ray.util.placement_group import remove_placement_group
 
 from nanoray.checkpoint.resume import open_run
-from nanoray.cli import Loaded, Page, name_program, require_script, run_command
+from nanoray.cli import Loaded, name_program, require_script, run_command
+from nanoray.cli.help import LAUNCH
 from nanoray.config import Config, resolve_batch
 from nanoray.config.variables import values_of
 from nanoray.data.prepare import prepare
@@ -43,18 +44,6 @@ from nanoray.train.report import closing_lines
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
 
-HELP = Page(
-    "Train on Ray: one actor per GPU, MIG slice or CPU share.",
-    (
-        ("{prog} --workers 2", "Shakespeare on two ranks of this machine"),
-        (
-            "{prog} --preset gpt2-124m --dry_run --world_size 8",
-            "what eight ranks would do: groups, bytes and memory, without them",
-        ),
-        ("{prog} --resume auto --ray_address HOST:PORT", "go on with the newest run, on a cluster"),
-    ),
-)
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run `python -m nanoray.launch`, and end this process with its exit code.
@@ -66,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     command = partial(launch, last=True)
     try:
-        code = run_command(command, argv, name_program("launch"), HELP)
+        code = run_command(command, argv, name_program("launch"), LAUNCH)
     except SystemExit as ended:  # --help, or a stop before any rank had trained
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except KeyboardInterrupt:  # before there was anything to save

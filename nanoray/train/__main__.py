@@ -21,7 +21,8 @@ import torch
 
 from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.resume import open_run
-from nanoray.cli import Loaded, Page, name_program, require_script, run_command, stop_signals
+from nanoray.cli import Loaded, name_program, require_script, run_command, stop_signals
+from nanoray.cli.help import TRAIN
 from nanoray.config import Config, resolve_batch
 from nanoray.config.variables import THREADS, values_of
 from nanoray.data.prepare import prepare
@@ -59,19 +60,10 @@ from nanoray.train.watch.observers import Callback
 
 log = logging.getLogger("nanoray.rank")
 
-HELP = Page(
-    "Train in this process; under torchrun, srun or mpirun, as one rank of many. No Ray.",
-    (
-        ("{prog} --preset tiny", "seconds long: to see it work"),
-        ("{prog} --dataset my.txt --max_steps 500 --lr 2e-3", "on your own text"),
-        ("torchrun --nproc-per-node 2 -m nanoray.train --preset shakespeare-char", "on two ranks"),
-    ),
-)
-
 
 def main(argv: list[str] | None = None) -> int:
     """Run `python -m nanoray.train` and return the exit code."""
-    return run_command(run_here, argv, name_program("train"), HELP)
+    return run_command(run_here, argv, name_program("train"), TRAIN)
 
 
 class Ended(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from nanoray.checkpoint import files
 from nanoray.config.weights.gpt2 import PREFIX, weights_of
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.state.train_state import StateDict
+
+# Before transformers is imported: no test asks the hub for anything
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 32}
 VOCAB = 256  # that of bytes

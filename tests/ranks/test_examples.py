@@ -21,8 +21,6 @@ SCRIPTS = sorted((ROOT / "examples" / "scripts").glob("*.sh"))
 SHORT = (
     "--resnet_depth",
     "8",
-    "--global_batch_size",
-    "32",
     "--micro_batch_size",
     "16",
     "--max_steps",

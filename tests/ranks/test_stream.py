@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from nanoray.checkpoint.find import newest_valid
+from nanoray.data.headers import header_of
 from nanoray.data.seeding import seed_generators_for
 from nanoray.data.shard_order import ShardOrder
 from nanoray.data.stream import ShardStream
-from nanoray.data.token_shards import header_of
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec
 from nanoray.train.own.engine import RuntimeEngine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,12 +13,10 @@ import nanoray
 from nanoray import check
 from nanoray.__main__ import main
 from nanoray.cli import Page, name_program, parse_args
-from nanoray.cli.help import HEIGHT, OF_A_RUN, WIDTH, format_help
+from nanoray.cli.help import HEIGHT, LAUNCH, OF_A_RUN, TRAIN, WIDTH, format_help
 from nanoray.cli.parsers import COMMAND_FLAGS, GROUPS, PACKAGE, flag_names
 from nanoray.errors import ConfigError
 from nanoray.kube.__main__ import main as kube
-from nanoray.launch.__main__ import HELP as LAUNCH
-from nanoray.train.__main__ import HELP as TRAIN
 
 FLAGS = {*flag_names(), *COMMAND_FLAGS}
 LONGEST = "python -m nanoray.launch"  # the longest name of the program
@@ -98,6 +97,14 @@ def test_help_prints_and_exits_0(
         parse_args(words, "nanoray train", TRAIN)
     assert stopped.value.code == 0
     assert shown in capsys.readouterr().out
+
+
+def test_help_of_a_run_imports_no_torch() -> None:
+    code = "import sys; from nanoray.__main__ import main; code = main(['train', '--help', 'lr'])"
+    code += "; sys.exit(code or 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert "--lr X" in done.stdout
 
 
 def test_other_commands_show_their_own_flags(capsys: pytest.CaptureFixture[str]) -> None:

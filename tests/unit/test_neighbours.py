@@ -9,7 +9,7 @@ import pytest
 
 from nanoray.cli import parse_args
 from nanoray.cli.parsers import COMMAND_FLAGS, flag_names
-from nanoray.config import Config, load_config, make_config
+from nanoray.config import Config, did_you_mean, load_config, make_config
 from nanoray.config.load import NESTED
 from nanoray.config.neighbours import TABLE, VALUES, Name, find
 from nanoray.errors import ConfigError
@@ -156,6 +156,17 @@ def test_a_scripts_dict_may_have_nested_keys() -> None:
     values: dict[str, Any] = {"training": {"batch_size": 16, "learning_rate": 0.1}}
     config = loaded_of(values).config
     assert (config.micro_batch_size, config.lr) == (16, 0.1)
+
+
+def test_a_config_made_in_python_is_answered() -> None:
+    with pytest.raises(ValueError, match=r"unknown key learning_rate; write lr: 0\.1"):
+        Config(micro_batch_size=4, learning_rate=0.1)  # type: ignore[call-arg]
+
+
+def test_dashes_are_no_letters_in_common() -> None:
+    """Of a tool's flags, too, which have no table."""
+    assert did_you_mean("--dtype", ["--tp", "--lr"]) == "known: --tp, --lr"
+    assert did_you_mean("--round", ["--rounds", "--lr"]) == "did you mean --rounds?"
 
 
 def test_a_name_without_its_section_is_found() -> None:

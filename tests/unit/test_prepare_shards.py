@@ -25,13 +25,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanoray.config import make_config
 from nanoray.data import documents, prepare_shards
 from nanoray.data.__main__ import main
 from nanoray.data.documents import Files
+from nanoray.data.headers import LLMC_HEADER_BYTES
 from nanoray.data.hub import SETS, Hub
+from nanoray.data.prepare import prepare as open_dataset
 from nanoray.data.stream import ShardStream
-from nanoray.data.token_shards import HEADER_BYTES
 from nanoray.data.tokenizer import ByteTokenizer
+from nanoray.data.tokens import open_tokens
 
 BYTE = {"kind": "byte"}
 DOCUMENTS = [f"document {n}: {'é ' * (n % 5)}\n\nend" for n in range(23)] + ["", "ends\n"]
@@ -41,7 +44,7 @@ def tokens_of(out: Path, split: str, dtype: str = "uint16") -> list[int]:
     """The tokens of a split's shards, which must be numbered without a gap."""
     files = sorted(out.glob(f"{split}_*.bin"))
     assert [file.name for file in files] == [f"{split}_{i:06d}.bin" for i in range(len(files))]
-    parts = [np.fromfile(file, dtype, offset=HEADER_BYTES) for file in files]
+    parts = [np.fromfile(file, dtype, offset=LLMC_HEADER_BYTES) for file in files]
     for file, part in zip(files, parts, strict=True):
         header = np.fromfile(file, np.int32, 256)
         assert header[:3].tolist() == [20240520, 1, len(part)]
@@ -199,6 +202,21 @@ def test_a_stream_reads_the_shards(tmp_path: Path) -> None:
     train = tokens_of(out, "train")
     assert inputs.tolist() == train[64 + 16 : 64 + 24]
     assert targets.tolist() == train[64 + 17 : 64 + 25]
+
+
+def test_a_run_reads_the_shards(tmp_path: Path) -> None:
+    """As the token files of other tools: a folder, or a pattern."""
+    out = tmp_path / "out"
+    arguments = ["--tokenizer", "byte", "--out", str(out), "--shard_tokens", "64"]
+    assert main(["tokenize", str(write_jsonl(tmp_path)), *arguments]) == 0
+    for dataset in (out, out / "*.bin"):
+        config = make_config({"dataset": str(dataset), "block_size": 4, "global_batch_size": 1})
+        info = open_dataset(config)
+        assert info.tokenizer == {"kind": "byte"}
+        assert len(info.files("train")) > 1
+        for split in ("train", "val"):
+            numbers = open_tokens(info, split).numbers
+            assert numbers[np.arange(len(numbers))].tolist() == tokens_of(out, split)
 
 
 # A command that is killed.

@@ -221,7 +221,9 @@ def test_links_of_a_page_lead_somewhere(name: str) -> None:
 
 
 def test_figures_stand_in_a_committed_result() -> None:
-    """Every number of the README's tables is a median of a committed result, rounded as printed."""
+    """Every number of the tables of README and performance.md is a median of a committed result,
+    rounded as printed.
+    """
     results = [json.loads(path.read_text()) for path in (ROOT / "docs" / "results").glob("*.json")]
     medians = {
         number(row["median"])
@@ -229,7 +231,8 @@ def test_figures_stand_in_a_committed_result() -> None:
         for row in result.get("rows", [])
         if row["median"] is not None
     }
-    cells = re.findall(r"\| (\d[\d.]*) \(", README)
+    performance = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    cells = re.findall(r"\| (\d[\d.]*) \(", README + performance)
     assert len(cells) == 6 * 3 + 5
     assert [c for c in cells if c not in medians] == []
 

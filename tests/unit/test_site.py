@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,20 @@ def wrong_links(site: Path) -> list[str]:
 
 def test_each_link_leads_to_a_page_and_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     assert wrong_links(site) == []
+
+
+def test_a_table_has_all_its_cells_and_no_backslash(site: Path) -> None:
+    """A pipe in the code of a cell neither ends the cell nor keeps its backslash."""
+    with_pipes = 0
+    for path in site.rglob("*.html"):
+        html = path.read_text(encoding="utf-8")
+        for table in re.findall(r"<table>.*?</table>", html, re.DOTALL):
+            assert "\\|" not in table, path
+            rows = re.findall(r"<tr>.*?</tr>", table, re.DOTALL)
+            widths = {len(re.findall(r"<t[hd][ >]", row)) for row in rows}
+            assert len(widths) == 1, (path, rows[0])
+            with_pipes += "|" in table
+    assert with_pipes > 2
 
 
 def test_a_wrong_link_of_the_site_is_found(tmp_path: Path) -> None:
@@ -201,3 +216,17 @@ def test_a_reader_chooses_colours_and_a_phone_has_a_menu(site: Path, tab: Tab) -
     tab.evaluate("document.querySelector('label[for=__drawer]').click()")
     tab.wait_for(f"{left} >= 0")
     assert tab.evaluate("document.querySelectorAll('.md-code__button').length") > 0, "copy buttons"
+
+
+@in_chromium
+@pytest.mark.full  # 2 s for each picture; NANORAY_TEST_PICTURES=FOLDER keeps them, to be looked at
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_pictures_of_pages(site: Path, tab: Tab, width: int, scheme: str) -> None:
+    """Something is painted on the start page and on the pages with the widest tables."""
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    tab.call("Emulation.setEmulatedMedia", features=features)
+    for name in ("index", "coming-from", "flags", "parallelism", "api"):
+        show(tab, site / f"{name}.html", width)
+        tab.evaluate("document.querySelector('table').scrollIntoView({block: 'center'})")
+        tab.picture(f"site-{name}-{width}-{scheme}")

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import nanoray
+from nanoray.data.headers import header_of
 from nanoray.data.line_index import FOLDER, find_starts, starts_of
 from nanoray.data.own import OwnData
 from nanoray.data.shard_order import ShardOrder
 from nanoray.data.stream import ShardStream
-from nanoray.data.token_shards import header_of
 from nanoray.errors import DataError
 
 CPU = torch.device("cpu")
@@ -139,6 +139,11 @@ def test_tokens_are_pairs_without_a_transform(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text('{"dtype": "uint32"}')
     plain = ShardStream(tmp_path / "plain.bin", block_size=4)
     assert [inputs.tolist() for inputs, _ in plain] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    # numpy's files say it themselves.
+    np.save(tmp_path / "array.npy", np.arange(10))
+    array = ShardStream(tmp_path / "array.npy", block_size=4)
+    assert [inputs.tolist() for inputs, _ in array] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 # The index of lines.

@@ -29,6 +29,7 @@ from nanoray.train.track.wandb_tracker import WandbTracker
 IDS = "trackers"  # the folder of the run in which each tracker has its id of the run
 MOST_WAITING = 1000  # records that wait for the tracker; later ones are left out
 PATIENCE_S = 30.0  # how long the end of a run waits for the tracker
+PATIENCE_STOPPED_S = 10.0  # and that of a stopped one, whose process may soon be killed
 # Of the outcome: what is known at the end and in no record
 RESULTS = (
     "exit_reason",
@@ -138,21 +139,22 @@ class Tracking:
         """Hand over the results, and wait for the tracker, but not for ever."""
         if self._thread is None:
             return
-        deadline = time.monotonic() + self._patience_s
         # Another process goes on with the run where this one neither finished it nor failed.
         results = self._results or Results({}, "", "")
         step = self._last_step
+        patience_s = self._patience_s
+        if results.status == "stopped":
+            patience_s = min(patience_s, PATIENCE_STOPPED_S)
+        deadline = time.monotonic() + patience_s
         with suppress(queue.Full):
-            self._tasks.put(
-                lambda: self._tracker.finish(step, results), timeout=self._patience_s / 2
-            )
-            self._tasks.put(None, timeout=self._patience_s / 4)
+            self._tasks.put(lambda: self._tracker.finish(step, results), timeout=patience_s / 2)
+            self._tasks.put(None, timeout=patience_s / 4)
         self._thread.join(max(0.0, deadline - time.monotonic()))
         self._say_news()
         if self._thread.is_alive():
             waiting = self._received - self._handed_over - self._left_out
             self._note(
-                f"warning  {self._tracker.kind} did not finish within {self._patience_s:.0f} s: "
+                f"warning  {self._tracker.kind} did not finish within {patience_s:.0f} s: "
                 f"{waiting} records may be missing there; metrics.jsonl has all of them"
             )
         self._thread = None

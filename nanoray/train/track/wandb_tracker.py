@@ -78,7 +78,7 @@ class WandbTracker(Tracker):
         settings = wandb.Settings(
             silent=True,  # the console is the run's own
             console="off",  # and W&B captures nothing of it
-            finish_timeout=FINISH_S,
+            finish_timeout=FINISH_S,  # also at the end of Python
         )
         self._run = wandb.init(
             project=self._project,

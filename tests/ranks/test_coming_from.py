@@ -1,0 +1,87 @@
+"""The page that shows our commands beside those of other tools: each of ours works."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from nanoray.__main__ import main as nanoray
+from nanoray.cli import parse_args
+from nanoray.config import make_config
+from nanoray.train.__main__ import main as train
+from tests.harness.commands import ROOT, run
+from tests.unit.test_readme import check_command
+
+PAGE = ROOT / "docs" / "coming-from.md"
+
+
+def right_column() -> list[str]:
+    """Return the code of the page's right columns, each text once."""
+    rows = re.findall(r"^\|.*\| ([^|]+) \|$", PAGE.read_text(encoding="utf-8"), re.M)
+    code = [span for row in rows for span in re.findall(r"`([^`]+)`", row)]
+    return list(dict.fromkeys(code))
+
+
+COMMANDS = [line for line in right_column() if re.match(r"(python|torchrun|srun|ray) ", line)]
+TRAINS = [line for line in COMMANDS if line.startswith("python -m nanoray.train")]
+CALLS = [line for line in right_column() if line.startswith("nanoray.launch(main")]
+# What the right column names besides commands and calls: parts of both.
+PARTS = {"torch.nn.Module", "engine.fit(...)", "main(run)", "metrics.jsonl", "--dp_mode ddp"}
+PARTS |= {"engine.fit", "torchrun"}
+
+
+def test_the_page_has_a_command_for_each_tool() -> None:
+    assert len(TRAINS) > 10
+    assert CALLS
+    assert set(right_column()) == {*COMMANDS, *CALLS, *PARTS}
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_each_flag_exists(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(line)
+    if "nanoray.train" in words:
+        assert parse_args(words[words.index("nanoray.train") + 1 :], "x", "y").config
+    elif words[0] == "ray":
+        assert words[-3:] == ["python", "-m", "nanoray.launch"]
+    else:
+        check_command(line, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_each_call_has_a_configuration(call: str) -> None:
+    tree = ast.parse(call, mode="eval").body
+    assert isinstance(tree, ast.Call)
+    assert make_config(ast.literal_eval(tree.args[1])).workers == 2
+
+
+def test_each_training_command_plans_a_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--dry_run` goes as far as a run can without training; it names model and batch."""
+    monkeypatch.chdir(tmp_path)
+    data = [f"--dataset={text}", f"--data_dir={tmp_path}/data", "--device=cpu"]
+    for line in TRAINS:
+        flags = shlex.split(line)[3:]
+        assert train([*flags, *data, "--dry_run"]) == 0, line
+        assert "tok/step" in capsys.readouterr().out, line
+
+    # The one command beside these that neither trains nor needs a run.
+    inspect = next(line for line in COMMANDS if "nanoray inspect" in line)
+    assert nanoray(shlex.split(inspect)[3:]) == 0
+
+
+@pytest.mark.full  # the dry run of each is near to it
+def test_each_training_command_trains(text: Path, tmp_path: Path) -> None:
+    """Each with the flags of its line, on a model that is small enough."""
+    small = ["--preset=tiny", f"--dataset={text}", f"--data_dir={tmp_path}/data", "--device=cpu"]
+    for line in TRAINS:
+        flags = shlex.split(line)[3:]
+        if "--preset" in flags:
+            continue
+        steps = [] if "--max_steps" in flags and "4" in flags else ["--max_steps=9"]
+        done = run("nanoray.train", *flags, *small, *steps, f"--out_dir={tmp_path}/runs")
+        assert done.returncode == 0, line + done.stdout + done.stderr
