@@ -75,7 +75,7 @@ def test_every_mode_trains_as_one_process_does(
             {"ddp"},
             marks=pytest.mark.full,
         ),
-        ("owner", {"zero1", "zero2"}, {"ddp"}),
+        pytest.param("owner", {"zero1", "zero2"}, {"ddp"}, marks=pytest.mark.full),
     ],
 )
 def test_a_planted_bug_makes_it_red(

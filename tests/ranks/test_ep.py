@@ -48,7 +48,9 @@ def test_every_mesh_trains_as_one_process_does(pools: Pools, settings: dict[str,
         # Most of a micro batch's experts get no token
         {"experts": 512, "experts_per_token": 1, "expert_hidden": 2},
         pytest.param({"activation_checkpointing": "block", "dropout": 0.0}, marks=pytest.mark.full),
-        {"activation_checkpointing": "selective", "bias": False},
+        pytest.param(
+            {"activation_checkpointing": "selective", "bias": False}, marks=pytest.mark.full
+        ),
     ],
 )
 def test_each_option_trains_as_one_process_does_under_ep(

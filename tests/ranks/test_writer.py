@@ -493,6 +493,7 @@ def train_forever(spec: dict[str, Any], done: Any) -> None:
         done.value = saver.committed
 
 
+@pytest.mark.full  # test_parts has it, and test_checkpoint a death before each system call
 def test_sigkill_at_any_time_loses_nothing(text: Path, tmp_path: Path) -> None:
     spec = make_spec(text, tmp_path)
     for done in killed_saves(spec.checkpoints, train_forever, spec.to_dict()):
