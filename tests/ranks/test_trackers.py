@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,21 @@ UNSET = ("WANDB_", "MLFLOW_", "NETRC")
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No key, no server and no netrc file of this machine; ranks are forked and inherit this."""
+    """No key, no server and no netrc file of this machine, for this process and what it starts."""
     for name in os.environ:
         if name.startswith(UNSET):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def isolate(home: Path, mode: str = "") -> None:
+    """Do the same in a rank, which is forked from a server with the variables of its own start."""
+    for name in [name for name in os.environ if name.startswith(UNSET)]:
+        del os.environ[name]
+    os.environ |= {"HOME": str(home), "MLFLOW_DISABLE_TELEMETRY": "true"}
+    if mode:
+        os.environ["WANDB_MODE"] = mode
 
 
 def points(count: int, seed: int) -> TensorDataset:
@@ -99,11 +109,15 @@ def test_both_trackers_have_all_metrics_of_a_run_and_of_its_resume(tmp_path: Pat
     """On two ranks: one run in each tracker, also after a resume at another number of ranks."""
     env = {"TOKEN": SECRET}
     first = open_own(tmp_path, max_steps=6, checkpoint_every=3, env=env)
-    outcomes = run_ranks(first, 2, train=Program(tracked, frozenset()))
+    outcomes = run_ranks(
+        first, 2, first=partial(isolate, tmp_path), train=Program(tracked, frozenset())
+    )
     assert not [outcome for outcome in outcomes if "error" in outcome], outcomes
     resumed = open_own(tmp_path, max_steps=9, resume=str(first.folder))
     assert resumed.folder == first.folder
-    (outcome,) = run_ranks(resumed, 1, train=Program(tracked, frozenset()))
+    (outcome,) = run_ranks(
+        resumed, 1, first=partial(isolate, tmp_path), train=Program(tracked, frozenset())
+    )
     assert "error" not in outcome, outcome
 
     # What is in metrics.jsonl: all steps once, those of both commands.
@@ -150,7 +164,9 @@ def test_both_trackers_have_all_metrics_of_a_run_and_of_its_resume(tmp_path: Pat
 
 def test_a_missing_key_refuses_the_run_on_all_ranks_before_step_1(tmp_path: Path) -> None:
     spec = open_own(tmp_path, max_steps=4)
-    outcomes = run_ranks(spec, 2, train=Program(without_key, frozenset()))
+    outcomes = run_ranks(
+        spec, 2, first=partial(isolate, tmp_path), train=Program(without_key, frozenset())
+    )
     for outcome in outcomes:
         assert outcome["error"] == "ConfigError", outcome
         assert "finds no API key of Weights & Biases" in outcome["message"]
@@ -158,13 +174,10 @@ def test_a_missing_key_refuses_the_run_on_all_ranks_before_step_1(tmp_path: Path
     assert records(spec) == []
 
 
-def test_a_recipe_of_ours_reports_its_sample(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_of_ours_reports_its_sample(text: Path, tmp_path: Path) -> None:
     """With `--track`, and the mode from W&B's own variable."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
     spec = make_spec(text, tmp_path, max_steps=3, sample_tokens=20, track="wandb")
-    (outcome,) = run_ranks(spec, 1)
+    (outcome,) = run_ranks(spec, 1, first=partial(isolate, tmp_path, "offline"))
     assert "error" not in outcome, outcome
     (written,) = read_offline(spec.folder / "wandb")
     losses = [point["train/loss"] for point in written.history if "train/loss" in point]

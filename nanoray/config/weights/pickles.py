@@ -103,7 +103,7 @@ class _Machine:
         elif name in _GETS:
             stack.append(self._memo[int(argument)])
         elif not self._build_container(name):
-            self._build_object(name, argument)
+            self._build_stand_in(name, argument)
 
     def _build_container(self, name: str) -> bool:
         """Carry out an instruction that builds a dictionary, a list or a tuple, if it is one."""
@@ -140,7 +140,7 @@ class _Machine:
             return False
         return True
 
-    def _build_object(self, name: str, argument: Any) -> None:
+    def _build_stand_in(self, name: str, argument: Any) -> None:
         """Carry out an instruction that names, calls or fills something."""
         stack = self.stack
         if name == "GLOBAL":
