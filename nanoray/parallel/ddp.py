@@ -236,6 +236,11 @@ def apply_ddp(
         **NO_BUFFER_SYNC,  # running statistics are equal on all ranks (statistics.py)
     )
 
+    # An object's attributes are released in the order in which they were set, so the wrapper's C++
+    # part is never the last owner of the group. It would destroy the group with Python's lock held
+    # and wait for a thread of gloo, which may want that lock to release a tensor: a deadlock.
+    vars(wrapped)["released_last"] = wrapped.process_group
+
     # Without a hook DDP averages buckets in C++, and Python does not run between them.
     if hook:
         wrapped.register_comm_hook(None, lambda state, bucket: hook(bucket))

@@ -198,16 +198,22 @@ def rehearse(spec: RunSpec) -> None:
     torch.set_num_threads(1)
     if spec.config.model == "own":
         return  # the user's script makes the model
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    # A function of its own: the wrapper must be gone before the group (see `apply_ddp`).
+    _take_two_steps(spec)
+    abandon_groups()
+
+
+def _take_two_steps(spec: RunSpec) -> None:
+    """Train a model of the run for two steps in a group of this process alone."""
     task = task_of(spec)
     alone = task.model()
     optimizer = make_optimizer(alone, spec.config)
     data = task.data(torch.device("cpu"))
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
     model = DistributedDataParallel(alone)
     for _ in range(2):  # DDP regroups its buckets at the start of the second pass
         model(*data.train_batch(0, 1)).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    abandon_groups()

@@ -10,16 +10,18 @@ import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoray.faults.cause import is_collective_error
 from nanoray.mesh.mesh import Mesh, abandon_groups, abort_groups
 from nanoray.mesh.wire import SealedStore
+from nanoray.parallel.ddp import apply_ddp
 from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
 from tests.harness.elastic import run_elastic
@@ -203,3 +205,21 @@ def test_a_value_that_a_lost_rank_would_have_stored_is_not_waited_for() -> None:
     assert 0.4 < time.monotonic() - begun < 60
     meeting.set("its address", "here")
     meeting.wait(["its address"])
+
+
+def test_the_wrapper_of_ddp_is_not_the_last_owner_of_its_group() -> None:
+    """Its C++ part would destroy the group with Python's lock held, and a thread of gloo may want it:
+    in one of some two thousand rehearsals on a busy machine a new actor never became ready.
+    """
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh: Any = SimpleNamespace(device=torch.device("cpu"))
+        axis: Any = SimpleNamespace(size=2, group=dist.group.WORLD)
+        wrapped = apply_ddp(nn.Linear(2, 2), mesh, 8.0, axis=axis)
+        attributes = vars(wrapped)
+        released = list(attributes)
+        assert attributes["released_last"] is attributes["process_group"]
+        for owner in ("reducer", "logger"):
+            assert released.index(owner) < released.index("released_last")
+    finally:
+        abandon_groups()
