@@ -162,6 +162,46 @@ def test_both_trackers_have_all_metrics_of_a_run_and_of_its_resume(tmp_path: Pat
         assert SECRET.encode() not in path.read_bytes(), path
 
 
+def tracked_by_aim(run: Run) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    callbacks: list[nanoray.Callback] = [nanoray.AimCallback(experiment="quadrants")]
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss, callbacks).fit(points(50, 1))
+
+
+def test_aim_has_all_metrics_of_a_run_and_of_its_resume(tmp_path: Path) -> None:
+    """Skipped beside the pins of constraints.txt: Aim wants another `filelock`."""
+    aim = pytest.importorskip("aim", reason="pip install aim, in an environment of its own")
+    spec = open_own(tmp_path, max_steps=4)
+    for steps in (4, 7):
+        if steps > 4:
+            spec = open_own(tmp_path, max_steps=steps, resume=str(spec.folder))
+        (outcome,) = run_ranks(
+            spec,
+            1,
+            first=partial(isolate, tmp_path),
+            train=Program(tracked_by_aim, frozenset()),
+        )
+        assert "error" not in outcome, outcome
+
+    # Index the run, as `aim up` does: then Aim's queries find it.
+    from aim.sdk.index_manager import RepoIndexManager
+
+    repo = aim.Repo.from_path(str(tmp_path))
+    (name,) = repo.list_all_runs()
+    RepoIndexManager.get_index_manager(repo).index(name)
+    found = aim.Run(run_hash=name, repo=repo, read_only=True)
+    assert found.name == spec.folder.name
+    assert found["config"]["global_batch_size"] == 12
+    assert found["results"]["exit_reason"] == "finished"
+    losses = {}
+    for metric in found.metrics():
+        if metric.name == "train/loss":
+            table = metric.dataframe()
+            losses = dict(zip(table["step"], table["value"], strict=True))
+    assert losses == {record["step"]: record["train/loss"] for record in records(spec)}
+
+
 def test_a_missing_key_refuses_the_run_on_all_ranks_before_step_1(tmp_path: Path) -> None:
     spec = open_own(tmp_path, max_steps=4)
     outcomes = run_ranks(
