@@ -1,34 +1,30 @@
 """Read nanoGPT's meta.pkl without running anything: only dictionaries of texts and whole numbers.
 
-A pickle is a program for a stack machine, and some of its instructions call any function. This
-reader has none of these: pickletools takes the file apart, and instructions that build plain values
-are carried out here. Every other one is refused by name.
+A pickle is a program that may call any function. Only its instructions that build plain values are
+carried out (config/pickle_machine.py). Every other one is refused by name.
 """
 
 from __future__ import annotations
 
-import pickletools
 from pathlib import Path
 from typing import Any
 
+from nanoray.config.pickle_machine import Damaged, PickleMachine, Refused
 from nanoray.errors import DataError
 
 _LARGEST_BYTES = 64 << 20  # far more than any vocabulary of characters
 
-# Instructions that do nothing to the values
-_IGNORED = {"PROTO", "FRAME"}
-# Instructions that push their argument
-_PUSHES = {
-    *("INT", "LONG", "BININT", "BININT1", "BININT2", "LONG1", "LONG4"),
-    *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
-}
-_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
-_GETS = {"GET", "BINGET", "LONG_BINGET"}
-_MARK = object()
 
+class _VocabularyMachine(PickleMachine):
+    """A machine for dictionaries of texts and whole numbers, and nothing else."""
 
-class _Refused(Exception):
-    """The pickle holds something else than plain values."""
+    def carry_out_other(self, name: str, argument: Any) -> None:
+        """Refuse the instruction."""
+        raise Refused(f"has the instruction {name}, which is no part of a plain dictionary")
+
+    def result(self) -> Any:
+        (value,) = self.stack
+        return value
 
 
 def read_vocabulary(path: Path) -> dict[str, Any]:
@@ -40,11 +36,11 @@ def read_vocabulary(path: Path) -> dict[str, Any]:
     try:
         size = path.stat().st_size
         if size > _LARGEST_BYTES:
-            raise _Refused(f"has {size} bytes, too many for a vocabulary of characters")
+            raise Refused(f"has {size} bytes, too many for a vocabulary of characters")
         return _tokenizer_of(_build(path.read_bytes()))
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; check its permissions") from None
-    except _Refused as error:
+    except Refused as error:
         raise DataError(
             f"{path} {error}, and unpickling can run any code; write meta.json beside it: "
             '{"tokenizer": {"kind": "char", "chars": "..."}} with the characters in the order of '
@@ -54,76 +50,17 @@ def read_vocabulary(path: Path) -> dict[str, Any]:
 
 def _build(data: bytes) -> Any:
     """Return the value of a pickle that consists of dictionaries, texts and whole numbers."""
-    stack: list[Any] = []
-    memo: dict[int, Any] = {}
     try:
-        for opcode, argument, _ in pickletools.genops(data):
-            name = opcode.name
-            if name == "STOP":
-                (value,) = stack
-                return value
-            _carry_out(name, argument, stack, memo)
-    except _Refused:
-        raise
-    # A damaged file: an unknown instruction, too few values, a key that is a dictionary
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        first_line = str(error).partition("\n")[0]
-        raise _Refused(f"is no pickle, or a damaged one ({first_line})") from None
-    raise _Refused("is no pickle, or a damaged one (no end)")
-
-
-def _carry_out(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
-    """Carry out one instruction."""
-    if name in _IGNORED:
-        return
-    if name in _PUSHES:
-        stack.append(argument)
-    elif name == "MARK":
-        stack.append(_MARK)
-
-    # Values that are used again are stored in the memo, under a number.
-    elif name == "MEMOIZE":
-        memo[len(memo)] = stack[-1]
-    elif name in _PUTS:
-        memo[int(argument)] = stack[-1]
-    elif name in _GETS:
-        stack.append(memo[int(argument)])
-
-    # Dictionaries: empty, from pairs, and with more pairs.
-    elif name == "EMPTY_DICT":
-        stack.append({})
-    elif name == "DICT":
-        pairs = _pop_to_mark(stack)
-        stack.append(_paired(pairs))
-    elif name == "SETITEM":
-        value = stack.pop()
-        key = stack.pop()
-        stack[-1].update({key: value})
-    elif name == "SETITEMS":
-        pairs = _pop_to_mark(stack)
-        stack[-1].update(_paired(pairs))
-    else:
-        raise _Refused(f"has the instruction {name}, which is no part of a plain dictionary")
-
-
-def _pop_to_mark(stack: list[Any]) -> list[Any]:
-    """Take the values above the newest mark off the stack, and the mark."""
-    values = []
-    while stack[-1] is not _MARK:
-        values.append(stack.pop())
-    stack.pop()
-    return values[::-1]
-
-
-def _paired(values: list[Any]) -> dict[Any, Any]:
-    return dict(zip(values[::2], values[1::2], strict=True))
+        return _VocabularyMachine().run(data)
+    except Damaged as error:
+        raise Refused(f"is no pickle, or a damaged one ({error})") from None
 
 
 def _tokenizer_of(meta: Any) -> dict[str, Any]:
     """Return the tokenizer of nanoGPT's dictionary. Its two tables must agree."""
     size = meta.get("vocab_size") if isinstance(meta, dict) else None
     if type(size) is not int or not 0 < size <= 1 << 32:
-        raise _Refused("has no vocab_size, as nanoGPT writes it")
+        raise Refused("has no vocab_size, as nanoGPT writes it")
     itos = meta.get("itos")
     stoi = meta.get("stoi")
     if itos is None and stoi is None:
@@ -131,11 +68,11 @@ def _tokenizer_of(meta: Any) -> dict[str, Any]:
 
     # itos: number -> text. stoi: text -> number. Their types first, since the values may be anything.
     if not _is_table(itos, int, str) or not _is_table(stoi, str, int):
-        raise _Refused("has itos or stoi that is no table of numbers and texts")
+        raise Refused("has itos or stoi that is no table of numbers and texts")
     if {number: text for text, number in stoi.items()} != itos:
-        raise _Refused("has itos and stoi that do not agree")
+        raise Refused("has itos and stoi that do not agree")
     if itos.keys() != set(range(size)):
-        raise _Refused(f"has vocab_size = {size}, but its itos has other ids than 0 to {size - 1}")
+        raise Refused(f"has vocab_size = {size}, but its itos has other ids than 0 to {size - 1}")
     texts = [itos[number] for number in range(size)]
 
     # Text can be cut into characters in one way, into longer entries in many.

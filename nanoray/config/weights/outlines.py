@@ -15,7 +15,8 @@ import zipfile
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from nanoray.config.weights.pickles import Refused, Shape, TensorOutline, outline_of_pickle
+from nanoray.config.pickle_machine import Refused
+from nanoray.config.weights.pickles import Shape, TensorOutline, outline_of_pickle
 from nanoray.errors import ConfigError
 
 _MAX_HEADER = 100 << 20  # bytes; the limit of the format

@@ -1,21 +1,17 @@
 """Read a pickle of torch.save as an outline: plain values, and of tensors only their shapes.
 
-A pickle is a program for a stack machine, and some of its instructions call any function that they
-name. Here pickletools takes the file apart, and nothing that it names is imported or called: the
-functions that rebuild a tensor become its shape, and other names of torch an inert value. A name
-outside of torch, which `torch.load(weights_only=True)` would refuse as well, is refused.
+Nothing that the pickle names is imported or called (pickle_machine.py): the functions that rebuild a
+tensor become its shape, and other names of torch an inert value. A name outside of torch, which
+`torch.load(weights_only=True)` would refuse as well, is refused.
 """
 
 from __future__ import annotations
 
-import pickletools
 from typing import IO, Any, NamedTuple
 
+from nanoray.config.pickle_machine import Damaged, PickleMachine, Refused
+
 Shape = tuple[int, ...]
-
-
-class Refused(Exception):
-    """Why a pickle is not read."""
 
 
 class TensorOutline(NamedTuple):
@@ -40,19 +36,13 @@ _PARAMETERS = {
 _DICTS = {_Name("collections", "OrderedDict"), _Name("collections", "Counter")}
 _SETS = {_Name("builtins", "set"), _Name("__builtin__", "set")}
 
-# Instructions that do nothing to the values
-_IGNORED = {"PROTO", "FRAME"}
-# Instructions that push their argument
+# Instructions that push their argument, besides whole numbers and texts
 _PUSHES = {
-    *("INT", "LONG", "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-    *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
-    *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    *("FLOAT", "BINFLOAT", "STRING", "BINSTRING", "SHORT_BINSTRING"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
 }
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
-_GETS = {"GET", "BINGET", "LONG_BINGET"}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-_MARK = object()
 _INERT = object()  # stands for a value that does not matter here, such as a type of storage
 
 
@@ -61,76 +51,41 @@ def outline_of_pickle(file: IO[bytes]) -> Any:
 
     Raises Refused for a pickle that is damaged, or that names what is not torch's.
     """
-    machine = _Machine()
     try:
-        for opcode, argument, _ in pickletools.genops(file):
-            if opcode.name == "STOP":
-                return machine.stack.pop()
-            machine.carry_out(opcode.name, argument)
-    # A damaged file: an unknown instruction, too few values, a key that is a dictionary
-    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        first_line = str(error).partition("\n")[0]
-        raise Refused(f"its pickle is damaged: {first_line}") from None
-    raise Refused("its pickle has no end")
+        return _OutlineMachine().run(file)
+    except Damaged as error:
+        raise Refused(f"its pickle is damaged: {error}") from None
 
 
-class _Machine:
-    """The stack and the memo of a pickle."""
+class _OutlineMachine(PickleMachine):
+    """A machine for what torch.save writes: also lists, tuples, and stand-ins for objects."""
 
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-
-    def carry_out(self, name: str, argument: Any) -> None:
+    def carry_out_other(self, name: str, argument: Any) -> None:
         """Carry out one instruction. Raises Refused for one that has no place in a file of torch."""
-        stack = self.stack
-        if name in _IGNORED:
-            return
         if name in _PUSHES:
-            stack.append(argument)
+            self.stack.append(argument)
         elif name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name == "MARK":
-            stack.append(_MARK)
+            self.stack.append(_CONSTANTS[name])
         elif name == "POP":
-            stack.pop()
-
-        # Values that are used again are stored in the memo, under a number.
-        elif name == "MEMOIZE":
-            self._memo[len(self._memo)] = stack[-1]
-        elif name in _PUTS:
-            self._memo[int(argument)] = stack[-1]
-        elif name in _GETS:
-            stack.append(self._memo[int(argument)])
-        elif not self._build_container(name):
+            self.stack.pop()
+        elif not self._build_sequence(name):
             self._build_stand_in(name, argument)
 
-    def _build_container(self, name: str) -> bool:
-        """Carry out an instruction that builds a dictionary, a list or a tuple, if it is one."""
+    def _build_sequence(self, name: str) -> bool:
+        """Carry out an instruction that builds a list or a tuple, if it is one."""
         stack = self.stack
-        if name == "EMPTY_DICT":
-            stack.append({})
-        elif name == "DICT":
-            stack.append(_paired(self._pop_to_mark()))
-        elif name == "SETITEM":
-            value = stack.pop()
-            key = stack.pop()
-            stack[-1].update({key: value})
-        elif name == "SETITEMS":
-            pairs = self._pop_to_mark()
-            stack[-1].update(_paired(pairs))
-        elif name == "EMPTY_LIST":
+        if name == "EMPTY_LIST":
             stack.append([])
         elif name == "LIST":
-            stack.append(self._pop_to_mark())
+            stack.append(self.pop_to_mark())
         elif name == "APPEND":
             value = stack.pop()
             stack[-1].append(value)
         elif name == "APPENDS":
-            values = self._pop_to_mark()
+            values = self.pop_to_mark()
             stack[-1].extend(values)
         elif name == "TUPLE":
-            stack.append(tuple(self._pop_to_mark()))
+            stack.append(tuple(self.pop_to_mark()))
         elif name in _TUPLES:
             size = _TUPLES[name]
             values = stack[len(stack) - size :]
@@ -162,14 +117,6 @@ class _Machine:
         else:
             raise Refused(f"its pickle has the instruction {name}, which torch.save does not write")
 
-    def _pop_to_mark(self) -> list[Any]:
-        """Take the values above the newest mark off the stack, and the mark."""
-        values = []
-        while self.stack[-1] is not _MARK:
-            values.append(self.stack.pop())
-        self.stack.pop()
-        return values[::-1]
-
 
 def _require_torch(name: _Name) -> _Name:
     """Return a name of torch, or of a plain container. Raises Refused for others."""
@@ -193,7 +140,3 @@ def _result_of(called: Any, arguments: tuple[Any, ...]) -> Any:
     if called == _Name("torch", "Size"):
         return tuple(*arguments)
     return _INERT
-
-
-def _paired(values: list[Any]) -> dict[Any, Any]:
-    return dict(zip(values[::2], values[1::2], strict=True))
