@@ -165,14 +165,17 @@ class ActorPool:
         again = []
         for slot in list(self.starting):
             requested_at, patience_s = self._requested[slot]
-            if now < requested_at + patience_s or not self.head_answers():
+            if now < requested_at + patience_s:
+                continue
+            # Whatever is found, the next look comes after as long a wait: a frozen head takes seconds.
+            self._requested[slot] = (now, patience_s)
+            if not self.head_answers() or not is_pending(self.api, self.actors[slot]):
                 continue
             # Without a reserved bundle it waits for a node, rightly.
-            if is_pending(self.api, self.actors[slot]) and self.place.is_reserved(self.api):
+            if self.place.is_reserved(self.api):
                 self.fill(slot)
-                patience_s *= 2
+                self._requested[slot] = (now, 2 * patience_s)
                 again.append(slot)
-            self._requested[slot] = (now, patience_s)
         return again
 
     def vacate(self, slot: int, head_answers: bool | None = None) -> None:
