@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from nanoray.config.conflicts import EXPERT_KEYS
 from nanoray.config.kube import Kube
 from nanoray.config.neighbours import TABLE, answer, normalise, translate_value
 from nanoray.config.schema import Config, changes_recipe
@@ -302,7 +303,9 @@ def load_config(
     given = values | overrides
     model = given.get("model", merged.get("model", "gpt"))
     if given.get("init_from") and elsewhere:
-        merged = {key: value for key, value in merged.items() if key not in WEIGHT_KEYS + _EXPERTS}
+        merged = {
+            key: value for key, value in merged.items() if key not in WEIGHT_KEYS + EXPERT_KEYS
+        }
     elif given.get("init_from") and model == "gpt":
         merged, init_from = _lay_weights(merged, given)
         layer = overrides if "init_from" in overrides else values
@@ -336,16 +339,6 @@ def _without_other_batch(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> 
 
 # ---- weights -------------------------------------------------------------------------------------
 
-# Keys of a model with experts, which a preset may have, and which mean nothing without experts
-_EXPERTS = (
-    "experts_per_token",
-    "expert_hidden",
-    "shared_experts",
-    "expert_capacity",
-    "balance_loss",
-    "z_loss",
-    "ep",
-)
 # Keys that weights fix
 WEIGHT_KEYS = (
     "n_layer",
@@ -379,7 +372,7 @@ def _lay_weights(lower: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[di
     _refuse_contradictions(source.keys, given, str(source.path))
     merged = dict(lower)
     if not source.keys["experts"]:
-        for key in _EXPERTS:
+        for key in EXPERT_KEYS:
             merged.pop(key, None)
     merged.update(source.keys)
 

@@ -143,6 +143,17 @@ class Shard(ABC):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size = path.stat().st_size
+        self._file: Any = None
+
+    def _open_file(self) -> None:
+        """Open the file, which must be as large as it was counted. Raises DataError."""
+        try:
+            self._file = self.path.open("rb")
+        except OSError as error:
+            raise DataError(
+                f"cannot open {self.path}: {error.strerror}; restore the file"
+            ) from None
+        self.require_size(os.fstat(self._file.fileno()).st_size)
 
     @abstractmethod
     def read(self, record: int) -> Any:
@@ -176,14 +187,13 @@ class Lines(Shard):
         self._starts = starts_of(path)
         self.records = len(self._starts)
         self._map: mmap.mmap | None = None
-        self._file: Any = None
         self._advised: set[int] = set()
 
     def read(self, record: int) -> Any:
         if self._map is None:
-            self._open()
+            self._open_file()
+            self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         data = self._map
-        assert data is not None
         # Reading a map beyond the end of its file would end the process.
         self.require_size(os.fstat(self._file.fileno()).st_size)
         start = int(self._starts[record])
@@ -198,16 +208,6 @@ class Lines(Shard):
                 f"{self.path}: record {record} (at byte {start}) is no {self._what}: {error}; "
                 "mend the file"
             ) from None
-
-    def _open(self) -> None:
-        try:
-            self._file = self.path.open("rb")
-        except OSError as error:
-            raise DataError(
-                f"cannot open {self.path}: {error.strerror}; restore the file"
-            ) from None
-        self.require_size(os.fstat(self._file.fileno()).st_size)
-        self._map = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def _read_ahead(self, start: int) -> None:
         """Let the kernel read what lies around a record in one go: the window's others are there."""
@@ -235,7 +235,6 @@ class Parquet(Shard):
         super().__init__(path)
         self._columns = list(columns) or None
         self._cache = cache
-        self._file: Any = None
         self._pid = 0
         metadata = self._open().metadata
         names = metadata.schema.to_arrow_schema().names
@@ -314,18 +313,11 @@ class Tokens(Shard):
         self._header = read_header(path, read_stated(path.parent))
         self.records = max(0, self._header.tokens - 1) // block_size
         self._tokens: np.ndarray | None = None
-        self._file: Any = None
 
     def read(self, record: int) -> Any:
         """Return (block_size + 1,) int64."""
         if self._tokens is None:
-            try:
-                self._file = self.path.open("rb")
-            except OSError as error:
-                raise DataError(
-                    f"cannot open {self.path}: {error.strerror}; restore the file"
-                ) from None
-            self.require_size(os.fstat(self._file.fileno()).st_size)
+            self._open_file()
             self._tokens = np.memmap(
                 self._file, self._header.dtype, "r", self._header.offset, (self._header.tokens,)
             )
