@@ -6,6 +6,7 @@ Aim has indexed it, as `aim up` does.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,7 +56,7 @@ class AimTracker(Tracker):
         keep_id(self._run.hash)
         self._run.name = self._name or run.name
         self._run["config"] = run.config
-        return f"in {repo}; `aim up --repo {repo}` shows it"
+        return f"in {repo}; `aim up --repo {shlex.quote(repo)}` shows it"
 
     def describe(self, units: Mapping[str, str]) -> None:
         for name, unit in units.items():

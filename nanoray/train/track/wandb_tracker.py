@@ -5,6 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 import secrets
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -102,7 +103,8 @@ class WandbTracker(Tracker):
             return "disabled: it writes nothing"
         if not self._run.offline:
             return str(self._run.url)
-        return f"offline; `wandb sync {Path(self._run.dir).parent}` uploads it"
+        folder = shlex.quote(str(Path(self._run.dir).parent))
+        return f"offline; `wandb sync {folder}` uploads it"
 
     def describe(self, units: Mapping[str, str]) -> None:
         known = dict(self._run.config.get("units", {}))
