@@ -244,6 +244,18 @@ def _tp_divides_sequences(config: Keys) -> str:
     )
 
 
+def _cp_divides_sequences(config: Keys) -> str:
+    # Each rank has two of 2·cp equal parts of a sequence
+    parts = 2 * config.cp
+    if config.cp == 1 or config.block_size % parts == 0:
+        return ""
+    nearest = -(-config.block_size // parts) * parts
+    return (
+        f"cp = {config.cp} cuts sequences into 2*cp = {parts} parts, which does not divide "
+        f"block_size = {config.block_size}; use block_size {nearest}, or another cp"
+    )
+
+
 def _stages_divide(config: Keys) -> str:
     if config.pp == 1:
         return ""
@@ -665,6 +677,29 @@ TABLE: tuple[Row | Rule, ...] = (
         one_of("model", "resnet"),
         "its layers cannot take weights of bf16",
         "use dp_mode fsdp",
+    ),
+    # Context parallelism
+    Row(above("cp", 1), none_of("model", "gpt"), "it cuts the sequences of a gpt", "drop cp"),
+    Row(
+        above("cp", 1),
+        above("experts", 0),
+        "capacity and balance of experts are those of a whole sequence",
+        "drop one of the two",
+    ),
+    Rule(("cp", "block_size"), "cp: 2 * cp must divide block_size", _cp_divides_sequences),
+    # Hybrid sharding
+    Row(
+        above("replicas", 1),
+        none_of("dp_mode", *SHARDS_STATE),
+        "shards nothing: every rank is a replica already",
+        "use dp_mode zero1, zero2 or fsdp, or drop replicas",
+        ignored=True,
+    ),
+    Row(
+        above("ep", 1),
+        above("replicas", 1),
+        "each divides the data ranks in a way of its own",
+        "drop one of the two",
     ),
     # Tensor parallelism
     Row(above("tp", 1), none_of("model", "gpt"), "it cuts the layers of a gpt", "drop tp"),

@@ -29,7 +29,7 @@ class Fault(Group):
     another rank's memory, no step is repeated; a restart with NCCL (but see --abort_nccl), an
     --allreduce written by hand, or where no other rank has the lost part of a divided state: see
     --mirror) | shrink (as in_place, but without a replacement in time fewer ranks, whole replicas
-    of tp*pp*ep, keep the same global batch until one comes) | restart (from a checkpoint)"""
+    of cp*tp*pp*ep, keep the same global batch until one comes) | restart (from a checkpoint)"""
 
     abort_nccl: bool = field(False, "fault")
     """recovery in place and shrink over NCCL too, where each rank holds the whole state; ranks wait

@@ -65,6 +65,11 @@ class Mesh(Group):
     fsdp_gather: Literal["fp32", "bf16"] = hidden("fp32", "dist")
     """dp_mode fsdp:bf16: type in which weights are gathered and computed with"""
 
+    replicas: Positive = field(1, "dist")
+    """hybrid sharding with zero1, zero2 and fsdp: groups of data ranks that each hold the whole
+    state; ranks of one group (a node) shard it by dp_mode, and the groups sum their shares of the
+    gradients; the other group is a lost rank's mirror; replicas divides the data ranks"""
+
     # Memory against time
     activation_checkpointing: Literal["none", "selective", "block"] = field("none", "dist")
     """what a forward keeps for backward: none (all of it: fastest) | selective (results of matrix
@@ -72,7 +77,11 @@ class Mesh(Group):
     twice) | block (each block's input only: by far the least, and a step computes every block's
     forward twice, up to a third more time); no loss changes by a bit"""
 
-    # Axes of the mesh; ranks = dp x tp x pp
+    # Axes of the mesh; ranks = dp x cp x tp x pp
+    cp: Positive = field(1, "dist")
+    """context parallelism: ranks that share every sequence of a gpt, block_size/cp tokens each;
+    attention passes keys and values from rank to rank; ranks = dp x cp x tp x pp"""
+
     tp: Positive = field(1, "dist")
     """tensor parallelism: ranks that share each layer of a gpt, by heads, hidden units and tokens;
     ranks = dp x tp x pp"""
@@ -118,6 +127,11 @@ class Mesh(Group):
     placement_timeout_s: float = field(4.0, "dist", gt=0)
     """seconds to wait for busy resources, and for nodes that have not joined; above the default
     also for those that an autoscaler may add, or that join later"""
+
+    @property
+    def replica_ranks(self) -> int:
+        """The ranks that read the same samples: each has a part of them, or of the model."""
+        return self.cp * self.tp * self.pp
 
     @property
     def sharded(self) -> bool:

@@ -247,16 +247,20 @@ class Place(NamedTuple):
 def placed(layout: Layout, axis: str, ranks_per_node: int) -> Place:
     """Return the place of the groups of an axis. Rank r is on node r // ranks_per_node.
 
-    Besides dp, tp, pp and ep there is edp: the ranks that hold the same experts, dp/ep of them.
+    `axis`: one of those that a layout has groups of.
     """
     stride = {
         "tp": 1,
-        "dp": layout.tp,
+        "cp": layout.tp,
+        "dp": layout.tp * layout.cp,
+        "dp_cp": layout.tp,
+        "shard": layout.tp,
+        "replica": layout.tp * layout.shard_size,
         "ep": layout.tp,
         "edp": layout.tp * layout.ep,
-        "pp": layout.tp * layout.dp,
+        "pp": layout.tp * layout.cp * layout.dp,
     }[axis]
-    size = layout.dp // layout.ep if axis == "edp" else getattr(layout, axis)
+    size = layout.size_of(axis)
     on_node = min(ranks_per_node, layout.world_size)
     if layout.world_size <= ranks_per_node or ranks_per_node % (stride * size) == 0:
         return Place(size, size, on_node // size)

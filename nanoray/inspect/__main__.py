@@ -66,7 +66,7 @@ def make_parser() -> Parser:
         "--world_size",
         type=int,
         metavar="N",
-        help="ranks to lay out [the run's; else workers, or tp*pp*ep]",
+        help="ranks to lay out [the run's; else workers, or cp*tp*pp*ep]",
     )
     parser.add_argument(
         "--function", default="main", help="of a script: what nanoray.launch would call [main]"

@@ -233,7 +233,7 @@ def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int
             update={"attention": choose_attention(config, "cpu", config.precision, features)}
         )
     ranks = world_size or (
-        config.workers if isinstance(config.workers, int) else config.tp * config.pp * config.ep
+        config.workers if isinstance(config.workers, int) else config.replica_ranks * config.ep
     )
     layout = Layout.of(config, ranks)
     batch, shape = resolve_batch(config, layout.dp), shape_of(config, dataset.vocab_size)

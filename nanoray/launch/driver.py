@@ -268,8 +268,8 @@ class Driver:
             raise ConfigError(
                 f"spares = {config.spares} would be ignored: with backend {group.backend}, "
                 f"{self.place.workers} rank(s), allreduce {config.allreduce}, "
-                f"dp_mode {config.dp_mode}, tp {config.tp}, pp {config.pp} and ep {config.ep} "
-                "a fault restarts all ranks; drop spares"
+                f"dp_mode {config.dp_mode}, cp {config.cp}, tp {config.tp}, pp {config.pp} and "
+                f"ep {config.ep} a fault restarts all ranks; drop spares"
             )
 
     # Watch.

@@ -81,7 +81,7 @@ class Shares:
         """
         # The largest number of replicas that the batch allows. The batch is that of the full group.
         full = Layout.of(config, workers)
-        replica_size = full.tp * full.pp * full.ep
+        replica_size = full.replica_ranks * full.ep
         count = 0
         for replicas in range(len(slots) // replica_size, 0, -1):
             if saves or batch_for(config, full.dp, replicas * full.ep):
@@ -101,7 +101,7 @@ def smaller(
     """
     layout = Layout.of(config, len(members))
     size = f"{before} -> {len(members)} rank(s)"
-    if layout.tp * layout.pp * layout.ep > 1:
+    if layout.replica_ranks * layout.ep > 1:
         size += f" = {layout}"
     missing = sorted(set(range(workers)) - set(members))
     message = f"{size} with the same global batch, until rank {_listed(missing)} is back"
@@ -114,8 +114,8 @@ def no_replica(config: Config, left: Sequence[int]) -> str:
     """Return a message: why none of the ranks that are left can go on."""
     return (
         f"of the {len(left)} rank(s) {_listed(left)} no whole number of replicas of "
-        f"{config.tp}*{config.pp}*{config.ep} = tp*pp*ep ranks has every share of the state "
-        f"(dp_mode {config.dp_mode}) and divides the global batch"
+        f"{config.cp}*{config.tp}*{config.pp}*{config.ep} = cp*tp*pp*ep ranks has every share of the "
+        f"state (dp_mode {config.dp_mode}) and divides the global batch"
     )
 
 

@@ -315,9 +315,13 @@ def axes_of(layout: Layout, mesh: Mesh, timeout_s: float) -> dict[str, Axis]:
     A group of all ranks, or of one, is not formed. A collective that waits for `timeout_s` fails.
     """
     layout.require(mesh.world_size)
-    names = ["dp", "tp", "pp", "ep"]
+    names = ["dp", "tp", "pp", "ep", "cp"]
     if layout.ep > 1:
         names.append("edp")
+    if layout.cp > 1:
+        names.append("dp_cp")
+    if layout.replicas > 1:
+        names += ["shard", "replica"]
     timeout = timedelta(seconds=timeout_s)
 
     # torch wants every rank to form every group, also those of other ranks, in one order.
@@ -329,4 +333,9 @@ def axes_of(layout: Layout, mesh: Mesh, timeout_s: float) -> dict[str, Axis]:
                 group = dist.new_group(list(ranks), timeout=timeout)
             if mesh.rank in ranks:
                 axes[name] = Axis(name, ranks, ranks.index(mesh.rank), group, mesh)
+
+    # What a run does not divide is an axis that it has already.
+    axes.setdefault("dp_cp", axes["dp"])
+    axes.setdefault("shard", axes["dp_cp"])
+    axes.setdefault("replica", Axis("replica", (mesh.rank,), 0, None, mesh))
     return axes

@@ -1,6 +1,6 @@
 """Which rank stands where on the axes of a run: plain arithmetic, without torch.
 
-    rank = (p·dp + d)·tp + t        dp data replicas, tp tensor shards, pp pipeline stages
+    rank = ((p·dp + d)·cp + c)·tp + t     dp data replicas, cp parts of a sequence, tp tensor shards, pp stages
 
     dp 2, tp 2:   t=0  t=1          ranks of one row share a replica's layers: they send most, so they are neighbours
           d=0      0    1
@@ -8,6 +8,15 @@
 
 Expert parallelism (ep) divides the data axis: rank d holds the experts of d mod ep. Ranks with the
 same d mod ep, the axis edp, hold the same experts; without ep it is the data axis.
+
+Context parallelism (cp) cuts sequences, not the model: gradients are summed over data replicas and
+parts of sequences alike, the axis dp_cp. Without cp it is the data axis.
+
+Replicas divide the data axis into groups of neighbours. Ranks of one group, the axis shard, share
+the work by dp_mode; ranks with the same place in their groups, the axis replica, hold the same.
+
+    dp 4, replicas 2:    group 0     group 1
+                         0     1     2     3       shard: 0 1 and 2 3      replica: 0 2 and 1 3
 """
 
 from __future__ import annotations
@@ -22,12 +31,15 @@ from nanoray.errors import ConfigError
 
 
 class Coords(NamedTuple):
-    """A rank's place: data replica, tensor shard, pipeline stage, and which share of the experts."""
+    """A rank's place: data replica, tensor shard, pipeline stage, share of the experts, part of the
+    sequences, and group of data replicas."""
 
     dp: int
     tp: int
     pp: int
     ep: int
+    cp: int = 0
+    replicas: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,8 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    cp: int = 1
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         for axis in Coords._fields:
@@ -48,21 +62,26 @@ class Layout:
                 )
         if self.dp % self.ep:
             ranks = ""
-            if self.tp * self.pp > 1:  # else dp is the number of ranks
-                product = f"{self.dp}*{self.tp}*{self.pp}"
-                ranks = f" of dp*tp*pp = {product} = {self.world_size} ranks"
+            if self.replica_ranks > 1:  # else dp is the number of ranks
+                ranks = f" of {self.product} ranks"
             raise ConfigError(
                 f"ep = {self.ep} does not divide dp = {self.dp}{ranks}; choose a divisor of dp "
                 "for ep"
             )
+        if self.dp % self.replicas:
+            raise ConfigError(
+                f"replicas = {self.replicas} does not divide dp = {self.dp} data ranks; choose a "
+                f"divisor of {self.dp}"
+            )
 
     @classmethod
     def of(cls, config: Config, ranks: int) -> Layout:
-        """Return the layout of a run on `ranks` ranks: each data replica takes tp*pp of them.
+        """Return the layout of a run on `ranks` ranks: each data replica takes cp*tp*pp of them.
 
         Raises ConfigError when they cannot be shared so.
         """
-        # A replica takes one rank for each tensor shard of each stage; the rest are data replicas.
+        # A replica takes one rank for each part of a sequence, tensor shard and stage; the rest are
+        # data replicas.
         sizes = _sizes_above_one(config)
         share = prod(sizes.values())
         if ranks % share:
@@ -83,61 +102,110 @@ class Layout:
                 "keeps, and would average wrong gradients without an error; use dp_mode "
                 "ddp_by_hand, zero1 or zero2"
             )
-        return cls(dp=ranks // share, tp=config.tp, pp=config.pp, ep=config.ep)
+        return cls(
+            dp=ranks // share,
+            tp=config.tp,
+            pp=config.pp,
+            ep=config.ep,
+            cp=config.cp,
+            replicas=config.replicas,
+        )
 
     def __str__(self) -> str:
         experts = f" (ep {self.ep})" if self.ep > 1 else ""
-        parts = [f"dp {self.dp}{experts}"]
+        groups = f" ({self.replicas} replicas)" if self.replicas > 1 else ""
+        parts = [f"dp {self.dp}{experts}{groups}"]
         for axis, size in _sizes_above_one(self).items():
             parts.append(f"{axis} {size}")
         return " × ".join(parts)
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.replica_ranks
+
+    @property
+    def replica_ranks(self) -> int:
+        """The ranks that read the same samples."""
+        return self.cp * self.tp * self.pp
+
+    @property
+    def shard_size(self) -> int:
+        """The ranks of one group, which share the work by dp_mode."""
+        return self.dp // self.replicas * self.cp
+
+    def size_of(self, axis: str) -> int:
+        """Return the ranks of a group along an axis, also of one that follows from others."""
+        sizes = {
+            "edp": self.dp // self.ep,
+            "dp_cp": self.dp * self.cp,
+            "shard": self.shard_size,
+            "replica": self.replicas,
+        }
+        if axis in sizes:
+            return sizes[axis]
+        return int(getattr(self, axis))
+
+    @property
+    def product(self) -> str:
+        """The number of ranks as a product of the axes, such as dp*tp*pp = 2*2*1 = 4."""
+        sizes = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
+        if self.cp == 1:
+            del sizes["cp"]
+        values = "*".join(str(size) for size in sizes.values())
+        return f"{'*'.join(sizes)} = {values} = {self.world_size}"
 
     def require(self, world_size: int) -> None:
         """Raise ConfigError when this layout is not one of `world_size` ranks."""
         if self.world_size != world_size:
             raise ConfigError(
-                f"dp*tp*pp = {self.dp}*{self.tp}*{self.pp} = {self.world_size}, but there are "
-                f"{world_size} ranks; set workers to {self.world_size}, or change one of the axes"
+                f"{self.product}, but there are {world_size} ranks; set workers to "
+                f"{self.world_size}, or change one of the axes"
             )
 
     def coords(self, rank: int) -> Coords:
         """Return the place of a rank."""
-        # rank = (p·dp + d)·tp + t, from the right.
+        # rank = ((p·dp + d)·cp + c)·tp + t, from the right.
         rest, t = divmod(rank, self.tp)
+        rest, c = divmod(rest, self.cp)
         p, d = divmod(rest, self.dp)
-        return Coords(d, t, p, d % self.ep)
+        return Coords(d, t, p, d % self.ep, c, d // (self.dp // self.replicas))
 
-    def rank(self, dp: int = 0, tp: int = 0, pp: int = 0) -> int:
+    def rank(self, dp: int = 0, tp: int = 0, pp: int = 0, cp: int = 0) -> int:
         """Return the rank at a place."""
-        return (pp * self.dp + dp) * self.tp + tp
+        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return all groups of ranks along an axis, each in the order of its coordinate.
 
         Ranks of one group differ in this coordinate only. Along ep, they differ in d within one
-        block of ep replicas; along edp, in d by multiples of ep.
+        block of ep replicas; along edp, in d by multiples of ep. Along dp_cp they differ in d or c;
+        along shard, too, within one group of replicas; along replica, in the group only.
         """
         # Ranks with the same key are one group.
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             place = self.coords(rank)
+            key: tuple[int, ...]
             if axis == "ep":
                 key = (place.dp // self.ep, place.tp, place.pp)
             elif axis == "edp":
                 key = (place.ep, place.tp, place.pp)
+            elif axis == "dp_cp":
+                key = (place.tp, place.pp)
+            elif axis == "shard":
+                key = (place.replicas, place.tp, place.pp)
+            elif axis == "replica":
+                key = (place.dp % (self.dp // self.replicas), place.cp, place.tp, place.pp)
             else:
-                key = tuple(getattr(place, other) for other in ("dp", "tp", "pp") if other != axis)
+                others = [other for other in ("dp", "cp", "tp", "pp") if other != axis]
+                key = tuple(getattr(place, other) for other in others)
             groups.setdefault(key, []).append(rank)
         return [tuple(ranks) for ranks in groups.values()]
 
 
 def _sizes_above_one(sizes: Config | Layout) -> dict[str, int]:
-    """Return tp and pp by name, where a replica has several of their ranks."""
-    return {axis: getattr(sizes, axis) for axis in ("tp", "pp") if getattr(sizes, axis) > 1}
+    """Return cp, tp and pp by name, where a replica has several of their ranks."""
+    return {axis: getattr(sizes, axis) for axis in ("cp", "tp", "pp") if getattr(sizes, axis) > 1}
 
 
 def mirror_distance(local_ranks: Sequence[int]) -> int:
@@ -159,7 +227,7 @@ def mirrored(layout: Layout, rank: int, local_ranks: Sequence[int]) -> tuple[int
     At distance 0 that is its own. With ep both have the same experts, if several ranks do: then the
     distance is a multiple of ep.
     """
-    (peers,) = (group for group in layout.groups("dp") if rank in group)
+    (peers,) = (group for group in layout.groups("dp_cp") if rank in group)
 
     # Ranks with the same experts are every unit-th one. All of them need one distance: the largest.
     unit = layout.ep if layout.dp > layout.ep else 1

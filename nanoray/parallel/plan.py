@@ -42,7 +42,7 @@ from nanoray.parallel.stream import PartialGradients
 from nanoray.parallel.weighted_flow import WeightedFlow
 from nanoray.state.modules import Undisturbed
 
-Axes = Mapping[str, Axis]  # by name: dp, tp, pp, ep, and edp where ep cuts experts
+Axes = Mapping[str, Axis]  # by name, see axes_of
 SHARDED = ("zero1", "zero2", "fsdp")  # modes in which a rank updates a part of the parameters
 
 
@@ -75,7 +75,8 @@ class Plan:
         """
         axes = axes_of(Layout.of(config, mesh.world_size), mesh, config.timeout_s)
         self.model = model
-        self.data = axes["dp"]
+        self.data = axes["dp_cp"]  # the ranks whose gradients are averaged
+        self.data_rank = axes["dp"].index  # whose samples this rank reads
         self._mesh = mesh
         self._axes = axes
         self._accum = accum
@@ -441,7 +442,7 @@ def share(
     mirrored_experts: Mapping[str, tuple[Tensor, Piece]] | None,
 ) -> DataParallel:
     """Return how the data ranks share the batch and exchange gradients. (all ranks)"""
-    data = axes["dp"]
+    data = axes["dp_cp"]
     if mode == "ddp":
         return TorchDDP(model, data, config, compressor)
     if mode == "fsdp":

@@ -228,7 +228,7 @@ def _by_processes(
     # The configuration of the run, with what was derived when it ran.
     ranks = group["ranks"]
     slots = group["slots"]
-    ranks_per_replica = config.tp * config.pp
+    ranks_per_replica = config.replica_ranks
     dp = ranks // ranks_per_replica
     batch = batch_for(config, slots // ranks_per_replica, dp) or resolve_batch(config, dp)
     shared: dict[str, Any] = {

@@ -38,6 +38,8 @@ from nanoray.trace.timeline import MAX_DRAWN, chrome_trace, draw, newest_window
 # Phases of a step
 PAUSES = ("eval", "checkpoint")  # not counted in a step's time
 IDLE = "idle"  # a stage of a pipeline waits for another one
+# Axes whose groups lie within a stage of a pipeline
+IN_A_STAGE = ("dp", "tp", "cp", "dp_cp", "shard", "replica")
 TURNS = ("data", "forward", "backward")  # what the stages of a pipeline do between waits
 # Phases in which a rank can be slower than the others
 WORK = ("data", "forward", "backward", "optimizer", "log")
@@ -453,7 +455,7 @@ def _match(
     """Return the collectives that belong together, each as {rank: its note}.
 
     These are the k-th of each (op, what, bucket, group) on every rank. Each of the `pp` stages of
-    a pipeline has its own along dp and tp.
+    a pipeline has its own along the axes in a stage.
     """
     ranks_per_stage = len(rank_collectives) // pp
 
@@ -464,7 +466,7 @@ def _match(
         own = {}
         for c in collectives:
             stage = 0
-            if pp > 1 and c["group"] in ("dp", "tp"):
+            if pp > 1 and c["group"] in IN_A_STAGE:
                 stage = rank // ranks_per_stage
             kind = (c["op"], c["what"], c["bucket"], c["group"], stage)
             counts[kind] += 1
@@ -477,7 +479,7 @@ def _match(
         by_rank = {rank: own[key] for rank, own in enumerate(numbered) if key in own}
         (_, _, _, group, _), _ = key
         expected = len(numbered)
-        if pp > 1 and group in ("dp", "tp"):
+        if pp > 1 and group in IN_A_STAGE:
             expected = ranks_per_stage
         if len(by_rank) == expected:
             matched.append(by_rank)

@@ -469,8 +469,8 @@ class Recipe:
         # The parts of this group alone.
         batch = self.batch_for(mesh)
         if isinstance(self.data, OwnData):
-            self.data.divide(batch, par.data.index)
-        batches = self.batches(self.data, batch, par.data.index, self._length_of_samples())
+            self.data.divide(batch, par.data_rank)
+        batches = self.batches(self.data, batch, par.data_rank, self._length_of_samples())
         workload = self._workload(mesh)
         watch = self._watch(group, par, batches, workload)
         log.info("built the model")

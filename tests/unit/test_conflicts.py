@@ -75,6 +75,7 @@ NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("audit_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("statistics_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("ep", "dp_mode"): {"experts": 4},
+    ("ep", "replicas"): {"experts": 4, "dp_mode": "zero1"},
     ("compile", "sync_batchnorm"): {"model": "resnet"},
     ("audit_every", "sync_batchnorm"): {"model": "resnet"},
     ("fsdp_gather", "precision"): {"dp_mode": "fsdp"},
@@ -99,6 +100,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"tp": 2, "sequence_parallel": True, "block_size": 33},
         "sequence_parallel cuts sequences over tp = 2 ranks",
     ),
+    "_cp_divides_sequences": ({"cp": 3, "block_size": 32}, "which does not divide block_size = 32"),
     "_stages_divide": ({"pp": 3}, "pp = 3 does not divide n_layer = 4"),
     "_groups_divide": (
         {"pp": 2, "pp_schedule": "interleaved", "grad_accum_steps": 3},

@@ -136,5 +136,5 @@ def test_what_is_said() -> None:
         == "3 -> 2 rank(s) with the same global batch, until rank 0 is back"
     )
     assert no_replica(cut, [0, 5]).startswith(
-        "of the 2 rank(s) 0, 5 no whole number of replicas of 2*2*1 = tp*pp*ep"
+        "of the 2 rank(s) 0, 5 no whole number of replicas of 1*2*2*1 = cp*tp*pp*ep"
     )

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from nanoray.data.tokens import MicroBatches
+from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
@@ -87,7 +88,7 @@ def comm_trace(spec: RunSpec, mesh: Mesh, plan: Plan, resume_step: int) -> CommT
 
     # torch's profiler sees the threads of gloo, but not which of several groups they serve.
     plain_ddp = config.dp_mode == "ddp" and config.grad_compress == "none"
-    profile = plain_ddp and config.tp * config.pp == 1
+    profile = plain_ddp and config.replica_ranks == 1
     recorder = CommRecorder(mesh, config.trace_every, plan.reduce, profile, plan.data)
 
     # torch's DDP chooses its buckets itself; its hook sees them.
@@ -100,13 +101,9 @@ def comm_trace(spec: RunSpec, mesh: Mesh, plan: Plan, resume_step: int) -> CommT
 
     log_of_all = None
     if mesh.rank == 0:
-        sizes = {
-            "tp": config.tp,
-            "pp": config.pp,
-            "dp": plan.data.size,
-            "ep": config.ep,
-            "edp": plan.data.size // config.ep,
-        }
+        layout = Layout.of(config, mesh.world_size)
+        names_of_axes = ("tp", "pp", "dp", "ep", "edp", "cp", "dp_cp", "shard", "replica")
+        sizes = {axis: layout.size_of(axis) for axis in names_of_axes}
         bubble = plan.bubble if config.pp > 1 else None
         log_of_all = CommLog(
             spec.folder / "comm", resume_step, spec.attempt, sizes, bubble, spec.started
