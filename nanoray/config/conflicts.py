@@ -1002,13 +1002,15 @@ def first(
     return ""
 
 
-def excluded_layout(config: Keys, dp_mode: str, tp: int, pp: int, ep: int, experts: int) -> str:
+def excluded_layout(
+    config: Keys, dp_mode: str, tp: int, pp: int, ep: int, experts: int, cp: int = 1
+) -> str:
     """Return which row excludes a layout of the ranks, in a few words without sizes; "" if none.
 
     For the search of layouts, which tries other axes than the configuration's. Rules of arithmetic
     are not asked.
     """
-    axes = {"tp": tp, "pp": pp, "ep": ep}
+    axes = {"tp": tp, "pp": pp, "ep": ep, "cp": cp}
     config = config.model_copy(update={**axes, "dp_mode": dp_mode, "experts": experts})
     divided = {axis for axis, size in axes.items() if size > 1}
     for row in TABLE:

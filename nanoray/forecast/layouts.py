@@ -1,4 +1,4 @@
-"""The search for layouts: every dp·tp·pp (and ep) of a number of ranks, refused by a rule, too
+"""The search for layouts: every dp·cp·tp·pp (and ep) of a number of ranks, refused by a rule, too
 large, or predicted.
 
 factorizations ─► refusal by a rule ─► each micro batch that divides a replica's share ─► memory ─►
@@ -56,13 +56,21 @@ def factors(n: int) -> str:
     return f"{n} = {'*'.join(map(str, primes))}"
 
 
-def factorizations(ranks: int, experts: bool = False) -> Iterator[Layout]:
-    """Yield every dp·tp·pp = ranks; with experts each ep that divides dp."""
+def factorizations(ranks: int, experts: bool = False, tokens: int = 0) -> Iterator[Layout]:
+    """Yield every dp·cp·tp·pp = ranks; with experts each ep that divides dp.
+
+    `tokens`: of a sequence. Each rank of cp takes two equal parts of it, so most sizes of cp are
+    left out before they are tried.
+    """
     for tp in divisors(ranks):
         for pp in divisors(ranks // tp):
-            dp = ranks // tp // pp
-            for ep in divisors(dp) if experts else [1]:
-                yield Layout(dp, tp, pp, ep)
+            rest = ranks // tp // pp
+            for cp in divisors(rest):
+                if cp > 1 and tokens % (2 * cp):
+                    continue
+                dp = rest // cp
+                for ep in divisors(dp) if experts else [1]:
+                    yield Layout(dp, tp, pp, ep, cp)
 
 
 def refusal(job: Job, layout: Layout) -> str:
@@ -89,7 +97,7 @@ def refusal(job: Job, layout: Layout) -> str:
         return f"pp{chunks} does not divide n_layer = {shape.n_layer}"
     # What a start would refuse, a search does not offer
     experts = job.experts.count if job.experts else 0
-    excluded = excluded_layout(job.config, job.mode(layout), tp, pp, layout.ep, experts)
+    excluded = excluded_layout(job.config, job.mode(layout), tp, pp, layout.ep, experts, layout.cp)
     if excluded:
         return excluded
     # Experts are cut twice: tp divides the hidden units of each, ep divides their number.
@@ -162,7 +170,7 @@ def search(
     """
     found = [
         try_layout(job, layout, most, network, speed, memory_gb)
-        for layout in factorizations(ranks, bool(job.experts))
+        for layout in factorizations(ranks, bool(job.experts), job.shape.block_size)
     ]
     # Layouts without a step get infinite time, so they go to the end.
     found.sort(key=lambda layout: layout.best.step_s if layout.best else float("inf"))
@@ -180,7 +188,7 @@ def search(
 
 def format_layout(layout: Layout) -> str:
     """Write a layout with all its factors, also those of one rank."""
-    axes = f"dp*tp*pp = {layout.dp}*{layout.tp}*{layout.pp}"
+    axes, _, _ = layout.product.rpartition(" = ")
     return f"{axes}, ep = {layout.ep}" if layout.ep > 1 else axes
 
 

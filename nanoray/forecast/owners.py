@@ -67,7 +67,8 @@ def holders_of(
             "out one by one; lower --world_size, or see `nanoray launch --dry_run --world_size N` "
             "for bytes and memory at any scale"
         )
-    # Data replicas have the same model, so each place of the other axes is cut once.
+    # Data replicas and parts of sequences have the same model, so each place of the other axes is
+    # cut once.
     models: dict[tuple[int, int, int], nn.Module] = {}
     holders = []
     for rank in range(layout.world_size):
@@ -78,10 +79,11 @@ def holders_of(
         model = models[key]
         held = whole_pieces(model)
         updated = held
-        if layout.dp > 1 and config.dp_mode == "fsdp":
+        shares = layout.size_of("dp_cp") > 1
+        if shares and config.dp_mode == "fsdp":
             held = _rows(model, held, layout, place)
             updated = held
-        elif layout.dp > 1 and config.dp_mode in ("zero1", "zero2"):
+        elif shares and config.dp_mode in ("zero1", "zero2"):
             updated = _slices(model, config, layout, place, bucket_mb)
         holders.append(Holder(place, held, updated))
     return holders
@@ -94,7 +96,8 @@ def _rows(
     pieces = {}
     for name, p in model.named_parameters():
         if name in whole:
-            piece = rows_of(whole[name], p.shape[0], layout.dp, place.dp)
+            ranks = layout.size_of("dp_cp")
+            piece = rows_of(whole[name], p.shape[0], ranks, _data_index(layout, place))
             # A tensor with fewer rows than ranks leaves the last ranks without a piece.
             if piece.numel:
                 pieces[name] = piece
@@ -105,7 +108,7 @@ def _slices(
     model: nn.Module, config: Config, layout: Layout, place: Coords, bucket_mb: float
 ) -> dict[str, Piece]:
     """Return what the rank at `place` updates with zero1 or zero2."""
-    data = _axis("dp", layout.dp, place.dp)
+    data = _axis("dp_cp", layout.size_of("dp_cp"), _data_index(layout, place))
     buckets: Buckets | ep.ExpertParallel
     if layout.ep > 1:
         # Experts have fewer replicas, so their buckets are cut over an axis of their own.
@@ -114,6 +117,11 @@ def _slices(
     else:
         buckets = Buckets(model, data, config.dp_mode, bucket_mb)
     return {shard.piece.name: shard.piece for shard in buckets.shards or ()}
+
+
+def _data_index(layout: Layout, place: Coords) -> int:
+    """Return the number of a rank among those that sum their gradients."""
+    return place.dp * layout.cp + place.cp
 
 
 def _axis(name: str, size: int, index: int) -> Axis:

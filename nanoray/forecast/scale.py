@@ -214,7 +214,7 @@ def _mesh(layout: Layout, topology: Topology | None, name: str | None) -> list[s
         size = topology.ranks_per_node
         nodes = f"; {-(-layout.world_size // size):,} node(s) of {size} ({name})"
     rows = []
-    for axis in ("tp", "dp", "pp", "ep"):
+    for axis in ("tp", "cp", "dp", "pp", "ep"):
         size = getattr(layout, axis)
         if size == 1:
             continue
@@ -251,7 +251,7 @@ def _traffic(layout: Layout, talks: Sequence[Talk], network: Network | None = No
 
     rows = []
     for talk in talks:
-        ranks = layout.dp // layout.ep if talk.axis == "edp" else getattr(layout, talk.axis)
+        ranks = layout.size_of(talk.axis)
         row = [
             talk.axis,
             OPS[talk.op],
@@ -366,7 +366,7 @@ def _why_not(found: Sequence[Found], best: Prediction) -> list[tuple[str, str]]:
     from nanoray.forecast.layouts import why_slower
 
     rows: list[tuple[str, str]] = []
-    for axis in ("tp", "pp", "ep"):
+    for axis in ("tp", "cp", "pp", "ep"):
         others = {getattr(layout.layout, axis) for layout in found}
         others.discard(getattr(best.layout, axis))
         refused: dict[str, list[int]] = {}

@@ -10,7 +10,7 @@ Expert parallelism (ep) divides the data axis: rank d holds the experts of d mod
 same d mod ep, the axis edp, hold the same experts; without ep it is the data axis.
 
 Context parallelism (cp) cuts sequences, not the model: gradients are summed over data replicas and
-parts of sequences alike, the axis dp_cp. Without cp it is the data axis.
+over parts of sequences, the axis dp_cp. Without cp it is the data axis.
 
 Replicas divide the data axis into groups of neighbours. Ranks of one group, the axis shard, share
 the work by dp_mode; ranks with the same place in their groups, the axis replica, hold the same.
