@@ -393,7 +393,7 @@ def predicted(spec: RunSpec, mesh: Mesh, par: Plan, batch: Batch) -> dict[str, i
         cfg, par.model, par.data.size, batch.accum, bucket_mb, par.mirror_shards is not None
     )
     if isinstance(shape, ModelShape):
-        stage = Layout.of(cfg, mesh.world_size).coords(mesh.rank).pp
+        stage = Layout.of(cfg, mesh.world_size, mesh.slots).coords(mesh.rank).pp
         kept = stage_activations(cfg, shape, batch, cfg.precision, stage)
     else:
         kept = resnet_costs.activation_memory(shape, batch.micro, cfg.precision)
