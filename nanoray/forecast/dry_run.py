@@ -110,7 +110,7 @@ def dry_run_lines(
 
     shape = shape_of(config, dataset.vocab_size)
     assert not isinstance(shape, OwnShape), "forecast/own_models.py describes a script's own model"
-    layout = Layout(dp=batch.dp, tp=config.tp, pp=config.pp, ep=config.ep)
+    layout = Layout.of(config, batch.dp * config.replica_ranks)
     classes = "vocabulary" if config.model == "gpt" else "classes"
 
     def cut_sizes(stage: int) -> RankSizes:
@@ -201,7 +201,7 @@ def batch_line(config: Config, batch: Batch, samples: str, tokens: int = 0) -> s
 def talk_lines(layout: Layout, sequence: bool = False) -> list[str]:
     """Return the groups of ranks that exchange tensors in a step; none if all exchange with all."""
     # With data parallelism alone there is one group, and it contains every rank.
-    if layout.tp * layout.pp * layout.ep == 1:
+    if layout.tp * layout.pp * layout.ep * layout.replicas == 1:
         return []
     sums = "all-gathers and 2 reduce-scatters" if sequence else "sums"
     rest = " of the rest" if layout.ep > 1 else ""
@@ -211,7 +211,15 @@ def talk_lines(layout: Layout, sequence: bool = False) -> list[str]:
         "ep": "tokens to their experts and back, per block, forward and backward each",
         "edp": "gradients of experts, once per step",
         "dp": f"gradients{rest}, once per step",
+        "shard": "gradients to the rank that updates them, and weights back",
+        "replica": "the sums of gradients, once per step",
     }
+    # Groups of replicas sum gradients in two steps, in place of one sum over all data ranks.
+    if layout.replicas > 1:
+        del contents["dp"]
+    else:
+        del contents["shard"], contents["replica"]
+
     lines = []
     for axis, content in contents.items():
         if axis == "edp" and layout.ep == 1:

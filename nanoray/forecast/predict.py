@@ -204,7 +204,7 @@ def _predict_stage(
     backward_s = backward * tokens / speed.backward_flops
     updated = sum(tensor.numel for tensor in tensors)
     if mode in ("zero1", "zero2", "fsdp"):
-        updated = updated // layout.dp
+        updated = updated // layout.shard_size
     optimizer_s = speed.optimizer_s * updated
 
     # What a micro batch waits for in the midst of its layers, by pass and by axis.
@@ -228,7 +228,9 @@ def _predict_stage(
     every_micro_sends = mode == "zero2"
     sending = accum if every_micro_sends else 1
     buckets, collective = _buckets(tensors, talks, sending, backward_s, price)
-    one_link = network.one_link(layout, "tp" if layout.tp > 1 else "pp", "dp")
+    inner = "tp" if layout.tp > 1 else "pp"
+    gradients = ("shard", "replica") if layout.replicas > 1 else ("dp",)
+    one_link = any(network.one_link(layout, inner, axis) for axis in gradients)
     quiet = Step(forward_s, backward_s, 0.0, (), (waits["forward"], waits["backward"]), one_link)
     loud = replace(quiet, optimizer_s=optimizer_s, buckets=buckets)
     quiet_s = simulate(quiet, lambda nbytes: NOTHING, 1, speed.cores, speed.threads).step_s

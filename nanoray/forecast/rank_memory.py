@@ -16,6 +16,7 @@ import torch
 from nanoray.config import Batch, Config
 from nanoray.devices.gpus import discover_gpus
 from nanoray.forecast.memory import RankSizes, rank_state
+from nanoray.mesh.layout import Layout
 from nanoray.models import resnet_costs
 from nanoray.models.build import kernels_of
 from nanoray.models.costs import Cut, activation_memory, with_kernels
@@ -72,7 +73,10 @@ def rank_memory(
     stage: int = 0,
 ) -> dict[str, int]:
     """Return the bytes of a rank of `stage` by part: see `state_memory` and `activation_memory`."""
-    state = rank_state(config, sizes, batch.dp, batch.accum, device.bucket_mb, device.mirrored)
+    # A group of replicas holds the whole state, and its ranks cut it.
+    layout = Layout.of(config, batch.dp * config.replica_ranks)
+    shared_by = layout.shard_size
+    state = rank_state(config, sizes, shared_by, batch.accum, device.bucket_mb, device.mirrored)
     return state | stage_activations(config, shape, batch, device.precision, stage)
 
 

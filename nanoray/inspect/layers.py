@@ -95,7 +95,14 @@ def layers_of(
     shape = subject.shape
     # Data parallelism goes too: a single process shards nothing.
     if not cut:
-        whole = {"tp": 1, "pp": 1, "ep": 1, "sequence_parallel": False, "dp_mode": "ddp"}
+        whole = {
+            "tp": 1,
+            "pp": 1,
+            "ep": 1,
+            "sequence_parallel": False,
+            "dp_mode": "ddp",
+            "replicas": 1,
+        }
         config = config.model_copy(update=whole)
         layout = Layout()
 
@@ -230,7 +237,7 @@ def _states(subject: Subject, whole: bool) -> dict[str, dict[str, int]]:
             state = {"weights": 0, "gradients": 0, "optimizer": 0}
             # Fewer ranks share an expert than the rest of a layer.
             for some, ranks in (
-                (names - experts, layout.dp),
+                (names - experts, layout.shard_size),
                 (names & experts, layout.dp // layout.ep),
             ):
                 if some:

@@ -92,7 +92,13 @@ def dump(subject: Subject) -> dict[str, Any]:
         "why_precision": subject.why,
         "device": config.device,
         "ranks": layout.world_size,
-        "layout": {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "ep": layout.ep},
+        "layout": {
+            "dp": layout.dp,
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "ep": layout.ep,
+            "replicas": layout.replicas,
+        },
         "dp_mode": dp_mode,
         "optimizer": optimizer,
         "batch": {**batch._asdict(), "unit": unit, "units": batch.micro * units_per_sample},
@@ -255,10 +261,13 @@ def owners_of(
             "zero2": "weights whole, gradients and optimizer sliced",
             "fsdp": "rows of weights, gradients and optimizer",
         }
-        mirror = ""
+        more = ""
+        if layout.replicas > 1:
+            more += f" over the {layout.shard_size} ranks of a group, the same in each of "
+            more += f"{layout.replicas} groups"
         if mirrored:
-            mirror = ", mirrored"
-        parts.append(f"dp {mode}: {sharing.get(mode, 'whole on each')}{mirror}")
+            more += ", mirrored"
+        parts.append(f"dp {mode}: {sharing.get(mode, 'whole on each')}{more}")
     return {
         "owner": "; ".join(parts) or "rank 0",
         "held": _grouped(held),
