@@ -1,4 +1,4 @@
-"""The search for layouts: every dp·tp·pp (and ep) of a number of ranks, refused by a rule, too
+"""The search for layouts: every dp·cp·tp·pp (and ep) of a number of ranks, refused by a rule, too
 large, or predicted.
 
 A mode that shards the state is also tried with groups of replicas that fill whole nodes.
@@ -60,18 +60,26 @@ def factors(n: int) -> str:
     return f"{n} = {'*'.join(map(str, primes))}"
 
 
-def factorizations(ranks: int, experts: bool = False) -> Iterator[Layout]:
-    """Yield every dp·tp·pp = ranks; with experts each ep that divides dp."""
+def factorizations(ranks: int, experts: bool = False, tokens: int = 0) -> Iterator[Layout]:
+    """Yield every dp·cp·tp·pp = ranks; with experts each ep that divides dp.
+
+    `tokens`: of a sequence. Each rank of cp takes two equal parts of it, so most sizes of cp are
+    left out before they are tried.
+    """
     for tp in divisors(ranks):
         for pp in divisors(ranks // tp):
-            dp = ranks // tp // pp
-            for ep in divisors(dp) if experts else [1]:
-                yield Layout(dp, tp, pp, ep)
+            rest = ranks // tp // pp
+            for cp in divisors(rest):
+                if cp > 1 and tokens % (2 * cp):
+                    continue
+                dp = rest // cp
+                for ep in divisors(dp) if experts else [1]:
+                    yield Layout(dp, tp, pp, ep, cp)
 
 
 def candidates(job: Job, ranks: int, ranks_per_node: int | None = None) -> Iterator[Layout]:
     """Yield every layout that is worth a try; on nodes also with a sharded state in each of them."""
-    for layout in factorizations(ranks, bool(job.experts)):
+    for layout in factorizations(ranks, bool(job.experts), job.shape.block_size):
         yield layout
         shards = job.mode(layout) in SHARDS_STATE and layout.ep == 1
         if shards and ranks_per_node is not None:
@@ -113,7 +121,7 @@ def refusal(job: Job, layout: Layout) -> str:
         return f"pp{chunks} does not divide n_layer = {shape.n_layer}"
     # What a start would refuse, a search does not offer
     experts = job.experts.count if job.experts else 0
-    axes = {"tp": tp, "pp": pp, "ep": layout.ep, "replicas": layout.replicas}
+    axes = {"tp": tp, "pp": pp, "ep": layout.ep, "cp": layout.cp, "replicas": layout.replicas}
     excluded = excluded_layout(job.config, job.mode(layout), axes, experts)
     if excluded:
         return excluded
@@ -211,7 +219,7 @@ def search(
 
 def format_layout(layout: Layout) -> str:
     """Write a layout with all its factors, also those of one rank."""
-    axes = f"dp*tp*pp = {layout.dp}*{layout.tp}*{layout.pp}"
+    axes, _, _ = layout.product.rpartition(" = ")
     if layout.ep > 1:
         return f"{axes}, ep = {layout.ep}"
     if layout.replicas > 1:

@@ -67,7 +67,8 @@ def holders_of(
             "out one by one; lower --world_size, or see `nanoray launch --dry_run --world_size N` "
             "for bytes and memory at any scale"
         )
-    # Data replicas have the same model, so each place of the other axes is cut once.
+    # Data replicas and parts of sequences have the same model, so each place of the other axes is
+    # cut once.
     models: dict[tuple[int, int, int], nn.Module] = {}
     # The ranks that cut one copy of the state, and each rank's place among them
     index_of: dict[int, int] = {}
@@ -84,10 +85,11 @@ def holders_of(
         model = models[key]
         held = whole_pieces(model)
         updated = held
-        if layout.dp > 1 and config.dp_mode == "fsdp":
+        shares = layout.shard_size > 1
+        if shares and config.dp_mode == "fsdp":
             held = _rows(model, held, layout.shard_size, index_of[rank])
             updated = held
-        elif layout.dp > 1 and config.dp_mode in ("zero1", "zero2"):
+        elif shares and config.dp_mode in ("zero1", "zero2"):
             data = _axis("shard", layout.shard_size, index_of[rank])
             updated = _slices(model, config, layout, place, data, bucket_mb)
         holders.append(Holder(place, held, updated))
@@ -118,6 +120,11 @@ def _slices(
     else:
         buckets = Buckets(model, data, config.dp_mode, bucket_mb)
     return {shard.piece.name: shard.piece for shard in buckets.shards or ()}
+
+
+def _data_index(layout: Layout, place: Coords) -> int:
+    """Return the number of a rank among those that sum their gradients."""
+    return place.dp * layout.cp + place.cp
 
 
 def _axis(name: str, size: int, index: int) -> Axis:

@@ -220,8 +220,8 @@ def _mesh(layout: Layout, topology: Topology | None, name: str | None) -> list[s
         nodes = f"; {-(-layout.world_size // size):,} node(s) of {size} ({name})"
     rows = []
     # Groups of replicas divide the data axis.
-    data_axes = ["shard", "replica"] if layout.replicas > 1 else ["dp"]
-    for axis in ("tp", *data_axes, "pp", "ep"):
+    data_axes = layout.gradient_axes if layout.replicas > 1 else ("dp",)
+    for axis in ("tp", "cp", *data_axes, "pp", "ep"):
         size = layout.size_of(axis)
         if size == 1:
             continue
@@ -374,7 +374,7 @@ def _why_not(found: Sequence[Found], best: Prediction) -> list[tuple[str, str]]:
     from nanoray.forecast.layouts import why_slower
 
     rows: list[tuple[str, str]] = []
-    for axis in ("tp", "pp", "ep", "replicas"):
+    for axis in ("tp", "cp", "pp", "ep", "replicas"):
         others = {getattr(layout.layout, axis) for layout in found}
         others.discard(getattr(best.layout, axis))
         refused: dict[str, list[int]] = {}

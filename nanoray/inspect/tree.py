@@ -76,7 +76,7 @@ def dump(subject: Subject) -> dict[str, Any]:
         loss_reads = trial.loss_reads
         unused = trial.unused
     dp_mode: str = config.dp_mode
-    if layout.dp == 1:
+    if layout.size_of("dp_cp") == 1:
         dp_mode = "one data rank"
 
     # The keys are the JSON's; scripts of users read them.
@@ -93,11 +93,7 @@ def dump(subject: Subject) -> dict[str, Any]:
         "device": config.device,
         "ranks": layout.world_size,
         "layout": {
-            "dp": layout.dp,
-            "tp": layout.tp,
-            "pp": layout.pp,
-            "ep": layout.ep,
-            "replicas": layout.replicas,
+            axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "ep", "cp", "replicas")
         },
         "dp_mode": dp_mode,
         "optimizer": optimizer,
@@ -255,7 +251,9 @@ def owners_of(
             parts.append(f"{axis}: whole on each")
         else:
             parts.append(f"{axis}: 1/{size} along dim {dim} of {shape}")
-    if layout.dp > 1:
+    if layout.cp > 1:
+        parts.append("cp: whole on each")
+    if layout.size_of("dp_cp") > 1:
         sharing = {
             "zero1": "weights and gradients whole, optimizer sliced",
             "zero2": "weights whole, gradients and optimizer sliced",
@@ -267,7 +265,8 @@ def owners_of(
             more += f"{layout.replicas} groups"
         if mirrored:
             more += ", mirrored"
-        parts.append(f"dp {mode}: {sharing.get(mode, 'whole on each')}{more}")
+        axis = "dp_cp" if layout.cp > 1 else "dp"
+        parts.append(f"{axis} {mode}: {sharing.get(mode, 'whole on each')}{more}")
     return {
         "owner": "; ".join(parts) or "rank 0",
         "held": _grouped(held),
@@ -299,7 +298,7 @@ def _differ_only_in(axis: str, place: Coords, other: Coords) -> bool:
         if equal == (name == axis):
             return False
     # The ranks of ep are data ranks, so for ep the place in dp must differ, too.
-    return axis == "ep" or place.dp == other.dp
+    return axis == "ep" or (place.dp, place.cp) == (other.dp, other.cp)
 
 
 def _grouped(pieces: dict[int, Piece]) -> list[dict[str, Any]]:

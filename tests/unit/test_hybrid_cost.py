@@ -226,11 +226,13 @@ def test_the_search_offers_groups_that_fill_nodes() -> None:
     assert Layout(dp=16, replicas=4) in offered
     assert Layout(dp=16, replicas=2) in offered, "two nodes each"
     assert Layout(dp=8, tp=2, replicas=4) in offered
+    assert Layout(dp=8, cp=2, replicas=4) in offered
     assert Layout(dp=16, replicas=8) not in offered, "half a node"
     assert all(one.shard_size > 1 for one in offered)
     # Where nothing is sharded, and where no node is known, there are none.
-    assert [*candidates(job(64), 16, 4)] == [*factorizations(16)]
-    assert [*candidates(some, 16)] == [*factorizations(16)]
+    plain = [*factorizations(16, tokens=SHAPE.block_size)]
+    assert [*candidates(job(64), 16, 4)] == plain
+    assert [*candidates(some, 16)] == plain
 
     found = search(some, 16, 1, OnTopology(NODES), Speed(1e12, 1e12), None, 4)
     assert {one.layout for one in found} == {*candidates(some, 16, 4)}
