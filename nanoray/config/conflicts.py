@@ -696,6 +696,13 @@ TABLE: tuple[Row | Rule, ...] = (
         ignored=True,
     ),
     Row(
+        one_of("mirror", "off"),
+        above("replicas", 1),
+        "has each rank's share in another group anyway, and makes no mirror",
+        "drop mirror; recovery restart starts anew from a checkpoint",
+        ignored=True,
+    ),
+    Row(
         above("ep", 1),
         above("replicas", 1),
         "each divides the data ranks in a way of its own",
