@@ -69,7 +69,9 @@ def refuse(run: Past, steps: range) -> None:
             # Batch statistics and loaders of each rank are state as well
             what = f"model = {config['model']}"
         elif group["ranks"] > 1:
-            cut = [f"{axis} = {config[axis]}" for axis in ("tp", "pp", "ep") if config[axis] > 1]
+            # A run of an older nanoray has no cp.
+            sizes = {axis: config.get(axis, 1) for axis in ("cp", "tp", "pp", "ep")}
+            cut = [f"{axis} = {size}" for axis, size in sizes.items() if size > 1]
             if config["grad_compress"] != "none":
                 cut.append(f"grad_compress = {config['grad_compress']}")
             if config["fsdp_gather"] != "fp32":

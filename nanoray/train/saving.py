@@ -137,7 +137,7 @@ def read_checkpoint(
             "anew; losses agree closely"
         )
 
-    for axis in ("tp", "pp", "ep"):
+    for axis in ("cp", "tp", "pp", "ep"):
         before = meta.get("config", {}).get(axis, 1)
         size = getattr(spec.config, axis)
         if before != size:
