@@ -129,8 +129,8 @@ class Arm:
         self.clip = config.grad_clip
         self.trained = 0
         self.case = make(mesh, config, precision, batch.micro)
-        # Bytes of a micro batch between two stages
-        stream = 4 * batch.micro * config.block_size * config.n_embd
+        # Bytes of a micro batch between two stages: a rank sends its own part of the sequences.
+        stream = 4 * batch.micro * config.block_size * config.n_embd // config.cp
         if config.pp > 1:
             self.messages = {"send_recv activations": (batch.accum, batch.accum * stream)}
         else:
@@ -140,10 +140,11 @@ class Arm:
         self.plan = Plan(
             self.case.model, mesh, config, batch.accum, loss, lambda loss: loss, int(mirrored)
         )
-        state = model_memory(config, self.case.model, batch.dp, batch.accum, bucket_mb, mirrored)
+        ranks = self.plan.data.size
+        state = model_memory(config, self.case.model, ranks, batch.accum, bucket_mb, mirrored)
         self.formula = state | self.case.activations
         self.dp = batch.dp
-        of_model = config, self.case.model, batch.dp, state, self.case.activations
+        of_model = config, self.case.model, ranks, state, self.case.activations
         self.at_peak = peak_memory(*of_model, bucket_mb, batch.accum)
         self.optimizer = make_optimizer(self.case.model, config, self.plan.shards)
         mirrored_shards = self.plan.mirror_shards

@@ -212,5 +212,16 @@ def test_a_large_run_has_its_mesh_memory_traffic_and_seconds() -> None:
 
 def test_cp_that_does_not_divide_sequences_is_no_layout() -> None:
     assert refusal(job(), Layout(cp=2)) == ""
+    assert refusal(job(), Layout(cp=3)) == "2*cp does not divide block_size = 16"
+    rows = job(tokens=24, tp=2, sequence_parallel=True)
+    assert refusal(rows, Layout(cp=4, tp=2)) == ""
+    assert refusal(rows, Layout(cp=4, tp=4)) == (
+        "sequence_parallel: tp does not divide block_size/cp = 6"
+    )
+    short = job(tokens=64, seq_warmup_steps=10)
+    assert refusal(short, Layout(cp=4)) == ""
+    assert refusal(short, Layout(cp=8)) == (
+        "2*cp does not divide the 8 tokens with which seq_warmup_steps begins"
+    )
     experts = replace(job(), shape=replace(SHAPE, experts=4, experts_per_token=2, expert_hidden=64))
     assert refusal(experts, Layout(cp=2)).startswith("cp = 2 with experts")
