@@ -22,6 +22,7 @@ EXCHANGES = {  # each before a collective
     "exchange_state": "one tensor of the state is sent from the rank that holds it",
     "exchange_barrier": "all ranks wait for each other",
     "exchange_gradients": "a bucket by hand begins to be summed or gathered",
+    "exchange_slices": "with replicas: slices of gradients begin to be summed across groups",
     "exchange_mirror": "gradients are sent to the rank that mirrors their owner",
     "exchange_norm": "the norm of gradients is summed over their owners",
     "exchange_weights": "updated weights begin to be sent by their owners",

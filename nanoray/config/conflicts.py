@@ -11,7 +11,7 @@ Callers that have these values pass them to `first`; the message is the same ear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -736,6 +736,13 @@ TABLE: tuple[Row | Rule, ...] = (
         ignored=True,
     ),
     Row(
+        one_of("mirror", "off"),
+        above("replicas", 1),
+        "has each rank's share in another group anyway, and makes no mirror",
+        "drop mirror; recovery restart starts anew from a checkpoint",
+        ignored=True,
+    ),
+    Row(
         above("ep", 1),
         above("replicas", 1),
         "each divides the data ranks in a way of its own",
@@ -1055,15 +1062,12 @@ def first(
     return ""
 
 
-def excluded_layout(
-    config: Keys, dp_mode: str, tp: int, pp: int, ep: int, experts: int, cp: int = 1
-) -> str:
+def excluded_layout(config: Keys, dp_mode: str, axes: Mapping[str, int], experts: int) -> str:
     """Return which row excludes a layout of the ranks, in a few words without sizes; "" if none.
 
     For the search of layouts, which tries other axes than the configuration's. Rules of arithmetic
     are not asked.
     """
-    axes = {"tp": tp, "pp": pp, "ep": ep, "cp": cp}
     config = config.model_copy(update={**axes, "dp_mode": dp_mode, "experts": experts})
     divided = {axis for axis, size in axes.items() if size > 1}
     for row in TABLE:

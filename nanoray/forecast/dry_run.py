@@ -201,7 +201,7 @@ def batch_line(config: Config, batch: Batch, samples: str, tokens: int = 0) -> s
 def talk_lines(layout: Layout, sequence: bool = False) -> list[str]:
     """Return the groups of ranks that exchange tensors in a step; none if all exchange with all."""
     # With data parallelism alone there is one group, and it contains every rank.
-    if layout.replica_ranks * layout.ep == 1:
+    if layout.replica_ranks * layout.ep * layout.replicas == 1:
         return []
     sums = "all-gathers and 2 reduce-scatters" if sequence else "sums"
     rest = " of the rest" if layout.ep > 1 else ""
@@ -213,8 +213,15 @@ def talk_lines(layout: Layout, sequence: bool = False) -> list[str]:
         "pp": "the residual stream of each micro batch, and its gradient back",
         "ep": "tokens to their experts and back, per block, forward and backward each",
         "edp": "gradients of experts, once per step",
+        "shard": "gradients to the rank that updates them, and weights back",
+        "replica": "sums of gradients, once per step",
         data: f"gradients{rest}, once per step",
     }
+    # Groups of replicas sum gradients in two steps, in place of one sum over all data ranks.
+    unused = ("shard", "replica") if layout.replicas == 1 else (data,)
+    for axis in unused:
+        del contents[axis]
+
     lines = []
     for axis, content in contents.items():
         if axis == "edp" and layout.ep == 1:

@@ -76,5 +76,11 @@ class Job:
 
     def config_at(self, layout: Layout) -> Config:
         """Return the configuration with the axes of this layout, unchecked."""
-        axes = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep, "cp": layout.cp}
+        axes = {
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "ep": layout.ep,
+            "cp": layout.cp,
+            "replicas": layout.replicas,
+        }
         return self.config.model_copy(update={"dp_mode": self.mode(layout), **axes})

@@ -70,6 +70,12 @@ def holders_of(
     # Data replicas and parts of sequences have the same model, so each place of the other axes is
     # cut once.
     models: dict[tuple[int, int, int], nn.Module] = {}
+    # The ranks that cut one copy of the state, and each rank's place among them
+    index_of: dict[int, int] = {}
+    for group in layout.groups("shard"):
+        for index, rank in enumerate(group):
+            index_of[rank] = index
+
     holders = []
     for rank in range(layout.world_size):
         place = layout.coords(rank)
@@ -79,25 +85,23 @@ def holders_of(
         model = models[key]
         held = whole_pieces(model)
         updated = held
-        shares = layout.size_of("dp_cp") > 1
+        shares = layout.shard_size > 1
         if shares and config.dp_mode == "fsdp":
-            held = _rows(model, held, layout, place)
+            held = _rows(model, held, layout.shard_size, index_of[rank])
             updated = held
         elif shares and config.dp_mode in ("zero1", "zero2"):
-            updated = _slices(model, config, layout, place, bucket_mb)
+            data = _axis("shard", layout.shard_size, index_of[rank])
+            updated = _slices(model, config, layout, place, data, bucket_mb)
         holders.append(Holder(place, held, updated))
     return holders
 
 
-def _rows(
-    model: nn.Module, whole: dict[str, Piece], layout: Layout, place: Coords
-) -> dict[str, Piece]:
-    """Return the rows that the rank at `place` holds with fsdp; short tensors leave some ranks none."""
+def _rows(model: nn.Module, whole: dict[str, Piece], ranks: int, index: int) -> dict[str, Piece]:
+    """Return the rows that one of `ranks` holds with fsdp; short tensors leave some ranks none."""
     pieces = {}
     for name, p in model.named_parameters():
         if name in whole:
-            ranks = layout.size_of("dp_cp")
-            piece = rows_of(whole[name], p.shape[0], ranks, _data_index(layout, place))
+            piece = rows_of(whole[name], p.shape[0], ranks, index)
             # A tensor with fewer rows than ranks leaves the last ranks without a piece.
             if piece.numel:
                 pieces[name] = piece
@@ -105,10 +109,9 @@ def _rows(
 
 
 def _slices(
-    model: nn.Module, config: Config, layout: Layout, place: Coords, bucket_mb: float
+    model: nn.Module, config: Config, layout: Layout, place: Coords, data: Axis, bucket_mb: float
 ) -> dict[str, Piece]:
-    """Return what the rank at `place` updates with zero1 or zero2."""
-    data = _axis("dp_cp", layout.size_of("dp_cp"), _data_index(layout, place))
+    """Return what the rank at `place` updates with zero1 or zero2, as one of the ranks of `data`."""
     buckets: Buckets | ep.ExpertParallel
     if layout.ep > 1:
         # Experts have fewer replicas, so their buckets are cut over an axis of their own.

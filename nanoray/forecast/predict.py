@@ -217,7 +217,7 @@ def _predict_stage(
     backward_s = backward * tokens / speed.backward_flops
     updated = sum(tensor.numel for tensor in tensors)
     if mode in ("zero1", "zero2", "fsdp"):
-        updated = updated // layout.size_of("dp_cp")
+        updated = updated // layout.shard_size
     optimizer_s = speed.optimizer_s * updated
 
     # The attention to one block of keys and values, beside which the next ones travel.
@@ -261,8 +261,9 @@ def _predict_stage(
     every_micro_sends = mode == "zero2"
     sending = accum if every_micro_sends else 1
     buckets, collective = _buckets(tensors, talks, sending, backward_s, price)
-    waited_for = [axis for axis in ("tp", "cp") if layout.size_of(axis) > 1]
-    one_link = network.one_link(layout, [*waited_for, "pp"][0], "dp_cp")
+    inner = [axis for axis in ("tp", "cp") if layout.size_of(axis) > 1]
+    inner.append("pp")
+    one_link = any(network.one_link(layout, inner[0], axis) for axis in layout.gradient_axes)
     quiet = Step(forward_s, backward_s, 0.0, (), (waits["forward"], waits["backward"]), one_link)
     loud = replace(quiet, optimizer_s=optimizer_s, buckets=buckets)
     quiet_s = simulate(quiet, lambda nbytes: NOTHING, 1, speed.cores, speed.threads).step_s

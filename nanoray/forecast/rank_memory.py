@@ -16,6 +16,7 @@ import torch
 from nanoray.config import Batch, Config
 from nanoray.devices.gpus import discover_gpus
 from nanoray.forecast.memory import RankSizes, rank_state
+from nanoray.mesh.layout import Layout
 from nanoray.models import resnet_costs
 from nanoray.models.build import kernels_of
 from nanoray.models.costs import Cut, activation_memory, ring_memory, with_kernels
@@ -72,9 +73,10 @@ def rank_memory(
     stage: int = 0,
 ) -> dict[str, int]:
     """Return the bytes of a rank of `stage` by part: see `state_memory` and `activation_memory`."""
-    # Gradients are summed over data replicas and over parts of sequences.
-    ranks = batch.dp * config.cp
-    state = rank_state(config, sizes, ranks, batch.accum, device.bucket_mb, device.mirrored)
+    # Data replicas and parts of sequences share one copy of the state, or those of one group do.
+    layout = Layout.of(config, batch.dp * config.replica_ranks)
+    shared_by = layout.shard_size
+    state = rank_state(config, sizes, shared_by, batch.accum, device.bucket_mb, device.mirrored)
     return state | stage_activations(config, shape, batch, device.precision, stage)
 
 

@@ -13,7 +13,9 @@ from nanoray.mesh.layout import Layout
 class Talk(NamedTuple):
     """Collectives of one kind, of a rank in a step."""
 
-    axis: str  # tp | cp | dp | dp_cp (dp with cp) | edp (gradients of experts) | ep | pp
+    # tp | cp | dp | dp_cp (dp with cp) | shard, replica (dp in groups) | edp (gradients of experts) |
+    # ep | pp
+    axis: str
     op: str  # all_reduce | reduce_scatter | all_gather | all_to_all | send
     what: str
     times: float
@@ -57,8 +59,10 @@ def talks_of(job: Job, layout: Layout, micro: int, stage: int) -> list[Talk]:
         else:
             dense += 4 * tensor.numel
     mode = job.mode(layout)
-    axis = "dp_cp" if layout.cp > 1 else "dp"
-    talks += _gradient_talks(job, mode, axis, layout.size_of(axis), dense, accum)
+    axis = layout.gradient_axes[0]
+    talks += _gradient_talks(job, mode, axis, layout.shard_size, dense, accum)
+    if layout.replicas > 1:
+        talks += _replica_talks(job, mode, layout, dense)
     if routed:
         replicas = layout.dp // layout.ep
         talks += _gradient_talks(job, mode, "edp", replicas, routed, accum)
@@ -247,7 +251,7 @@ def _gradient_talks(
     """Return what a data-parallel mode sends for `nbytes` of parameters in float32."""
     if ranks == 1:
         return []
-    buckets = math.ceil(nbytes / (job.bucket_mb * 2**20))
+    buckets = _buckets(job, nbytes)
     each = nbytes / buckets
     if mode == "ddp":
         return [Talk(axis, "all_reduce", "gradients", buckets, each, "beside")]
@@ -260,6 +264,23 @@ def _gradient_talks(
     if mode == "ddp_by_hand":
         return [scatter, Talk(axis, "all_gather", "gradients", buckets, each, "beside")]
     return [scatter, Talk(axis, "all_gather", "weights", buckets, each, "after")]
+
+
+def _buckets(job: Job, nbytes: int) -> int:
+    """Return the number of gradient buckets for `nbytes` of parameters."""
+    return math.ceil(nbytes / (job.bucket_mb * 2**20))
+
+
+def _replica_talks(job: Job, mode: str, layout: Layout, nbytes: int) -> list[Talk]:
+    """Return how groups that each hold the whole state add up their sums of gradients.
+
+    A rank adds its slice up with the ranks that have the same slice in other groups: an all-reduce,
+    as a reduce-scatter and an all-gather. It happens once per step, also with accumulation.
+    """
+    pieces = job.shape.n_layer + 1 if mode == "fsdp" else _buckets(job, nbytes)
+    own_slice = nbytes / pieces / layout.shard_size
+    scatter = Talk("replica", "reduce_scatter", "gradients", pieces, own_slice, "beside")
+    return [scatter, scatter._replace(op="all_gather")]
 
 
 def _fsdp_talks(job: Job, axis: str, nbytes: int, accum: int) -> list[Talk]:

@@ -95,7 +95,7 @@ def layers_of(
     shape = subject.shape
     # Data parallelism goes too: a single process shards nothing.
     if not cut:
-        axes = {"tp": 1, "pp": 1, "ep": 1, "cp": 1}
+        axes = {"tp": 1, "pp": 1, "ep": 1, "cp": 1, "replicas": 1}
         whole = {**axes, "sequence_parallel": False, "dp_mode": "ddp"}
         config = config.model_copy(update=whole)
         layout = Layout()
@@ -231,7 +231,7 @@ def _states(subject: Subject, whole: bool) -> dict[str, dict[str, int]]:
             state = {"weights": 0, "gradients": 0, "optimizer": 0}
             # Fewer ranks share an expert than the rest of a layer.
             for some, ranks in (
-                (names - experts, layout.size_of("dp_cp")),
+                (names - experts, layout.shard_size),
                 (names & experts, layout.dp // layout.ep),
             ):
                 if some:

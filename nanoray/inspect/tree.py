@@ -92,7 +92,9 @@ def dump(subject: Subject) -> dict[str, Any]:
         "why_precision": subject.why,
         "device": config.device,
         "ranks": layout.world_size,
-        "layout": {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "ep", "cp")},
+        "layout": {
+            axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "ep", "cp", "replicas")
+        },
         "dp_mode": dp_mode,
         "optimizer": optimizer,
         "batch": {**batch._asdict(), "unit": unit, "units": batch.micro * units_per_sample},
@@ -257,11 +259,14 @@ def owners_of(
             "zero2": "weights whole, gradients and optimizer sliced",
             "fsdp": "rows of weights, gradients and optimizer",
         }
-        mirror = ""
+        more = ""
+        if layout.replicas > 1:
+            more += f" over the {layout.shard_size} ranks of a group, the same in each of "
+            more += f"{layout.replicas} groups"
         if mirrored:
-            mirror = ", mirrored"
+            more += ", mirrored"
         axis = "dp_cp" if layout.cp > 1 else "dp"
-        parts.append(f"{axis} {mode}: {sharing.get(mode, 'whole on each')}{mirror}")
+        parts.append(f"{axis} {mode}: {sharing.get(mode, 'whole on each')}{more}")
     return {
         "owner": "; ".join(parts) or "rank 0",
         "held": _grouped(held),

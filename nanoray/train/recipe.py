@@ -300,7 +300,7 @@ class Recipe:
     def batch_for(self, mesh: Mesh) -> Batch:
         """Return how the group's ranks share the global batch, whose size is fixed."""
         data_ranks_of_all_slots = Layout.of(self._cfg, mesh.slots).dp
-        data_ranks = Layout.of(self._cfg, mesh.world_size).dp
+        data_ranks = Layout.of(self._cfg, mesh.world_size, mesh.slots).dp
         batch = batch_for(self._cfg, data_ranks_of_all_slots, data_ranks)
         # None for a group that forms only to save: it does no step.
         return batch or resolve_batch(self._cfg, data_ranks_of_all_slots)
@@ -452,7 +452,7 @@ class Recipe:
     def hold(self, par: Plan, holdings: Sequence[Holding]) -> None:
         """Make these holdings the state of this rank."""
         mirror = holdings[1] if len(holdings) > 1 else None
-        self.state.hold(holdings[0], mirror, par.shards is not None, par.weights)
+        self.state.hold(holdings[0], mirror, par.shards is not None, par.weights, par.copies)
 
     def wire(self, group: Group, par: Plan) -> Engine:
         """Connect the parts of an engine, now that `state` holds the state of the run. (all ranks)"""

@@ -78,6 +78,7 @@ NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("statistics_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("ep", "dp_mode"): {"experts": 4},
     ("ep", "replicas"): {"experts": 4, "dp_mode": "zero1"},
+    ("mirror", "replicas"): {"dp_mode": "zero1"},
     ("compile", "sync_batchnorm"): {"model": "resnet"},
     ("audit_every", "sync_batchnorm"): {"model": "resnet"},
     ("fsdp_gather", "precision"): {"dp_mode": "fsdp"},

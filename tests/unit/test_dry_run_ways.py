@@ -101,6 +101,9 @@ def test_both_ways_give_the_same_figures(mode: str, tp: int, pp: int) -> None:
         {"optimizer": "muon"},
         {"bias": True, "positions": "rotary"},
         {"bucket_mb": 0.05, "dp_mode": "zero1", "mirror": "off"},
+        {"bucket_mb": 0.05, "dp_mode": "zero1", "replicas": 2},
+        {"dp_mode": "zero2", "replicas": 2, "tp": 2},
+        {"dp_mode": "fsdp", "replicas": 4},
     ],
     ids=str,
 )
