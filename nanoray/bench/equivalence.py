@@ -178,7 +178,7 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, An
         cut = {"cp": cp, "block_size": 12} if cp == 3 else {"cp": cp}
         arms |= {f"cp {cp} × {mode}": {**cut, **settings} for mode, settings in MODES.items()}
         arms[f"cp {cp}, gathered"] = {**cut, "cp_attention": "all_gather"}
-        arms[f"cp {cp}, rotary"] = {**cut, "positions": "rotary"}
+        arms[f"cp {cp}, rotary"] = {**cut, "positions": "rotary", "n_head": 2}
         if workers == 2 * cp:
             arms |= {
                 f"cp {cp} × tp 2": {**cut, "tp": 2},

@@ -344,21 +344,26 @@ def with_kernels(
 def _gathered_memory(
     shape: ModelShape, micro_batch_size: int, compute: int, plain: bool, cut: Cut
 ) -> int:
-    """Return the bytes that a block keeps beside flash's where keys and values are gathered.
+    """Return the bytes that a block keeps beyond flash's where keys and values are gathered.
 
-    The keys and values of all positions, and a second copy of the result, whose halves are those of
-    the rank's two chunks. Keys up to the end of a chunk are no square, so the fused kernel takes a
-    mask, which it keeps; plain attention keeps the weights.
+    The keys and values of all positions are kept in place of the own ones. Of the queries that is a
+    copy which was turned or scaled, or what the projection returned, with keys and values. A fused
+    kernel keeps the result of each of the rank's two chunks, and the masks of keys up to the end of
+    a chunk, which are no squares. Plain attention keeps the weights, and no log-sum-exp.
     """
     tokens = cut.tokens(shape, micro_batch_size)
+    counted = 5 if shape.rotary else 3  # by `_block_memory`: of qkv, and turned
+    queries = 1 if plain or shape.rotary else 3
+    results = 0 if plain else 1
     numbers = tokens * shape.n_embd // cut.tp
-    keys_values = (2 * cut.cp + 1) * numbers * compute
+    keys_values = (queries - counted + 2 * cut.cp + results) * numbers * compute
 
     # Of a rank's two chunks one attends to c + 1 chunks and one to 2·cp - c, together to 2·cp + 1.
     chunk = shape.block_size // (2 * cut.cp)
     pairs = chunk * chunk * (2 * cut.cp + 1)
     if plain:
-        return keys_values + micro_batch_size * shape.n_head * pairs * compute // cut.tp
+        weights = micro_batch_size * shape.n_head * pairs * compute // cut.tp
+        return keys_values + weights - 4 * tokens * shape.n_head // cut.tp
     return keys_values + pairs * compute
 
 
