@@ -10,7 +10,7 @@ Expert parallelism (ep) divides the data axis: rank d holds the experts of d mod
 same d mod ep, the axis edp, hold the same experts; without ep it is the data axis.
 
 Context parallelism (cp) cuts sequences, not the model: gradients are summed over data replicas and
-parts of sequences, the axis dp_cp. Without cp it is the data axis.
+over parts of sequences, the axis dp_cp. Without cp it is the data axis.
 
 Replicas divide the data axis into groups of neighbours. Ranks of one group, the axis shard, share
 the work by dp_mode; ranks with the same place in their groups, the axis replica, hold the same.
@@ -97,9 +97,14 @@ class Layout:
                 f"{more} workers (--workers {more}, or torchrun --nproc-per-node {more}), or a "
                 f"{axes} that divides {ranks}"
             )
-        if ranks > share and config.pp > 1 and config.dp_mode == "ddp":
+        # Ranks with other parts of the sequences share gradients as data replicas do.
+        data_ranks = ranks // share * config.cp
+        if data_ranks > 1 and config.pp > 1 and config.dp_mode == "ddp":
+            replicas = f"dp = {ranks // share}"
+            if config.cp > 1:
+                replicas += f" and cp = {config.cp}"
             raise ConfigError(
-                f"dp_mode = ddp with pp = {config.pp} and dp = {ranks // share}: torch's DDP "
+                f"dp_mode = ddp with pp = {config.pp} and {replicas}: torch's DDP "
                 "expects the backward of a micro batch right after its forward, which no schedule "
                 "keeps, and would average wrong gradients without an error; use dp_mode "
                 "ddp_by_hand, zero1 or zero2"
@@ -134,6 +139,15 @@ class Layout:
     def shard_size(self) -> int:
         """The ranks of one group, which share the work by dp_mode."""
         return self.dp // self.replicas * self.cp
+
+    @property
+    def gradient_axes(self) -> tuple[str, ...]:
+        """The axes along which gradients are summed, one after the other."""
+        if self.replicas > 1:
+            return "shard", "replica"
+        if self.cp > 1:
+            return ("dp_cp",)
+        return ("dp",)
 
     @property
     def least_ranks(self) -> int:
@@ -199,9 +213,9 @@ class Layout:
             place = self.coords(rank)
             key: tuple[int, ...]
             if axis == "ep":
-                key = (place.dp // self.ep, place.tp, place.pp)
+                key = (place.dp // self.ep, place.cp, place.tp, place.pp)
             elif axis == "edp":
-                key = (place.ep, place.tp, place.pp)
+                key = (place.ep, place.cp, place.tp, place.pp)
             elif axis == "dp_cp":
                 key = (place.tp, place.pp)
             elif axis == "shard":
