@@ -27,6 +27,8 @@ EXCHANGES = {  # each before a collective
     "exchange_norm": "the norm of gradients is summed over their owners",
     "exchange_weights": "updated weights begin to be sent by their owners",
     "exchange_activations": "with tp or pp: activations or their gradients are summed, or sent on or back",
+    "exchange_keys_values": "with cp: keys and values go to the next rank, or are gathered",
+    "exchange_keys_values_grad": "with cp: their gradients go to the next rank, or are summed",
     "exchange_logits": "with tp: the maximum or the sums of a loss over the vocabulary",
     "exchange_tokens": "with ep: tokens, or their counts, go to the ranks of their experts or come back",
     "exchange_statistics": "running statistics of batch normalisation are averaged",

@@ -155,15 +155,22 @@ class Arm:
         self.recorder = CommRecorder(mesh, every=1, profile=False)
         if traced:
             self.plan.add_twin(self.recorder.hook)
-        self.plan.warm_up(*self.case.batch(0))
+        self.plan.warm_up(*self._micro_batch(0))
         self.recipe = (
             f"{self.case.what}, {precision}, {batch.accum} × {batch.micro} samples a rank and step"
         )
 
+    def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of a micro batch."""
+        x, y = self.case.batch(number)
+        if self.plan.part is None:
+            return x, y
+        return self.plan.part.own(x), self.plan.part.own(y)
+
     def step(self) -> None:
         """Train one step; the gradients stay. (all ranks)"""
         first = self.trained * self.accum
-        micro_batches = (self.case.batch(first + i) for i in range(self.accum))
+        micro_batches = (self._micro_batch(first + i) for i in range(self.accum))
         self.loss = self.plan.forward_backward(
             micro_batches, self.recorder.phase, lambda micro: None
         )

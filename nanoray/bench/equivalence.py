@@ -63,6 +63,8 @@ EXPERTS = {
     "balance_loss": 0.5,
     "z_loss": 0.1,
 }
+# What an arm's model may have of its own
+SHAPE = ("n_layer", "n_head", "block_size", "positions")
 STEPS = 3
 
 
@@ -358,7 +360,8 @@ def small_gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     def batch(number: int) -> tuple[Tensor, Tensor]:
         step, part = divmod(number, config.grad_accum_steps)
         # The step's samples follow from its number; each rank takes its own part.
-        tokens = torch.randint(0, 65, (samples, 9), generator=torch.Generator().manual_seed(step))
+        size = (samples, config.block_size + 1)
+        tokens = torch.randint(0, 65, size, generator=torch.Generator().manual_seed(step))
         own = tokens[(part * layout.dp + d) * micro :][:micro].to(mesh.device)
         return own[:, :-1].contiguous(), own[:, 1:].contiguous()  # (B, T) each
 
@@ -465,7 +468,7 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
             weights = found.pop("weights")
             if order["alone"]:
                 # One process trains each model once; all layouts of it are compared with that.
-                model = {key: own[key] for key in (*EXPERTS, "n_layer") if key in own}
+                model = {key: own[key] for key in (*EXPERTS, *SHAPE) if key in own}
                 if str(model) not in alone_of:  # the same model, in one process
                     if mesh.rank == 0:
                         of_one = train(single, 1, samples, **settings | model)

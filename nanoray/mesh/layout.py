@@ -97,9 +97,14 @@ class Layout:
                 f"{more} workers (--workers {more}, or torchrun --nproc-per-node {more}), or a "
                 f"{axes} that divides {ranks}"
             )
-        if ranks > share and config.pp > 1 and config.dp_mode == "ddp":
+        # Ranks with other parts of the sequences share gradients as data replicas do.
+        data_ranks = ranks // share * config.cp
+        if data_ranks > 1 and config.pp > 1 and config.dp_mode == "ddp":
+            replicas = f"dp = {ranks // share}"
+            if config.cp > 1:
+                replicas += f" and cp = {config.cp}"
             raise ConfigError(
-                f"dp_mode = ddp with pp = {config.pp} and dp = {ranks // share}: torch's DDP "
+                f"dp_mode = ddp with pp = {config.pp} and {replicas}: torch's DDP "
                 "expects the backward of a micro batch right after its forward, which no schedule "
                 "keeps, and would average wrong gradients without an error; use dp_mode "
                 "ddp_by_hand, zero1 or zero2"
@@ -208,9 +213,9 @@ class Layout:
             place = self.coords(rank)
             key: tuple[int, ...]
             if axis == "ep":
-                key = (place.dp // self.ep, place.tp, place.pp)
+                key = (place.dp // self.ep, place.cp, place.tp, place.pp)
             elif axis == "edp":
-                key = (place.ep, place.tp, place.pp)
+                key = (place.ep, place.cp, place.tp, place.pp)
             elif axis == "dp_cp":
                 key = (place.tp, place.pp)
             elif axis == "shard":

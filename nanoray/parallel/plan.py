@@ -2,7 +2,7 @@
 
 A Plan is built in three steps:
 
-    cut       whole, seeded model ─► over tp (tp.py) ─► over pp (pp.py) ─► over ep (ep.py)
+    cut       whole, seeded model ─► over tp (tp.py) ─► cp (cp.py) ─► pp (pp.py) ─► ep (ep.py)
     flow_of   how micro batches pass through what is left: straight (flow.py) or a pipeline (pp.py)
     share     how data ranks share the batch: ddp.py, buckets.py, fsdp.py, or ep.py
 
@@ -26,7 +26,7 @@ from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, whole_shards
 from nanoray.models.weighted import mean_of
-from nanoray.parallel import ep, hybrid, pp, tp
+from nanoray.parallel import cp, ep, hybrid, pp, tp
 from nanoray.parallel.absent import AbsentGradients, FrozenParameters
 from nanoray.parallel.buckets import BY_HAND, Buckets
 from nanoray.parallel.compress import Compressor
@@ -78,6 +78,7 @@ class Plan:
         self.model = model
         self.data = axes["dp_cp"]  # the ranks whose gradients are averaged
         self.data_rank = axes["dp"].index  # whose samples this rank reads
+        self.part = cp.part_of(axes["cp"])  # which positions of them; None: all
         self._mesh = mesh
         self._axes = axes
         self._accum = accum
@@ -406,6 +407,9 @@ def cut(model: nn.Module, axes: Axes, config: Config, mirror: int) -> CutModel:
 
     if tensor.size > 1:
         tp.cut(model, tensor, config.sequence_parallel)
+
+    if axes["cp"].size > 1:
+        cp.cut(model, axes["cp"], config.cp_attention)
 
     stage: pp.Stage | None = None
     if stages.size > 1:

@@ -470,7 +470,8 @@ class Recipe:
         batch = self.batch_for(mesh)
         if isinstance(self.data, OwnData):
             self.data.divide(batch, par.data_rank)
-        batches = self.batches(self.data, batch, par.data_rank, self._length_of_samples())
+        lengths = self._length_of_samples()
+        batches = self.batches(self.data, batch, par.data_rank, lengths, par.part)
         workload = self._workload(mesh)
         watch = self._watch(group, par, batches, workload)
         log.info("built the model")
@@ -560,9 +561,10 @@ class Recipe:
     def whole_model(self, spec: RunSpec) -> nn.Module:
         """Return the model with all weights. (rank 0 only)
 
-        Where no rank has all of them they are read from the newest checkpoint.
+        Where no rank has all of them they are read from the newest checkpoint. So are they where
+        the layers of the model attend to keys of other ranks.
         """
-        if not self.state.shards_weights:
+        if not self.state.shards_weights and self._cfg.cp == 1:
             return self.model
         newest, _ = newest_valid(spec.checkpoints)
         assert newest, "a run saves before it ends"
