@@ -218,12 +218,14 @@ class Arm:
         waiting = sum(end - start for name, start, end in notes["phases"] if name == IDLE)
         cost = account(seen)
         sizes = Counter[str]()
+        on_axes = Counter[str]()  # the bytes of all tensors, by axis and operation
         for c in seen:
             sizes[f"{c.op} {c.what}"] += c.size_bytes
+            on_axes[f"{c.group} {c.op}"] += c.size_bytes
         counts = Counter(f"{c.op} {c.what}" for c in seen)
         sent = {name: (counts[name], size) for name, size in sizes.items()} | self.messages
         times = {
             "busy_ms": 1e3 * (cost.busy + waiting),
             "exposed_ms": 1e3 * (cost.exposed + waiting),
         }
-        return times | {"collectives": sent}
+        return times | {"collectives": sent, "on_axes": dict(on_axes)}
