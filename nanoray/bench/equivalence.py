@@ -76,6 +76,12 @@ class EquivalenceBenchmark(Benchmark):
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
         add_where_flags(parser)
+        parser.add_argument(
+            "--only",
+            metavar="TEXT",
+            default="",
+            help="only the arms whose name begins with this, such as cp or tp 2 [all]",
+        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train every arm in every case and fill the report."""
@@ -87,7 +93,13 @@ class EquivalenceBenchmark(Benchmark):
                 "batches must divide "
                 "by the ranks; use --workers 2 to 7"
             )
-        arms = arms_for(where.workers, checkpointing=not args.quick)
+        every = arms_for(where.workers, checkpointing=not args.quick)
+        arms = {arm: own for arm, own in every.items() if arm.startswith(args.only)}
+        if not arms:
+            raise ConfigError(
+                f"only = {args.only}: no arm of {where.workers} ranks begins with it; some do with "
+                f"{', '.join(sorted({arm.split()[0] for arm in every}))}"
+            )
         with RankPool(where) as pool:
             describe(report, pool)
             # A tiny model whose sizes divide badly: padding and uneven slices are part of what is

@@ -118,7 +118,7 @@ def dry_run_lines(
 
     return [
         f"mesh       {layout.world_size} rank(s) = {layout}",
-        *talk_lines(layout, config.sequence_parallel),
+        *talk_lines(layout, config.sequence_parallel, config.cp_attention == "all_gather"),
         f"placement  {placement}",
         f"data       {dataset.note}, {classes} {dataset.vocab_size}",
         *layout_lines(config, shape, layout, batch, assume_device(config), cut_sizes),
@@ -198,8 +198,11 @@ def batch_line(config: Config, batch: Batch, samples: str, tokens: int = 0) -> s
     )
 
 
-def talk_lines(layout: Layout, sequence: bool = False) -> list[str]:
-    """Return the groups of ranks that exchange tensors in a step; none if all exchange with all."""
+def talk_lines(layout: Layout, sequence: bool = False, gathers: bool = False) -> list[str]:
+    """Return the groups of ranks that exchange tensors in a step; none if all exchange with all.
+
+    `sequence`: sequence parallelism. `gathers`: with cp, keys and values are gathered.
+    """
     # With data parallelism alone there is one group, and it contains every rank.
     if layout.replica_ranks * layout.ep * layout.replicas == 1:
         return []
@@ -208,7 +211,7 @@ def talk_lines(layout: Layout, sequence: bool = False) -> list[str]:
     # Gradients are summed over parts of sequences as over data replicas.
     data = "dp_cp" if layout.cp > 1 else "dp"
     contents = {
-        "cp": "keys and values round a ring, per block, forward and backward each; back with their gradients",
+        "cp": _about_cp(gathers),
         "tp": f"2 {sums} of activations per block, forward and backward each",
         "pp": "the residual stream of each micro batch, and its gradient back",
         "ep": "tokens to their experts and back, per block, forward and backward each",
@@ -230,6 +233,13 @@ def talk_lines(layout: Layout, sequence: bool = False) -> list[str]:
         if len(groups[0]) > 1:
             lines.append(f"talk       {axis}: ranks {_format_groups(groups)}: {content}")
     return lines
+
+
+def _about_cp(gathers: bool) -> str:
+    """Return what the ranks that share sequences exchange."""
+    if gathers:
+        return "all keys and values, per block; in backward the sums of their gradients"
+    return "keys and values round a ring, per block, forward and backward each, and their gradients"
 
 
 def _format_groups(groups: list[tuple[int, ...]]) -> str:

@@ -139,6 +139,17 @@ def test_which_arms_run_at_how_many_ranks() -> None:
     assert not {arm for arm in arms_for(3) if "tp" in arm}
     cut = {arm for arm in arms_for(4, False) if arm.startswith("tp")}
     assert cut == {"tp 4", "tp 4, sequence", *(f"tp 2 × {mode}" for mode in MODES)}
+    assert {arm for arm in arms_for(3, False) if arm.startswith("cp")} == {
+        *(f"cp 3 × {mode}" for mode in MODES),
+        "cp 3, gathered",
+        "cp 3, rotary",
+    }
+    apart = {arm for arm in arms_for(4, False) if arm.startswith("cp 2")}
+    assert apart == {
+        *(f"cp 2 × {mode}" for mode in (*MODES, "tp 2", "pp 2")),
+        "cp 2, gathered",
+        "cp 2, rotary",
+    }
     piped = {arm for arm in arms_for(4, False) if arm.startswith("pp")}
     assert piped == {
         *(f"pp 4 {kind}" for kind in equivalence.SCHEDULES),
@@ -163,6 +174,12 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(
     assert (
         f"workers = {workers}: one rank shares nothing, and 168 samples" in capsys.readouterr().err
     )
+
+
+def test_arms_that_no_number_of_ranks_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main([*FLAGS, "--workers", "2", "--only", "cp 3"]) == 2
+    said = capsys.readouterr().err
+    assert "only = cp 3: no arm of 2 ranks begins with it; some do with cp, ddp, " in said
 
 
 def test_what_is_not_finite_is_not_overlooked() -> None:
