@@ -43,6 +43,10 @@ class Coords(NamedTuple):
     replicas: int = 0
 
 
+# How a run's ranks are divided, besides the number of data replicas: keys of the configuration
+DIVISIONS = tuple(axis for axis in Coords._fields if axis != "dp")
+
+
 class Steps(NamedTuple):
     """An axis: the distance between neighbouring ranks of it, and their number."""
 
