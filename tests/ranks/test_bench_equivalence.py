@@ -165,6 +165,14 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(
     )
 
 
+def test_a_word_chooses_arms(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equivalence, "RankPool", lambda where: pytest.fail("it started ranks"))
+    assert bench.main([*FLAGS, "--workers", "3", "--quick", "--only", "replicas"]) == 2
+    assert "only = replicas: none of the arms at 3 ranks; they are ddp, " in capsys.readouterr().err
+
+
 def test_what_is_not_finite_is_not_overlooked() -> None:
     assert math.isnan(largest([1.0, math.nan, 2.0]))
     assert largest([1.0, math.inf, 2.0]) == math.inf
