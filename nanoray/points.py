@@ -22,7 +22,6 @@ EXCHANGES = {  # each before a collective
     "exchange_state": "one tensor of the state is sent from the rank that holds it",
     "exchange_barrier": "all ranks wait for each other",
     "exchange_gradients": "a bucket by hand begins to be summed or gathered",
-    "exchange_slices": "with replicas: slices of gradients begin to be summed across groups",
     "exchange_mirror": "gradients are sent to the rank that mirrors their owner",
     "exchange_norm": "the norm of gradients is summed over their owners",
     "exchange_weights": "updated weights begin to be sent by their owners",
@@ -53,6 +52,7 @@ SAVING = {
     "part": "this rank's part of a sharded one is on disk, and was not reported to rank 0",
 }
 STEP = {
+    "across_groups": "with replicas: a slice of gradients begins to be summed across the groups",
     "committed": "the norm of gradients is known here, and no weight has changed",
     "caught_up": "a sharded state is recovered: this rank has completed the step that another one had",
 }

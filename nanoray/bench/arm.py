@@ -130,8 +130,8 @@ class Arm:
         self.clip = config.grad_clip
         self.trained = 0
         self.case = make(mesh, config, precision, batch.micro)
-        # Bytes of a micro batch between two stages
-        stream = 4 * batch.micro * config.block_size * config.n_embd
+        # Bytes of a micro batch between two stages: a rank sends its own part of the sequences.
+        stream = 4 * batch.micro * config.block_size * config.n_embd // config.cp
         if config.pp > 1:
             self.messages = {"send_recv activations": (batch.accum, batch.accum * stream)}
         else:

@@ -76,13 +76,15 @@ def talks_of(job: Job, layout: Layout, micro: int, stage: int) -> list[Talk]:
 
 
 def _context_talks(job: Job, layout: Layout, stage: int, accum: int, tokens: int) -> list[Talk]:
-    """Return what goes round the ring of the ranks that share sequences.
+    """Return what the ranks that share sequences exchange for attention.
 
     `tokens`: of a micro batch, on a rank. A block is the keys and values of these tokens.
     """
     blocks = accum * layers_of(job.shape.n_layer, layout.pp, stage)
     numbers = 2 * tokens * job.shape.n_embd / layout.tp  # of keys and values
     block = (2 if job.half else 4) * numbers
+    if job.config.cp_attention == "all_gather":
+        return _gathered_talks(job, blocks, layout.cp * block)
     gradients = 4 * numbers  # sums in float32
 
     # A block passes all other ranks. Its gradients also return to the rank that it is from.
@@ -94,6 +96,20 @@ def _context_talks(job: Job, layout: Layout, stage: int, accum: int, tokens: int
         Talk("cp", "send", "keys and values, backward", passes, block, "ring_backward"),
         Talk("cp", "send", "their gradients", passes, gradients, "ring_backward"),
         Talk("cp", "send", "their gradients, home", blocks, gradients, "backward"),
+    ]
+    return [talk for talk in talks if talk.times]
+
+
+def _gathered_talks(job: Job, blocks: int, whole: float) -> list[Talk]:
+    """Return the same where all keys and values, `whole` bytes, are gathered before attention.
+
+    They are kept for backward. Activation checkpointing gathers them again.
+    """
+    again = blocks if job.config.activation_checkpointing != "none" else 0
+    talks = [
+        Talk("cp", "all_gather", "keys and values", blocks, whole, "forward"),
+        Talk("cp", "all_gather", "keys and values, again", again, whole, "backward"),
+        Talk("cp", "reduce_scatter", "their gradients", blocks, whole, "backward"),
     ]
     return [talk for talk in talks if talk.times]
 

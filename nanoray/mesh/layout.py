@@ -259,6 +259,28 @@ def _sizes_above_one(sizes: Config | Layout) -> dict[str, int]:
     return {axis: getattr(sizes, axis) for axis in ("cp", "tp", "pp") if getattr(sizes, axis) > 1}
 
 
+def split_groups(layout: Layout, local_ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the groups of replicas whose ranks lie on several nodes, though one has room for them.
+
+    `local_ranks`: each rank's number on its node. Ranks of a node follow each other.
+    """
+    # A node begins where the numbers begin again.
+    node = 0
+    node_of: list[int] = []
+    for rank, number in enumerate(local_ranks):
+        if rank and number <= local_ranks[rank - 1]:
+            node += 1
+        node_of.append(node)
+    most = max(node_of.count(node) for node in node_of)
+
+    split = []
+    for group in layout.groups("shard"):
+        nodes = {node_of[rank] for rank in group}
+        if len(nodes) > 1 and len(group) <= most:
+            split.append(group)
+    return split
+
+
 def mirror_distance(local_ranks: Sequence[int]) -> int:
     """Return d: of n ranks, rank (r + d) mod n mirrors the share of rank r; 0 for one rank.
 

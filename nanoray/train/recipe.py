@@ -32,7 +32,7 @@ from nanoray.devices.peaks import peak_flops
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.faults.plan import Injector
 from nanoray.faults.progress import UNKNOWN, ProgressFile
-from nanoray.mesh.layout import Layout, mirrored
+from nanoray.mesh.layout import Layout, mirrored, split_groups
 from nanoray.mesh.mesh import Mesh, join
 from nanoray.mesh.pieces import whole_shards
 from nanoray.mesh.rendezvous import Order, Rendezvous
@@ -401,6 +401,17 @@ class Recipe:
         if self._mirrors:
             layout = Layout.of(self._cfg, mesh.world_size)
             distance, owner = mirrored(layout, mesh.rank, mesh.all_gather(mesh.local_rank))
+
+        # Hybrid sharding sends most within a group, which should be a node.
+        if self._cfg.replicas > 1:
+            layout = Layout.of(self._cfg, mesh.world_size, mesh.slots)
+            split = split_groups(layout, mesh.all_gather(mesh.local_rank))
+            if split:
+                self.observers.note(
+                    f"note    replicas = {self._cfg.replicas}: the group of ranks "
+                    f"{', '.join(map(str, split[0]))} lies on several nodes, and sends all gradients "
+                    "and weights between them; let the ranks of a group divide those of a node"
+                )
 
         accum = self.batch_for(mesh).accum
         loss = self.loss_on(mesh)
