@@ -122,9 +122,29 @@ def dry_run_lines(
         f"placement  {placement}",
         f"data       {dataset.note}, {classes} {dataset.vocab_size}",
         *layout_lines(config, shape, layout, batch, assume_device(config), cut_sizes),
+        *_sent_by_groups(config, shape, layout, batch),
         *notes,
         "dry run: nothing was started",
     ]
+
+
+def _sent_by_groups(
+    config: Config, shape: ModelShape | ResNetShape, layout: Layout, batch: Batch
+) -> list[str]:
+    """Return the line on what a rank sends inside its node and between nodes; none without groups.
+
+    There is no formula for a ResNet, or for weights of 16 bits.
+    """
+    from nanoray.forecast.by_link import link_lines
+    from nanoray.forecast.job import Job
+    from nanoray.forecast.rank_memory import assume_device
+    from nanoray.models.gpt import ModelShape
+
+    if layout.replicas == 1 or not isinstance(shape, ModelShape) or config.pure:
+        return []
+    device = assume_device(config)
+    job = Job(shape, config, batch.global_size, device.precision, device.bucket_mb)
+    return link_lines(job, layout, batch.micro, None)
 
 
 def sizes_of_stage(config: Config, classes: int, stage: int) -> RankSizes:
