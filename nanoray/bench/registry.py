@@ -52,6 +52,12 @@ def load_strategies() -> Benchmark:
     return StrategiesBenchmark()
 
 
+def load_context() -> Benchmark:
+    from nanoray.bench.context import ContextBenchmark
+
+    return ContextBenchmark()
+
+
 def load_pipeline() -> Benchmark:
     from nanoray.bench.pipeline import PipelineBenchmark
 
@@ -62,6 +68,12 @@ def load_compression() -> Benchmark:
     from nanoray.bench.compression import CompressionBenchmark
 
     return CompressionBenchmark()
+
+
+def load_rarely() -> Benchmark:
+    from nanoray.bench.rarely import RarelyBenchmark
+
+    return RarelyBenchmark()
 
 
 def load_equivalence() -> Benchmark:
@@ -151,12 +163,21 @@ BENCHMARKS = {
         "DDP, ZeRO and FSDP, with and without activation checkpointing: step time against memory",
         load_strategies,
     ),
+    "context": Entry(
+        "the memory of a rank against the length of sequences, alone and with context parallelism",
+        load_context,
+    ),
     "pipeline": Entry(
         "how long the stages of a pipeline wait under each schedule, and in theory", load_pipeline
     ),
     "compression": Entry(
         "gradients in bf16, fp16, int8 and PowerSGD: bytes, step time and loss beside float32",
         load_compression,
+    ),
+    "rarely": Entry(
+        "replicas that rarely communicate: bytes, step time on thin links, and loss beside ddp",
+        load_rarely,
+        in_all=False,
     ),
     "equivalence": Entry(
         "every data-parallel mode against one process: losses, weights, bits", load_equivalence

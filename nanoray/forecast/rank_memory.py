@@ -16,9 +16,10 @@ import torch
 from nanoray.config import Batch, Config
 from nanoray.devices.gpus import discover_gpus
 from nanoray.forecast.memory import RankSizes, rank_state
+from nanoray.mesh.layout import Layout
 from nanoray.models import resnet_costs
 from nanoray.models.build import kernels_of
-from nanoray.models.costs import Cut, activation_memory, with_kernels
+from nanoray.models.costs import Cut, activation_memory, ring_memory, with_kernels
 from nanoray.models.gpt import ModelShape
 from nanoray.models.resnet import ResNetShape
 from nanoray.parallel.ddp import default_bucket_mb
@@ -72,25 +73,39 @@ def rank_memory(
     stage: int = 0,
 ) -> dict[str, int]:
     """Return the bytes of a rank of `stage` by part: see `state_memory` and `activation_memory`."""
-    state = rank_state(config, sizes, batch.dp, batch.accum, device.bucket_mb, device.mirrored)
+    # Data replicas and parts of sequences share one copy of the state, or those of one group do.
+    layout = Layout.of(config, batch.dp * config.replica_ranks)
+    shared_by = layout.shard_size
+    state = rank_state(config, sizes, shared_by, batch.accum, device.bucket_mb, device.mirrored)
     return state | stage_activations(config, shape, batch, device.precision, stage)
 
 
 def stage_activations(
     config: Config, shape: ModelShape | ResNetShape, batch: Batch, precision: str, stage: int
 ) -> dict[str, int]:
-    """Return the bytes of activations on one stage, for all micro batches whose backward is due."""
+    """Return the bytes of activations on one stage, for all micro batches whose backward is due.
+
+    With cp also those of the ring, which one block's attention takes for a moment.
+    """
     # A ResNet is not cut into stages, so one micro batch is in flight.
     if isinstance(shape, ResNetShape):
         return resnet_costs.activation_memory(shape, batch.micro, precision)
+    parts = _kept_activations(config, shape, batch, precision, stage)
+    ring = ring_memory(shape, batch.micro, precision, kernels_of(config), Cut.of(config))
+    return parts | {"ring": ring} if ring else parts
 
+
+def _kept_activations(
+    config: Config, shape: ModelShape, batch: Batch, precision: str, stage: int
+) -> dict[str, int]:
+    """Return what a stage keeps for backward, of all micro batches whose backward is due."""
     checkpointing = config.activation_checkpointing
     kernels = kernels_of(config)
-    cut = Cut(config.tp, config.ep, config.sequence_parallel)
+    cut = Cut.of(config)
     pp = config.pp
     if pp == 1:
         parts = activation_memory(shape, batch.micro, precision, checkpointing, cut)
-        return with_kernels(parts, shape, batch.micro, precision, kernels, checkpointing, config.tp)
+        return with_kernels(parts, shape, batch.micro, precision, kernels, checkpointing, cut)
 
     # Each chunk of layers keeps its own number of micro batches, and the stage keeps their sum.
     chunks = config.chunks
@@ -106,9 +121,7 @@ def stage_activations(
         )
         sequences = batch.micro * count
         total.update(
-            with_kernels(
-                parts, chunk_shape, sequences, precision, kernels, checkpointing, config.tp
-            )
+            with_kernels(parts, chunk_shape, sequences, precision, kernels, checkpointing, cut)
         )
     return dict(total)
 
@@ -148,7 +161,7 @@ def memory_line(
     """
     mode: str = config.dp_mode
     # With one replica data parallelism shards nothing, so the name of the mode would mislead.
-    if batch.dp == 1:
+    if batch.dp * config.cp == 1:
         mode = "one data rank" if config.tp * config.pp > 1 else "one rank"
 
     limit = ""
