@@ -360,6 +360,9 @@ def axes_of(layout: Layout, mesh: Mesh, timeout_s: float) -> dict[str, Axis]:
         names.append("dp_cp")
     if layout.replicas > 1:
         names += ["shard", "replica"]
+        # Replicas that rarely communicate take the norm among their own ranks.
+        if layout.tp * layout.pp > 1:
+            names.append("inside")
     timeout = timedelta(seconds=timeout_s)
 
     # torch wants every rank to form every group, also those of other ranks, in one order.
@@ -375,5 +378,6 @@ def axes_of(layout: Layout, mesh: Mesh, timeout_s: float) -> dict[str, Axis]:
     # What a run does not divide is an axis that it has already.
     axes.setdefault("dp_cp", axes["dp"])
     axes.setdefault("shard", axes["dp_cp"])
+    axes.setdefault("inside", axes["shard"])
     axes.setdefault("replica", Axis("replica", (mesh.rank,), 0, None, mesh))
     return axes

@@ -205,7 +205,8 @@ class Layout:
 
         Ranks of one group differ in this coordinate only. Along ep, they differ in d within one
         block of ep replicas; along edp, in d by multiples of ep. Along dp_cp they differ in d or c;
-        along shard, too, within one group of replicas; along replica, in the group only.
+        along shard, too, within one group of replicas; along replica, in the group only; along
+        inside, in everything else.
         """
         # Ranks with the same key are one group.
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -220,6 +221,8 @@ class Layout:
                 key = (place.tp, place.pp)
             elif axis == "shard":
                 key = (place.replicas, place.tp, place.pp)
+            elif axis == "inside":
+                key = (place.replicas,)
             elif axis == "replica":
                 key = (place.dp % (self.dp // self.replicas), place.cp, place.tp, place.pp)
             else:

@@ -83,7 +83,7 @@ class Plan:
             self.data = axes["shard"]
             self.rounds = Rounds(axes["replica"], config)
         # The ranks that update one model by the same gradients
-        self.replica_axis = axes["shard"]
+        self.replica_axis = axes["inside"] if self.rounds else data_axis(mesh)
         self.data_rank = axes["dp"].index  # whose samples this rank reads
         self.part = cp.part_of(axes["cp"])  # which positions of them; None: all
         self._mesh = mesh
@@ -250,7 +250,7 @@ class Plan:
         for shard in self.shards or ():
             if shard.owner and shard.param.grad is not None:
                 owned.append(shard.param.grad)
-        return norm_of_owned(owned, data_axis(self._mesh), self._mesh.device)
+        return norm_of_owned(owned, self.replica_axis, self._mesh.device)
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
@@ -265,6 +265,12 @@ class Plan:
         for hook in self._hooks:
             hook.commit(left_out)
         if self._shares_updates:
+            self._mode.spread()
+
+    def send_weights(self) -> None:
+        """Send shards of weights that have changed outside of a step to the others. (all ranks)"""
+        if self._shares_updates:
+            self._mode.settle()
             self._mode.spread()
 
     def undo(self) -> None:

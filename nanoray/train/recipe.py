@@ -70,6 +70,7 @@ from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import Guards
 from nanoray.train.hardware import compare_hardware, this_device
 from nanoray.train.mirror import copy_to_mirror, recover
+from nanoray.train.rounds import rejoin
 from nanoray.train.saving import read_checkpoint
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
 from nanoray.train.watch.instruments import Watch
@@ -267,6 +268,7 @@ class Recipe:
         self.state = TrainState(model, task.optimizer(model, None), self.scaler, self.guards)
         self.state.schedule = task.schedule
         self.data = self.task.data(mesh.device)
+        self._front = 0  # see Engine
 
         # Whatever observes.
         self.observers = Observers(spec, watchers)
@@ -342,6 +344,7 @@ class Recipe:
         assert self.state.outer
         self.state.outer.replica = par.rounds.replica
         self.state.outer.replicas = par.rounds.replicas
+        self.state.outer.ranks = par.replica_axis.size
         self.state.outer.saves = self.state.sharded or par.data.index == 0
 
     def resumed(self, group: Group) -> Plan:
@@ -377,8 +380,10 @@ class Recipe:
             weights = whole_shards(self.model) if par.weights is None else par.weights
             recover(state, mesh, source, holdings, self._cfg.grad_clip, weights)
             self.hold(par, holdings)
-        else:
+        elif par.rounds:
             self.begin_rounds(par)
+            self._front = rejoin(state, mesh, source)
+        else:
             share(state, mesh, source)
         if group.strays:
             self.guards.count_healed(len(group.strays))
@@ -517,14 +522,8 @@ class Recipe:
             watch=watch,
             wanted=self._wanted,
             regrouped=group.source is not None,
-            front=self._front(group, par),
+            front=self._front,
         )
-
-    def _front(self, group: Group, par: Plan) -> int:
-        """Return the step up to which replicas behind must train before they meet. (all ranks)"""
-        if par.rounds is None or group.source is None:
-            return 0
-        return group.mesh.broadcast(self.state.step, group.source)
 
     def _watch(self, group: Group, par: Plan, batches: MicroBatches, workload: Workload) -> Watch:
         """List the instruments of this run; those that are off are left out. (all ranks)"""
