@@ -123,7 +123,8 @@ class Arm:
         config = config.model_copy(update={"dropout": 0.0})
         precision, _ = agree_on_precision(mesh, resolve_precision(config, mesh))
         config = resolved(config, mesh, precision, {})
-        batch = resolve_batch(config, Layout.of(config, mesh.world_size).dp)
+        layout = Layout.of(config, mesh.world_size)
+        batch = resolve_batch(config, layout.dp)
         self.mesh = mesh
         self.accum = batch.accum
         self.clip = config.grad_clip
@@ -140,10 +141,11 @@ class Arm:
         self.plan = Plan(
             self.case.model, mesh, config, batch.accum, loss, lambda loss: loss, int(mirrored)
         )
-        state = model_memory(config, self.case.model, batch.dp, batch.accum, bucket_mb, mirrored)
+        shared_by = layout.shard_size
+        state = model_memory(config, self.case.model, shared_by, batch.accum, bucket_mb, mirrored)
         self.formula = state | self.case.activations
         self.dp = batch.dp
-        of_model = config, self.case.model, batch.dp, state, self.case.activations
+        of_model = config, self.case.model, shared_by, state, self.case.activations
         self.at_peak = peak_memory(*of_model, bucket_mb, batch.accum)
         self.optimizer = make_optimizer(self.case.model, config, self.plan.shards)
         mirrored_shards = self.plan.mirror_shards

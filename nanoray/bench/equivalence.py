@@ -151,6 +151,12 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, An
     """Return the settings of every arm on `ranks` ranks: all modes, tp, pp, and experts."""
     # Data parallelism alone, in every mode.
     arms = dict(MODES)
+    # Groups of ranks that each hold the whole state, and shard it.
+    sharded = ("zero1", "zero2", "fsdp full", "fsdp grad_op")
+    if workers % 4 == 0:
+        arms |= {f"2 replicas × {mode}": MODES[mode] | {"replicas": 2} for mode in sharded}
+    if workers == 6:
+        arms |= {f"3 replicas × {mode}": MODES[mode] | {"replicas": 3} for mode in sharded}
     # Pipelines: every schedule where all ranks are stages, every mode where there are replicas.
     for pp in (2, 3, 4):
         piped = {"pp": pp, "n_layer": 2 * pp}  # two chunks of a block each, where there are chunks
@@ -269,8 +275,10 @@ def must_equal(arm: str, how: dict[str, Any]) -> list[str]:
     base, _, checkpointed = arm.partition(" + ")
     split, times, mode = base.rpartition(" × ")
     same = []
+    # Groups of ranks sum in an order of their own, which ddp_by_hand does not have.
+    reference = "zero1" if split.endswith("replicas") else "ddp_by_hand"
     if mode == "zero1" or (mode == "zero2" and how["accum"] == 1):
-        same.append("ddp_by_hand")
+        same.append(reference)
     # Schedules change the order of turns, not that of the sums.
     for kind in ("gpipe", "zero_bubble"):
         if mode.endswith(kind):

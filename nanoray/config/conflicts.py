@@ -11,7 +11,7 @@ Callers that have these values pass them to `first`; the message is the same ear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -1002,13 +1002,12 @@ def first(
     return ""
 
 
-def excluded_layout(config: Keys, dp_mode: str, tp: int, pp: int, ep: int, experts: int) -> str:
+def excluded_layout(config: Keys, dp_mode: str, axes: Mapping[str, int], experts: int) -> str:
     """Return which row excludes a layout of the ranks, in a few words without sizes; "" if none.
 
     For the search of layouts, which tries other axes than the configuration's. Rules of arithmetic
     are not asked.
     """
-    axes = {"tp": tp, "pp": pp, "ep": ep}
     config = config.model_copy(update={**axes, "dp_mode": dp_mode, "experts": experts})
     divided = {axis for axis, size in axes.items() if size > 1}
     for row in TABLE:

@@ -10,7 +10,7 @@ Expert parallelism (ep) divides the data axis: rank d holds the experts of d mod
 same d mod ep, the axis edp, hold the same experts; without ep it is the data axis.
 
 Context parallelism (cp) cuts sequences, not the model: gradients are summed over data replicas and
-parts of sequences alike, the axis dp_cp. Without cp it is the data axis.
+over parts of sequences, the axis dp_cp. Without cp it is the data axis.
 
 Replicas divide the data axis into groups of neighbours. Ranks of one group, the axis shard, share
 the work by dp_mode; ranks with the same place in their groups, the axis replica, hold the same.
@@ -132,6 +132,15 @@ class Layout:
     def shard_size(self) -> int:
         """The ranks of one group, which share the work by dp_mode."""
         return self.dp // self.replicas * self.cp
+
+    @property
+    def gradient_axes(self) -> tuple[str, ...]:
+        """The axes along which gradients are summed, one after the other."""
+        if self.replicas > 1:
+            return "shard", "replica"
+        if self.cp > 1:
+            return ("dp_cp",)
+        return ("dp",)
 
     def size_of(self, axis: str) -> int:
         """Return the ranks of a group along an axis, also of one that follows from others."""
