@@ -49,10 +49,12 @@ class Keys(Fault, Log, Mesh, Optim, BatchSizes, Model, Data, Run):
         """
         if self.mirror == "off" or self.dp_mode not in SHARDS_STATE:
             return False
+        if self.sync_every:  # a lost replica begins anew from another one
+            return False
         return self.recovery != "restart" and backend == "gloo" and not self.pure
 
     def replicated(self, ranks: int) -> bool:
         """Return whether another replica has each rank's part of a state divided by tp, pp, ep."""
-        if self.recovery == "restart" or self.dp_mode in SHARDS_STATE:
+        if self.recovery == "restart" or self.dp_mode in SHARDS_STATE or self.sync_every:
             return False
         return 1 < self.tp * self.pp * self.ep <= ranks / 2

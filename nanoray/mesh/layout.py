@@ -102,13 +102,17 @@ class Layout:
                 "keeps, and would average wrong gradients without an error; use dp_mode "
                 "ddp_by_hand, zero1 or zero2"
             )
+        # Replicas that rarely communicate are single data ranks, unless the user groups them.
+        replicas = config.replicas
+        if config.sync_every and replicas == 1:
+            replicas = ranks // share
         return cls(
             dp=ranks // share,
             tp=config.tp,
             pp=config.pp,
             ep=config.ep,
             cp=config.cp,
-            replicas=config.replicas,
+            replicas=replicas,
         )
 
     def __str__(self) -> str:

@@ -34,6 +34,7 @@ from nanoray.parallel.ddp import TorchDDP
 from nanoray.parallel.flow import Flow, Loss, MicroBatch, Phase, Scale, Seed, Straight
 from nanoray.parallel.fsdp import FSDP, frozen_to_cut
 from nanoray.parallel.hooks import StepHook
+from nanoray.parallel.local_sgd import Rounds
 from nanoray.parallel.loose_buffers import LooseBuffers, is_loose
 from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import norm_of_owned
@@ -76,6 +77,12 @@ class Plan:
         axes = axes_of(Layout.of(config, mesh.world_size), mesh, config.timeout_s)
         self.model = model
         self.data = axes["dp_cp"]  # the ranks whose gradients are averaged
+        self.rounds: Rounds | None = None  # of replicas that rarely communicate
+        if config.sync_every:
+            self.data = axes["shard"]
+            self.rounds = Rounds(axes["replica"], config)
+        # The ranks that update one model by the same gradients
+        self.replica_axis = axes["shard"]
         self.data_rank = axes["dp"].index  # whose samples this rank reads
         self._mesh = mesh
         self._axes = axes
@@ -102,7 +109,9 @@ class Plan:
         self._compressor: Compressor | None = None
         if config.grad_compress != "none" and self.data.size > 1:
             self._compressor = Compressor(model, self.data, config, scale)
-        self._mode = share(model, mode, axes, config, self._compressor, mirror, mirrored_experts)
+        self._mode = share(
+            model, mode, self.data, axes, config, self._compressor, mirror, mirrored_experts
+        )
         self.shards, self.weights = owned_shards(model, mode, axes, self._mode)
         # This rank's shards of frozen weights, where a group of ranks cuts them
         self.frozen = [*self._mode.frozen_shards]
@@ -435,14 +444,14 @@ def flow_of(
 def share(
     model: nn.Module,
     mode: str,
+    data: Axis,
     axes: Axes,
     config: Config,
     compressor: Compressor | None,
     mirror: int,
     mirrored_experts: Mapping[str, tuple[Tensor, Piece]] | None,
 ) -> DataParallel:
-    """Return how the data ranks share the batch and exchange gradients. (all ranks)"""
-    data = axes["dp_cp"]
+    """Return how the ranks of `data` share the batch and exchange gradients. (all ranks)"""
     if mode == "ddp":
         return TorchDDP(model, data, config, compressor)
     if mode == "fsdp":

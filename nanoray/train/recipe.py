@@ -330,7 +330,19 @@ class Recipe:
             self.hold(par, self.holdings(par, group.mesh.rank, owner))
         # CPUs of different models may initialise weights differently.
         share(self.state, group.mesh, 0)
+        self.begin_rounds(par)
         return par
+
+    def begin_rounds(self, par: Plan) -> None:
+        """Let replicas that rarely communicate keep an anchor, from the weights of now."""
+        if par.rounds is None:
+            return
+        if self.state.outer is None:
+            self.state.begin_rounds(self._cfg.outer_momentum > 0, self._cfg.sync_fragments)
+        assert self.state.outer
+        self.state.outer.replica = par.rounds.replica
+        self.state.outer.replicas = par.rounds.replicas
+        self.state.outer.saves = self.state.sharded or par.data.index == 0
 
     def resumed(self, group: Group) -> Plan:
         """Continue from a checkpoint on disk. (all ranks)"""
@@ -341,6 +353,7 @@ class Recipe:
             self.require_shards(par, group.mesh)
             self.hold(par, self.holdings(par, group.mesh.rank, owner))
 
+        self.begin_rounds(par)
         shape = shape_of(self._cfg, spec.dataset.vocab_size).to_dict()
         note = self.observers.note
         saved = read_checkpoint(spec.resume, spec, group.mesh, state, shape, par, note)
@@ -365,6 +378,7 @@ class Recipe:
             recover(state, mesh, source, holdings, self._cfg.grad_clip, weights)
             self.hold(par, holdings)
         else:
+            self.begin_rounds(par)
             share(state, mesh, source)
         if group.strays:
             self.guards.count_healed(len(group.strays))
@@ -491,7 +505,14 @@ class Recipe:
             watch=watch,
             wanted=self._wanted,
             regrouped=group.source is not None,
+            front=self._front(group, par),
         )
+
+    def _front(self, group: Group, par: Plan) -> int:
+        """Return the step up to which replicas behind must train before they meet. (all ranks)"""
+        if par.rounds is None or group.source is None:
+            return 0
+        return group.mesh.broadcast(self.state.step, group.source)
 
     def _watch(self, group: Group, par: Plan, batches: MicroBatches, workload: Workload) -> Watch:
         """List the instruments of this run; those that are off are left out. (all ranks)"""
