@@ -67,7 +67,8 @@ class Optim(Group):
     """local SGD (DiLoCo): each replica takes this many steps alone, then the replicas average by how
     much their weights have moved, and an outer optimizer applies the mean; 1/sync_every of the
     bytes (0 = gradients are averaged in every step); a replica is a data rank, or with replicas R
-    one of R groups of them; see docs/parallelism.md"""
+    one of R groups of them. Where replicas meet, the slowest one's round may be timeout_s longer
+    than the fastest one's; a stop takes effect there. See docs/parallelism.md"""
 
     outer_lr: float = field(0.7, "optim", gt=0)
     """sync_every: learning rate of the outer optimizer, SGD with Nesterov momentum; 1 with
@@ -82,7 +83,7 @@ class Optim(Group):
 
     sync_bits: Literal[32, 8] = field(32, "optim")
     """sync_every: bits of each number that the replicas exchange: 32 | 8 (a quarter of the bytes,
-    with a scale for every 256 numbers)"""
+    with a scale for every 1024 numbers)"""
 
     # Length of the schedule
     max_steps: Positive = field(2000, "optim")

@@ -14,6 +14,9 @@ The mean is taken in the order of the ranks, so all replicas get the same bits:
 Beside each slice goes a number: 1 from a replica that has done the whole round, 0 from one that
 has joined in its middle, whose difference is left out. Their sum is n.
 
+With 8 bits, a slice travels as int8 numbers with a scale for every 1024 of them, and so does its
+mean on the way back; sums are taken in float32.
+
 With fragments, fragment p of the model is sent at the steps p·H/P of each round, and travels while
 two steps are computed: its slices beside the first one, the means beside the second one.
 
@@ -34,11 +37,12 @@ from torch import Tensor
 
 from nanoray.config import Config
 from nanoray.mesh.axis import Axis
+from nanoray.parallel.compress import BLOCK, from_int8, to_int8
 from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.state.train_state import TrainState
 
 DELAY = 2  # steps for which a fragment travels beside training
-Finish = Callable[[], None]
+FLAG = 4  # bytes at the end of a row: a float32, 1 or 0
 
 
 class Arrived(NamedTuple):
@@ -58,6 +62,7 @@ class Rounds:
         self._every = config.sync_every
         self._fragments = config.sync_fragments
         self._bucket_mb = config.bucket_mb
+        self._bits = config.sync_bits
         self._last = config.max_steps
         self._flight: dict[int, Exchange] = {}  # by fragment
 
@@ -129,7 +134,7 @@ class Rounds:
         assert state.outer
         moved = state.outer.moved(state.shards, fragment)
         counts = state.outer.counts(fragment)
-        self._flight[fragment] = Exchange(self._axis, moved, counts, self._bucket_mb)
+        self._flight[fragment] = Exchange(self._axis, moved, counts, self._bucket_mb, self._bits)
 
     def _receive(self, state: TrainState, fragment: int, step: int) -> Arrived:
         # After a fault nothing is on its way any more.
@@ -142,27 +147,39 @@ class Rounds:
 class Exchange:
     """One average of a flat tensor over the replicas, in buckets, in two halves."""
 
-    def __init__(self, axis: Axis, moved: Tensor, counts: bool, bucket_mb: float) -> None:
+    def __init__(
+        self, axis: Axis, moved: Tensor, counts: bool, bucket_mb: float, bits: int = 32
+    ) -> None:
         """Start to send each rank its slices. (all ranks of the axis)
 
         `moved` becomes the mean. counts: whether this replica's difference is a part of it.
         """
         self._axis = axis
         self._mean = moved
-        self._arrived: list[tuple[Tensor, Callable[[Tensor], Tensor]]] = []
-        self._gathers: list[tuple[Tensor, Tensor, Finish]] | None = None
+        self._encode, self._decode = _codec(bits)
+        self._unit = BLOCK if bits == 8 else 1
+        # By bucket: where its mean belongs, and what waits for its slices
+        self._arrives: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self._gathers: list[tuple[Tensor, Tensor, Callable[[], None]]] | None = None
+
         bucket = int((bucket_mb or default_bucket_mb(moved.device)) * 2**18)
         for part in moved.split(bucket):
-            # A row for each rank: its slice, and whether it counts.
-            share = -(-part.numel() // axis.size)
-            rows = moved.new_zeros(axis.size, share + 1)
+            # A row for each rank: its slice in whole blocks, and whether this replica counts.
+            share = -(-part.numel() // (axis.size * self._unit)) * self._unit
+            slices = part.new_zeros(axis.size, share)
+            flags = part.new_zeros(axis.size, 1)
             if counts:
-                slices = rows[:, :-1]
-                padded = torch.nn.functional.pad(part, (0, share * axis.size - part.numel()))
-                slices.copy_(padded.view(axis.size, share))
-                rows[:, -1] = 1.0
-            arrives = axis.start_reduce_scatter(rows.view(-1), "rounds")
-            self._arrived.append((part, arrives))
+                slices.view(-1)[: part.numel()] = part
+                flags.fill_(1.0)
+            rows = torch.cat([self._encode(slices), flags.view(torch.uint8)], dim=1)
+            self._arrives.append((part, self._start(rows)))
+
+    def _start(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Start to send row i to rank i; the function that is returned waits for this rank's rows."""
+        if self._axis.size == 1:
+            return lambda: rows
+        arrives = self._axis.start_exchange(rows.view(-1), "rounds")
+        return lambda: arrives().view(rows.shape)
 
     def gather(self) -> None:
         """Wait for the slices, and start to send their means to all ranks. (all ranks of the axis)
@@ -172,11 +189,21 @@ class Exchange:
         if self._gathers is not None:
             return
         self._gathers = []
-        for part, arrives in self._arrived:
-            share = -(-part.numel() // self._axis.size)
-            total = arrives(part.new_empty(share + 1))
-            means = part.new_empty(self._axis.size, share)
-            means[self._axis.index] = total[:-1] / total[-1]
+        for part, arrives in self._arrives:
+            rows = arrives()
+            slices = self._decode(rows[:, :-FLAG])  # (ranks, share)
+            flags = rows[:, -FLAG:].contiguous().view(torch.float32)  # (ranks, 1)
+
+            # In the order of the ranks: those that do not count have sent zeros.
+            total = slices[0]
+            for other in slices[1:]:
+                total = total + other
+            mean = (total / flags.sum()).unsqueeze(0)  # (1, share)
+
+            # The mean is rounded once more, and all decode the same bytes.
+            own = self._encode(mean)
+            means = own.new_empty(self._axis.size, own.shape[1])
+            means[self._axis.index] = own[0]
             gathered = self._axis.start_all_gather(means.view(-1), "rounds")
             self._gathers.append((part, means, gathered))
 
@@ -185,5 +212,12 @@ class Exchange:
         self.gather()
         for part, means, gathered in self._gathers or ():
             gathered()
-            part.copy_(means.view(-1)[: part.numel()])
+            part.copy_(self._decode(means).view(-1)[: part.numel()])
         return self._mean
+
+
+def _codec(bits: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Return the functions from float32 numbers, (n, s), to bytes, a row each, and back."""
+    if bits == 8:
+        return to_int8, from_int8
+    return lambda x: x.view(torch.uint8), lambda rows: rows.contiguous().view(torch.float32)

@@ -79,6 +79,15 @@ class Outer:
         """Return whether this replica has done the whole round of a fragment."""
         return self.joined <= self.synced[fragment]
 
+    @property
+    def counting(self) -> list[bool]:
+        """For each fragment, whether this replica counts in its next average."""
+        return [self.counts(fragment) for fragment in range(len(self.synced))]
+
+    def stand_in(self) -> None:
+        """Let this replica count in all averages, because each that had begun a round is lost."""
+        self.joined = min(self.synced)
+
     def at_anchor(self, step: int) -> bool:
         """Return whether the weights after `step` are the anchor: all has just been averaged."""
         return not self.sent and all(synced == step for synced in self.synced)

@@ -766,6 +766,12 @@ def share(state: TrainState, mesh: Mesh, source: int) -> None:
             state.join_round()
     state.session = session
     state.whole = True
+    if state.outer is not None:
+        # Where all that had begun a round are lost, the source stands for them.
+        of_ranks = mesh.all_gather(state.outer.counting)
+        has_all = all(any(of_fragment) for of_fragment in zip(*of_ranks, strict=True))
+        if mesh.rank == source and not has_all:
+            state.outer.stand_in()
 
 
 def fetch(

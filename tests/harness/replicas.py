@@ -7,7 +7,7 @@ anchor, whose gradient is the mean of (anchor - weights).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -66,20 +66,34 @@ class Simulation:
             foreach=False,
         )
         self.step = 0
+        self.left_out: Collection[tuple[int, int]] = ()  # steps whose update a replica leaves out
         self.losses: dict[int, float] = {}  # means over the replicas
 
     def weights_of(self, replica: int) -> list[tuple[str, nn.Parameter]]:
         return list(self.replicas[replica].model.named_parameters())
 
-    def train(self, steps: int, before: Callable[[Simulation, int], None] | None = None) -> None:
-        """Do so many steps; `before` is called with the number of each, and may change replicas."""
+    def train(self, steps: int, replaced: Collection[tuple[int, int, int]] = ()) -> None:
+        """Do so many steps. `replaced`: which replica begins anew from which one after which step.
+
+        The step is negative where the replica was lost in the exchange after it.
+        """
         for _ in range(steps):
-            if before is not None:
-                before(self, self.step + 1)
             losses = [self._inner_step(rank) for rank in range(len(self.replicas))]
             self.losses[self.step + 1] = sum(losses) / len(losses)
             self.step += 1
+            self._replace(replaced, -self.step)
             self._exchange()
+            self._replace(replaced, self.step)
+
+    def _replace(self, replaced: Collection[tuple[int, int, int]], now: int) -> None:
+        for step, replica, source in replaced:
+            if step == now:
+                self.replace(replica, source)
+        # Where all that had begun a round are lost, the source stands for them.
+        for step, _, source in replaced:
+            joined = [replica.joined for replica in self.replicas]
+            if step == now and min(joined) > min(self.synced):
+                self.replicas[source].joined = min(self.synced)
 
     def replace(self, replica: int, source: int) -> None:
         """Let a replica begin anew with the state of another one."""
@@ -105,7 +119,8 @@ class Simulation:
             (loss / accum).backward()
         if config.grad_clip:
             nn.utils.clip_grad_norm_(replica.model.parameters(), config.grad_clip)
-        replica.optimizer.step()
+        if (self.step + 1, rank) not in self.left_out:
+            replica.optimizer.step()
         replica.optimizer.zero_grad(set_to_none=True)
         return (total / accum).item()
 
@@ -132,10 +147,16 @@ class Simulation:
 
     def _apply(self, fragment: int, sent_at: int) -> None:
         counting = [r for r in self.replicas if r.joined <= self.synced[fragment]]
-        for name in self.fragments[fragment]:
-            anchor = self.anchor[name]
-            differences = [anchor.detach() - replica.sent[name] for replica in counting]
-            anchor.grad = sum(differences[1:], differences[0]) / len(differences)
+        names = self.fragments[fragment]
+        differences = []
+        for replica in counting:
+            parts = [(self.anchor[name].detach() - replica.sent[name]).flatten() for name in names]
+            differences.append(self._rounded(torch.cat(parts)))
+        mean = self._rounded(sum(differences[1:], differences[0]) / len(differences))
+        for name, part in zip(
+            names, mean.split([self.anchor[n].numel() for n in names]), strict=True
+        ):
+            self.anchor[name].grad = part.view_as(self.anchor[name]).clone()
         # Only the parameters of this fragment have a gradient.
         self.outer.step()
         self.outer.zero_grad(set_to_none=True)
@@ -147,3 +168,14 @@ class Simulation:
                     replica.weights[name].copy_(self.anchor[name].detach())
                 else:
                     replica.weights[name].add_(self.anchor[name].detach() - sent)
+
+    def _rounded(self, flat: Tensor) -> Tensor:
+        """Return what 8 bits leave of a flat tensor: each 1024 numbers are multiples of one scale."""
+        if self.config.sync_bits == 32:
+            return flat
+        padded = torch.zeros(-(-flat.numel() // 1024) * 1024)
+        padded[: flat.numel()] = flat
+        blocks = padded.view(-1, 1024)
+        scales = blocks.abs().max(dim=1, keepdim=True).values / 127
+        scales[scales == 0] = 1.0
+        return (torch.round(blocks / scales) * scales).flatten()[: flat.numel()]
