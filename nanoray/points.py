@@ -14,15 +14,15 @@ from collections.abc import Callable
 EXCHANGES = {  # each before a collective
     "exchange_vote": "a rank votes for an order, or waits for the outcome",
     "exchange_loss": "the logged loss is averaged",
+    "exchange_rounds": "with sync_every: by how much the replicas have moved begins to be averaged",
     "exchange_absent": "of a script's own model: which parameters no rank has a gradient of",
-    "exchange_overflow": "with fp16: whether any rank's gradients are not finite",
+    "exchange_overflow": "with fp16, or where replicas meet: whether any rank's gradients are not finite",
     "exchange_finite": "before a sharded state is saved: whether all weights are finite",
     "exchange_eval": "the evaluation's sums are added",
     "exchange_objects": "small values: which rank holds the state, what failed, whether a checkpoint is due",
     "exchange_state": "one tensor of the state is sent from the rank that holds it",
     "exchange_barrier": "all ranks wait for each other",
     "exchange_gradients": "a bucket by hand begins to be summed or gathered",
-    "exchange_slices": "with replicas: slices of gradients begin to be summed across groups",
     "exchange_mirror": "gradients are sent to the rank that mirrors their owner",
     "exchange_norm": "the norm of gradients is summed over their owners",
     "exchange_weights": "updated weights begin to be sent by their owners",
@@ -53,6 +53,7 @@ SAVING = {
     "part": "this rank's part of a sharded one is on disk, and was not reported to rank 0",
 }
 STEP = {
+    "across_groups": "with replicas: a slice of gradients begins to be summed across the groups",
     "committed": "the norm of gradients is known here, and no weight has changed",
     "caught_up": "a sharded state is recovered: this rank has completed the step that another one had",
 }

@@ -1,8 +1,8 @@
 """`python -m nanoray.bench equivalence`: does every way to share a batch train the same model?
 
 A small GPT, of sizes that divide badly, learns for three steps: in one process, and on all ranks in
-every data-parallel mode, with and without activation checkpointing, and with tensor and pipeline
-parallelism where they divide the ranks. Plain SGD without clipping shows a wrong factor on the
+every data-parallel mode, with and without activation checkpointing, and with context, tensor and
+pipeline parallelism where they divide the ranks. Plain SGD without clipping shows a wrong factor on the
 gradient, which AdamW and clipping hide; two accumulations show whether it depends on them. A loss,
 weight or norm too far from that of one process, or a bit that differs where none may, makes the
 exit code 1.
@@ -76,6 +76,12 @@ class EquivalenceBenchmark(Benchmark):
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
         add_where_flags(parser)
+        parser.add_argument(
+            "--only",
+            metavar="WORD",
+            default="",
+            help="arms whose names contain it, such as replicas or fsdp [all arms]",
+        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train every arm in every case and fill the report."""
@@ -87,7 +93,13 @@ class EquivalenceBenchmark(Benchmark):
                 "batches must divide "
                 "by the ranks; use --workers 2 to 7"
             )
-        arms = arms_for(where.workers, checkpointing=not args.quick)
+        every_arm = arms_for(where.workers, checkpointing=not args.quick)
+        arms = {arm: own for arm, own in every_arm.items() if args.only in arm}
+        if not arms:
+            raise ConfigError(
+                f"only = {args.only}: none of the arms at {where.workers} ranks; they are "
+                f"{', '.join(every_arm)}"
+            )
         with RankPool(where) as pool:
             describe(report, pool)
             # A tiny model whose sizes divide badly: padding and uneven slices are part of what is
@@ -150,7 +162,7 @@ def samples_for(ranks: int) -> int:
 
 
 def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, Any]]:
-    """Return the settings of every arm on `ranks` ranks: all modes, tp, pp, and experts."""
+    """Return the settings of every arm on `ranks` ranks: all modes, cp, tp, pp, and experts."""
     # Data parallelism alone, in every mode.
     arms = dict(MODES)
     # Groups of ranks that each hold the whole state, and shard it.
@@ -170,6 +182,20 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, An
                 for mode in ("ddp_by_hand", "zero1", "zero2")
             }
             arms |= {f"pp {pp} × tp 2": {**piped, "tp": 2}} if workers == 2 * pp else {}
+    # Context parallelism: parts of sequences are data ranks, so every mode is one of them, too.
+    for cp in (2, 3, 4):
+        if workers % cp:
+            continue
+        # Two equal parts of a sequence for each rank
+        cut = {"cp": cp, "block_size": 12} if cp == 3 else {"cp": cp}
+        arms |= {f"cp {cp} × {mode}": {**cut, **settings} for mode, settings in MODES.items()}
+        arms[f"cp {cp}, gathered"] = {**cut, "cp_attention": "all_gather"}
+        arms[f"cp {cp}, rotary"] = {**cut, "positions": "rotary", "n_head": 2}
+        if workers == 2 * cp:
+            arms |= {
+                f"cp {cp} × tp 2": {**cut, "tp": 2},
+                f"cp {cp} × pp 2": {**cut, "pp": 2, "n_layer": 4, "dp_mode": "ddp_by_hand"},
+            }
     # Tensor parallelism, likewise.
     for tp in (2, 4):
         if workers == tp:

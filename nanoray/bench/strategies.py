@@ -1,11 +1,11 @@
 """`python -m nanoray.bench strategies`: time, memory and communication of each mode.
 
 DDP, DDP by hand, ZeRO-1, ZeRO-2 and FSDP, each with and without activation checkpointing, ZeRO and
-FSDP in two groups of ranks (hybrid sharding), tensor and pipeline parallelism, train one model on
-the same batches; the same model with experts in place of its MLPs is trained with and without
-expert parallelism. Times: every round runs a few steps of each arm in turn, on ranks that hold them
-all, so a slow minute of the machine hits all arms; communication comes from one more step of each
-round, traced. Memory: fresh ranks for every arm, beside what the formulas of
+FSDP in two groups of ranks (hybrid sharding), context, tensor and pipeline parallelism, train one
+model on the same batches; the same model with experts in place of its MLPs is trained with and
+without expert parallelism. Times: every round runs a few steps of each arm in turn, on ranks that
+hold them all, so a slow minute of the machine hits all arms; communication comes from one more step
+of each round, traced. Memory: fresh ranks for every arm, beside what the formulas of
 `nanoray.forecast.memory` and `nanoray.models.costs` say.
 """
 
@@ -62,6 +62,12 @@ HYBRID: dict[str, dict[str, Any]] = {
 EXPERTS = "experts"
 _EXPERTS = {"dp_mode": "ddp_by_hand", "experts": 4}
 AXES: dict[str, dict[str, Any]] = {
+    "cp 2": {"cp": 2},
+    "cp 2 gathered": {"cp": 2, "cp_attention": "all_gather"},
+    "cp 2 zero1": {"cp": 2, "dp_mode": "zero1"},
+    "cp 4": {"cp": 4},
+    "cp 2 tp 2": {"cp": 2, "tp": 2},
+    "cp 2 pp 2": {"cp": 2, "pp": 2, "dp_mode": "ddp_by_hand"},
     "tp 2": {"tp": 2},
     "tp 2 sequence": {"tp": 2, "sequence_parallel": True},
     "pp 2": {"dp_mode": "ddp_by_hand", "pp": 2},
@@ -180,7 +186,7 @@ class StrategiesBenchmark(Benchmark):
 
         # Memory, on fresh ranks for every arm
         for arm in arms:
-            report.rows += _memory_rows(where, order | {"arms": {arm: arms[arm]}}, arm)
+            report.rows += memory_rows(where, order | {"arms": {arm: arms[arm]}}, arm)
         _add_targets(report, list(arms))
 
     def format_text(self, report: Report) -> list[str]:
@@ -320,7 +326,7 @@ def _draw_point(axes: Any, report: Report, row: Row) -> None:
     )
 
 
-def _memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Row]:
+def memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Row]:
     """Measure one arm on fresh ranks: what another arm has freed would hide what this one takes."""
     say(f"memory  {arm}")
     try:
@@ -434,7 +440,7 @@ def _base(arm: str) -> str:
 
 
 def _fits(mode: str, model: str, workers: int) -> bool:
-    ranks = math.prod(ARMS[mode].get(axis, 1) for axis in ("tp", "pp", "ep"))
+    ranks = math.prod(ARMS[mode].get(axis, 1) for axis in ("cp", "tp", "pp", "ep"))
     if mode in HYBRID:
         ranks = 2 * ARMS[mode]["replicas"]  # a group of one rank shards nothing
     return workers % ranks == 0 and (model == "gpt" or mode not in AXES)
@@ -499,6 +505,7 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
 
             # The clocks' marks cost no wait; the device is waited for once, at the end
             mesh.barrier()
+            began = time.time()
             start = time.perf_counter()
             marks = [clock.now()]
             for _ in range(order["steps"]):
@@ -508,6 +515,9 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
             arm.plan.settle()
             wait_for(mesh.device)
             step_ms = 1e3 * (time.perf_counter() - start) / order["steps"]
+            # Until the others are done, too: bytes may be counted between these moments.
+            mesh.barrier()
+            ended = time.time()
 
             # A step takes as long as on the slowest rank
             clock.anchor()
@@ -519,6 +529,8 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
                 "round": turn,
                 "step_ms": step_ms,
                 "times_ms": times,
+                "began": began,
+                "ended": ended,
             }
 
             # One more step, traced, shows the communication

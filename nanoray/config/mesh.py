@@ -56,7 +56,8 @@ class Mesh(Group):
     """zero1, zero2 and fsdp, on Ray with gloo: auto (another rank, on another node if there are
     several, keeps a copy of each rank's share and does the same updates, so a lost rank is replaced
     with no step repeated; with AdamW on n ranks 12/n bytes more per parameter, fsdp 16/n, and 4/n
-    sent per step) | off (they restart from a checkpoint)"""
+    sent per step; with replicas another group has each share, and nothing is copied) | off (they
+    restart from a checkpoint)"""
 
     # Parts of dp_mode
     fsdp_reshard: Literal["full", "grad_op"] = hidden("full", "dist")

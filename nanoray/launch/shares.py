@@ -24,6 +24,8 @@ class Shares:
 
     held: Sequence[tuple[int, ...]] = ()
     mirrored: bool = False
+    # Of hybrid sharding: the slots of each group, which are neighbours
+    groups: Sequence[tuple[int, ...]] = ()
 
     @classmethod
     def of(
@@ -53,7 +55,11 @@ class Shares:
         else:
             rank_groups = layout.groups("edp")
         held = [tuple(members[rank] for rank in ranks) for ranks in rank_groups]
-        return cls(held, mirrors)
+        groups: dict[int, list[int]] = {}
+        if layout.replicas > 1:
+            for rank, slot in enumerate(members):
+                groups.setdefault(layout.coords(rank).replicas, []).append(slot)
+        return cls(held, mirrors, [tuple(slots) for slots in groups.values()])
 
     def lost(self, gone: Collection[int]) -> str:
         """Return a message with the shares that only `gone` slots held; empty if there are none."""
@@ -95,8 +101,15 @@ class Shares:
             if saves or batch_for(config, full.dp, ranks // full.replica_ranks):
                 count = ranks
                 break
-        # Holders of the state first, of these the most advanced: what they hold is not repeated.
-        preferred = sorted(slots, key=lambda slot: (slot not in done, -done.get(slot, 0), slot))
+        # Holders of the state first, of these the most advanced: what they hold is not repeated. Of
+        # equal ones those whose group has lost no rank: neighbours send each other most.
+        broken: set[int] = set()
+        for group in self.groups:
+            if not set(group) <= set(slots):
+                broken.update(group)
+        preferred = sorted(
+            slots, key=lambda slot: (slot not in done, -done.get(slot, 0), slot in broken, slot)
+        )
         return sorted(keep(preferred, count, self.held))
 
 
@@ -113,6 +126,8 @@ def smaller(
         size += f" = {layout}"
     missing = sorted(set(range(workers)) - set(members))
     message = f"{size} with the same global batch, until rank {_listed(missing)} is back"
+    if layout.replicas < config.replicas and layout.replicas == 1:
+        message += "; no other group has its shares now, so a further loss restarts the run"
     if left_out:
         message += f"; rank {_listed(left_out)} has no part in that and ends"
     return message
@@ -120,10 +135,13 @@ def smaller(
 
 def no_replica(config: Config, left: Sequence[int]) -> str:
     """Return a message: why none of the ranks that are left can go on."""
+    sizes = f"{config.cp}*{config.tp}*{config.pp}*{config.ep} = cp*tp*pp*ep"
+    whole = f"replicas of {sizes} ranks"
+    if config.replicas > 1:
+        whole = f"groups of the size that replicas = {config.replicas} gives them"
     return (
-        f"of the {len(left)} rank(s) {_listed(left)} no whole number of replicas of "
-        f"{config.cp}*{config.tp}*{config.pp}*{config.ep} = cp*tp*pp*ep ranks has every share of the "
-        f"state (dp_mode {config.dp_mode}) and divides the global batch"
+        f"of the {len(left)} rank(s) {_listed(left)} no whole number of {whole} has every share of "
+        f"the state (dp_mode {config.dp_mode}) and divides the global batch"
     )
 
 

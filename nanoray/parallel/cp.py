@@ -304,14 +304,16 @@ class _Ring(torch.autograd.Function):
             own_block = torch.stack([k, v])  # (2, B, H, T/cp, D)
             y, sums = _ring_forward(q, own_block, factors, axis, kernel)
             y = y.to(q.dtype)
-        ctx.save_for_backward(q, own_block, y, sums, factors)
+        # Views of what the projection returned: a kept block would be a second copy.
+        ctx.save_for_backward(q, k, v, y, sums, factors)
         ctx.axis = axis
         ctx.kernel = kernel
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, own_block, y, sums, factors = ctx.saved_tensors
+        q, k, v, y, sums, factors = ctx.saved_tensors
+        own_block = torch.stack([k, v])  # (2, B, H, T/cp, D)
         with torch.autocast(q.device.type, enabled=False):
             result = _Result(grads[0].to(q.dtype), y, sums)
             dq, d_block = _ring_backward(q, own_block, result, factors, ctx.axis, ctx.kernel)
@@ -335,9 +337,11 @@ def _ring_forward(
         more, more_sums = cp_blocks.forward(q[:, :, work.queries], k, v, work.causal, keep, kernel)
 
         # The first block is the own one: all queries have a result from it. Copies, because
-        # activation checkpointing may have kept what a kernel returned.
+        # activation checkpointing may have kept what a kernel returned. In memory the heads of a
+        # position are side by side, so that the next layer's input is no copy of the result.
         if turn == 0:
-            y = more.clone()
+            by_position = more.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+            y = by_position.transpose(1, 2)
             sums = more_sums.clone()
         else:
             rows = work.queries

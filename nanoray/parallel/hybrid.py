@@ -39,9 +39,7 @@ from torch import Tensor
 
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Shard
-
-# What the trace and planned faults call the sums across groups
-WHAT = "slices"
+from nanoray.points import reached
 
 
 class Groups:
@@ -72,9 +70,10 @@ class Groups:
         They start the slices of their buckets in one order. Until `finish` returns, `own` must not
         change. Moves the slices that were started before a stage on.
         """
-        slice_ = Sum.of(own, self._replica, bucket)
-        arrived = self._replica.start_reduce_scatter(slice_.parts, WHAT, bucket)
-        self._summed.append((slice_, arrived))
+        reached("across_groups")
+        crossing = Sum.of(own, self._replica, bucket)
+        arrived = self._replica.start_reduce_scatter(crossing.parts, "gradients", bucket)
+        self._summed.append((crossing, arrived))
         self._advance(1)
 
     def finish(self) -> None:
@@ -84,22 +83,23 @@ class Groups:
     def _advance(self, left: int) -> None:
         """Move the oldest slices on until only `left` are in each of the two stages."""
         while len(self._summed) > left:
-            slice_, arrived = self._summed.popleft()
-            arrived(slice_.own_part)
-            gathered = self._replica.start_all_gather(slice_.parts, WHAT, slice_.bucket)
-            self._gathered.append((slice_, gathered))
+            crossing, arrived = self._summed.popleft()
+            arrived(crossing.own_part)
+            gathered = self._replica.start_all_gather(crossing.parts, "gradients", crossing.bucket)
+            self._gathered.append((crossing, gathered))
         while len(self._gathered) > left:
-            slice_, gathered = self._gathered.popleft()
+            crossing, gathered = self._gathered.popleft()
             gathered()
-            slice_.put_back()
+            crossing.put_back()
 
     def sum(self, own: Tensor) -> None:
         """Sum `own`, (s,), over the groups, in place, and wait for it. (all data ranks)"""
-        slice_ = Sum.of(own, self._replica)
-        with self._replica.noted("reduce_scatter", WHAT, slice_.parts):
-            self._replica.start_reduce_scatter(slice_.parts, WHAT)(slice_.own_part)
-        self._replica.start_all_gather(slice_.parts, WHAT)()
-        slice_.put_back()
+        reached("across_groups")
+        crossing = Sum.of(own, self._replica)
+        with self._replica.noted("reduce_scatter", "gradients", crossing.parts):
+            self._replica.start_reduce_scatter(crossing.parts, "gradients")(crossing.own_part)
+        self._replica.start_all_gather(crossing.parts, "gradients")()
+        crossing.put_back()
 
     def clear(self) -> None:
         """Forget the slices of a step that broke."""

@@ -61,7 +61,7 @@ EVERY = 4  # steps from one fault to the next
 # Reached where a state is sharded.
 SHARDED = {"exchange_finite", "exchange_gradients", "exchange_norm", "exchange_weights", "part"}
 MIRRORED = {"exchange_mirror", "caught_up"}  # and where it is mirrored
-GROUPS = {"exchange_slices"}  # with --replicas
+GROUPS = {"across_groups"}  # with --replicas
 IMAGES = {"exchange_statistics", "exchange_batchnorm"}  # reached by a resnet: test_images.py
 TENSOR = {"exchange_activations", "exchange_logits"}  # with --tp
 EXPERTS = {"exchange_tokens"}  # with --ep: the same
@@ -177,7 +177,7 @@ def test_ranks_of_groups_that_hold_the_same_end_at_every_point(
     """Two groups of two: a lost share is in the memory of its twin, without a mirror. Where a point
     of a recovery comes between, twins are not lost together: those are ranks 0 and 2, 1 and 3.
     """
-    points = ["exchange_slices", "committed", "caught_up"]
+    points = ["across_groups", "committed", "caught_up"]
     if ALL:
         points = sorted(
             GROUPS | SHARDED | {"committed", "caught_up"} | IN_RECOVERY - {"leave", "wait"}
