@@ -33,17 +33,17 @@ is on its way. What each rank has in each pass, and which part of its work that 
 
 --cp_attention all_gather is the simple way: gather all keys and values, attend with the own queries,
 and in backward sum dk and dv to their owners (a reduce-scatter in the order of the ranks). As many
-bytes, none of them hidden, and each rank has the keys of all positions for the time of one layer.
+bytes, none of them hidden, and each rank keeps the keys and values of all positions for backward.
 
 Weights are equal on all ranks of the axis, and each computes a part of their gradient: the sum over
 data replicas is one over parts of sequences as well, so every dp_mode shares weights over both.
 Every rank's loss is the mean over as many tokens, so the mean of these means is that of all tokens.
 
     positions  learned and rotary ones are those of the whole sequence
-    dropout    on a CPU masks are those of one process: every rank draws the masks of whole sequences, and
-               keeps its own rows. That takes the time of a whole mask, and in attention as much memory
-               as a mask of own queries and all keys. A GPU draws a mask of its own for each rank's weights
-               of attention, by the rank's number
+    dropout    on a CPU masks are those of one process that compiles nothing: every rank draws the masks of
+               whole sequences, and keeps its own rows. That takes the time of a whole mask, and in
+               attention the memory of a mask of own queries and all keys. A GPU draws the masks of the
+               weights of attention for each rank apart, by its number
 
 Source: Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention, and the zigzag order
 of Llama 3 (2024) for the balance; the running softmax in cp_blocks.py.
