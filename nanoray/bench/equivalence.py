@@ -78,9 +78,9 @@ class EquivalenceBenchmark(Benchmark):
         add_where_flags(parser)
         parser.add_argument(
             "--only",
-            metavar="TEXT",
+            metavar="WORD",
             default="",
-            help="only the arms whose name begins with this, such as cp or tp 2 [all]",
+            help="arms whose names contain it, such as replicas or fsdp [all arms]",
         )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
@@ -93,12 +93,12 @@ class EquivalenceBenchmark(Benchmark):
                 "batches must divide "
                 "by the ranks; use --workers 2 to 7"
             )
-        every = arms_for(where.workers, checkpointing=not args.quick)
-        arms = {arm: own for arm, own in every.items() if arm.startswith(args.only)}
+        every_arm = arms_for(where.workers, checkpointing=not args.quick)
+        arms = {arm: own for arm, own in every_arm.items() if args.only in arm}
         if not arms:
             raise ConfigError(
-                f"only = {args.only}: no arm of {where.workers} ranks begins with it; some do with "
-                f"{', '.join(sorted({arm.split()[0] for arm in every}))}"
+                f"only = {args.only}: none of the arms at {where.workers} ranks; they are "
+                f"{', '.join(every_arm)}"
             )
         with RankPool(where) as pool:
             describe(report, pool)

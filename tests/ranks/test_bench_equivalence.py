@@ -176,10 +176,12 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(
     )
 
 
-def test_arms_that_no_number_of_ranks_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main([*FLAGS, "--workers", "2", "--only", "cp 3"]) == 2
-    said = capsys.readouterr().err
-    assert "only = cp 3: no arm of 2 ranks begins with it; some do with cp, ddp, " in said
+def test_a_word_chooses_arms(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equivalence, "RankPool", lambda where: pytest.fail("it started ranks"))
+    assert bench.main([*FLAGS, "--workers", "3", "--quick", "--only", "replicas"]) == 2
+    assert "only = replicas: none of the arms at 3 ranks; they are ddp, " in capsys.readouterr().err
 
 
 def test_what_is_not_finite_is_not_overlooked() -> None:
