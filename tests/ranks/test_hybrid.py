@@ -18,6 +18,7 @@ from tests.harness.axes import equal, final, require_one_process, run
 from tests.harness.elastic import run_elastic
 from tests.harness.planted_hybrid import BUGS
 from tests.harness.ranks import make_spec, records, run_ranks, series
+from tests.ranks import test_own_models
 from tests.ranks.conftest import Pools
 from tests.ranks.test_mirror import (
     NORM,
@@ -373,3 +374,17 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
     whole = clean(4, **settings)
     assert series(spec) == series(whole)
     assert equal(final(spec), final(whole))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_of_a_script_trains_in_groups(tmp_path: Path, mode: str) -> None:
+    """With running statistics, which are means over all ranks and equal on them."""
+    how = partial(test_own_models.images, how="trained")
+    settings = {"hash_every": 1, "replicas": 2}
+    ours = test_own_models.trained(tmp_path / "groups", 4, how, dp_mode=mode, **settings)
+    whole = test_own_models.trained(tmp_path / "whole", 4, how, dp_mode="ddp_by_hand")
+    assert series(ours) == pytest.approx(series(whole), abs=1e-5)
+    weights = final(ours).model
+    for name, tensor in final(whole).model.items():
+        assert torch.allclose(weights[name], tensor, atol=1e-4), name
