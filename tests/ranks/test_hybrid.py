@@ -233,9 +233,8 @@ def test_a_step_that_one_rank_has_done_is_finished_by_the_others(
     assert finished == [False, True, True, False]
 
 
-@pytest.mark.parametrize(
-    "mode", ["zero1", *(pytest.param(m, marks=pytest.mark.full) for m in MODES[1:])]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
 def test_a_run_that_shrinks_drops_whole_groups(
     text: Path, tmp_path: Path, clean: Clean, mode: str
 ) -> None:
@@ -341,6 +340,7 @@ def test_a_flipped_bit_in_a_share_is_healed_by_two_others(
 # Checkpoints.
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_other_groups_and_modes(
     text: Path, tmp_path: Path, clean: Clean
 ) -> None:
