@@ -65,7 +65,6 @@ AXES: dict[str, dict[str, Any]] = {
     "cp 2": {"cp": 2},
     "cp 2 gathered": {"cp": 2, "cp_attention": "all_gather"},
     "cp 2 zero1": {"cp": 2, "dp_mode": "zero1"},
-    "cp 3": {"cp": 3},
     "cp 4": {"cp": 4},
     "cp 2 tp 2": {"cp": 2, "tp": 2},
     "cp 2 pp 2": {"cp": 2, "pp": 2, "dp_mode": "ddp_by_hand"},

@@ -270,6 +270,18 @@ def _cp_divides_sequences(config: Keys) -> str:
     return ""
 
 
+def _fragments_fit(config: Keys) -> str:
+    # A fragment travels for two steps, and must have arrived before it is sent again
+    least = max(3, config.sync_fragments)
+    if config.sync_fragments == 1 or config.sync_every >= least:
+        return ""
+    return (
+        f"sync_fragments = {config.sync_fragments} with sync_every = {config.sync_every}: each one "
+        f"is sent after a step of its own, and travels for two steps; use sync_every {least} or "
+        "more, or sync_fragments 1"
+    )
+
+
 def _stages_divide(config: Keys) -> str:
     if config.pp == 1:
         return ""
@@ -428,6 +440,72 @@ def _only_whole_models(asked: Condition, why: str, remedy: str) -> list[Row]:
     return rows
 
 
+ROUND_KEYS = ("outer_lr", "outer_momentum", "sync_fragments", "sync_bits")
+
+
+def _rounds() -> list[Row]:
+    """Rows of replicas that rarely communicate."""
+    asked = above("sync_every", 0)
+    rows = []
+    for key in ROUND_KEYS:
+        remedy = f"give sync_every 50, or drop {key}"
+        rows.append(Row(given(key), one_of("sync_every", 0), "", remedy, ignored=True))
+
+    # A script's model and a resnet have buffers, or parameters without a gradient, of each replica.
+    rows.append(
+        Row(
+            asked,
+            none_of("model", "gpt"),
+            "only the weights of a gpt are averaged, and other models have buffers, too",
+            "use sync_every 0",
+        )
+    )
+    rows.append(
+        Row(
+            asked,
+            one_of("precision", *PURE),
+            "what an outer optimizer adds is lost in weights of 16 bits",
+            "use precision bf16 or fp16, or sync_every 0",
+        )
+    )
+    rows.append(
+        Row(
+            asked,
+            above("ep", 1),
+            "experts are shared by all data ranks, which each of its steps would need",
+            "drop ep, or use sync_every 0",
+        )
+    )
+    rows.append(
+        Row(
+            above("audit_every", 0),
+            asked,
+            "the weights of another replica differ, so it cannot compute a gradient again",
+            "use audit_every 0, or sync_every 0",
+        )
+    )
+    rows.append(
+        Row(
+            one_of("mirror", "off"),
+            asked,
+            "mirrors nothing: a lost replica begins anew from another one",
+            "drop mirror",
+            ignored=True,
+        )
+    )
+    for key, idle in (("grad_compress", "none"), ("allreduce", "backend")):
+        rows.append(
+            Row(
+                given(key),
+                asked,
+                "sends no gradients from replica to replica",
+                f"use {key} {idle}; sync_bits 8 sends fewer bytes",
+                ignored=True,
+            )
+        )
+    return rows
+
+
 def _fixed_addresses() -> list[Row]:
     """Rows of CUDA graphs, which repeat recorded kernels at fixed addresses and nothing else."""
     reasons = [
@@ -455,6 +533,7 @@ def _single_rank() -> list[Row]:
         ("allreduce", "backend"),
         ("grad_compress", "none"),
         ("audit_every", 0),
+        ("sync_every", 0),
     ):
         row = Row(
             given(key),
@@ -733,6 +812,7 @@ TABLE: tuple[Row | Rule, ...] = (
         none_of("dp_mode", *SHARDS_STATE),
         "shards nothing: every rank is a replica already",
         "use dp_mode zero1, zero2 or fsdp, or drop replicas",
+        also=one_of("sync_every", 0),
         ignored=True,
     ),
     Row(
@@ -747,6 +827,13 @@ TABLE: tuple[Row | Rule, ...] = (
         above("replicas", 1),
         "each divides the data ranks in a way of its own",
         "drop one of the two",
+    ),
+    # Replicas that rarely communicate
+    *_rounds(),
+    Rule(
+        ("sync_fragments", "sync_every"),
+        "sync_fragments: at most sync_every, which is 3 or more",
+        _fragments_fit,
     ),
     # Tensor parallelism
     Row(above("tp", 1), none_of("model", "gpt"), "it cuts the layers of a gpt", "drop tp"),

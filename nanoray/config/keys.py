@@ -49,6 +49,8 @@ class Keys(Fault, Log, Mesh, Optim, BatchSizes, Model, Data, Run):
         """
         if self.mirror == "off" or self.dp_mode not in SHARDS_STATE or self.replicas > 1:
             return False
+        if self.sync_every:  # a lost replica begins anew from another one
+            return False
         return self.recovery != "restart" and backend == "gloo" and not self.pure
 
     def replicated(self, ranks: int) -> bool:
@@ -56,7 +58,7 @@ class Keys(Fault, Log, Mesh, Optim, BatchSizes, Model, Data, Run):
 
         With sharded state: whether another group of data ranks has each rank's share.
         """
-        if self.recovery == "restart":
+        if self.recovery == "restart" or self.sync_every:
             return False
         if self.dp_mode in SHARDS_STATE:
             return self.replicas > 1

@@ -114,5 +114,6 @@ class AbortOrders:
         noticed_at = collector.first_failure_at + NOTICE_S
         if collector.in_place and now >= max(self._due_at, noticed_at):
             self._due_at = now + group.heartbeat_s
-            for slot in collector.silent:
+            # Replicas that rarely communicate train on, and notice the loss where they meet.
+            for slot in collector.stand_still(now):
                 group.pool.actors[slot].abort.remote(group.spec.attempt)

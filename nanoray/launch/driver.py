@@ -93,6 +93,7 @@ class Driver:
         self.recoverer = Recoverer(spec, place, stop, self.cluster, self.faults, clock)
         self._drains = Drains(self.cluster)
         self._aborts = AbortOrders(clock)
+        self._steps: dict[int, int] = {}  # by slot, as its last heartbeat said
 
         # The present ranks, and how far the driver has come with them.
         self.group: WorkerGroup | None = None
@@ -299,6 +300,7 @@ class Driver:
         watchdog = Watchdog(group.members, config.hang_timeout, self._clock.monotonic)
         members = set(group.members)
         self._heartbeat_at = dict.fromkeys(members, self._clock.monotonic())
+        self._steps = {}
         # Each rank has one heartbeat pending all the time; its answer requests the next one.
         for slot in group.members:
             group.request_heartbeat(slot, after=self.faults.target)
@@ -382,6 +384,10 @@ class Driver:
         self._heartbeat_at[slot] = now
         waiting = heartbeat.waiting and heartbeat.attempt == self.spec.attempt
         collector.set_waiting(slot, waiting, now)
+        trains_alone = self.spec.config.sync_every > 0
+        if trains_alone and heartbeat.step != self._steps.get(slot):
+            collector.moved(slot, now)
+        self._steps[slot] = heartbeat.step
         watchdog.update(slot, Position(heartbeat.step, heartbeat.phase), heartbeat.written_at)
 
         # A base of -1 belongs to a group that has not been built yet.

@@ -325,12 +325,12 @@ def orthonormal(p: Tensor) -> Tensor:
 def _codec(kind: str) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """Return the functions from float32, (n, s), to bytes, (n, 2s) in 16 bits, and back."""
     if kind == "int8":
-        return _to_int8, _from_int8
+        return to_int8, from_int8
     dtype = TYPES[kind]
     return lambda x: x.to(dtype).view(torch.uint8), lambda rows: rows.view(dtype).float()
 
 
-def _to_int8(x: Tensor) -> Tensor:
+def to_int8(x: Tensor) -> Tensor:
     """Return float32 numbers, (n, s), as bytes, (n, 4b + s).
 
     Each row has the scales of its b blocks, then its numbers. A number that is not finite makes its
@@ -345,8 +345,8 @@ def _to_int8(x: Tensor) -> Tensor:
     return torch.cat([scale_bytes, number_bytes], dim=1)
 
 
-def _from_int8(rows: Tensor) -> Tensor:
-    """Return the numbers, (n, s), that `_to_int8` has encoded, rounded."""
+def from_int8(rows: Tensor) -> Tensor:
+    """Return the numbers, (n, s), that `to_int8` has encoded, rounded."""
     n = rows.shape[0]
     b = rows.shape[1] // (BLOCK + 4)
     scale = rows[:, : 4 * b].contiguous().view(torch.float32)  # (n, b)

@@ -35,6 +35,7 @@ from nanoray.parallel.flow import Flow, Loss, MicroBatch, Phase, Scale, Seed, St
 from nanoray.parallel.fsdp import FSDP, frozen_to_cut
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.hybrid import Groups
+from nanoray.parallel.local_sgd import Rounds
 from nanoray.parallel.loose_buffers import LooseBuffers, is_loose
 from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import norm_of_owned
@@ -77,6 +78,12 @@ class Plan:
         axes = axes_of(Layout.of(config, mesh.world_size, mesh.slots), mesh, config.timeout_s)
         self.model = model
         self.data = axes["dp_cp"]  # the ranks whose gradients are averaged
+        self.rounds: Rounds | None = None  # of replicas that rarely communicate
+        if config.sync_every:
+            self.data = axes["shard"]
+            self.rounds = Rounds(axes["replica"], config)
+        # The ranks that update one model by the same gradients
+        self.replica_axis = axes["inside"] if self.rounds else data_axis(mesh)
         self.data_rank = axes["dp"].index  # whose samples this rank reads
         self.part = cp.part_of(axes["cp"])  # which positions of them; None: all
         self._mesh = mesh
@@ -106,7 +113,7 @@ class Plan:
             self._compressor = Compressor(model, self.data, config, scale)
         # Hybrid sharding: the ranks that share the work are one group of several.
         groups: Groups | None = None
-        if axes["replica"].size > 1 and mode in SHARDED:
+        if axes["replica"].size > 1 and mode in SHARDED and not config.sync_every:
             groups = Groups(axes["dp_cp"], axes["replica"])
         self.copies = groups.count if groups else 1  # of the whole sharded state
         self._mode = share(
@@ -243,7 +250,7 @@ class Plan:
         for shard in self.shards or ():
             if shard.owner and shard.param.grad is not None:
                 owned.append(shard.param.grad)
-        return norm_of_owned(owned, data_axis(self._mesh), self._mesh.device)
+        return norm_of_owned(owned, self.replica_axis, self._mesh.device)
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
@@ -258,6 +265,12 @@ class Plan:
         for hook in self._hooks:
             hook.commit(left_out)
         if self._shares_updates:
+            self._mode.spread()
+
+    def send_weights(self) -> None:
+        """Send shards of weights that have changed outside of a step to the others. (all ranks)"""
+        if self._shares_updates:
+            self._mode.settle()
             self._mode.spread()
 
     def undo(self) -> None:
@@ -458,7 +471,7 @@ def share(
 ) -> DataParallel:
     """Return how the data ranks share the batch and exchange gradients. (all ranks)"""
     data = axes["dp_cp"]
-    if groups:
+    if groups or config.sync_every:
         data = axes["shard"]
     if mode == "ddp":
         return TorchDDP(model, data, config, compressor)

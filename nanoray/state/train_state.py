@@ -12,6 +12,7 @@ compare by hash.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -39,10 +40,13 @@ from nanoray.state.optimizers import (
     tensors_of,
     values_of,
 )
+from nanoray.state.outer import Outer, fragments_of, without_outer
 from nanoray.state.values import tensors_within
 
-# The key of each rank's memory of compressed gradients, beside its generators
+# Keys beside each rank's generators: its memory of compressed gradients; of a replica that rarely
+# communicates, when it joined, and its loss scale
 MEMORY = "compression"
+REPLICA = "replica"
 EMA_DECAY = 0.99  # per step, of the smoothed loss
 Rate = float | Tensor | None  # a learning rate; a tensor may lie on a GPU
 
@@ -110,6 +114,7 @@ class StateDict:
     pieces: dict[str, Piece] | None = None  # by parameter; None: all tensors are whole
     # Further names of tied weights, which are saved once
     aliases: dict[str, str] = field(default_factory=dict)
+    replica: int = 0  # whose optimizer state this is, where replicas rarely communicate
 
 
 @dataclass
@@ -189,6 +194,7 @@ class TrainState:
 
         # What a checkpoint must contain, listed while the model is whole
         self._listed = _listing(model)
+        self._sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
 
         # This rank's shards. `sharded`: other ranks hold the optimizer state of other ones.
         self.shards = whole_shards(model)
@@ -198,6 +204,9 @@ class TrainState:
         self.copies = 1
         self.frozen: list[Shard] = []  # of frozen weights, where a group of ranks cuts them
         self.mirror: Holding | None = None  # another rank's share, updated from the same gradients
+
+        # Replicas that rarely communicate: what they share, besides the step; None: all is shared
+        self.outer: Outer | None = None
 
         # The rounding errors of this rank's compressed gradients, flat; no other rank has them.
         self.memory: Tensor | None = None
@@ -234,6 +243,10 @@ class TrainState:
         for optimizer in self.optimizers:
             load_groups(optimizer, groups)
 
+    def begin_rounds(self, momentum: bool, fragments: int) -> None:
+        """Keep an anchor from now on, for replicas that rarely communicate."""
+        self.outer = Outer(self.shards, momentum, fragments_of(self._sizes, fragments))
+
     def leave_model(self) -> None:
         """Release a model that a group of ranks has cut, and keep its buffers and extra states.
 
@@ -251,6 +264,11 @@ class TrainState:
         if self.left is not None:
             self._load_whole_tensors(self.left)
         self.left = None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether each rank saves a part of the state that no other one has."""
+        return self.sharded or self.outer is not None
 
     @property
     def shards_weights(self) -> bool:
@@ -334,6 +352,13 @@ class TrainState:
         scalars.ema_step = self.step
 
     @property
+    def rounds(self) -> tuple[int, ...]:
+        """The steps whose weights this replica has averaged; empty where gradients are averaged."""
+        if self.outer is None:
+            return ()
+        return tuple(self.outer.synced)
+
+    @property
     def reported_step(self) -> int:
         """The newest reported step; records after it in metrics.jsonl will be written again."""
         return self.session.reported_step(self.step)
@@ -346,6 +371,11 @@ class TrainState:
         ones.
         """
         tensors: dict[str, Tensor] = {}
+        if self.outer is not None:
+            places = None
+            if self.sharded:
+                places = {shard.piece.name: shard.piece.place for shard in self.shards}
+            return self.outer.tensors(places)
         if not is_cut(self.model) and not self.shards_weights:
             tensors = {name: p.detach() for name, p in self.model.named_parameters()}
         if is_cut(self.model) or self.copies > 1:
@@ -372,19 +402,29 @@ class TrainState:
         return tensors
 
     def pack_own(self, first: bool) -> StateDict:
-        """Return the part of a sharded state that this rank saves: the pieces that it owns.
+        """Return the part of a state in parts that this rank saves: the pieces that it owns.
 
-        The `first` rank adds the tensors that have no owner.
+        The `first` rank adds the tensors that have no owner. Of replicas that rarely communicate
+        each saves its own state, and the first one the model.
         """
         packed = self.pack()
         owned = [shard for shard in [*self.shards, *self.frozen] if shard.owner]
+        saves_model = True
+        if self.outer is not None:
+            packed.replica = self.outer.replica
+            saves_model = packed.replica == 0
+            if not self.outer.saves:
+                owned = []
         packed.pieces = {shard.piece.name: shard.piece for shard in owned}
 
         ownerless = self.without_owner(packed.model) if first else {}
-        packed.model = {shard.piece.name: shard.param.detach() for shard in owned} | ownerless
+        packed.model = ownerless
+        if saves_model:
+            for shard in owned:
+                packed.model[shard.piece.name] = self._global(shard)
 
         packed.optimizer = {}
-        for name, tensor in optimizer_tensors(self.optimizer, self.shards).items():
+        for name, tensor in self._tensors_of_shards().items():
             _, _, param = name.partition(".")
             if param in packed.pieces:
                 packed.optimizer[name] = tensor
@@ -395,6 +435,19 @@ class TrainState:
             if name != origin:
                 packed.aliases[name] = origin
         return packed
+
+    def _global(self, shard: Shard) -> Tensor:
+        """Return the weights that belong to the model of the run: a shard's own, or the anchor."""
+        if self.outer is None or shard.piece.name not in self.outer.anchor:
+            return shard.param.detach()
+        return self.outer.anchor[shard.piece.name]
+
+    def _tensors_of_shards(self) -> dict[str, Tensor]:
+        """Return the tensors that this rank keeps for each shard besides its weights."""
+        tensors = optimizer_tensors(self.optimizer, self.shards)
+        if self.outer is not None:
+            tensors |= self.outer.packed(self.shards, self.step)
+        return tensors
 
     def without_owner(self, model: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a model that are in no shard: buffers, frozen and empty weights."""
@@ -418,9 +471,13 @@ class TrainState:
         is_evaluated = self.session.evaluated == self.step
         optimizer_values = self._optimizer_values()
         tensors, values = split(self._whole_entries())
+        if self.outer is not None:
+            aliases = _aliases(self.model)
+            for name in tensors:
+                tensors[name] = self.outer.anchor.get(aliases.get(name, name), tensors[name])
         packed = StateDict(
             model=tensors,
-            optimizer={} if self.sharded else optimizer_tensors(self.optimizer, self.shards),
+            optimizer={} if self.sharded else self._tensors_of_shards(),
             rng=rng or [],
             scaler=self.scaler.values(),
             meta={
@@ -436,6 +493,8 @@ class TrainState:
         )
         if optimizer_values:
             packed.meta["optimizer"] = optimizer_values
+        if self.outer is not None:
+            packed.meta["outer"] = self.outer.values()
         return packed
 
     def _whole_entries(self, keep_vars: bool = False) -> dict[str, Any]:
@@ -478,14 +537,17 @@ class TrainState:
         self._load_weights(saved, weights)
         self.can_finish = False
 
-        # Before its first step an optimizer has no state.
+        # The saved model is the anchor: a replica's own weights are beside it.
         meta = saved.meta
+        tensors, of_replica = without_outer(saved.optimizer)
+        if self.outer is not None and weights:
+            self.outer.load(self.shards, of_replica, meta.get("outer", {}), meta["step"])
+
+        # Before its first step an optimizer has no state.
         values = meta.get("optimizer", {})
         kept = values.get("state", {})
-        if optimizer and (saved.optimizer or kept or meta["step"] > 0):
-            load_optimizer_tensors(
-                self.optimizer, self.shards, saved.optimizer, kept, cut=self.sharded
-            )
+        if optimizer and (tensors or kept or meta["step"] > 0):
+            load_optimizer_tensors(self.optimizer, self.shards, tensors, kept, cut=self.sharded)
         for each in self.optimizers:
             load_groups(each, values.get("groups", []))
         if self.schedule:
@@ -540,6 +602,36 @@ class TrainState:
             return False
         self.memory.copy_(own)
         return True
+
+    def global_weights(self, changed: Callable[[], None]) -> AbstractContextManager[None]:
+        """Let the model have the weights inside that a checkpoint would contain. (all ranks)
+
+        `changed` is called after shards have changed, and sends them to the ranks that need them.
+        """
+        if self.outer is None:
+            return nullcontext()
+        return self.outer.in_model(self.shards, self.step, changed)
+
+    def replica_values(self) -> dict[str, Tensor]:
+        """Return what only this rank's replica has of a state, besides tensors of parameters."""
+        if self.outer is None:
+            return {}
+        values = [self.outer.joined, *self.scaler.values().values()]
+        return {REPLICA: torch.tensor(values, dtype=torch.float64)}
+
+    def load_replica_values(self, saved: StateDict, rank: int, ranks: int) -> None:
+        """Put this replica's values in the place of those of the rank that saved the others.
+
+        Equally many ranks must have saved them: else all go on with those of the first rank.
+        """
+        of_ranks = [of_rank.pop(REPLICA, None) for of_rank in saved.rng]
+        own = of_ranks[rank] if len(of_ranks) == ranks else None
+        if own is None or self.outer is None:
+            return
+        joined, *scaler = own.tolist()
+        saved.meta["outer"]["joined"] = int(joined)
+        if scaler:
+            saved.scaler = dict(zip(saved.scaler, scaler, strict=True))
 
     @torch.no_grad()
     def _load_weights(self, saved: StateDict, strict: bool) -> None:
@@ -640,6 +732,12 @@ class TrainState:
                 "the weights: nanoray checkpoint export, then load_state_dict"
             )
 
+    def follow(self, packed: StateDict) -> None:
+        """Take over the rounds that another replica has finished; keep the own weights otherwise."""
+        assert self.outer is not None
+        _, of_replica = without_outer(packed.optimizer)
+        self.outer.follow(self.shards, packed.model, of_replica, packed.meta["outer"])
+
     def rewind(self, saved: StateDict, samples: int) -> None:
         """Go back to `saved` and continue with the data from `samples`. Clock and guards keep their
         values.
@@ -660,11 +758,15 @@ def share(state: TrainState, mesh: Mesh, source: int) -> None:
 
     Nothing is read from disk. Afterwards every rank has the source's parameters, optimizer, scaler,
     guards, scalars and session. Where weights or optimizer state are sharded, each rank keeps its
-    own.
+    own. Of replicas that rarely communicate only those take it over that are not `whole`.
     """
     packed, session = fetch(state, mesh, source)
-    if mesh.rank != source:
+    # A replica that rarely communicates keeps its own weights, unless it is to be healed.
+    keeps_own = state.outer is not None and state.whole
+    if mesh.rank != source and not keeps_own:
         state.load(packed, optimizer=not state.sharded)
+        if state.outer is not None:
+            state.outer.joined = state.step
     state.session = session
     state.whole = True
 

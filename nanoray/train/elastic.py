@@ -164,20 +164,21 @@ def furthest(
     them that differ. A new rank has no state yet. Raises RuntimeError when no rank has one, which
     the driver prevents; StateDiverged when there is no majority.
     """
-    own = (-1, "")
+    own: tuple[Any, ...] = (-1, "")
     if state and state.whole:
-        own = (state.step, precision)
-    steps = mesh.all_gather(own)
-    step, precision = max(steps)
+        own = (state.step, precision, *state.rounds)
+    positions = mesh.all_gather(own)
+    newest = max(positions)
+    step, precision, *_ = newest
     if step < 0:
         raise RuntimeError(
             "no rank holds the run's state any more; the run continues from a checkpoint"
         )
-    source = steps.index((step, precision))
+    source = positions.index(newest)
     strays: tuple[int, ...] = ()
     if compare:
         own_digest = None
-        if state and own == (step, precision):
+        if state and own == newest:
             own_digest = digest(state)
         source, strays = agreed(mesh.all_gather(own_digest), step)
     return source, precision, step, strays

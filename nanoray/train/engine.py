@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import torch
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
@@ -68,6 +70,8 @@ class Engine:
     watch: Watch
     wanted: Callable[[], Order]  # the order that this rank votes for
     regrouped: bool = False  # the group continues from the memory of one of its ranks
+    # The step of the replica that is furthest, when a group forms of replicas that had trained alone
+    front: int = 0
 
     def __post_init__(self) -> None:
         self.cfg = self.spec.config
@@ -110,14 +114,21 @@ class Engine:
         par = self.par
         state = self.state
         watch = self.watch
+        rounds = par.rounds
+        agree = self.agree_on_bad_step if rounds else None
         samples_per_step = self.batch.global_size
 
         # (all ranks) Warm up. Then finish the newest step: the last group may have broken between
         # its update and its record.
         self.phase("init")
         set_mode(state.optimizers, "train")
+        if rounds:
+            par.send_weights()
         self.warm_up()
-        self.finish_step()
+        if state.step >= self.front:
+            if rounds:
+                self.end_round()
+            self.finish_step()
         watch.begin_run()
 
         # (all ranks) A group that has formed only to save a checkpoint does no step.
@@ -126,8 +137,8 @@ class Engine:
             order = mesh.start_vote(self.wanted()).result()
 
         last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
-        while state.step < last and order <= Order.SAVE:
-            if cfg.target_loss and self.on_target:
+        while (state.step < last and order <= Order.SAVE) or state.step < self.front:
+            if cfg.target_loss and self.on_target and state.step >= self.front:
                 break
             # (all ranks) A script has asked for a checkpoint of the newest step.
             if order is Order.SAVE:
@@ -138,9 +149,21 @@ class Engine:
             phase = partial(watch.phase, step)  # announces a phase of this step
             watch.begin_step(step)
 
+            # Replicas that rarely communicate meet at the end of a round and where a step is logged;
+            # in between no collective leaves a replica. Nor does one in a step that another replica
+            # had done when a rank was lost.
+            logged = self.is_logged(step, last)
+            meets = True
+            if rounds:
+                logged = logged and step > self.front
+                meets = logged or (step > self.front and rounds.end(step))
+
             # (all ranks) Vote on whether to stop. The vote travels beside the step, and its result
             # is read when the step is done.
-            vote = mesh.start_vote(self.wanted())
+            if meets:
+                vote = mesh.start_vote(self.wanted())
+            else:
+                vote = mesh.no_vote
 
             # The learning rate is a function of the step alone, so a resume needs no schedule. Or a
             # script's own schedulers have set the rates after the step before.
@@ -179,7 +202,6 @@ class Engine:
 
             # Instruments see the gradients as backward has left them, with the loss scale.
             phase("optimizer")
-            logged = self.is_logged(step, last)
             watch.gradients_ready(step, logged)
             if self.scaler.enabled:
                 self.scaler.unscale(par.gradients)
@@ -205,12 +227,17 @@ class Engine:
 
             # (all ranks) fp16: did a gradient overflow on any rank, and is any loss not finite?
             if self.scaler.enabled:
-                mesh.all_reduce(self.scaler.flag_nonfinite(norm, own_loss), "overflow", op="max")
+                flags = self.scaler.flag_nonfinite(norm, own_loss)
+                if rounds:
+                    par.replica_axis.max(flags, "overflow")
+                else:
+                    mesh.all_reduce(flags, "overflow", op="max")
 
             # (all ranks) Leave an update out whose norm or loss is not finite, or roll back: load a
             # checkpoint and continue with the data after this step.
+            look = meets if rounds else logged
             verdict = self.guards.check(
-                step, norm, own_loss, mean_loss, logged, self.explain, state.samples
+                step, norm, own_loss, mean_loss, look, self.explain, state.samples, agree
             )
             if verdict.warning:
                 self.warn(verdict.warning)
@@ -238,6 +265,14 @@ class Engine:
             if mean_loss is not None:
                 phase("log")
                 self.begin_record(mean_loss.item(), lr, norm.item())
+
+            # (all ranks) Where a round ends, average by how much the replicas have moved.
+            if rounds and step < self.front:
+                rounds.keep(state)
+                watch.end_step()
+                continue
+            if rounds:
+                self.end_round()
             self.finish_step()
             order = vote.result()
             watch.end_step()
@@ -247,7 +282,7 @@ class Engine:
 
         # (all ranks) On a GPU the newest steps have not been judged yet.
         samples_before = state.samples - samples_per_step
-        verdict = self.guards.decide(True, self.explain, samples_before)
+        verdict = self.guards.decide(True, self.explain, samples_before, agree)
         if verdict.warning:
             self.warn(verdict.warning)
         if verdict.roll_back:
@@ -311,6 +346,43 @@ class Engine:
         """Show a warning to the user."""
         self.note(f"warning  {text}")
 
+    def end_round(self) -> None:
+        """Average what is due of the replicas' weights, unless that is done. (all ranks)
+
+        It can be interrupted anywhere and called again.
+        """
+        state = self.state
+        assert self.par.rounds
+        assert state.outer
+        lr = self.cfg.outer_lr
+        momentum = self.cfg.outer_momentum
+        has_changed = False
+        for fragment, step, means in self.par.rounds.meet(state):
+            # Nothing communicates here, so all replicas move their anchors by the same bits. But
+            # weights of the inner step may be on their way to the ranks of this replica.
+            self.par.settle()
+            state.outer.update(state.shards, fragment, means, step, lr, momentum)
+            has_changed = True
+        if has_changed:
+            self.par.send_weights()
+
+    def agree_on_bad_step(self, own: Sequence[BadStep]) -> BadStep | None:
+        """Return the earliest step since the last meeting that was bad on any replica. (all ranks)
+
+        Each replica has steps of its own that it left out. The norm is that of the replica whose
+        step it was, the loss this rank's.
+        """
+        some = torch.tensor(float(bool(own)), device=self.mesh.device)
+        if not self.mesh.all_reduce(some, "overflow", op="max"):
+            return None
+        first = None
+        if own:
+            first = (own[0].step, own[0].loss, own[0].norm)
+        found = [BadStep(*bad) for bad in self.mesh.all_gather(first) if bad is not None]
+        earliest = min(found, key=lambda bad: bad.step)
+        losses = [bad.loss for bad in own if bad.step == earliest.step]
+        return earliest._replace(loss=losses[0] if losses else self.par.own_losses[0].item())
+
     def explain(self, bad: BadStep) -> str:
         """Repeat a bad step with hooks, and describe what all ranks found. (all ranks)"""
         state = self.state
@@ -349,7 +421,7 @@ class Engine:
     def roll_back(self, why: str) -> None:
         """Load the newest valid checkpoint; continue with the data after this step. (all ranks)"""
         state = self.state
-        self.writer.forget(self.mesh, state.sharded)
+        self.writer.forget(self.mesh, state.in_parts)
 
         # Rank 0 chooses: the newest checkpoint, or else the one that the run started from.
         path = ""
@@ -371,10 +443,13 @@ class Engine:
         # Until mirrors have gone back, too, no lost rank's share may be taken from one.
         state.whole = state.mirror is None
         state.rewind(saved, state.samples + self.batch.global_size)
+        if self.par.rounds:
+            self.par.send_weights()
         set_mode(state.optimizers, "train")
         copy_to_mirror(state, self.mesh)
         state.whole = True
         self.observers.rewind(state.step)
+        self.front = 0
 
     def leave_out(self, vote: Vote) -> Order:
         """End a step without an update; return the order for the next one. (all ranks)"""
@@ -404,7 +479,7 @@ class Engine:
         if session.first_step_s is None:
             session.first_step_s = time.time() - self.spec.started
             # Take the memory for the first copy of a checkpoint now, and not in a timed step.
-            if self.mesh.rank == 0 or state.sharded:
+            if self.mesh.rank == 0 or state.in_parts:
                 self.writer.prepare(pack_for_checkpoint(state, self.mesh))
         else:
             record |= self.writer.news()
@@ -431,6 +506,8 @@ class Engine:
                 self.watch.pause(self.save())
             state.session.record = None
         hashes_are_due = cfg.hash_every and is_due(cfg.hash_every, state.step)
+        if self.par.rounds:
+            hashes_are_due = self.par.rounds.first_end(cfg.hash_every, state.step)
         if hashes_are_due and state.step > state.session.begun:
             self.compare()
 
@@ -443,7 +520,7 @@ class Engine:
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss of the newest step, and its other scores. (all ranks)"""
         state = self.state
-        with evaluated_weights(state.optimizers):
+        with evaluated_weights(state.optimizers), state.global_weights(self.par.send_weights):
             scores = evaluate(
                 self.mesh,
                 self.par,

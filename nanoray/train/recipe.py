@@ -70,6 +70,7 @@ from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import Guards
 from nanoray.train.hardware import compare_hardware, this_device
 from nanoray.train.mirror import copy_to_mirror, recover
+from nanoray.train.rounds import rejoin
 from nanoray.train.saving import read_checkpoint
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
 from nanoray.train.watch.instruments import Watch
@@ -267,6 +268,7 @@ class Recipe:
         self.state = TrainState(model, task.optimizer(model, None), self.scaler, self.guards)
         self.state.schedule = task.schedule
         self.data = self.task.data(mesh.device)
+        self._front = 0  # see Engine
 
         # Whatever observes.
         self.observers = Observers(spec, watchers)
@@ -330,7 +332,20 @@ class Recipe:
             self.hold(par, self.holdings(par, group.mesh.rank, owner))
         # CPUs of different models may initialise weights differently.
         share(self.state, group.mesh, 0)
+        self.begin_rounds(par)
         return par
+
+    def begin_rounds(self, par: Plan) -> None:
+        """Let replicas that rarely communicate keep an anchor, from the weights of now."""
+        if par.rounds is None:
+            return
+        if self.state.outer is None:
+            self.state.begin_rounds(self._cfg.outer_momentum > 0, self._cfg.sync_fragments)
+        assert self.state.outer
+        self.state.outer.replica = par.rounds.replica
+        self.state.outer.replicas = par.rounds.replicas
+        self.state.outer.ranks = par.replica_axis.size
+        self.state.outer.saves = self.state.sharded or par.data.index == 0
 
     def resumed(self, group: Group) -> Plan:
         """Continue from a checkpoint on disk. (all ranks)"""
@@ -341,6 +356,7 @@ class Recipe:
             self.require_shards(par, group.mesh)
             self.hold(par, self.holdings(par, group.mesh.rank, owner))
 
+        self.begin_rounds(par)
         shape = shape_of(self._cfg, spec.dataset.vocab_size).to_dict()
         note = self.observers.note
         saved = read_checkpoint(spec.resume, spec, group.mesh, state, shape, par, note)
@@ -364,6 +380,9 @@ class Recipe:
             weights = whole_shards(self.model) if par.weights is None else par.weights
             recover(state, mesh, source, holdings, self._cfg.grad_clip, weights)
             self.hold(par, holdings)
+        elif par.rounds:
+            self.begin_rounds(par)
+            self._front = rejoin(state, mesh, source)
         else:
             share(state, mesh, source)
         if group.strays:
@@ -503,6 +522,7 @@ class Recipe:
             watch=watch,
             wanted=self._wanted,
             regrouped=group.source is not None,
+            front=self._front,
         )
 
     def _watch(self, group: Group, par: Plan, batches: MicroBatches, workload: Workload) -> Watch:

@@ -15,9 +15,11 @@ from nanoray.checkpoint import files
 from nanoray.checkpoint.find import check_shape
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.errors import CheckpointError, TrainingDiverged
+from nanoray.mesh.layout import DIVISIONS
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
+from nanoray.state.outer import Outer
 from nanoray.state.train_state import MEMORY, StateDict, TrainState, rng_state, set_rng_state
 from nanoray.train.workload import Workload
 
@@ -42,7 +44,7 @@ def save_checkpoint(
 
     # Rank 0 writes a replicated state; of a sharded one every rank writes its part.
     saved = None
-    if states_of_ranks is not None or state.sharded:
+    if states_of_ranks is not None or state.in_parts:
         saved = pack_for_checkpoint(state, mesh)
         saved.rng = states_of_ranks or []
         saved.meta["world_size"] = mesh.world_size
@@ -61,9 +63,10 @@ def gather_rank_states(
 ) -> list[dict[str, Tensor]] | None:
     """Return the part of the state that each rank alone has, on rank 0; elsewhere None. (all ranks)
 
-    It consists of random generators, the position of a loader, and the memory of compression.
+    It consists of random generators, the position of a loader, the memory of compression, and a
+    replica's loss scale.
     """
-    own = rng_state(mesh.device) | workload.loader(state.samples)
+    own = rng_state(mesh.device) | workload.loader(state.samples) | state.replica_values()
     states_of_ranks = mesh.gather(own)
     if state.memory is None:
         return states_of_ranks
@@ -79,8 +82,8 @@ def gather_rank_states(
 def require_finite_weights(mesh: Mesh, state: TrainState) -> None:
     """Raise TrainingDiverged on all ranks when some weight is not finite. (all ranks)"""
     norm = get_total_norm([shard.param for shard in state.shards])
-    if state.sharded:
-        # A rank sees its own shards only, and all must raise together.
+    if state.in_parts:
+        # A rank sees its own shards, or replica, only, and all must raise together.
         norm = mesh.all_reduce(norm, "finite")
     if not torch.isfinite(norm):
         raise TrainingDiverged(
@@ -90,8 +93,8 @@ def require_finite_weights(mesh: Mesh, state: TrainState) -> None:
 
 
 def pack_for_checkpoint(state: TrainState, mesh: Mesh) -> StateDict:
-    """Return the tensors that this rank writes: all of the state, or its shards of it."""
-    if state.sharded:
+    """Return the tensors that this rank writes: all of the state, or its part of it."""
+    if state.in_parts:
         return state.pack_own(first=mesh.rank == 0)
     return state.pack()
 
@@ -111,7 +114,9 @@ def read_checkpoint(
     shows a line on each difference from this run. Raises CheckpointError when the checkpoint is
     damaged, or of a model of another shape.
     """
-    saved = files.load(Path(path), state.pieces if state.sharded else None, state.weight_pieces)
+    replica = 0 if state.outer is None else state.outer.replica
+    pieces = state.pieces if state.sharded else None
+    saved = files.load(Path(path), pieces, state.weight_pieces, replica)
     check_shape(saved, model_shape, path)
     for name in state.weight_pieces or ():
         if name not in saved.model:
@@ -120,6 +125,7 @@ def read_checkpoint(
             )
     meta = saved.meta
     note(f"resume  from step {meta['step']} of {path}")
+    refuse_broken_round(saved, state.outer, path)
 
     # Each rank continues its own generators, which only an equal number of ranks can.
     if meta["world_size"] == mesh.world_size:
@@ -137,7 +143,9 @@ def read_checkpoint(
             "anew; losses agree closely"
         )
 
-    for axis in ("tp", "pp", "ep"):
+    state.load_replica_values(saved, mesh.rank, mesh.world_size)
+
+    for axis in DIVISIONS:
         before = meta.get("config", {}).get(axis, 1)
         size = getattr(spec.config, axis)
         if before != size:
@@ -145,3 +153,38 @@ def read_checkpoint(
     if meta["dataset"]["tokens_sha256"] != spec.dataset.tokens_sha256:
         note(f"resume  the dataset differs from the checkpoint's ({meta['dataset']['name']})")
     return saved
+
+
+def refuse_broken_round(saved: StateDict, outer: Outer | None, path: str) -> None:
+    """Raise CheckpointError where replicas were in the middle of a round, and are others now.
+
+    Their weights differ then, and have no place in a run of other replicas.
+    """
+    values = saved.meta.get("outer")
+    if values is None:
+        return
+    step = saved.meta["step"]
+    before = values["replicas"]
+    now = "none (sync_every 0)"
+    if outer is not None:
+        now = str(outer.replicas)
+        if outer.replicas == before and len(outer.synced) == len(values["synced"]):
+            return
+
+    is_at_end = all(synced == step for synced in values["synced"])
+    if is_at_end:
+        # The counters of fragments that this run does not have say nothing.
+        count = 0 if outer is None else len(outer.synced)
+        values["synced"] = [step] * count
+        values["joined"] = step
+        return
+    every = saved.meta["config"]["sync_every"]
+    fragments = len(values["synced"])
+    ends = f"a multiple of {every}, such as step_{step // every * every:08d}"
+    if fragments > 1:
+        ends = "the last one of its run: with fragments no other step ends all rounds"
+    raise CheckpointError(
+        f"{path} lies in the middle of a round of {before} replicas with sync_fragments "
+        f"{fragments}, and this run has {now} replicas; resume with the same ones, or from a "
+        f"checkpoint between rounds: {ends}"
+    )

@@ -69,6 +69,10 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "balance_loss": (0.01, 0.5),
     "z_loss": (0.001, 0.5),
     "target_loss": (0.0, 2.0),
+    "outer_lr": (0.7, 0.5),
+    "outer_momentum": (0.9, 0.5),
+    "sync_fragments": (1, 2),
+    "sync_bits": (32, 8),
 }
 # What a key needs beside it, so that its own row is the only one
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
@@ -78,6 +82,8 @@ NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("statistics_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("ep", "dp_mode"): {"experts": 4},
     ("ep", "replicas"): {"experts": 4, "dp_mode": "zero1"},
+    ("sync_every", "ep"): {"experts": 4, "dp_mode": "zero1"},
+    ("mirror", "sync_every"): {"dp_mode": "zero1"},
     ("mirror", "replicas"): {"dp_mode": "zero1"},
     ("compile", "sync_batchnorm"): {"model": "resnet"},
     ("audit_every", "sync_batchnorm"): {"model": "resnet"},
@@ -104,6 +110,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "sequence_parallel cuts sequences over tp = 2 ranks",
     ),
     "_cp_divides_sequences": ({"cp": 3, "block_size": 32}, "which does not divide block_size = 32"),
+    "_fragments_fit": ({"sync_every": 3, "sync_fragments": 4}, "use sync_every 4 or more"),
     "_stages_divide": ({"pp": 3}, "pp = 3 does not divide n_layer = 4"),
     "_groups_divide": (
         {"pp": 2, "pp_schedule": "interleaved", "grad_accum_steps": 3},
@@ -204,6 +211,7 @@ def test_groups_are_siblings_in_the_order_of_the_help() -> None:
         ("allreduce", "ring"),
         ("grad_compress", "int8"),
         ("audit_every", 4),
+        ("sync_every", 4),
     ],
 )
 def test_one_rank_has_one_answer_early_and_late(key: str, value: Any) -> None:

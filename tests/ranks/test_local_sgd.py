@@ -1,0 +1,409 @@
+"""Replicas that rarely communicate, beside a simulation in one process (tests/harness/replicas.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nanoray.checkpoint import files
+from nanoray.faults.progress import ProgressFile
+from nanoray.mesh.mesh import collectives_started
+from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.parallel import local_sgd
+from nanoray.parallel.compress import from_int8
+from nanoray.run import RunSpec
+from nanoray.state.outer import Outer
+from nanoray.state.train_state import StateDict
+from nanoray.train.recipe import train
+from nanoray.train.watch.instruments import Watch
+from tests.harness.axes import equal, final
+from tests.harness.elastic import run_elastic
+from tests.harness.lasting_ranks import LastingRanks, Train
+from tests.harness.ranks import make_spec, records, series
+from tests.harness.replicas import Simulation
+
+RECIPE: dict[str, Any] = {
+    "n_layer": 2,
+    "max_steps": 9,
+    "global_batch_size": 12,
+    "precision": "fp32",
+    "lr": 0.01,
+    "warmup_steps": 2,
+    "bucket_mb": 0.02,
+    "hash_every": 2,
+    "sync_every": 4,
+    "log_every": 3,
+}
+CLOSE = 2e-5
+Run = Callable[..., RunSpec]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[dict[int, LastingRanks]]:
+    """Ranks that stay, by their number; each group is started when it is first used."""
+    groups: dict[int, LastingRanks] = {}
+
+    class Groups(dict[int, LastingRanks]):
+        def __missing__(self, world: int) -> LastingRanks:
+            groups[world] = LastingRanks(world).__enter__()
+            self[world] = groups[world]
+            return self[world]
+
+    yield Groups()
+    for group in groups.values():
+        group.__exit__(None, None, None)
+
+
+@pytest.fixture
+def run(ranks: dict[int, LastingRanks], text: Path, tmp_path: Path) -> Run:
+    """Train on some ranks, and return the run."""
+
+    def go(
+        world: int, spec: RunSpec | None = None, train: Train = train, **settings: Any
+    ) -> RunSpec:
+        if spec is None:
+            folder = settings.pop("folder", f"{len(list(tmp_path.iterdir()))}")
+            spec = make_spec(text, tmp_path / folder, **RECIPE | settings)
+        outcomes = ranks[world].train(spec, train)
+        assert not [outcome for outcome in outcomes if "error" in outcome], outcomes
+        return spec
+
+    return go
+
+
+def simulated(
+    spec: RunSpec, replicas: int, replaced: Collection[tuple[int, int, int]] = ()
+) -> Simulation:
+    simulation = Simulation(spec, replicas)
+    simulation.train(spec.config.max_steps, replaced)
+    return simulation
+
+
+def distance(spec: RunSpec, simulation: Simulation) -> float:
+    """Return the largest difference of a weight from the simulation's anchor."""
+    model = final(spec).model
+    return max(
+        (model[name] - anchor).abs().max().item() for name, anchor in simulation.anchor.items()
+    )
+
+
+SGD = {"optimizer": "sgd", "grad_clip": 0.0, "lr": 0.1}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "adamw with clipping": (2, {}),
+    "sgd, three replicas": (3, SGD),
+    "accumulation and dropout": (2, {"grad_accum_steps": 3, "dropout": 0.1, "attention": "plain"}),
+    "buckets by hand": (2, SGD | {"dp_mode": "ddp_by_hand"}),
+    "every step": (3, {"sync_every": 1}),
+    "longer than the run": (2, {"sync_every": 50}),
+    "no momentum": (3, {"outer_momentum": 0.0, "outer_lr": 1.0}),
+    "8 bits": (3, SGD | {"sync_bits": 8, "bucket_mb": 0.0}),
+    "fragments": (2, SGD | {"sync_fragments": 3}),
+    "fragments of every layer": (3, {"sync_fragments": 5, "sync_every": 5, "max_steps": 13}),
+    "fragments in 8 bits": (2, SGD | {"sync_fragments": 2, "sync_bits": 8, "bucket_mb": 0.0}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_replicas_train_as_the_paper_says(run: Run, case: str) -> None:
+    world, settings = CASES[case]
+    spec = run(world, **settings)
+    simulation = simulated(spec, world)
+    assert distance(spec, simulation) <= CLOSE
+    losses = series(spec)
+    assert losses == pytest.approx({step: simulation.losses[step] for step in losses}, abs=CLOSE)
+    assert set(losses) >= {1, 3, 6, 9}
+
+
+def test_rounds_of_one_step_average_the_weights_of_data_parallelism(run: Run) -> None:
+    """With plain SGD the mean of the updated weights is the weights updated by the mean."""
+    averaged = run(3, **SGD | {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0})
+    plain = run(3, **SGD | {"sync_every": 0})
+    one, other = final(averaged).model, final(plain).model
+    assert max((one[name] - other[name]).abs().max().item() for name in other) <= CLOSE
+    assert series(averaged) == pytest.approx(series(plain), abs=CLOSE)
+
+
+# ---- meetings ------------------------------------------------------------------------------------
+
+
+def counting(spec: RunSpec, rendezvous: Rendezvous) -> dict[str, Any]:
+    """Train, and write how many collectives this rank had started at the beginning of each step."""
+    counts: dict[int, int] = {}
+    begin = Watch.begin_step
+
+    def noting(self: Watch, step: int) -> None:
+        counts[step] = collectives_started()
+        begin(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Watch, "begin_step", noting)
+        outcome = train(spec, rendezvous)
+    return outcome | {"counts": [counts[step] for step in sorted(counts)]}
+
+
+def test_no_collective_leaves_a_replica_between_meetings(
+    ranks: dict[int, LastingRanks], text: Path, tmp_path: Path
+) -> None:
+    spec = make_spec(text, tmp_path, **RECIPE)
+    for outcome in ranks[2].train(spec, counting):
+        counts = outcome["counts"]
+        started = {step: counts[step] - counts[step - 1] for step in range(1, len(counts))}
+        # Logged: 1, 3, 6 and 9. Rounds end after 4, 8 and the last one.
+        assert {step for step, number in started.items() if number == 0} == {2, 5, 7}
+
+
+def stopping(spec: RunSpec, rendezvous: Rendezvous) -> dict[str, Any]:
+    """Train; rank 1 wants to stop from step 5 on."""
+
+    def wanted() -> Order:
+        position = ProgressFile.read(spec.progress(rendezvous.rank))
+        wants = rendezvous.rank == 1 and position is not None and position[0] >= 5
+        return Order.STOP if wants else Order.GO_ON
+
+    return train(spec, rendezvous, wanted=wanted)
+
+
+def test_a_stop_takes_effect_where_the_replicas_meet(
+    ranks: dict[int, LastingRanks], run: Run, text: Path, tmp_path: Path
+) -> None:
+    whole = run(2, folder="whole", log_every=9)
+    spec = make_spec(text, tmp_path / "stopped", **RECIPE | {"log_every": 9})
+    outcomes = ranks[2].train(spec, stopping)
+    assert [(o["step"], o["exit_reason"]) for o in outcomes] == [(8, "stopped")] * 2
+    again = RECIPE | {"log_every": 9, "resume": str(spec.folder)}
+    spec = run(2, make_spec(text, tmp_path / "stopped", **again))
+    assert same(spec, whole, 2)
+
+
+def test_an_evaluation_sees_the_anchor_and_changes_nothing(run: Run) -> None:
+    spec = run(2, **SGD | {"eval_every": 2, "log_every": 2, "max_steps": 8})
+    losses = series(spec, "val/loss")
+    assert losses[6] == losses[4], "in the middle of a round the model is that of its beginning"
+    assert losses[8] != losses[6]
+    assert distance(spec, simulated(spec, 2)) <= CLOSE
+
+
+def test_a_step_that_is_not_finite_on_one_replica(
+    ranks: dict[int, LastingRanks], run: Run, text: Path, tmp_path: Path
+) -> None:
+    """It leaves the update out at once; all decide where they meet."""
+    fault = {"faults": "nan@rank=1,step=5,phase=forward"}
+    spec = make_spec(text, tmp_path / "stop", **RECIPE | fault)
+    outcomes = ranks[2].train(spec, train)
+    assert {outcome["error"] for outcome in outcomes} == {"TrainingDiverged"}
+    assert "at step 5 the loss is nan" in outcomes[0]["message"]
+    assert "Not finite on rank 1: own loss nan" in outcomes[0]["message"]
+
+    spec = run(2, **SGD | fault | {"on_nan": "skip", "folder": "skip"})
+    simulation = Simulation(spec, 2)
+    simulation.left_out = {(5, 1)}
+    simulation.train(9)
+    assert distance(spec, simulation) <= CLOSE
+    assert [record["fault/skipped_steps"] for record in records(spec)] == [0, 0, 0, 0]
+
+
+# ---- planted bugs --------------------------------------------------------------------------------
+
+
+def flipping(spec: RunSpec, rendezvous: Rendezvous) -> dict[str, Any]:
+    """Train; on rank 1 one bit of the anchor differs after the first round."""
+    update = Outer.update
+
+    def flipped(self: Outer, *args: Any) -> None:
+        update(self, *args)
+        if rendezvous.rank == 1 and self.synced == [4]:
+            bits = next(iter(self.anchor.values())).view(torch.int32)
+            bits.view(-1)[0] ^= 1
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Outer, "update", flipped)
+        return train(spec, rendezvous)
+
+
+def test_an_anchor_that_differs_is_found_and_healed(
+    ranks: dict[int, LastingRanks], text: Path, tmp_path: Path
+) -> None:
+    spec = make_spec(text, tmp_path / "two", **RECIPE)
+    outcomes = ranks[2].train(spec, flipping)
+    assert {outcome["error"] for outcome in outcomes} == {"StateDiverged"}
+    spec = make_spec(text, tmp_path / "three", **RECIPE)
+    assert not [o for o in ranks[3].train(spec, flipping) if "error" in o]
+    assert records(spec)[-1]["fault/healed"] == 1
+
+
+def stale_anchor(patch: pytest.MonkeyPatch) -> None:
+    """The weights move, and the anchor of the next round does not."""
+    update = Outer.update
+
+    def stale(self: Outer, *args: Any) -> None:
+        before = {name: anchor.clone() for name, anchor in self.anchor.items()}
+        update(self, *args)
+        for name, anchor in before.items():
+            self.anchor[name].copy_(anchor)
+
+    patch.setattr(Outer, "update", stale)
+
+
+def no_nesterov(patch: pytest.MonkeyPatch) -> None:
+    """The momentum is lost after each round, as where a resume forgets it."""
+    update = Outer.update
+
+    def forgetting(self: Outer, *args: Any) -> None:
+        update(self, *args)
+        for momentum in self.momentum.values():
+            momentum.zero_()
+
+    patch.setattr(Outer, "update", forgetting)
+
+
+def wrong_layers(patch: pytest.MonkeyPatch) -> None:
+    """The means of a fragment are applied to its layers in another order, where shapes allow it."""
+    update = Outer.update
+
+    def shifted(self: Outer, shards: Any, fragment: int, means: Any, *args: Any) -> None:
+        by_shape: dict[Any, list[torch.Tensor]] = {}
+        for mean in means:
+            by_shape.setdefault(mean.shape, []).append(mean)
+        reverse = [by_shape[mean.shape].pop() for mean in means]
+        update(self, shards, fragment, reverse, *args)
+
+    patch.setattr(Outer, "update", shifted)
+
+
+def wrong_scale(patch: pytest.MonkeyPatch) -> None:
+    """A block is decoded with the scale of the block before it."""
+
+    def shifted(rows: torch.Tensor) -> torch.Tensor:
+        scales = 4 * (rows.shape[1] // (local_sgd.BLOCK + 4))
+        rows = rows.clone()
+        rows[:, :scales] = rows[:, :scales].roll(4, dims=1)
+        return from_int8(rows)
+
+    patch.setattr(local_sgd, "from_int8", shifted)
+
+
+PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = {
+    "stale anchor": (stale_anchor, {}),
+    "momentum forgotten": (no_nesterov, {}),
+    "wrong layers": (wrong_layers, {"sync_fragments": 2, "n_layer": 4}),
+    "scale of another block": (wrong_scale, {"sync_bits": 8, "bucket_mb": 0.0}),
+}
+
+
+def train_with(spec: RunSpec, rendezvous: Rendezvous, bug: str) -> dict[str, Any]:
+    plant, _ = PLANTED[bug]
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        return train(spec, rendezvous)
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_seen(run: Run, bug: str) -> None:
+    _, settings = PLANTED[bug]
+    spec = run(2, train=partial(train_with, bug=bug), **SGD | settings)
+    assert distance(spec, simulated(spec, 2)) > 10 * CLOSE
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def saved(spec: RunSpec, replica: int, step: int = 0) -> StateDict:
+    """Return what a replica has saved, at the end or after a step."""
+    path = files.path_of(spec.checkpoints, step or spec.config.max_steps)
+    return files.load(path, replica=replica)
+
+
+def same(one: RunSpec, other: RunSpec, replicas: int) -> bool:
+    """Whether all replicas have ended two runs with the same bits."""
+    return all(equal(saved(one, i), saved(other, i)) for i in range(replicas))
+
+
+RESUMED = {"dropout": 0.1, "attention": "plain", "max_steps": 9, "sync_every": 4}
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_run_resumes_at_any_step_of_a_round(run: Run, text: Path, world: int) -> None:
+    whole = run(world, folder="whole", **RESUMED)
+    for stop in (2, 4, 5):
+        first = run(world, folder=f"stopped{stop}", **RESUMED | {"stop_at": stop})
+        middle = stop % 4 != 0
+        own = [saved(first, replica, stop).optimizer for replica in range(world)]
+        assert all(("replica_weights.tok_emb.weight" in each) == middle for each in own)
+        assert not equal(saved(first, 0, stop), saved(first, 1, stop)), "each has its own moments"
+
+        again = RESUMED | {"resume": str(first.folder)}
+        spec = make_spec(text, first.folder.parent, **RECIPE | again)
+        run(world, spec)
+        assert spec.folder == first.folder
+        assert same(spec, whole, world), stop
+        assert series(spec) == pytest.approx(series(whole) | series(spec))
+        assert {step: series(spec)[step] for step in series(whole)} == series(whole)
+
+
+def test_a_checkpoint_between_rounds_fits_any_number_of_replicas(
+    run: Run, ranks: dict[int, LastingRanks], text: Path
+) -> None:
+    """In the middle of a round the replicas differ: no other number of them can go on."""
+    first = run(2, folder="first", stop_at=6, checkpoint_every=2, keep_checkpoints=9)
+    steps = {step: files.path_of(first.checkpoints, step) for step in (4, 6)}
+    for number, (world, settings) in enumerate([(3, {}), (2, {"sync_every": 0})]):
+        settings = RECIPE | settings
+        for step, path in steps.items():
+            folder = first.folder.parent / f"again{number}{step}"
+            spec = make_spec(text, folder, **settings | {"resume": str(path)})
+            outcomes = ranks[world].train(spec, train)
+            if step == 4:
+                assert [outcome["step"] for outcome in outcomes] == [9] * world
+                continue
+            assert {outcome["error"] for outcome in outcomes} == {"CheckpointError"}
+            message = outcomes[0]["message"]
+            assert "lies in the middle of a round of 2 replicas" in message
+            assert message.endswith("a multiple of 4, such as step_00000004")
+
+
+def test_a_run_that_averaged_gradients_goes_on_with_rounds(run: Run, text: Path) -> None:
+    first = run(2, folder="first", sync_every=0, stop_at=3)
+    spec = make_spec(text, first.folder.parent / "rounds", **RECIPE | {"resume": str(first.folder)})
+    run(2, spec)
+    assert saved(spec, 1).meta["outer"]["synced"] == [9]
+
+
+# ---- lost replicas -------------------------------------------------------------------------------
+
+LOST = RECIPE | {"max_steps": 14, "checkpoint_every": 12, "eval_every": 12, "hash_every": 4}
+
+
+def require_the_simulated(spec: RunSpec, simulation: Simulation) -> None:
+    assert distance(spec, simulation) <= CLOSE
+    losses = series(spec)
+    assert losses == pytest.approx({step: simulation.losses[step] for step in losses}, abs=CLOSE)
+    assert [record["step"] for record in records(spec)] == [1, 3, 6, 9, 12, 14], "each once"
+
+
+def test_a_lost_replica_costs_its_part_of_a_round(text: Path, tmp_path: Path) -> None:
+    """It takes the state of another one where they meet, and counts from the next round on.
+
+    Lost in a step alone, with the loss of a meeting known, in the exchange, in the recovery of an
+    earlier loss, and while a checkpoint is written.
+    """
+    plan = [
+        "kill@rank=1,step=2,phase=forward",
+        "kill@rank=0,step=6,phase=committed",
+        "kill@rank=1,step=8,phase=exchange_rounds",
+        "kill@rank=1,step=10,phase=backward",
+        "kill@rank=1,step=10,phase=met",
+        "kill@rank=0,step=12,phase=checkpoint",
+    ]
+    spec = make_spec(text, tmp_path, **LOST | {"faults": ";".join(plan)})
+    outcome = run_elastic(spec, 2)
+    assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
+    assert len(outcome.left) == len(plan)
+    # Meetings: logged steps 3, 6, 9, 12 and ends of rounds 4, 8, 12. The step in progress is
+    # repeated, so the replacement begins after the step before the meeting.
+    replaced = [(2, 1, 0), (5, 0, 1), (-8, 1, 0), (11, 1, 0), (12, 0, 1)]
+    require_the_simulated(spec, simulated(spec, 2, replaced))
