@@ -12,14 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.precision import LossScaler
 from nanoray.parallel import local_sgd
 from nanoray.parallel.compress import from_int8
 from nanoray.parallel.local_sgd import Rounds
+from nanoray.run import RunSpec
 from nanoray.state.outer import Outer, fragments_of
 from nanoray.state.train_state import TrainState
 from nanoray.train.guard.guards import Guards
-from tests.harness.ranks import make_spec
+from nanoray.train.recipe import train
+from tests.harness.axes import equal, final
+from tests.harness.ranks import make_spec, series
 from tests.harness.replicas import CPU, Simulation
 
 RECIPE: dict[str, Any] = {
@@ -181,6 +185,51 @@ def test_fragments_are_layers_that_follow_each_other() -> None:
         parts = fragments_of(sizes, count)
         assert len(parts) == count
         assert [name for part in parts for name in part] == list(sizes)
+
+
+# ---- one replica in this process -----------------------------------------------------------------
+
+ALONE = {"optimizer": "adamw", "lr": 0.01, "dropout": 0.1, "attention": "plain", "log_every": 3}
+ALONE |= {"eval_every": 2, "hash_every": 2, "sync_fragments": 2, "sync_bits": 8, "n_layer": 2}
+
+
+def finished(spec: RunSpec) -> RunSpec:
+    outcome = train(spec, Rendezvous())
+    assert outcome["step"] == spec.config.last_step
+    return spec
+
+
+def test_a_run_resumes_with_fragments_on_their_way(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each step of a round, with the same bits; and not where the momentum is forgotten."""
+    settings = RECIPE | ALONE
+    whole = finished(make_spec(text, tmp_path / "whole", **settings))
+    simulation = Simulation(whole, 1)
+    simulation.train(whole.config.max_steps)
+    model = final(whole).model
+    assert all(torch.equal(model[name], right) for name, right in simulation.anchor.items())
+    assert series(whole) == {step: simulation.losses[step] for step in series(whole)}
+
+    def resumed(stop: int, folder: str) -> RunSpec:
+        first = finished(make_spec(text, tmp_path / folder, **settings | {"stop_at": stop}))
+        again = settings | {"resume": str(first.folder)}
+        return finished(make_spec(text, tmp_path / folder, **again))
+
+    for stop in (4, 5, 6, 7):
+        spec = resumed(stop, str(stop))
+        assert equal(final(spec), final(whole)), stop
+        assert series(spec, "val/loss") == series(whole, "val/loss")
+
+    load = Outer.load
+    monkeypatch.setattr(
+        Outer,
+        "load",
+        lambda self, shards, tensors, *args: load(
+            self, shards, {n: t for n, t in tensors.items() if "momentum" not in n}, *args
+        ),
+    )
+    assert not equal(final(resumed(7, "forgotten")), final(whole))
 
 
 # ---- planted bugs --------------------------------------------------------------------------------
