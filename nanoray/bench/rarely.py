@@ -22,11 +22,11 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure
@@ -46,11 +46,18 @@ from nanoray.bench.harness.processes import (
     free_port,
     scratch_folder,
 )
+from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
+from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Report, Row, aligned, markdown, number, say
 from nanoray.bench.harness.thin_links import Speed, ThinLinks, environment_of, why_not
 from nanoray.config import Config, load_config
 from nanoray.data.prepare import prepare
-from nanoray.errors import ConfigError
+from nanoray.errors import ConfigError, TrainingDiverged
+from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.run import RunSpec
+
+if TYPE_CHECKING:
+    from nanoray.mesh.mesh import Mesh
 
 DDP = "ddp"
 AVERAGED = {"outer_lr": 1.0, "outer_momentum": 0.0}
@@ -66,16 +73,23 @@ ARMS: dict[str, dict[str, Any]] = {
     "H 50 2 fragments": {"sync_every": 50, "sync_fragments": 2},
     "H 100": {"sync_every": 100},
 }
-TUNED = "H 50"  # whose rates all arms with an outer optimizer take
+# Of a training that is watched and not recorded
+QUIET = {"tensorboard": False, "sample_tokens": 0, "checkpoint_every": 0}
+ENDLESS = QUIET | {"eval_every": 0, "max_steps": 10**6}
+# The arms whose outer optimizer is tuned; the others with the same H take its rates
+TUNED = ("H 10", "H 50", "H 100")
+FIRST_TUNED = "H 50"  # whose learning rate all of them take
 # A model that learns in a minute: 0.1 M parameters, 8 sequences of each of four replicas
 RECIPE = {"n_layer": 2, "n_head": 4, "n_embd": 64, "global_batch_size": 32, "warmup_steps": 50}
 LINKS = "0.1/1000,1/100,20/100,100/10"
-LRS = "2e-3,4e-3,8e-3"
-OUTERS = "1:0,0.7:0.5,0.7:0.9,0.5:0.8"
+LRS = "6e-3,12e-3,24e-3"
+OUTERS = "1:0,1:0.3,0.7:0.6,0.7:0.9"
 TUNING_SEED = 1000
-EVALUATIONS = 10  # on the way to the last step
+EVALUATIONS = 8  # on the way to the last step
 WINDOWS = 3  # that are timed on each link
 LEAST_STEPS = 4  # of a window
+
+Curve = dict[int, float]  # loss by step
 
 LOSS = "validation loss"
 OFF = "loss - ddp's"
@@ -100,7 +114,7 @@ class RarelyBenchmark(Benchmark):
             "--arms", default="all", metavar="A,B", help=f"some of {', '.join(ARMS)} [%(default)s]"
         )
         parser.add_argument(
-            "--steps", type=int, metavar="N", help="steps of each training [1000; 20 with --quick]"
+            "--steps", type=int, metavar="N", help="steps of each training [800; 20 with --quick]"
         )
         parser.add_argument(
             "--seeds", type=int, metavar="N", help="trainings of each arm [3; 1 with --quick]"
@@ -139,7 +153,7 @@ class RarelyBenchmark(Benchmark):
         # Each arm is compared with ddp.
         arms = [DDP, *(arm for arm in chosen(args.arms, list(ARMS)) if arm != DDP)]
         speeds = parse_links(args.links)
-        steps = count_of(args.steps, args.quick, few=20, usual=1000)
+        steps = count_of(args.steps, args.quick, few=20, usual=800)
         seeds = count_of(args.seeds, args.quick, few=1, usual=3)
         lrs = _parse_numbers(args.lrs, "lrs")
         outers = _parse_outers(args.outers)
@@ -157,32 +171,39 @@ class RarelyBenchmark(Benchmark):
         for arm in arms:
             configuration(recipe, ARMS[arm])
 
+        where = Where(args.workers, "processes", "cpu", "gloo", "local", args.timeout_s, False)
         with scratch_folder() as folder:
             note = prepare(config).note
-            bench = _Trainings(args, recipe, folder, report)
-            parameters = bench.parameters()
-            report.conditions["ranks"] = {"world size": args.workers, "backend": "gloo"}
             report.conditions["recipe"] = (
-                f"preset {args.preset}, GPT of {parameters:,} parameters, "
+                f"preset {args.preset}, GPT of {_parameters_of(config):,} parameters, "
                 f"{config.global_batch_size} sequences of {config.block_size} tokens a step, "
                 f"{steps} steps, {seeds} seed(s), {note}"
             )
-            if speeds:
+            curves: dict[str, list[Curve]] = {arm: [] for arm in arms}
+            rates = Rates(lrs[0], lrs[0], {ARMS[arm]["sync_every"]: outers[0] for arm in TUNED})
+            try:
+                with RankPool(where) as pool:
+                    describe(report, pool)
+                    trainings = Trainings(pool, recipe, folder)
+                    rates = tune(trainings, report, arms, lrs, outers)
+                    train_all(trainings, report, rates, seeds, curves)
+            except RankFailed as error:
+                report.failures.append(str(error))
+            add_loss_rows(report, curves)
+
+            times: dict[tuple[str, str], float] = {}
+            if speeds and not reason:
                 report.conditions["links"] = (
                     f"{', '.join(map(str, speeds))}: of each rank to one switch, in both "
                     "directions; real TCP in network namespaces, in packets of 9,000 bytes, which "
                     "a relay delays and never loses"
                 )
-
-            rates = tune(bench, report, arms, lrs, outers)
-            curves = train_all(bench, report, arms, rates, seeds)
-            times = {}
-            if speeds and not reason:
-                times = time_all(bench, report, arms, rates, speeds)
+                starter = Starter(args, recipe, folder)
+                times = time_all(starter, report, arms, rates, speeds)
             elif speeds:
                 for arm in arms:
                     report.rows.append(Row(arm, f"{STEP}, {speeds[0]}", "ms", (), skipped=reason))
-            _add_equal_time_rows(report, curves, times, steps)
+            add_equal_time_rows(report, curves, times, steps)
 
     def format_text(self, report: Report) -> list[str]:
         """Return the tables for the terminal, and what was found."""
@@ -270,106 +291,58 @@ class Rates:
 
     ddp_lr: float
     rare_lr: float
-    outer_lr: float
-    outer_momentum: float
+    # Rate and momentum of the outer optimizer, by H
+    outers: dict[int, tuple[float, float]]
 
     def of(self, arm: str) -> dict[str, float]:
         """Return the rates of an arm."""
-        own = ARMS[arm]
-        if "sync_every" not in own or own["sync_every"] == 1:
+        every = ARMS[arm].get("sync_every", 0)
+        if every <= 1:
             return {"lr": self.ddp_lr, "min_lr": self.ddp_lr / 10}
         rates = {"lr": self.rare_lr, "min_lr": self.rare_lr / 10}
-        if "outer_lr" not in own:
-            rates |= {"outer_lr": self.outer_lr, "outer_momentum": self.outer_momentum}
+        if has_outer(arm):
+            rates["outer_lr"], rates["outer_momentum"] = self.outers[every]
         return rates
+
+    def __str__(self) -> str:
+        outers = []
+        for every, (lr, momentum) in self.outers.items():
+            outers.append(f"H {every}: outer_lr {lr:g}, outer_momentum {momentum:g}")
+        inner = f"ddp and H 1: lr {self.ddp_lr:g}; H above 1: lr {self.rare_lr:g}"
+        return "; ".join([inner, *outers])
+
+
+def has_outer(arm: str) -> bool:
+    """Return whether an arm takes the tuned rates of an outer optimizer."""
+    return "sync_every" in ARMS[arm] and "outer_lr" not in ARMS[arm]
+
+
+def _parameters_of(config: Config) -> int:
+    from nanoray.models.costs import count_parameters
+    from nanoray.models.gpt import ModelShape
+
+    return count_parameters(ModelShape.of(config, prepare(config).vocab_size))
 
 
 @dataclass
-class _Trainings:
-    """Starts the ranks of one training after the other, all on this machine."""
+class Trainings:
+    """Trains on ranks that stay alive from one training to the next."""
 
-    args: argparse.Namespace
+    pool: RankPool
     recipe: dict[str, Any]
     folder: Path
-    report: Report
-    number: int = 0
-    env: dict[str, str] = field(default_factory=arm_environment)
 
-    def parameters(self) -> int:
-        """Return the number of parameters of the model."""
-        from nanoray.models.costs import count_parameters
-        from nanoray.models.gpt import ModelShape
-
-        config = configuration(self.recipe, {})
-        return count_parameters(ModelShape.of(config, prepare(config).vocab_size))
-
-    @contextmanager
-    def started(
-        self, flags: Mapping[str, object], links: ThinLinks | None = None
-    ) -> Iterator[tuple[list[Child], Path]]:
-        """Start the ranks of a training; yield them and its folder. They end with the block."""
-        self.number += 1
-        folder = self.folder / str(self.number)
-        folder.mkdir()
-        argv = [sys.executable, "-m", "nanoray.train", *words(flags), "--out_dir", str(folder)]
-        argv += ["--tensorboard", "false", "--sample_tokens", "0", "--checkpoint_every", "0"]
-        ranks = self.args.workers
-        port = free_port()
-        with ExitStack() as stack:
-            children = []
-            for rank in range(ranks):
-                env = self.env | environment_of(rank, ranks, port)
-                command = argv
-                if links is None:
-                    env |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-                else:
-                    command = links.command(rank, argv)
-                log = folder / f"output{rank}.log"
-                children.append(stack.enter_context(Child(command, env, log)))
-            try:
-                yield children, folder
-            finally:
-                # Nothing of a training that is still running is wanted.
-                for child in children:
-                    if child.process.poll() is None:
-                        child.process.kill()
-
-    def train(self, arm: str, more: Mapping[str, Any]) -> dict[int, float]:
-        """Train to the end; return the loss by step: of step 1, and of each validation."""
-        steps = int(self.recipe["max_steps"])
-        every = _evaluated_every(steps)
-        flags = self.recipe | ARMS[arm] | {"eval_every": every, "log_every": every} | dict(more)
-        with self.started(flags) as (children, folder):
-            deadline = time.monotonic() + self.args.timeout_s
-            for child in children:
-                child.wait(max(1.0, deadline - time.monotonic()))
-            records = _records_in(folder)
-        curve = {1: records[0]["train/loss"]}
-        for record in records:
-            if "val/loss" in record:
-                curve[record["step"]] = record["val/loss"]
-        if steps not in curve:
-            raise ChildFailed(f"it has no validation loss of step {steps}")
-        return curve
-
-
-def _evaluated_every(steps: int) -> int:
-    """Return the steps between two evaluations: at the end of a round of most arms."""
-    return max(1, steps // EVALUATIONS)
-
-
-def _records_in(folder: Path) -> list[dict[str, Any]]:
-    """Return the complete records of the only run in a folder; [] before it has any."""
-    records = []
-    for path in folder.glob("*/metrics.jsonl"):
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):
-                records.append(json.loads(line))
-    return records
+    def train(self, arm: str, more: Mapping[str, Any]) -> Curve | str:
+        """Train to the end; return the curve of the losses, or why there is none."""
+        order = {"settings": self.recipe | ARMS[arm] | dict(more), "folder": str(self.folder)}
+        (event,) = self.pool.run("nanoray.bench.rarely:train_rank", order)
+        if "error" in event:
+            return str(event["error"])
+        return {int(step): loss for step, loss in event["curve"].items()}
 
 
 def tune(
-    bench: _Trainings,
+    trainings: Trainings,
     report: Report,
     arms: Sequence[str],
     lrs: Sequence[float],
@@ -377,8 +350,8 @@ def tune(
 ) -> Rates:
     """Choose the rates with the lowest loss on a seed that is not reported; add what was tried.
 
-    One key after the other: the learning rate of ddp, then at that rate the outer optimizer of one
-    arm, then the learning rate of that arm. What has only one value is not tried.
+    One key after the other: the learning rate of ddp, and at that rate the outer optimizer for each
+    H, then the learning rate of one arm with it. What has only one value is not tried.
     """
 
     def lowest(arm: str, tried: Mapping[str, dict[str, Any]]) -> str:
@@ -386,16 +359,13 @@ def tune(
             return next(iter(tried))
         losses = {}
         for name, more in tried.items():
-            try:
-                curve = bench.train(arm, more | {"seed": TUNING_SEED})
-            except ChildFailed as error:
-                # A rate at which training diverges is an answer, too.
-                say(f"tuning  {arm}, {name}: {error}")
-                report.rows.append(
-                    Row(f"{arm}, {name}", TUNING, "nat", (), skipped="it did not end well")
-                )
+            curve = trainings.train(arm, more | {"seed": TUNING_SEED})
+            # A rate at which training diverges is an answer, too.
+            if isinstance(curve, str):
+                say(f"tuning  {arm}, {name}: {curve}")
+                report.rows.append(Row(f"{arm}, {name}", TUNING, "nat", (), skipped=curve))
                 continue
-            losses[name] = curve[max(curve)]
+            losses[name] = last_of(curve)
             report.rows.append(Row(f"{arm}, {name}", TUNING, "nat", (losses[name],)))
             say(f"tuning  {arm}, {name}: {losses[name]:.4f}")
         if not losses:
@@ -404,51 +374,58 @@ def tune(
 
     by_lr = {f"lr {lr:g}": {"lr": lr, "min_lr": lr / 10} for lr in lrs}
     ddp_lr = by_lr[lowest(DDP, by_lr)]
-    rare_lr = ddp_lr
-    outer_lr, outer_momentum = outers[0]
-    if any(arm.startswith("H ") and "outer_lr" not in ARMS[arm] for arm in arms):
-        by_outer = {}
+    chosen_outers = {}
+    for arm in TUNED:
+        every = ARMS[arm]["sync_every"]
+        if not any(has_outer(a) and ARMS[a]["sync_every"] == every for a in arms):
+            continue
+        tried = {}
         for lr, momentum in outers:
-            by_outer[f"outer {lr:g}:{momentum:g}"] = ddp_lr | {
-                "outer_lr": lr,
-                "outer_momentum": momentum,
-            }
-        best = by_outer[lowest(TUNED, by_outer)]
-        outer_lr = best["outer_lr"]
-        outer_momentum = best["outer_momentum"]
+            outer = {"outer_lr": lr, "outer_momentum": momentum}
+            tried[f"outer {lr:g}:{momentum:g}"] = ddp_lr | outer
+        best = tried[lowest(arm, tried)]
+        chosen_outers[every] = best["outer_lr"], best["outer_momentum"]
+
+    rare_lr = ddp_lr
+    first = ARMS[FIRST_TUNED]["sync_every"]
+    if first in chosen_outers:
+        outer_lr, outer_momentum = chosen_outers[first]
         own = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
         with_outer = {name: more | own for name, more in by_lr.items()}
-        rare_lr = with_outer[lowest(TUNED, with_outer)]
-    rates = Rates(ddp_lr["lr"], rare_lr["lr"], outer_lr, outer_momentum)
-    report.conditions["rates"] = (
-        f"ddp and H = 1: lr {rates.ddp_lr:g}; H above 1: lr {rates.rare_lr:g}, outer_lr "
-        f"{rates.outer_lr:g}, outer_momentum {rates.outer_momentum:g}"
-    )
+        rare_lr = with_outer[lowest(FIRST_TUNED, with_outer)]
+    rates = Rates(ddp_lr["lr"], rare_lr["lr"], chosen_outers)
+    report.conditions["rates"] = str(rates)
     return rates
 
 
 def train_all(
-    bench: _Trainings, report: Report, arms: Sequence[str], rates: Rates, seeds: int
-) -> dict[str, list[dict[int, float]]]:
-    """Train each arm with each seed; add the rows of losses, and return the curves by seed."""
-    curves: dict[str, list[dict[int, float]]] = {arm: [] for arm in arms}
-    failed = set()
+    trainings: Trainings,
+    report: Report,
+    rates: Rates,
+    seeds: int,
+    curves: dict[str, list[Curve]],
+) -> None:
+    """Train each arm of `curves` with each seed, and put the curves there."""
     for seed in range(1, seeds + 1):
-        for arm in arms:
-            if arm in failed:
+        for arm, of_arm in curves.items():
+            curve = trainings.train(arm, rates.of(arm) | {"seed": seed})
+            if isinstance(curve, str):
+                report.failures.append(f"{arm}, seed {seed}: {curve}")
                 continue
-            try:
-                curve = bench.train(arm, rates.of(arm) | {"seed": seed})
-            except ChildFailed as error:
-                failed.add(arm)
-                report.failures.append(f"{arm}, seed {seed}: {error}")
-                continue
-            curves[arm].append(curve)
-            say(f"seed {seed}  {arm:<20} loss {curve[max(curve)]:.4f}")
+            of_arm.append(curve)
+            say(f"seed {seed}  {arm:<20} loss {last_of(curve):.4f}")
 
-    for arm in arms:
-        losses = [curve[max(curve)] for curve in curves[arm]]
-        extra = {"curves": [{str(step): loss for step, loss in c.items()} for c in curves[arm]]}
+
+def last_of(curve: Curve) -> float:
+    """Return the loss of a curve's last step."""
+    return curve[max(curve)]
+
+
+def add_loss_rows(report: Report, curves: Mapping[str, Sequence[Curve]]) -> None:
+    """Add the last losses of each arm, and how far they are from ddp's with the same seed."""
+    for arm, of_arm in curves.items():
+        losses = [last_of(curve) for curve in of_arm]
+        extra = {"curves": [{str(step): loss for step, loss in c.items()} for c in of_arm]}
         report.rows.append(Row(arm, LOSS, "nat", tuple(losses), "a value per seed", extra=extra))
         base = report.row(DDP, LOSS)
         if arm != DDP and base is not None:
@@ -456,14 +433,51 @@ def train_all(
             pairs = zip(losses, base.values, strict=False)
             off = tuple(own - of_ddp for own, of_ddp in pairs)
             report.rows.append(Row(arm, OFF, "nat", off, "paired by seed"))
-    return curves
 
 
 # Time and bytes on thin links.
 
 
+@dataclass
+class Starter:
+    """Starts the ranks of one training after the other, each in a process of its own."""
+
+    args: argparse.Namespace
+    recipe: dict[str, Any]
+    folder: Path
+    number: int = 0
+    env: dict[str, str] = field(default_factory=arm_environment)
+
+    @contextmanager
+    def started(
+        self, flags: Mapping[str, object], links: ThinLinks
+    ) -> Iterator[tuple[list[Child], Path]]:
+        """Start the ranks of a training; yield them and its folder. They end with the block."""
+        self.number += 1
+        folder = self.folder / f"timed-{self.number}"
+        folder.mkdir()
+        argv = [sys.executable, "-m", "nanoray.train", *words(dict(flags) | ENDLESS)]
+        argv += ["--out_dir", str(folder)]
+        ranks = self.args.workers
+        port = free_port()
+        with ExitStack() as stack:
+            children = []
+            for rank in range(ranks):
+                env = self.env | environment_of(rank, ranks, port)
+                log = folder / f"output{rank}.log"
+                child = Child(links.command(rank, argv), env, log)
+                children.append(stack.enter_context(child))
+            try:
+                yield children, folder
+            finally:
+                # Nothing of a training that is still running is wanted.
+                for child in children:
+                    if child.process.poll() is None:
+                        child.process.kill()
+
+
 def time_all(
-    bench: _Trainings,
+    starter: Starter,
     report: Report,
     arms: Sequence[str],
     rates: Rates,
@@ -473,7 +487,7 @@ def time_all(
     times = {}
     for arm in arms:
         try:
-            found = _time_arm(bench, arm, rates, speeds)
+            found = _time_arm(starter, arm, rates, speeds)
         except ChildFailed as error:
             report.failures.append(f"{arm}, on thin links: {error}")
             continue
@@ -499,22 +513,22 @@ class _Window:
 
 
 def _time_arm(
-    bench: _Trainings, arm: str, rates: Rates, speeds: Sequence[Speed]
+    starter: Starter, arm: str, rates: Rates, speeds: Sequence[Speed]
 ) -> dict[Speed, list[_Window]]:
     """Train one arm while its links get thinner; return what was timed on each."""
     # Replicas meet at logged steps, too, so a window is a round.
     every = max(LEAST_STEPS, ARMS[arm].get("sync_every", 0))
-    flags = bench.recipe | ARMS[arm] | rates.of(arm)
-    flags |= {"log_every": every, "eval_every": 0, "max_steps": 10**6}
+    flags = starter.recipe | ARMS[arm] | rates.of(arm)
+    flags |= {"log_every": every}
     found = {}
-    deadline = time.monotonic() + bench.args.timeout_s
+    deadline = time.monotonic() + starter.args.timeout_s
     with (
-        ThinLinks(bench.args.workers, speeds[0], bench.folder) as links,
-        bench.started(flags, links) as (children, folder),
+        ThinLinks(starter.args.workers, speeds[0], starter.folder) as links,
+        starter.started(flags, links) as (children, folder),
     ):
         for speed in speeds:
             links.speed = speed
-            seen = len(_records_in(folder))
+            seen = len(_records_below(folder))
             # The first window begins with step 1, or on the link before.
             first = max(2, seen + 1)
             records = _wait_for(first + 1 + WINDOWS, folder, children, deadline)[first:]
@@ -523,9 +537,28 @@ def _time_arm(
                 steps = after["step"] - before["step"]
                 sent = links.sent_between(before["time"], after["time"])
                 step_s = (after["time"] - before["time"]) / steps
-                windows.append(_Window(steps, step_s, sent / steps / bench.args.workers))
+                windows.append(_Window(steps, step_s, sent / steps / starter.args.workers))
             found[speed] = windows[:WINDOWS]
     return found
+
+
+def records_in(folder: Path) -> list[dict[str, Any]]:
+    """Return the complete records of the run in a folder; [] before it has any."""
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            records.append(json.loads(line))
+    return records
+
+
+def _records_below(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of the only run below a folder."""
+    for path in folder.glob("*/metrics.jsonl"):
+        return records_in(path.parent)
+    return []
 
 
 def _wait_for(
@@ -533,7 +566,7 @@ def _wait_for(
 ) -> list[dict[str, Any]]:
     """Wait until a run has `count` records, and return all of them. Raises ChildFailed."""
     while True:
-        records = _records_in(folder)
+        records = _records_below(folder)
         if len(records) >= count:
             return records
         for rank, child in enumerate(children):
@@ -544,9 +577,9 @@ def _wait_for(
         time.sleep(POLL_S)
 
 
-def _add_equal_time_rows(
+def add_equal_time_rows(
     report: Report,
-    curves: Mapping[str, Sequence[Mapping[int, float]]],
+    curves: Mapping[str, Sequence[Curve]],
     times: Mapping[tuple[str, str], float],
     steps: int,
 ) -> None:
@@ -562,7 +595,7 @@ def _add_equal_time_rows(
             report.rows.append(Row(arm, f"{IN_TIME}, {link}", "nat", losses, note, extra=extra))
 
 
-def loss_at(curve: Mapping[int, float], step: float) -> float:
+def loss_at(curve: Curve, step: float) -> float:
     """Return the loss of a curve at a step, on straight lines between its points."""
     points = sorted(curve.items())
     if step <= points[0][0]:
@@ -734,3 +767,48 @@ def _draw_loss_over_time(report: Report, axes: Any) -> None:
     axes.set(xlim=(0, 3 * longest), xlabel="seconds, computed", ylabel="validation loss, nat")
     axes.set_title(f"over time: {link}")
     axes.grid(alpha=0.25)
+
+
+# On every rank.
+
+
+def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
+    """Train as `python -m nanoray.train` does, in the group of the pool; emit the curve. (all
+    ranks)
+    """
+    import torch
+
+    from nanoray.checkpoint.resume import open_run
+    from nanoray.train.recipe import train
+
+    settings = dict(order["settings"])
+    steps = int(settings["max_steps"])
+    every = max(1, steps // EVALUATIONS)
+    settings |= QUIET | {"eval_every": every, "log_every": every, "out_dir": order["folder"]}
+    # Rank 0 opens the folder of the run.
+    opened: dict[str, Any] = {}
+    if mesh.rank == 0:
+        config = configuration(settings, {})
+        opened = open_run(config, prepare(config), time.time()).to_dict()
+    spec = RunSpec.from_dict(mesh.broadcast(opened))
+    rendezvous = Rendezvous(
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        local_rank=mesh.local_rank,
+        local_world_size=mesh.world_size,
+        device=str(mesh.device),
+        backend=mesh.backend,
+        threads=torch.get_num_threads(),
+    )
+    try:
+        train(spec, rendezvous, meet=lambda *_: mesh)
+    except TrainingDiverged as error:
+        emit({"error": str(error).splitlines()[0]})
+        return
+    if mesh.rank == 0:
+        records = records_in(spec.folder)
+        curve = {1: records[0]["train/loss"]}
+        for record in records:
+            if "val/loss" in record:
+                curve[record["step"]] = record["val/loss"]
+        emit({"curve": curve})

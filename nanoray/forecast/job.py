@@ -69,7 +69,10 @@ class Job:
         # One data rank has nothing to shard or to reduce.
         if layout.size_of("dp_cp") == 1:
             return "ddp"
-        mode = self.config.dp_mode
+        mode: str = self.config.dp_mode
+        # Nor has one of several replicas that rarely communicate.
+        if layout.shard_size == 1:
+            mode = "ddp"
         if mode == "ddp" and layout.pp * layout.ep > 1:
             return "ddp_by_hand"
         return mode

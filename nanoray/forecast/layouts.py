@@ -78,9 +78,15 @@ def factorizations(ranks: int, experts: bool = False, tokens: int = 0) -> Iterat
 
 
 def candidates(job: Job, ranks: int, ranks_per_node: int | None = None) -> Iterator[Layout]:
-    """Yield every layout that is worth a try; on nodes also with a sharded state in each of them."""
+    """Yield every layout that is worth a try; on nodes also with a sharded state in each of them.
+
+    Replicas that rarely communicate are single data ranks, or groups that shard their state.
+    """
     for layout in factorizations(ranks, bool(job.experts), job.shape.block_size):
-        yield layout
+        if not job.config.sync_every:
+            yield layout
+        elif layout.dp > 1:
+            yield replace(layout, replicas=layout.dp)
         shards = job.mode(layout) in SHARDS_STATE and layout.ep == 1
         if shards and ranks_per_node is not None:
             yield from _with_replicas(layout, ranks_per_node)

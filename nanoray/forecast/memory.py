@@ -31,10 +31,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from nanoray.config import Config
+from nanoray.config.mesh import SHARDS_STATE
 from nanoray.mesh.pieces import Shard
 from nanoray.parallel.buckets import IN_FLIGHT
 from nanoray.parallel.ep import names_of_experts
 from nanoray.parallel.fsdp import unit_of, units_of
+
+# Copies of what is averaged in a round while it travels: moves, slices to send, slices received
+TRAVELLING = 3
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,9 @@ def state_memory(
     bucket = max(int(bucket_mb * 2**20), int(each * sizes.tensor))
     buckets = min((IN_FLIGHT + 1) * min(bucket, total), total)
     parts["in_flight"] = _in_flight(config, mode, sizes, accum, buckets)
-    if config.replicas > 1 and mode in ("zero1", "zero2", "fsdp"):
+    if config.sync_every:
+        parts["rounds"] = _rounds(config, each * updated)
+    elif config.replicas > 1 and mode in ("zero1", "zero2", "fsdp"):
         parts["in_flight"] += _between_groups(mode, sizes, ranks, min(bucket, total))
     if config.grad_compress != "none" and ranks > 1:
         # Of each bucket: a copy in float32, the message, and the result.
@@ -139,6 +145,33 @@ def state_memory(
             # Error feedback of every parameter, and its next value until the update is done.
             parts["compression"] = 2 * 4 * sizes.trained
     return parts
+
+
+def _rounds(config: Config, nbytes: float) -> int:
+    """Return the bytes that averaging in rounds keeps; a rank updates `nbytes` of weights.
+
+    The anchor, the outer momentum if there is any, and with fragments what of one travels while
+    training goes on: the weights that were sent, their moves, and the slices that arrive.
+    """
+    tensors = 1.0
+    if config.outer_momentum > 0:
+        tensors += 1
+    if config.sync_fragments > 1:
+        tensors += TRAVELLING / config.sync_fragments
+    return int(tensors * nbytes)
+
+
+def exchanged(config: Config, sizes: RankSizes, ranks: int) -> int:
+    """Return the bytes of one exchange of whole moves, at a time when there are no activations.
+
+    `ranks`: see `state_memory`. With fragments, `rounds` contains those of one fragment.
+    """
+    if not config.sync_every or config.sync_fragments > 1:
+        return 0
+    updated = sizes.params
+    if config.dp_mode in SHARDS_STATE and ranks > 1:
+        updated = -(-updated // ranks)
+    return 4 * TRAVELLING * updated
 
 
 def _moments_per_element(config: Config, sizes: Sizes) -> float:

@@ -50,6 +50,8 @@ from nanoray.forecast.weights import Weights, layers_of, rank_sizes, tensors_of
 from nanoray.mesh.layout import Layout
 from nanoray.parallel.schedules import waited
 
+# Steps beside which a fragment travels: DELAY of parallel/local_sgd.py
+DELAY = 2
 # Simulated one by one; more are simulated in groups, each with the latency of its members
 MOST_BUCKETS = 64
 # The kinds of talks for which each pass waits
@@ -275,9 +277,12 @@ def _predict_stage(
     update_s = optimizer_s * stretch
     other_s = last_s - update_s if every_micro_sends else quiet_s
     after_s = sum(
-        talk.times * price(talk).seconds for talk in talks if talk.when in ("after", "once")
+        talk.times / talk.every * price(talk).seconds
+        for talk in talks
+        if talk.when in ("after", "once")
     )
     total_s = last_s + (accum - 1) * other_s + accum * gathers_s + after_s
+    total_s += _exposed_fragments(job, talks, price, total_s)
 
     # Split the total into parts. The axes share the waiting in the ratio of their own seconds.
     compute_s = accum * (forward_s + backward_s) * stretch + update_s
@@ -303,6 +308,19 @@ def _sum(costs: Iterable[tuple[float, Cost]]) -> Cost:
     if not core_seconds:
         return Cost(latency_s, transfer_s, 0.0)
     return Cost(latency_s, transfer_s, core_seconds / (latency_s + transfer_s))
+
+
+def _exposed_fragments(
+    job: Job, talks: Iterable[Talk], price: Callable[[Talk], Cost], step_s: float
+) -> float:
+    """Return the seconds of a step, on average, in which training waits for a fragment of a round.
+
+    A fragment travels while two steps are computed; what takes longer delays the second one.
+    """
+    travelling_s = sum(talk.times * price(talk).seconds for talk in talks if talk.when == "travels")
+    fragments = job.config.sync_fragments
+    waited_s = max(0.0, travelling_s / fragments - DELAY * step_s)
+    return fragments * waited_s / max(1, job.config.sync_every)
 
 
 def _exposed_gather(cost: Cost, count: float, forward_s: float, backward_s: float) -> float:

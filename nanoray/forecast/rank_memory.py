@@ -15,7 +15,7 @@ import torch
 
 from nanoray.config import Batch, Config
 from nanoray.devices.gpus import discover_gpus
-from nanoray.forecast.memory import RankSizes, rank_state
+from nanoray.forecast.memory import RankSizes, exchanged, rank_state
 from nanoray.mesh.layout import Layout
 from nanoray.models import resnet_costs
 from nanoray.models.build import kernels_of
@@ -77,7 +77,13 @@ def rank_memory(
     layout = Layout.of(config, batch.dp * config.replica_ranks)
     shared_by = layout.shard_size
     state = rank_state(config, sizes, shared_by, batch.accum, device.bucket_mb, device.mirrored)
-    return state | stage_activations(config, shape, batch, device.precision, stage)
+    activations = stage_activations(config, shape, batch, device.precision, stage)
+    # Replicas average their weights between two steps, in memory that a step has for activations.
+    of_step = state["in_flight"] + sum(activations.values())
+    more = exchanged(config, sizes, shared_by) - of_step
+    if more > 0:
+        state["exchange"] = more
+    return state | activations
 
 
 def stage_activations(

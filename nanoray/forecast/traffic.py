@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from nanoray.config.mesh import SHARDS_STATE
 from nanoray.forecast.job import Experts, Job
 from nanoray.forecast.weights import layers_of, tensors_of
 from nanoray.mesh.layout import Layout
+
+# A number in 8 bits, and its share of the scale of 256 numbers
+BYTES_OF_8_BITS = 1 + 4 / 256
 
 
 class Talk(NamedTuple):
@@ -23,17 +27,19 @@ class Talk(NamedTuple):
     # forward | backward: compute waits for it. ring_forward | ring_again | ring_backward: the same,
     # but the attention of the block that is there hides it; again is in backward. prefetched: a pass
     # hides it. beside: backward hides it. after: it follows the update. once: nothing hides it.
+    # travels: it has the next steps for it.
     when: str
+    every: int = 1  # steps from one time to the next
 
     def sent(self, ranks: int) -> float:
-        """Return the bytes that a rank of the axis sends in a step."""
+        """Return the bytes that a rank of the axis sends in a step, the mean over all steps."""
         # Each rank keeps its own part of the tensor and sends the others.
         share = (ranks - 1) / ranks
         if self.op == "all_reduce":
             share *= 2  # a reduce-scatter and an all-gather
         elif self.op == "send":
             share = 1.0
-        return self.times * self.nbytes * share
+        return self.times * self.nbytes * share / self.every
 
 
 def talks_of(job: Job, layout: Layout, micro: int, stage: int) -> list[Talk]:
@@ -67,7 +73,9 @@ def talks_of(job: Job, layout: Layout, micro: int, stage: int) -> list[Talk]:
         talks += _fsdp_talks(job, axis, dense, in_layers, accum)
     else:
         talks += _gradient_talks(job, mode, axis, layout.shard_size, dense, accum)
-    if layout.replicas > 1:
+    if layout.replicas > 1 and job.config.sync_every:
+        talks += _round_talks(job, mode, layout, dense)
+    elif layout.replicas > 1:
         talks += _replica_talks(job, mode, layout, dense)
     if routed:
         replicas = layout.dp // layout.ep
@@ -270,7 +278,7 @@ def _gradient_talks(
     return [scatter, Talk(axis, "all_gather", "weights", buckets, each, "after")]
 
 
-def _buckets(job: Job, nbytes: int) -> int:
+def _buckets(job: Job, nbytes: float) -> int:
     """Return the number of gradient buckets for `nbytes` of parameters."""
     return math.ceil(nbytes / (job.bucket_mb * 2**20))
 
@@ -285,6 +293,30 @@ def _replica_talks(job: Job, mode: str, layout: Layout, nbytes: int) -> list[Tal
     own_slice = nbytes / pieces / layout.shard_size
     scatter = Talk("replica", "reduce_scatter", "slices of gradients", pieces, own_slice, "beside")
     return [scatter, scatter._replace(op="all_gather")]
+
+
+def _round_talks(job: Job, mode: str, layout: Layout, nbytes: int) -> list[Talk]:
+    """Return how replicas that rarely communicate average by how much their weights have moved.
+
+    Each rank averages what it updates of its replica. Every fragment has its own step of a round,
+    and is sent in buckets of its own.
+    """
+    config = job.config
+    own = float(nbytes)
+    if mode in SHARDS_STATE:
+        own /= layout.shard_size
+    fragment = own / config.sync_fragments
+    buckets = config.sync_fragments * _buckets(job, fragment)
+    # One fragment has no step beside which it could travel.
+    when = "once" if config.sync_fragments == 1 else "travels"
+    there = "reduce_scatter"
+    each = own / buckets
+    if config.sync_bits == 8:
+        there = "all_to_all"
+        each *= BYTES_OF_8_BITS / 4
+    moved = Talk("replica", there, "moves of weights", buckets, each, when)
+    moved = moved._replace(every=config.sync_every)
+    return [moved, moved._replace(op="all_gather", what="their means")]
 
 
 def _fsdp_talks(job: Job, axis: str, nbytes: int, in_layers: int, accum: int) -> list[Talk]:

@@ -114,6 +114,38 @@ def test_an_arm_is_timed_while_its_links_get_thinner(tmp_path: Path) -> None:
     assert report.row(DDP, f"{IN_TIME}, 5 ms / 50 Mbit/s")
 
 
+def test_arms_are_tuned_and_trained_in_turn(
+    tmp_path: Path, shared_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real trainings on ranks that stay alive: the tuned rates are those with the lowest loss."""
+    shared_ranks(rarely)
+    file = tmp_path / "r.json"
+    flags = [f for f in FLAGS if f != "--quick"]
+    flags += ["--arms", "H 1 averaged,H 10", "--steps", "20", "--seeds", "2", "--links", "none"]
+    flags += ["--lrs", "1e-2,1e-5", "--outers", "1:0,0.01:0", f"--json={file}"]
+    assert bench.main([*flags, *SMALL]) == 0
+    report = Report.read(file)
+    assert report.conditions["rates"] == (
+        "ddp and H 1: lr 0.01; H above 1: lr 0.01; H 10: outer_lr 1, outer_momentum 0"
+    )
+    tried = [row.arm for row in report.rows if row.metric == rarely.TUNING]
+    assert tried == ["ddp, lr 0.01", "ddp, lr 1e-05", "H 10, outer 1:0", "H 10, outer 0.01:0"]
+    for arm in (DDP, "H 1 averaged", "H 10"):
+        loss = report.row(arm, LOSS)
+        assert loss
+        assert loss.n == 2
+        assert [*loss.extra["curves"][0]] == [
+            str(n) for n in (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20)
+        ]
+        assert loss.extra["curves"][0]["20"] == loss.values[0] < loss.extra["curves"][0]["1"]
+    # The same seed draws the same model and samples: the losses of step 1 are those of ddp.
+    firsts = {report.row(arm, LOSS).extra["curves"][0]["1"] for arm in (DDP, "H 10")}  # type: ignore[union-attr]
+    assert len(firsts) == 1
+    rare = report.row("H 1 averaged", OFF)
+    assert rare
+    assert max(map(abs, rare.values)) < 0.1
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
@@ -132,7 +164,7 @@ def test_an_arm_is_timed_while_its_links_get_thinner(tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rarely, "Child", lambda *_: pytest.fail("it started a process"))
+    monkeypatch.setattr(rarely, "RankPool", lambda _: pytest.fail("it started ranks"))
     assert bench.main([*FLAGS, *flags]) == 2
     assert text in capsys.readouterr().err
 
@@ -154,12 +186,18 @@ def test_a_loss_between_two_evaluations_lies_on_a_line() -> None:
 
 def test_rates_of_arms() -> None:
     """Averaged weights keep their outer optimizer, H = 1 is ddp, and the rest take what was tuned."""
-    rates = Rates(ddp_lr=4e-3, rare_lr=8e-3, outer_lr=0.7, outer_momentum=0.9)
+    rates = Rates(ddp_lr=4e-3, rare_lr=8e-3, outers={10: (1.0, 0.3), 50: (0.7, 0.9)})
     assert rates.of(DDP)["lr"] == rates.of("H 1 averaged")["lr"] == 4e-3
     assert rates.of("H 50") == {
         "lr": 8e-3, "min_lr": 8e-4, "outer_lr": 0.7, "outer_momentum": 0.9,
     }  # fmt: skip
+    assert rates.of("H 50 8 bits") == rates.of("H 50")
+    assert rates.of("H 10")["outer_momentum"] == 0.3
     assert "outer_lr" not in rates.of("H 50 averaged")
+    assert str(rates) == (
+        "ddp and H 1: lr 0.004; H above 1: lr 0.008; H 10: outer_lr 1, outer_momentum 0.3; H 50: "
+        "outer_lr 0.7, outer_momentum 0.9"
+    )
     assert ARMS["H 50 averaged"]["outer_momentum"] == 0
 
 
@@ -179,7 +217,7 @@ def report_by_hand() -> Report:
         DDP: [{1: 4.0, 100: 2.0}, {1: 4.0, 100: 2.1}],
         "H 50": [{1: 4.0, 100: 2.1}, {1: 4.0, 100: 2.2}],
     }
-    rarely._add_equal_time_rows(report, curves, {(DDP, link): 1.0, ("H 50", link): 0.1}, 100)
+    rarely.add_equal_time_rows(report, curves, {(DDP, link): 1.0, ("H 50", link): 0.1}, 100)
     return report
 
 
