@@ -87,7 +87,7 @@ class WrongGradient(NanorayError):
 
 
 class StateLost(NanorayError):
-    """A share of the run's state was lost with its owner and with the rank that mirrored it."""
+    """A share of the run's state was lost with its owner and each rank that mirrored or held it."""
 
     retry = True
 

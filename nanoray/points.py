@@ -27,6 +27,8 @@ EXCHANGES = {  # each before a collective
     "exchange_norm": "the norm of gradients is summed over their owners",
     "exchange_weights": "updated weights begin to be sent by their owners",
     "exchange_activations": "with tp or pp: activations or their gradients are summed, or sent on or back",
+    "exchange_keys_values": "with cp: keys and values go to the next rank, or are gathered",
+    "exchange_keys_values_grad": "with cp: their gradients go to the next rank, or are summed",
     "exchange_logits": "with tp: the maximum or the sums of a loss over the vocabulary",
     "exchange_tokens": "with ep: tokens, or their counts, go to the ranks of their experts or come back",
     "exchange_statistics": "running statistics of batch normalisation are averaged",
@@ -51,6 +53,7 @@ SAVING = {
     "part": "this rank's part of a sharded one is on disk, and was not reported to rank 0",
 }
 STEP = {
+    "across_groups": "with replicas: a slice of gradients begins to be summed across the groups",
     "committed": "the norm of gradients is known here, and no weight has changed",
     "caught_up": "a sharded state is recovered: this rank has completed the step that another one had",
 }

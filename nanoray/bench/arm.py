@@ -130,8 +130,8 @@ class Arm:
         self.clip = config.grad_clip
         self.trained = 0
         self.case = make(mesh, config, precision, batch.micro)
-        # Bytes of a micro batch between two stages
-        stream = 4 * batch.micro * config.block_size * config.n_embd
+        # Bytes of a micro batch between two stages: a rank sends its own part of the sequences.
+        stream = 4 * batch.micro * config.block_size * config.n_embd // config.cp
         if config.pp > 1:
             self.messages = {"send_recv activations": (batch.accum, batch.accum * stream)}
         else:
@@ -155,15 +155,22 @@ class Arm:
         self.recorder = CommRecorder(mesh, every=1, profile=False)
         if traced:
             self.plan.add_twin(self.recorder.hook)
-        self.plan.warm_up(*self.case.batch(0))
+        self.plan.warm_up(*self._micro_batch(0))
         self.recipe = (
             f"{self.case.what}, {precision}, {batch.accum} × {batch.micro} samples a rank and step"
         )
 
+    def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of a micro batch."""
+        x, y = self.case.batch(number)
+        if self.plan.part is None:
+            return x, y
+        return self.plan.part.own(x), self.plan.part.own(y)
+
     def step(self) -> None:
         """Train one step; the gradients stay. (all ranks)"""
         first = self.trained * self.accum
-        micro_batches = (self.case.batch(first + i) for i in range(self.accum))
+        micro_batches = (self._micro_batch(first + i) for i in range(self.accum))
         self.loss = self.plan.forward_backward(
             micro_batches, self.recorder.phase, lambda micro: None
         )
@@ -211,12 +218,14 @@ class Arm:
         waiting = sum(end - start for name, start, end in notes["phases"] if name == IDLE)
         cost = account(seen)
         sizes = Counter[str]()
+        on_axes = Counter[str]()  # the bytes of all tensors, by axis and operation
         for c in seen:
             sizes[f"{c.op} {c.what}"] += c.size_bytes
+            on_axes[f"{c.group} {c.op}"] += c.size_bytes
         counts = Counter(f"{c.op} {c.what}" for c in seen)
         sent = {name: (counts[name], size) for name, size in sizes.items()} | self.messages
         times = {
             "busy_ms": 1e3 * (cost.busy + waiting),
             "exposed_ms": 1e3 * (cost.exposed + waiting),
         }
-        return times | {"collectives": sent}
+        return times | {"collectives": sent, "on_axes": dict(on_axes)}

@@ -1,8 +1,8 @@
 """`python -m nanoray.bench equivalence`: does every way to share a batch train the same model?
 
 A small GPT, of sizes that divide badly, learns for three steps: in one process, and on all ranks in
-every data-parallel mode, with and without activation checkpointing, and with tensor and pipeline
-parallelism where they divide the ranks. Plain SGD without clipping shows a wrong factor on the
+every data-parallel mode, with and without activation checkpointing, and with context, tensor and
+pipeline parallelism where they divide the ranks. Plain SGD without clipping shows a wrong factor on the
 gradient, which AdamW and clipping hide; two accumulations show whether it depends on them. A loss,
 weight or norm too far from that of one process, or a bit that differs where none may, makes the
 exit code 1.
@@ -63,6 +63,8 @@ EXPERTS = {
     "balance_loss": 0.5,
     "z_loss": 0.1,
 }
+# What an arm's model may have of its own
+SHAPE = ("n_layer", "n_head", "block_size", "positions")
 STEPS = 3
 
 
@@ -148,7 +150,7 @@ def samples_for(ranks: int) -> int:
 
 
 def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, Any]]:
-    """Return the settings of every arm on `ranks` ranks: all modes, tp, pp, and experts."""
+    """Return the settings of every arm on `ranks` ranks: all modes, cp, tp, pp, and experts."""
     # Data parallelism alone, in every mode.
     arms = dict(MODES)
     # Groups of ranks that each hold the whole state, and shard it.
@@ -168,6 +170,20 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, An
                 for mode in ("ddp_by_hand", "zero1", "zero2")
             }
             arms |= {f"pp {pp} × tp 2": {**piped, "tp": 2}} if workers == 2 * pp else {}
+    # Context parallelism: parts of sequences are data ranks, so every mode is one of them, too.
+    for cp in (2, 3, 4):
+        if workers % cp:
+            continue
+        # Two equal parts of a sequence for each rank
+        cut = {"cp": cp, "block_size": 12} if cp == 3 else {"cp": cp}
+        arms |= {f"cp {cp} × {mode}": {**cut, **settings} for mode, settings in MODES.items()}
+        arms[f"cp {cp}, gathered"] = {**cut, "cp_attention": "all_gather"}
+        arms[f"cp {cp}, rotary"] = {**cut, "positions": "rotary", "n_head": 2}
+        if workers == 2 * cp:
+            arms |= {
+                f"cp {cp} × tp 2": {**cut, "tp": 2},
+                f"cp {cp} × pp 2": {**cut, "pp": 2, "n_layer": 4, "dp_mode": "ddp_by_hand"},
+            }
     # Tensor parallelism, likewise.
     for tp in (2, 4):
         if workers == tp:
@@ -358,7 +374,8 @@ def small_gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     def batch(number: int) -> tuple[Tensor, Tensor]:
         step, part = divmod(number, config.grad_accum_steps)
         # The step's samples follow from its number; each rank takes its own part.
-        tokens = torch.randint(0, 65, (samples, 9), generator=torch.Generator().manual_seed(step))
+        size = (samples, config.block_size + 1)
+        tokens = torch.randint(0, 65, size, generator=torch.Generator().manual_seed(step))
         own = tokens[(part * layout.dp + d) * micro :][:micro].to(mesh.device)
         return own[:, :-1].contiguous(), own[:, 1:].contiguous()  # (B, T) each
 
@@ -465,7 +482,7 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
             weights = found.pop("weights")
             if order["alone"]:
                 # One process trains each model once; all layouts of it are compared with that.
-                model = {key: own[key] for key in (*EXPERTS, "n_layer") if key in own}
+                model = {key: own[key] for key in (*EXPERTS, *SHAPE) if key in own}
                 if str(model) not in alone_of:  # the same model, in one process
                     if mesh.rank == 0:
                         of_one = train(single, 1, samples, **settings | model)

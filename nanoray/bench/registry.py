@@ -52,6 +52,12 @@ def load_strategies() -> Benchmark:
     return StrategiesBenchmark()
 
 
+def load_context() -> Benchmark:
+    from nanoray.bench.context import ContextBenchmark
+
+    return ContextBenchmark()
+
+
 def load_pipeline() -> Benchmark:
     from nanoray.bench.pipeline import PipelineBenchmark
 
@@ -156,6 +162,10 @@ BENCHMARKS = {
     "strategies": Entry(
         "DDP, ZeRO and FSDP, with and without activation checkpointing: step time against memory",
         load_strategies,
+    ),
+    "context": Entry(
+        "the memory of a rank against the length of sequences, alone and with context parallelism",
+        load_context,
     ),
     "pipeline": Entry(
         "how long the stages of a pipeline wait under each schedule, and in theory", load_pipeline

@@ -1,11 +1,11 @@
 """`python -m nanoray.bench strategies`: time, memory and communication of each mode.
 
 DDP, DDP by hand, ZeRO-1, ZeRO-2 and FSDP, each with and without activation checkpointing, ZeRO and
-FSDP in two groups of ranks (hybrid sharding), tensor and pipeline parallelism, train one model on
-the same batches; the same model with experts in place of its MLPs is trained with and without
-expert parallelism. Times: every round runs a few steps of each arm in turn, on ranks that hold them
-all, so a slow minute of the machine hits all arms; communication comes from one more step of each
-round, traced. Memory: fresh ranks for every arm, beside what the formulas of
+FSDP in two groups of ranks (hybrid sharding), context, tensor and pipeline parallelism, train one
+model on the same batches; the same model with experts in place of its MLPs is trained with and
+without expert parallelism. Times: every round runs a few steps of each arm in turn, on ranks that
+hold them all, so a slow minute of the machine hits all arms; communication comes from one more step
+of each round, traced. Memory: fresh ranks for every arm, beside what the formulas of
 `nanoray.forecast.memory` and `nanoray.models.costs` say.
 """
 
@@ -62,6 +62,13 @@ HYBRID: dict[str, dict[str, Any]] = {
 EXPERTS = "experts"
 _EXPERTS = {"dp_mode": "ddp_by_hand", "experts": 4}
 AXES: dict[str, dict[str, Any]] = {
+    "cp 2": {"cp": 2},
+    "cp 2 gathered": {"cp": 2, "cp_attention": "all_gather"},
+    "cp 2 zero1": {"cp": 2, "dp_mode": "zero1"},
+    "cp 3": {"cp": 3},
+    "cp 4": {"cp": 4},
+    "cp 2 tp 2": {"cp": 2, "tp": 2},
+    "cp 2 pp 2": {"cp": 2, "pp": 2, "dp_mode": "ddp_by_hand"},
     "tp 2": {"tp": 2},
     "tp 2 sequence": {"tp": 2, "sequence_parallel": True},
     "pp 2": {"dp_mode": "ddp_by_hand", "pp": 2},
@@ -180,7 +187,7 @@ class StrategiesBenchmark(Benchmark):
 
         # Memory, on fresh ranks for every arm
         for arm in arms:
-            report.rows += _memory_rows(where, order | {"arms": {arm: arms[arm]}}, arm)
+            report.rows += memory_rows(where, order | {"arms": {arm: arms[arm]}}, arm)
         _add_targets(report, list(arms))
 
     def format_text(self, report: Report) -> list[str]:
@@ -320,7 +327,7 @@ def _draw_point(axes: Any, report: Report, row: Row) -> None:
     )
 
 
-def _memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Row]:
+def memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Row]:
     """Measure one arm on fresh ranks: what another arm has freed would hide what this one takes."""
     say(f"memory  {arm}")
     try:
@@ -434,7 +441,7 @@ def _base(arm: str) -> str:
 
 
 def _fits(mode: str, model: str, workers: int) -> bool:
-    ranks = math.prod(ARMS[mode].get(axis, 1) for axis in ("tp", "pp", "ep"))
+    ranks = math.prod(ARMS[mode].get(axis, 1) for axis in ("cp", "tp", "pp", "ep"))
     if mode in HYBRID:
         ranks = 2 * ARMS[mode]["replicas"]  # a group of one rank shards nothing
     return workers % ranks == 0 and (model == "gpt" or mode not in AXES)

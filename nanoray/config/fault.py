@@ -28,8 +28,9 @@ class Fault(Group):
     """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from
     another rank's memory, no step is repeated; a restart with NCCL (but see --abort_nccl), an
     --allreduce written by hand, or where no other rank has the lost part of a divided state: see
-    --mirror) | shrink (as in_place, but without a replacement in time fewer ranks, whole replicas
-    of cp*tp*pp*ep, keep the same global batch until one comes) | restart (from a checkpoint)"""
+    --mirror and --replicas) | shrink (as in_place, but without a replacement in time fewer ranks,
+    whole replicas of cp*tp*pp*ep or whole groups of --replicas, keep the same global batch until
+    one comes) | restart (from a checkpoint)"""
 
     abort_nccl: bool = field(False, "fault")
     """recovery in place and shrink over NCCL too, where each rank holds the whole state; ranks wait

@@ -56,7 +56,8 @@ class Mesh(Group):
     """zero1, zero2 and fsdp, on Ray with gloo: auto (another rank, on another node if there are
     several, keeps a copy of each rank's share and does the same updates, so a lost rank is replaced
     with no step repeated; with AdamW on n ranks 12/n bytes more per parameter, fsdp 16/n, and 4/n
-    sent per step) | off (they restart from a checkpoint)"""
+    sent per step; with replicas another group has each share, and nothing is copied) | off (they
+    restart from a checkpoint)"""
 
     # Parts of dp_mode
     fsdp_reshard: Literal["full", "grad_op"] = hidden("full", "dist")
@@ -81,6 +82,11 @@ class Mesh(Group):
     cp: Positive = field(1, "dist")
     """context parallelism: ranks that share every sequence of a gpt, block_size/cp tokens each;
     attention passes keys and values from rank to rank; ranks = dp x cp x tp x pp"""
+
+    cp_attention: Literal["ring", "all_gather"] = field("ring", "dist")
+    """cp: ring (a block of keys and values travels while a rank computes with the one before) |
+    all_gather (all keys and values are gathered first: simple, nothing is hidden, and a rank has
+    the keys of whole sequences for the time of one layer)"""
 
     tp: Positive = field(1, "dist")
     """tensor parallelism: ranks that share each layer of a gpt, by heads, hidden units and tokens;

@@ -118,8 +118,16 @@ def refusal(job: Job, layout: Layout) -> str:
     for name, size in cut_by_tp.items():
         if size % tp:
             return f"tp does not divide {name} = {size}"
-    if job.cuts_sequence(layout) and shape.block_size % tp:
-        return f"sequence_parallel: tp does not divide block_size = {shape.block_size}"
+    cp = layout.cp
+    if cp > 1 and shape.block_size % (2 * cp):
+        return f"2*cp does not divide block_size = {shape.block_size}"
+    first = job.config.seq_warmup_from
+    if cp > 1 and job.config.seq_warmup_steps and first % (2 * cp):
+        return f"2*cp does not divide the {first} tokens with which seq_warmup_steps begins"
+    own = shape.block_size // cp
+    if job.cuts_sequence(layout) and own % tp:
+        of_rank = "block_size/cp" if cp > 1 else "block_size"
+        return f"sequence_parallel: tp does not divide {of_rank} = {own}"
     # Each stage of an interleaved pipeline holds several chunks of layers.
     parts = pp * job.chunks if pp > 1 else 1
     if shape.n_layer % parts:

@@ -340,6 +340,9 @@ def peak_memory(
     `ranks`: that cut one copy of the state.
     """
     layers = max(1, len(units_of(model)))
+    # The ring of an attention is there in its backward, when the layer after it has ended.
+    ring = activations.get("ring", 0)
+    kept = sum(activations.values()) - ring
     in_flight = parts["in_flight"]
     state = sum(parts.values()) - in_flight
 
@@ -354,7 +357,11 @@ def peak_memory(
     if config.dp_mode == "fsdp" or (ranks == 1 and accum == 1):
         growing = parts["gradients"]
     moments = moments_of(config, Sizes.of(model), bucket_mb, in_flight, layers)
-    return at_peak(state, sum(activations.values()), moments, growing, freed)
+    if ring:
+        first_layer = 1 / layers
+        later = [(done, flying + ring) for done, flying in moments if done >= first_layer]
+        moments = [*moments, (first_layer, ring), *later]
+    return at_peak(state, kept, moments, growing, freed)
 
 
 # What there really is.

@@ -16,7 +16,8 @@ block that is there does not hide. That attention is quadratic in T and a pass i
 sequences hide it:
 
     pass       2·B·(T/cp)·C/tp numbers over the link
-    attention  4·B·(T/cp)·(T/cp)·C/tp FLOPs in forward, twice as many in backward
+    attention  2·B·(T/cp)·(T/cp)·C/tp FLOPs in forward, twice as many in backward: of each block
+               a rank attends to half of the pairs. Compute counts all of them, as MFU does
 
 Left out: smaller matrix products are slower ones, so the same share of a device's peak is assumed
 in every layout; ranks are equal; experts get equally many tokens; the messages of a pipeline are
@@ -223,7 +224,7 @@ def _predict_stage(
     optimizer_s = speed.optimizer_s * updated
 
     # The attention to one block of keys and values, beside which the next ones travel.
-    attention = 4 * job.shape.n_embd * job.shape.block_size / layout.cp * tokens
+    attention = 2 * job.shape.n_embd * own_tokens / micro * tokens
     attention_s = {
         "ring_forward": attention / speed.forward_flops,
         "ring_again": attention / speed.forward_flops,

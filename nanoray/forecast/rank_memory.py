@@ -19,7 +19,7 @@ from nanoray.forecast.memory import RankSizes, exchanged, rank_state
 from nanoray.mesh.layout import Layout
 from nanoray.models import resnet_costs
 from nanoray.models.build import kernels_of
-from nanoray.models.costs import Cut, activation_memory, with_kernels
+from nanoray.models.costs import Cut, activation_memory, ring_memory, with_kernels
 from nanoray.models.gpt import ModelShape
 from nanoray.models.resnet import ResNetShape
 from nanoray.parallel.ddp import default_bucket_mb
@@ -89,11 +89,22 @@ def rank_memory(
 def stage_activations(
     config: Config, shape: ModelShape | ResNetShape, batch: Batch, precision: str, stage: int
 ) -> dict[str, int]:
-    """Return the bytes of activations on one stage, for all micro batches whose backward is due."""
+    """Return the bytes of activations on one stage, for all micro batches whose backward is due.
+
+    With cp also those of the ring, which one block's attention takes for a moment.
+    """
     # A ResNet is not cut into stages, so one micro batch is in flight.
     if isinstance(shape, ResNetShape):
         return resnet_costs.activation_memory(shape, batch.micro, precision)
+    parts = _kept_activations(config, shape, batch, precision, stage)
+    ring = ring_memory(shape, batch.micro, precision, kernels_of(config), Cut.of(config))
+    return parts | {"ring": ring} if ring else parts
 
+
+def _kept_activations(
+    config: Config, shape: ModelShape, batch: Batch, precision: str, stage: int
+) -> dict[str, int]:
+    """Return what a stage keeps for backward, of all micro batches whose backward is due."""
     checkpointing = config.activation_checkpointing
     kernels = kernels_of(config)
     cut = Cut.of(config)

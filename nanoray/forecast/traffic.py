@@ -56,17 +56,23 @@ def talks_of(job: Job, layout: Layout, micro: int, stage: int) -> list[Talk]:
     if layout.pp > 1:
         talks += _pipeline_talks(job, layout, stage, accum, tokens)
 
-    # Experts are reduced over fewer ranks than the rest, so their bytes are counted apart.
+    # Experts that ep divides are reduced over fewer ranks than the rest: their bytes count apart.
     dense = 0
     routed = 0
+    in_layers = 0  # of the dense ones
     for tensor in tensors_of(job, layout, stage):
-        if tensor.expert:
+        if tensor.expert and layout.ep > 1:
             routed += 4 * tensor.numel
         else:
             dense += 4 * tensor.numel
+            if tensor.layer is not None:
+                in_layers += 4 * tensor.numel
     mode = job.mode(layout)
     axis = layout.gradient_axes[0]
-    talks += _gradient_talks(job, mode, axis, layout.shard_size, dense, accum)
+    if mode == "fsdp":
+        talks += _fsdp_talks(job, axis, dense, in_layers, accum)
+    else:
+        talks += _gradient_talks(job, mode, axis, layout.shard_size, dense, accum)
     if layout.replicas > 1 and job.config.sync_every:
         talks += _round_talks(job, mode, layout, dense)
     elif layout.replicas > 1:
@@ -78,13 +84,15 @@ def talks_of(job: Job, layout: Layout, micro: int, stage: int) -> list[Talk]:
 
 
 def _context_talks(job: Job, layout: Layout, stage: int, accum: int, tokens: int) -> list[Talk]:
-    """Return what goes round the ring of the ranks that share sequences.
+    """Return what the ranks that share sequences exchange for attention.
 
     `tokens`: of a micro batch, on a rank. A block is the keys and values of these tokens.
     """
     blocks = accum * layers_of(job.shape.n_layer, layout.pp, stage)
     numbers = 2 * tokens * job.shape.n_embd / layout.tp  # of keys and values
     block = (2 if job.half else 4) * numbers
+    if job.config.cp_attention == "all_gather":
+        return _gathered_talks(job, blocks, layout.cp * block)
     gradients = 4 * numbers  # sums in float32
 
     # A block passes all other ranks. Its gradients also return to the rank that it is from.
@@ -96,6 +104,20 @@ def _context_talks(job: Job, layout: Layout, stage: int, accum: int, tokens: int
         Talk("cp", "send", "keys and values, backward", passes, block, "ring_backward"),
         Talk("cp", "send", "their gradients", passes, gradients, "ring_backward"),
         Talk("cp", "send", "their gradients, home", blocks, gradients, "backward"),
+    ]
+    return [talk for talk in talks if talk.times]
+
+
+def _gathered_talks(job: Job, blocks: int, whole: float) -> list[Talk]:
+    """Return the same where all keys and values, `whole` bytes, are gathered before attention.
+
+    They are kept for backward. Activation checkpointing gathers them again.
+    """
+    again = blocks if job.config.activation_checkpointing != "none" else 0
+    talks = [
+        Talk("cp", "all_gather", "keys and values", blocks, whole, "forward"),
+        Talk("cp", "all_gather", "keys and values, again", again, whole, "backward"),
+        Talk("cp", "reduce_scatter", "their gradients", blocks, whole, "backward"),
     ]
     return [talk for talk in talks if talk.times]
 
@@ -247,8 +269,6 @@ def _gradient_talks(
     each = nbytes / buckets
     if mode == "ddp":
         return [Talk(axis, "all_reduce", "gradients", buckets, each, "beside")]
-    if mode == "fsdp":
-        return _fsdp_talks(job, axis, nbytes, accum)
 
     # zero2 keeps only its share of the gradients, so every micro batch sends its own.
     times = buckets * accum if mode == "zero2" else buckets
@@ -271,7 +291,7 @@ def _replica_talks(job: Job, mode: str, layout: Layout, nbytes: int) -> list[Tal
     """
     pieces = job.shape.n_layer + 1 if mode == "fsdp" else _buckets(job, nbytes)
     own_slice = nbytes / pieces / layout.shard_size
-    scatter = Talk("replica", "reduce_scatter", "gradients", pieces, own_slice, "beside")
+    scatter = Talk("replica", "reduce_scatter", "slices of gradients", pieces, own_slice, "beside")
     return [scatter, scatter._replace(op="all_gather")]
 
 
@@ -289,24 +309,29 @@ def _round_talks(job: Job, mode: str, layout: Layout, nbytes: int) -> list[Talk]
     buckets = config.sync_fragments * _buckets(job, fragment)
     # One fragment has no step beside which it could travel.
     when = "once" if config.sync_fragments == 1 else "travels"
-    there = "reduce_scatter"
     each = own / buckets
     if config.sync_bits == 8:
-        there = "all_to_all"
         each *= BYTES_OF_8_BITS / 4
-    moved = Talk("replica", there, "moves of weights", buckets, each, when)
+    moved = Talk("replica", "all_to_all", "moves of weights", buckets, each, when)
     moved = moved._replace(every=config.sync_every)
     return [moved, moved._replace(op="all_gather", what="their means")]
 
 
-def _fsdp_talks(job: Job, axis: str, nbytes: int, accum: int) -> list[Talk]:
-    """Return the gathers and scatters of fsdp, whose units are the layers and the rest."""
+def _fsdp_talks(job: Job, axis: str, nbytes: int, in_layers: int, accum: int) -> list[Talk]:
+    """Return the gathers and scatters of fsdp, whose units are the layers and the rest.
+
+    `in_layers`: the bytes of the layers.
+    """
     units = job.shape.n_layer + 1
     unit = nbytes / units
-    gathered = unit / 2 if job.config.fsdp_gather == "bf16" else unit
-    gather = Talk(axis, "all_gather", "weights", accum * units, gathered, "prefetched")
+    shrinks = 2 if job.config.fsdp_gather == "bf16" else 1
+    gather = Talk(axis, "all_gather", "weights", accum * units, unit / shrinks, "prefetched")
     scatter = Talk(axis, "reduce_scatter", "gradients", units, unit, "beside")
-    if job.config.fsdp_reshard == "full":
-        # Backward gathers again what forward has freed.
-        return [gather, gather._replace(what="weights, again"), scatter]
-    return [gather, scatter]
+    if job.config.fsdp_reshard != "full":
+        return [gather, scatter]
+
+    # Backward gathers again what forward has freed: the layers. The rest is kept until its end.
+    times = accum * job.shape.n_layer
+    layer = in_layers / job.shape.n_layer
+    again = Talk(axis, "all_gather", "weights, again", times, layer / shrinks, "prefetched")
+    return [gather, again, scatter]

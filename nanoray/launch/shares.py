@@ -24,17 +24,25 @@ class Shares:
 
     held: Sequence[tuple[int, ...]] = ()
     mirrored: bool = False
+    # Of hybrid sharding: the slots of each group, which are neighbours
+    groups: Sequence[tuple[int, ...]] = ()
 
     @classmethod
     def of(
-        cls, config: Config, backend: str, members: Sequence[int], local_ranks: Sequence[int]
+        cls,
+        config: Config,
+        backend: str,
+        members: Sequence[int],
+        local_ranks: Sequence[int],
+        workers: int,
     ) -> Shares:
         """Return the shares of a group.
 
-        members: its slots, by rank. local_ranks: each rank's number on its node. With one replica
-        no other rank mirrors a share: its owner is listed for both.
+        members: its slots, by rank. local_ranks: each rank's number on its node. workers: the ranks
+        that the run was started with. With one replica no other rank mirrors a share: its owner is
+        listed for both.
         """
-        layout = Layout.of(config, len(members))
+        layout = Layout.of(config, len(members), workers)
         mirrors = config.mirrors(backend)
         if mirrors:
             pairs = []
@@ -42,10 +50,16 @@ class Shares:
                 owner = mirrored(layout, rank, local_ranks)[1]
                 pairs.append((owner, rank))
             rank_groups: list[tuple[int, ...]] = sorted(pairs)
+        elif config.replicas > 1:
+            rank_groups = layout.groups("replica")
         else:
             rank_groups = layout.groups("edp")
         held = [tuple(members[rank] for rank in ranks) for ranks in rank_groups]
-        return cls(held, mirrors)
+        groups: dict[int, list[int]] = {}
+        if layout.replicas > 1:
+            for rank, slot in enumerate(members):
+                groups.setdefault(layout.coords(rank).replicas, []).append(slot)
+        return cls(held, mirrors, [tuple(slots) for slots in groups.values()])
 
     def lost(self, gone: Collection[int]) -> str:
         """Return a message with the shares that only `gone` slots held; empty if there are none."""
@@ -81,14 +95,21 @@ class Shares:
         """
         # The largest number of replicas that the batch allows. The batch is that of the full group.
         full = Layout.of(config, workers)
-        replica_size = full.replica_ranks * full.ep
+        least = full.least_ranks
         count = 0
-        for replicas in range(len(slots) // replica_size, 0, -1):
-            if saves or batch_for(config, full.dp, replicas * full.ep):
-                count = replicas * replica_size
+        for ranks in range(len(slots) // least * least, 0, -least):
+            if saves or batch_for(config, full.dp, ranks // full.replica_ranks):
+                count = ranks
                 break
-        # Holders of the state first, of these the most advanced: what they hold is not repeated.
-        preferred = sorted(slots, key=lambda slot: (slot not in done, -done.get(slot, 0), slot))
+        # Holders of the state first, of these the most advanced: what they hold is not repeated. Of
+        # equal ones those whose group has lost no rank: neighbours send each other most.
+        broken: set[int] = set()
+        for group in self.groups:
+            if not set(group) <= set(slots):
+                broken.update(group)
+        preferred = sorted(
+            slots, key=lambda slot: (slot not in done, -done.get(slot, 0), slot in broken, slot)
+        )
         return sorted(keep(preferred, count, self.held))
 
 
@@ -99,12 +120,14 @@ def smaller(
 
     before: its size until then. left_out: the slots that could go on and do not.
     """
-    layout = Layout.of(config, len(members))
+    layout = Layout.of(config, len(members), workers)
     size = f"{before} -> {len(members)} rank(s)"
-    if layout.replica_ranks * layout.ep > 1:
+    if layout.replica_ranks * layout.ep > 1 or config.replicas > 1:
         size += f" = {layout}"
     missing = sorted(set(range(workers)) - set(members))
     message = f"{size} with the same global batch, until rank {_listed(missing)} is back"
+    if layout.replicas < config.replicas and layout.replicas == 1:
+        message += "; no other group has its shares now, so a further loss restarts the run"
     if left_out:
         message += f"; rank {_listed(left_out)} has no part in that and ends"
     return message
@@ -112,10 +135,13 @@ def smaller(
 
 def no_replica(config: Config, left: Sequence[int]) -> str:
     """Return a message: why none of the ranks that are left can go on."""
+    sizes = f"{config.cp}*{config.tp}*{config.pp}*{config.ep} = cp*tp*pp*ep"
+    whole = f"replicas of {sizes} ranks"
+    if config.replicas > 1:
+        whole = f"groups of the size that replicas = {config.replicas} gives them"
     return (
-        f"of the {len(left)} rank(s) {_listed(left)} no whole number of replicas of "
-        f"{config.cp}*{config.tp}*{config.pp}*{config.ep} = cp*tp*pp*ep ranks has every share of the "
-        f"state (dp_mode {config.dp_mode}) and divides the global batch"
+        f"of the {len(left)} rank(s) {_listed(left)} no whole number of {whole} has every share of "
+        f"the state (dp_mode {config.dp_mode}) and divides the global batch"
     )
 
 

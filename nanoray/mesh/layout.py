@@ -27,6 +27,7 @@ from math import prod
 from typing import NamedTuple
 
 from nanoray.config import Config
+from nanoray.config.mesh import SHARDS_STATE
 from nanoray.errors import ConfigError
 
 
@@ -75,10 +76,11 @@ class Layout:
             )
 
     @classmethod
-    def of(cls, config: Config, ranks: int) -> Layout:
+    def of(cls, config: Config, ranks: int, slots: int = 0) -> Layout:
         """Return the layout of a run on `ranks` ranks: each data replica takes cp*tp*pp of them.
 
-        Raises ConfigError when they cannot be shared so.
+        slots: the ranks that the run was started with, if it goes on with fewer (0: as many). Raises
+        ConfigError when the ranks cannot be shared so.
         """
         # A replica takes one rank for each part of a sequence, tensor shard and stage; the rest are
         # data replicas.
@@ -95,24 +97,25 @@ class Layout:
                 f"{more} workers (--workers {more}, or torchrun --nproc-per-node {more}), or a "
                 f"{axes} that divides {ranks}"
             )
-        if ranks > share and config.pp > 1 and config.dp_mode == "ddp":
+        # Ranks with other parts of the sequences share gradients as data replicas do.
+        data_ranks = ranks // share * config.cp
+        if data_ranks > 1 and config.pp > 1 and config.dp_mode == "ddp":
+            replicas = f"dp = {ranks // share}"
+            if config.cp > 1:
+                replicas += f" and cp = {config.cp}"
             raise ConfigError(
-                f"dp_mode = ddp with pp = {config.pp} and dp = {ranks // share}: torch's DDP "
+                f"dp_mode = ddp with pp = {config.pp} and {replicas}: torch's DDP "
                 "expects the backward of a micro batch right after its forward, which no schedule "
                 "keeps, and would average wrong gradients without an error; use dp_mode "
                 "ddp_by_hand, zero1 or zero2"
             )
-        # Replicas that rarely communicate are single data ranks, unless the user groups them.
-        replicas = config.replicas
-        if config.sync_every and replicas == 1:
-            replicas = ranks // share
         return cls(
             dp=ranks // share,
             tp=config.tp,
             pp=config.pp,
             ep=config.ep,
             cp=config.cp,
-            replicas=replicas,
+            replicas=_replicas_of(config, ranks // share, (slots or ranks) // share),
         )
 
     def __str__(self) -> str:
@@ -145,6 +148,16 @@ class Layout:
         if self.cp > 1:
             return ("dp_cp",)
         return ("dp",)
+
+    @property
+    def least_ranks(self) -> int:
+        """The ranks that a run which shrinks keeps or drops together.
+
+        That is a replica of the model, and with several groups of replicas one such group.
+        """
+        if self.replicas > 1:
+            return self.world_size // self.replicas
+        return self.replica_ranks * self.ep
 
     def size_of(self, axis: str) -> int:
         """Return the ranks of a group along an axis, also of one that follows from others."""
@@ -192,7 +205,8 @@ class Layout:
 
         Ranks of one group differ in this coordinate only. Along ep, they differ in d within one
         block of ep replicas; along edp, in d by multiples of ep. Along dp_cp they differ in d or c;
-        along shard, too, within one group of replicas; along replica, in the group only.
+        along shard, too, within one group of replicas; along replica, in the group only; along
+        inside, in everything else.
         """
         # Ranks with the same key are one group.
         groups: dict[tuple[int, ...], list[int]] = {}
@@ -200,13 +214,15 @@ class Layout:
             place = self.coords(rank)
             key: tuple[int, ...]
             if axis == "ep":
-                key = (place.dp // self.ep, place.tp, place.pp)
+                key = (place.dp // self.ep, place.cp, place.tp, place.pp)
             elif axis == "edp":
-                key = (place.ep, place.tp, place.pp)
+                key = (place.ep, place.cp, place.tp, place.pp)
             elif axis == "dp_cp":
                 key = (place.tp, place.pp)
             elif axis == "shard":
                 key = (place.replicas, place.tp, place.pp)
+            elif axis == "inside":
+                key = (place.replicas,)
             elif axis == "replica":
                 key = (place.dp % (self.dp // self.replicas), place.cp, place.tp, place.pp)
             else:
@@ -216,9 +232,58 @@ class Layout:
         return [tuple(ranks) for ranks in groups.values()]
 
 
+def _replicas_of(config: Config, dp: int, dp_of_all: int) -> int:
+    """Return the groups that `dp` data ranks make, in a run that was started with `dp_of_all`.
+
+    A group keeps its size: its ranks have no room for more than their shares. Raises ConfigError
+    when the ranks do not make whole groups, or a group shards nothing.
+    """
+    replicas = config.replicas
+    if config.sync_every and replicas == 1:
+        replicas = dp_of_all  # each data rank trains alone, unless the user groups them
+    elif replicas == 1 or dp_of_all % replicas:
+        return replicas  # what does not divide is refused with the other axes
+
+    group = dp_of_all // replicas
+    if dp % group:
+        raise ConfigError(
+            f"{dp} data rank(s) are no whole number of groups of {group}: the run was started with "
+            f"replicas = {replicas} on {dp_of_all} data ranks"
+        )
+    if group * config.cp == 1 and config.dp_mode in SHARDS_STATE:
+        raise ConfigError(
+            f"dp_mode = {config.dp_mode} would be ignored: replicas = {replicas} on {dp_of_all} data "
+            "ranks leaves one rank in each group, which shards nothing; use fewer replicas, or "
+            "dp_mode ddp_by_hand without replicas"
+        )
+    return dp // group
+
+
 def _sizes_above_one(sizes: Config | Layout) -> dict[str, int]:
     """Return cp, tp and pp by name, where a replica has several of their ranks."""
     return {axis: getattr(sizes, axis) for axis in ("cp", "tp", "pp") if getattr(sizes, axis) > 1}
+
+
+def split_groups(layout: Layout, local_ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the groups of replicas whose ranks lie on several nodes, though one has room for them.
+
+    `local_ranks`: each rank's number on its node. Ranks of a node follow each other.
+    """
+    # A node begins where the numbers begin again.
+    node = 0
+    node_of: list[int] = []
+    for rank, number in enumerate(local_ranks):
+        if rank and number <= local_ranks[rank - 1]:
+            node += 1
+        node_of.append(node)
+    most = max(node_of.count(node) for node in node_of)
+
+    split = []
+    for group in layout.groups("shard"):
+        nodes = {node_of[rank] for rank in group}
+        if len(nodes) > 1 and len(group) <= most:
+            split.append(group)
+    return split
 
 
 def mirror_distance(local_ranks: Sequence[int]) -> int:

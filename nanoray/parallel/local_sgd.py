@@ -29,7 +29,7 @@ DiLoCo.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ class Arrived(NamedTuple):
 
     fragment: int
     step: int  # whose weights were averaged
-    mean: Tensor  # flat, in the order of the fragment's shards
+    means: list[Tensor]  # of its shards, in their order
 
 
 class Rounds:
@@ -140,30 +140,39 @@ class Rounds:
         # After a fault nothing is on its way any more.
         if fragment not in self._flight:
             self._send(state, fragment)
-        mean = self._flight.pop(fragment).result()
-        return Arrived(fragment, step, mean)
+        return Arrived(fragment, step, self._flight.pop(fragment).result())
 
 
 class Exchange:
-    """One average of a flat tensor over the replicas, in buckets, in two halves."""
+    """One average of some tensors over the replicas, in buckets, in two halves.
+
+    With 8 bits each tensor begins with a block of its own. So ranks of one replica that hold the
+    same tensor, beside others, round it in the same way.
+    """
 
     def __init__(
-        self, axis: Axis, moved: Tensor, counts: bool, bucket_mb: float, bits: int = 32
+        self, axis: Axis, moved: Sequence[Tensor], counts: bool, bucket_mb: float, bits: int
     ) -> None:
         """Start to send each rank its slices. (all ranks of the axis)
 
-        `moved` becomes the mean. counts: whether this replica's difference is a part of it.
+        counts: whether this replica's differences, `moved`, are a part of the mean.
         """
         self._axis = axis
-        self._mean = moved
+        self._moved = moved
         self._encode, self._decode = _codec(bits)
         self._unit = BLOCK if bits == 8 else 1
+        padded = []
+        for tensor in moved:
+            padded += [tensor.view(-1), tensor.new_zeros(-tensor.numel() % self._unit)]
+        self._flat = torch.cat(padded)  # becomes the mean
         # By bucket: where its mean belongs, and what waits for its slices
         self._arrives: list[tuple[Tensor, Callable[[], Tensor]]] = []
         self._gathers: list[tuple[Tensor, Tensor, Callable[[], None]]] | None = None
 
-        bucket = int((bucket_mb or default_bucket_mb(moved.device)) * 2**18)
-        for part in moved.split(bucket):
+        # Whole blocks in each bucket; 2^18 numbers of 4 bytes are 1 MB.
+        numbers = int((bucket_mb or default_bucket_mb(self._flat.device)) * 2**18)
+        bucket = max(1, numbers // self._unit) * self._unit
+        for part in self._flat.split(bucket):
             # A row for each rank: its slice in whole blocks, and whether this replica counts.
             share = -(-part.numel() // (axis.size * self._unit)) * self._unit
             slices = part.new_zeros(axis.size, share)
@@ -207,13 +216,19 @@ class Exchange:
             gathered = self._axis.start_all_gather(means.view(-1), "rounds")
             self._gathers.append((part, means, gathered))
 
-    def result(self) -> Tensor:
-        """Wait for all means; return the mean difference, flat. (all ranks of the axis)"""
+    def result(self) -> list[Tensor]:
+        """Wait for all means; return those of the tensors. (all ranks of the axis)"""
         self.gather()
         for part, means, gathered in self._gathers or ():
             gathered()
             part.copy_(self._decode(means).view(-1)[: part.numel()])
-        return self._mean
+
+        tensors = []
+        start = 0
+        for moved in self._moved:
+            tensors.append(self._flat[start : start + moved.numel()].view_as(moved))
+            start += moved.numel() + -moved.numel() % self._unit
+        return tensors
 
 
 def _codec(bits: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:

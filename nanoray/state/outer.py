@@ -11,7 +11,7 @@ wants only a model finds one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,6 +54,7 @@ class Outer:
         # The place of this rank in its present group
         self.replica = 0
         self.replicas = 1
+        self.ranks = 1  # that train this replica together
         self.saves = True  # whether it saves its replica's state, or its part of that
 
         # The weights of fragments that are on their way while training goes on
@@ -101,45 +102,41 @@ class Outer:
                 self.sent[shard.piece.name] = shard.param.detach().clone()
 
     @torch.no_grad()
-    def moved(self, shards: Sequence[Shard], fragment: int) -> Tensor:
-        """Return by how much a fragment has moved away from the anchor, flat; a gradient points
-        back.
+    def moved(self, shards: Sequence[Shard], fragment: int) -> list[Tensor]:
+        """Return by how much each shard of a fragment has moved away from the anchor.
+
+        As a gradient it points back: anchor minus weights.
         """
-        parts = []
+        moved = []
         for shard in self.shards_of(shards, fragment):
             name = shard.piece.name
             weights = self.sent.get(name, shard.param.detach())
-            parts.append((self.anchor[name] - weights).view(-1))
-        return torch.cat(parts) if parts else torch.empty(0)
+            moved.append(self.anchor[name] - weights)
+        return moved
 
     @torch.no_grad()
     def update(
         self,
         shards: Sequence[Shard],
         fragment: int,
-        mean: Tensor,
+        means: Sequence[Tensor],
         step: int,
         lr: float,
         decay: float,
     ) -> None:
-        """Move the anchor of a fragment by the mean difference of `step`, and the weights with it.
+        """Move the anchor of a fragment by the mean differences of `step`, and the weights with it.
 
         The update is that of torch.optim.SGD(lr, momentum=decay, nesterov=True), to the bit. Where
         training has gone on since `step`, the weights keep what they have learned meanwhile.
         Nothing communicates, so an exchange is finished as a whole or not at all.
         """
-        start = 0
-        for shard in self.shards_of(shards, fragment):
+        for shard, gradient in zip(self.shards_of(shards, fragment), means, strict=True):
             name = shard.piece.name
-            anchor = self.anchor[name]
-            gradient = mean[start : start + anchor.numel()].view_as(anchor)
-            start += anchor.numel()
-
             if decay:
                 momentum = self.momentum[name]
                 momentum.mul_(decay).add_(gradient)
                 gradient = gradient.add(momentum, alpha=decay)
-            anchor.add_(gradient, alpha=-lr)
+            self.anchor[name].add_(gradient, alpha=-lr)
             self._follow_anchor(shard)
         self.synced[fragment] = step
 
@@ -154,9 +151,18 @@ class Outer:
 
     # To other ranks, and to a checkpoint.
 
-    def tensors(self) -> Tensors:
-        """Return what must be equal on all replicas: the anchor under the parameters' names."""
-        return self.anchor | self._named(OUTER_MOMENTUM, self.momentum)
+    def tensors(self, places: Mapping[str, str] | None = None) -> Tensors:
+        """Return what must be equal on all replicas: the anchor under the parameters' names.
+
+        places: the names to use in their place, where ranks hold different pieces of parameters.
+        """
+        tensors = {}
+        for name, anchor in self.anchor.items():
+            place = places[name] if places else name
+            tensors[place] = anchor
+            if name in self.momentum:
+                tensors[f"{OUTER_MOMENTUM}.{place}"] = self.momentum[name]
+        return tensors
 
     def packed(self, shards: Sequence[Shard], step: int) -> Tensors:
         """Return the momentum, and this replica's weights, as tensors beside the optimizer's.
@@ -224,16 +230,23 @@ class Outer:
             self.synced[fragment] = synced
 
     @contextmanager
-    def in_model(self, shards: Sequence[Shard], step: int) -> Iterator[None]:
-        """Let the parameters have the anchor inside, and the replica's weights again afterwards."""
+    def in_model(
+        self, shards: Sequence[Shard], step: int, changed: Callable[[], None]
+    ) -> Iterator[None]:
+        """Let the parameters have the anchor inside, and the replica's weights again afterwards.
+
+        `changed` is called after each change, and sends shards to ranks that hold whole weights.
+        """
         if self.at_anchor(step):
             yield
             return
         self._exchange(shards)
+        changed()
         try:
             yield
         finally:
             self._exchange(shards)
+            changed()
 
     @torch.no_grad()
     def _exchange(self, shards: Sequence[Shard]) -> None:

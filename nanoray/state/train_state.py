@@ -200,6 +200,8 @@ class TrainState:
         self.shards = whole_shards(model)
         self.sharded = False
         self.weights: list[Shard] | None = None  # of this rank, where no rank has all weights
+        # Groups of ranks that each hold the whole of a sharded state: several in hybrid sharding
+        self.copies = 1
         self.frozen: list[Shard] = []  # of frozen weights, where a group of ranks cuts them
         self.mirror: Holding | None = None  # another rank's share, updated from the same gradients
 
@@ -223,11 +225,12 @@ class TrainState:
         mirror: Holding | None,
         sharded: bool,
         weights: list[Shard] | None = None,
+        copies: int = 1,
     ) -> None:
         """Replace the shards and their optimizers.
 
         sharded: other ranks have the optimizer state of other shards. weights: the parts of the
-        model's weights that this rank holds; None: all.
+        model's weights that this rank holds; None: all. copies: groups that each hold all shards.
         """
         groups = self._changed_groups()
         self.shards = own.shards
@@ -236,6 +239,7 @@ class TrainState:
         self.mirror = mirror
         self.sharded = sharded
         self.weights = weights
+        self.copies = copies
         for optimizer in self.optimizers:
             load_groups(optimizer, groups)
 
@@ -362,16 +366,20 @@ class TrainState:
     def tensors(self) -> dict[str, Tensor]:
         """Return, in one order on all ranks, the live tensors that must be equal on all replicas.
 
-        Of a model that is cut, these are the pieces that other ranks hold as well, named by their
-        places, and not all ranks have the same ones.
+        Of a model that is cut, and with several groups of hybrid sharding, these are also the
+        pieces that other ranks hold as well, named by their places, and not all ranks have the same
+        ones.
         """
         tensors: dict[str, Tensor] = {}
         if self.outer is not None:
-            return self.outer.tensors()
-        if is_cut(self.model):
-            tensors = self._shared_tensors()
-        elif not self.shards_weights:
+            places = None
+            if self.sharded:
+                places = {shard.piece.name: shard.piece.place for shard in self.shards}
+            return self.outer.tensors(places)
+        if not is_cut(self.model) and not self.shards_weights:
             tensors = {name: p.detach() for name, p in self.model.named_parameters()}
+        if is_cut(self.model) or self.copies > 1:
+            tensors |= self._shared_tensors()
         tensors |= self.buffers
 
         # An optimizer creates its state in the order of the gradients, which may differ.
@@ -595,11 +603,14 @@ class TrainState:
         self.memory.copy_(own)
         return True
 
-    def global_weights(self) -> AbstractContextManager[None]:
-        """Let the model have the weights inside that a checkpoint would contain."""
+    def global_weights(self, changed: Callable[[], None]) -> AbstractContextManager[None]:
+        """Let the model have the weights inside that a checkpoint would contain. (all ranks)
+
+        `changed` is called after shards have changed, and sends them to the ranks that need them.
+        """
         if self.outer is None:
             return nullcontext()
-        return self.outer.in_model(self.shards, self.step)
+        return self.outer.in_model(self.shards, self.step, changed)
 
     def replica_values(self) -> dict[str, Tensor]:
         """Return what only this rank's replica has of a state, besides tensors of parameters."""
@@ -726,14 +737,6 @@ class TrainState:
         assert self.outer is not None
         _, of_replica = without_outer(packed.optimizer)
         self.outer.follow(self.shards, packed.model, of_replica, packed.meta["outer"])
-        values = dict(packed.meta["scalars"])
-        del values["step"], values["samples"]
-        self.scalars = Scalars(**values)
-
-    def join_round(self) -> None:
-        """Count in the average of the replicas from the next round on: this one began elsewhere."""
-        if self.outer is not None:
-            self.outer.joined = self.step
 
     def rewind(self, saved: StateDict, samples: int) -> None:
         """Go back to `saved` and continue with the data from `samples`. Clock and guards keep their
@@ -755,23 +758,17 @@ def share(state: TrainState, mesh: Mesh, source: int) -> None:
 
     Nothing is read from disk. Afterwards every rank has the source's parameters, optimizer, scaler,
     guards, scalars and session. Where weights or optimizer state are sharded, each rank keeps its
-    own. So does a replica that rarely communicates: it takes over finished rounds only.
+    own. Of replicas that rarely communicate only those take it over that are not `whole`.
     """
     packed, session = fetch(state, mesh, source)
-    if mesh.rank != source:
-        if state.outer is not None and state.whole:
-            state.follow(packed)
-        else:
-            state.load(packed, optimizer=not state.sharded)
-            state.join_round()
+    # A replica that rarely communicates keeps its own weights, unless it is to be healed.
+    keeps_own = state.outer is not None and state.whole
+    if mesh.rank != source and not keeps_own:
+        state.load(packed, optimizer=not state.sharded)
+        if state.outer is not None:
+            state.outer.joined = state.step
     state.session = session
     state.whole = True
-    if state.outer is not None:
-        # Where all that had begun a round are lost, the source stands for them.
-        of_ranks = mesh.all_gather(state.outer.counting)
-        has_all = all(any(of_fragment) for of_fragment in zip(*of_ranks, strict=True))
-        if mesh.rank == source and not has_all:
-            state.outer.stand_in()
 
 
 def fetch(

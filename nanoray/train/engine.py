@@ -122,6 +122,8 @@ class Engine:
         # its update and its record.
         self.phase("init")
         set_mode(state.optimizers, "train")
+        if rounds:
+            par.send_weights()
         self.warm_up()
         if state.step >= self.front:
             if rounds:
@@ -349,18 +351,20 @@ class Engine:
 
         It can be interrupted anywhere and called again.
         """
+        state = self.state
         assert self.par.rounds
-        assert self.state.outer
-        for fragment, step, mean in self.par.rounds.meet(self.state):
-            # Nothing communicates here, so all replicas move their anchors by the same bits.
-            self.state.outer.update(
-                self.state.shards,
-                fragment,
-                mean,
-                step,
-                self.cfg.outer_lr,
-                self.cfg.outer_momentum,
-            )
+        assert state.outer
+        lr = self.cfg.outer_lr
+        momentum = self.cfg.outer_momentum
+        has_changed = False
+        for fragment, step, means in self.par.rounds.meet(state):
+            # Nothing communicates here, so all replicas move their anchors by the same bits. But
+            # weights of the inner step may be on their way to the ranks of this replica.
+            self.par.settle()
+            state.outer.update(state.shards, fragment, means, step, lr, momentum)
+            has_changed = True
+        if has_changed:
+            self.par.send_weights()
 
     def agree_on_bad_step(self, own: Sequence[BadStep]) -> BadStep | None:
         """Return the earliest step since the last meeting that was bad on any replica. (all ranks)
@@ -439,6 +443,8 @@ class Engine:
         # Until mirrors have gone back, too, no lost rank's share may be taken from one.
         state.whole = state.mirror is None
         state.rewind(saved, state.samples + self.batch.global_size)
+        if self.par.rounds:
+            self.par.send_weights()
         set_mode(state.optimizers, "train")
         copy_to_mirror(state, self.mesh)
         state.whole = True
@@ -514,7 +520,7 @@ class Engine:
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss of the newest step, and its other scores. (all ranks)"""
         state = self.state
-        with evaluated_weights(state.optimizers), state.global_weights():
+        with evaluated_weights(state.optimizers), state.global_weights(self.par.send_weights):
             scores = evaluate(
                 self.mesh,
                 self.par,

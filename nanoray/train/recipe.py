@@ -32,7 +32,7 @@ from nanoray.devices.peaks import peak_flops
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.faults.plan import Injector
 from nanoray.faults.progress import UNKNOWN, ProgressFile
-from nanoray.mesh.layout import Layout, mirrored
+from nanoray.mesh.layout import Layout, mirrored, split_groups
 from nanoray.mesh.mesh import Mesh, join
 from nanoray.mesh.pieces import whole_shards
 from nanoray.mesh.rendezvous import Order, Rendezvous
@@ -70,6 +70,7 @@ from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import Guards
 from nanoray.train.hardware import compare_hardware, this_device
 from nanoray.train.mirror import copy_to_mirror, recover
+from nanoray.train.rounds import rejoin
 from nanoray.train.saving import read_checkpoint
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
 from nanoray.train.watch.instruments import Watch
@@ -267,6 +268,7 @@ class Recipe:
         self.state = TrainState(model, task.optimizer(model, None), self.scaler, self.guards)
         self.state.schedule = task.schedule
         self.data = self.task.data(mesh.device)
+        self._front = 0  # see Engine
 
         # Whatever observes.
         self.observers = Observers(spec, watchers)
@@ -300,7 +302,7 @@ class Recipe:
     def batch_for(self, mesh: Mesh) -> Batch:
         """Return how the group's ranks share the global batch, whose size is fixed."""
         data_ranks_of_all_slots = Layout.of(self._cfg, mesh.slots).dp
-        data_ranks = Layout.of(self._cfg, mesh.world_size).dp
+        data_ranks = Layout.of(self._cfg, mesh.world_size, mesh.slots).dp
         batch = batch_for(self._cfg, data_ranks_of_all_slots, data_ranks)
         # None for a group that forms only to save: it does no step.
         return batch or resolve_batch(self._cfg, data_ranks_of_all_slots)
@@ -342,6 +344,7 @@ class Recipe:
         assert self.state.outer
         self.state.outer.replica = par.rounds.replica
         self.state.outer.replicas = par.rounds.replicas
+        self.state.outer.ranks = par.replica_axis.size
         self.state.outer.saves = self.state.sharded or par.data.index == 0
 
     def resumed(self, group: Group) -> Plan:
@@ -377,8 +380,10 @@ class Recipe:
             weights = whole_shards(self.model) if par.weights is None else par.weights
             recover(state, mesh, source, holdings, self._cfg.grad_clip, weights)
             self.hold(par, holdings)
-        else:
+        elif par.rounds:
             self.begin_rounds(par)
+            self._front = rejoin(state, mesh, source)
+        else:
             share(state, mesh, source)
         if group.strays:
             self.guards.count_healed(len(group.strays))
@@ -415,6 +420,17 @@ class Recipe:
         if self._mirrors:
             layout = Layout.of(self._cfg, mesh.world_size)
             distance, owner = mirrored(layout, mesh.rank, mesh.all_gather(mesh.local_rank))
+
+        # Hybrid sharding sends most within a group, which should be a node.
+        if self._cfg.replicas > 1:
+            layout = Layout.of(self._cfg, mesh.world_size, mesh.slots)
+            split = split_groups(layout, mesh.all_gather(mesh.local_rank))
+            if split:
+                self.observers.note(
+                    f"note    replicas = {self._cfg.replicas}: the group of ranks "
+                    f"{', '.join(map(str, split[0]))} lies on several nodes, and sends all gradients "
+                    "and weights between them; let the ranks of a group divide those of a node"
+                )
 
         accum = self.batch_for(mesh).accum
         loss = self.loss_on(mesh)
@@ -466,7 +482,7 @@ class Recipe:
     def hold(self, par: Plan, holdings: Sequence[Holding]) -> None:
         """Make these holdings the state of this rank."""
         mirror = holdings[1] if len(holdings) > 1 else None
-        self.state.hold(holdings[0], mirror, par.shards is not None, par.weights)
+        self.state.hold(holdings[0], mirror, par.shards is not None, par.weights, par.copies)
 
     def wire(self, group: Group, par: Plan) -> Engine:
         """Connect the parts of an engine, now that `state` holds the state of the run. (all ranks)"""
@@ -484,7 +500,8 @@ class Recipe:
         batch = self.batch_for(mesh)
         if isinstance(self.data, OwnData):
             self.data.divide(batch, par.data_rank)
-        batches = self.batches(self.data, batch, par.data_rank, self._length_of_samples())
+        lengths = self._length_of_samples()
+        batches = self.batches(self.data, batch, par.data_rank, lengths, par.part)
         workload = self._workload(mesh)
         watch = self._watch(group, par, batches, workload)
         log.info("built the model")
@@ -505,14 +522,8 @@ class Recipe:
             watch=watch,
             wanted=self._wanted,
             regrouped=group.source is not None,
-            front=self._front(group, par),
+            front=self._front,
         )
-
-    def _front(self, group: Group, par: Plan) -> int:
-        """Return the step up to which replicas behind must train before they meet. (all ranks)"""
-        if par.rounds is None or group.source is None:
-            return 0
-        return group.mesh.broadcast(self.state.step, group.source)
 
     def _watch(self, group: Group, par: Plan, batches: MicroBatches, workload: Workload) -> Watch:
         """List the instruments of this run; those that are off are left out. (all ranks)"""
@@ -581,9 +592,10 @@ class Recipe:
     def whole_model(self, spec: RunSpec) -> nn.Module:
         """Return the model with all weights. (rank 0 only)
 
-        Where no rank has all of them they are read from the newest checkpoint.
+        Where no rank has all of them they are read from the newest checkpoint. So are they where
+        the layers of the model attend to keys of other ranks.
         """
-        if not self.state.shards_weights:
+        if not self.state.shards_weights and self._cfg.cp == 1:
             return self.model
         newest, _ = newest_valid(spec.checkpoints)
         assert newest, "a run saves before it ends"

@@ -147,16 +147,13 @@ class Simulation:
 
     def _apply(self, fragment: int, sent_at: int) -> None:
         counting = [r for r in self.replicas if r.joined <= self.synced[fragment]]
-        names = self.fragments[fragment]
-        differences = []
-        for replica in counting:
-            parts = [(self.anchor[name].detach() - replica.sent[name]).flatten() for name in names]
-            differences.append(self._rounded(torch.cat(parts)))
-        mean = self._rounded(sum(differences[1:], differences[0]) / len(differences))
-        for name, part in zip(
-            names, mean.split([self.anchor[n].numel() for n in names]), strict=True
-        ):
-            self.anchor[name].grad = part.view_as(self.anchor[name]).clone()
+        for name in self.fragments[fragment]:
+            anchor = self.anchor[name]
+            differences = []
+            for replica in counting:
+                differences.append(self._rounded(anchor.detach() - replica.sent[name]))
+            mean = sum(differences[1:], differences[0]) / len(differences)
+            anchor.grad = self._rounded(mean)
         # Only the parameters of this fragment have a gradient.
         self.outer.step()
         self.outer.zero_grad(set_to_none=True)
@@ -169,13 +166,16 @@ class Simulation:
                 else:
                     replica.weights[name].add_(self.anchor[name].detach() - sent)
 
-    def _rounded(self, flat: Tensor) -> Tensor:
-        """Return what 8 bits leave of a flat tensor: each 1024 numbers are multiples of one scale."""
+    def _rounded(self, tensor: Tensor) -> Tensor:
+        """Return what 8 bits leave of a tensor: each 1024 numbers are multiples of one scale."""
         if self.config.sync_bits == 32:
-            return flat
-        padded = torch.zeros(-(-flat.numel() // 1024) * 1024)
-        padded[: flat.numel()] = flat
-        blocks = padded.view(-1, 1024)
-        scales = blocks.abs().max(dim=1, keepdim=True).values / 127
-        scales[scales == 0] = 1.0
-        return (torch.round(blocks / scales) * scales).flatten()[: flat.numel()]
+            return tensor
+        rounded = torch.empty_like(tensor)
+        for numbers, out in zip(
+            tensor.flatten().split(1024), rounded.view(-1).split(1024), strict=True
+        ):
+            scale = numbers.abs().max() / 127
+            out.zero_()
+            if scale > 0:
+                out.copy_(torch.round(numbers / scale) * scale)
+        return rounded

@@ -112,6 +112,7 @@ def exercise(number: int) -> tuple[str, list[str]]:
         (5, 0, 0, "1,836.5 MiB per rank"),
         (6, 3, 2, "tp = 3 must divide"),
         (7, 0, 0, "8 % by the schedule"),
+        (9, 3, 2, "use block_size 36"),
     ],
 )  # fmt: skip
 def test_an_exercise_has_the_solution_that_it_shows(
@@ -143,7 +144,7 @@ def test_the_last_exercise_trains_in_four_dimensions(cached: None, tmp_path: Pat
 
 
 def test_each_lesson_is_short_and_has_an_exercise_with_a_solution() -> None:
-    assert [int(lesson.name[0]) for lesson in LESSONS] == list(range(1, 9))
+    assert [int(lesson.name[0]) for lesson in LESSONS] == list(range(1, 10))
     contents = (COURSE / "README.md").read_text(encoding="utf-8")
     for lesson in LESSONS:
         text = lesson.read_text(encoding="utf-8")

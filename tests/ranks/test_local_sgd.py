@@ -262,19 +262,15 @@ def no_nesterov(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_layers(patch: pytest.MonkeyPatch) -> None:
-    """A fragment's mean is applied to the layers of the next one."""
+    """The means of a fragment are applied to its layers in another order, where shapes allow it."""
     update = Outer.update
 
-    def shifted(self: Outer, shards: Any, fragment: int, mean: torch.Tensor, *args: Any) -> None:
-        right = self._fragments
-        self._fragments = [[*names[1:], names[0]] for names in right]
-        flat = torch.cat([mean, mean])
-        self.shards_of = lambda shards, f: [  # type: ignore[method-assign]
-            next(s for s in shards if s.piece.name == name) for name in self._fragments[f]
-        ]
-        update(self, shards, fragment, flat, *args)
-        del self.shards_of
-        self._fragments = right
+    def shifted(self: Outer, shards: Any, fragment: int, means: Any, *args: Any) -> None:
+        by_shape: dict[Any, list[torch.Tensor]] = {}
+        for mean in means:
+            by_shape.setdefault(mean.shape, []).append(mean)
+        reverse = [by_shape[mean.shape].pop() for mean in means]
+        update(self, shards, fragment, reverse, *args)
 
     patch.setattr(Outer, "update", shifted)
 
@@ -294,7 +290,7 @@ def wrong_scale(patch: pytest.MonkeyPatch) -> None:
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], dict[str, Any]]] = {
     "stale anchor": (stale_anchor, {}),
     "momentum forgotten": (no_nesterov, {}),
-    "wrong layers": (wrong_layers, {"sync_fragments": 2}),
+    "wrong layers": (wrong_layers, {"sync_fragments": 2, "n_layer": 4}),
     "scale of another block": (wrong_scale, {"sync_bits": 8, "bucket_mb": 0.0}),
 }
 

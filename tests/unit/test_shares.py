@@ -46,7 +46,7 @@ def test_after_any_two_losses_what_is_left_goes_on_or_says_what_is_lost(
         for lost in (first, second):
             if lost not in members:  # it was left out
                 continue
-            shares = Shares.of(cfg, "gloo", members, members)
+            shares = Shares.of(cfg, "gloo", members, members, workers)
             left = [slot for slot in members if slot != lost]
             slots = shares.whole_replicas(cfg, workers, left, dict.fromkeys(left, 7))
             assert len(slots) == len(left) // size * size
@@ -68,7 +68,7 @@ def test_two_ranks_that_are_lost_together(axes: dict[str, Any]) -> None:
     cfg = config(**axes)
     size = cfg.tp * cfg.pp * cfg.ep
     workers = 4 * size
-    shares = Shares.of(cfg, "gloo", range(workers), range(workers))
+    shares = Shares.of(cfg, "gloo", range(workers), range(workers), workers)
     gone = [pair for pair in itertools.combinations(range(workers), 2) if shares.lost(pair)]
     assert len(gone) == workers, "each rank with its mirror"
     for pair in itertools.combinations(range(workers), 2):
@@ -87,7 +87,7 @@ def test_two_ranks_that_are_lost_together(axes: dict[str, Any]) -> None:
 )
 def test_how_many_ranks_go_on(workers: int, batch: int, sizes: dict[int, int]) -> None:
     cfg = config(tp=2, global_batch_size=batch)
-    shares = Shares.of(cfg, "gloo", range(workers), range(workers))
+    shares = Shares.of(cfg, "gloo", range(workers), range(workers), workers)
     for left, size in sizes.items():
         assert (
             len(shares.whole_replicas(cfg, workers, range(left), dict.fromkeys(range(left), 0)))
@@ -100,7 +100,7 @@ def test_ranks_that_only_save_need_not_share_the_batch() -> None:
     write it.
     """
     cfg = config(dp_mode="zero1", global_batch_size=9)
-    shares, done = Shares.of(cfg, "gloo", range(3), range(3)), {0: 5, 2: 5}
+    shares, done = Shares.of(cfg, "gloo", range(3), range(3), 3), {0: 5, 2: 5}
     assert shares.whole_replicas(cfg, 3, [0, 2], done) == [] != shares.held
     assert shares.whole_replicas(cfg, 3, [0, 2], done, saves=True) == [0, 2]
 
@@ -110,8 +110,51 @@ def test_what_a_new_process_in_a_lost_slot_does_not_hold() -> None:
     would hold nothing.
     """
     cfg = config(tp=2)
-    shares = Shares.of(cfg, "gloo", range(4), range(4))
+    shares = Shares.of(cfg, "gloo", range(4), range(4), 4)
     assert shares.whole_replicas(cfg, 4, [0, 1, 3], {0: 5, 3: 5}) == [0, 3]
+
+
+GROUPS: list[dict[str, Any]] = [
+    {"dp_mode": "zero1", "replicas": 2},
+    {"dp_mode": "fsdp", "replicas": 2, "tp": 2},
+    {"dp_mode": "zero2", "replicas": 3},
+]
+
+
+@pytest.mark.parametrize("axes", GROUPS, ids=str)
+def test_groups_that_hold_the_same_are_dropped_as_a_whole(axes: dict[str, Any]) -> None:
+    """A share is lost with all ranks that hold it, one in each group; a smaller run keeps the size
+    of the groups, and prefers those that have lost no rank.
+    """
+    cfg = config(**axes, global_batch_size=24)
+    group = 2 * cfg.tp
+    workers = cfg.replicas * group
+    shares = Shares.of(cfg, "gloo", range(workers), range(workers), workers)
+    assert len(shares.held) == group
+    for pair in itertools.combinations(range(workers), 2):
+        first, second = pair
+        are_twins = first % group == second % group
+        assert bool(shares.lost(pair)) == (are_twins and cfg.replicas == 2), pair
+        if shares.lost(pair):
+            assert shares.lost(pair) == (
+                f"shares of the state are lost with all that held them: ranks {first}, {second}"
+            )
+            continue
+
+        # What goes on has each share, in groups of the size that there was.
+        left = [slot for slot in range(workers) if slot not in pair]
+        slots = shares.whole_replicas(cfg, workers, left, dict.fromkeys(left, 7))
+        assert len(slots) == len(left) // group * group
+        assert not shares.lost({*range(workers)} - {*slots})
+        untouched = {
+            slot for slot in left if slot // group not in (first // group, second // group)
+        }
+        assert untouched <= {*slots} or not slots
+
+        # A group that is left alone has no twins: each of its ranks is needed.
+        if len(slots) == group:
+            again = Shares.of(cfg, "gloo", slots, range(group), workers)
+            assert all(again.lost([slot]) for slot in slots)
 
 
 def test_slots_that_hold_what_no_other_does_are_kept() -> None:
@@ -134,6 +177,14 @@ def test_what_is_said() -> None:
     assert (
         smaller(config(), 3, [1, 2], [], 3)
         == "3 -> 2 rank(s) with the same global batch, until rank 0 is back"
+    )
+    groups = config(dp_mode="fsdp", replicas=2)
+    assert smaller(groups, 4, [2, 3], [0], 4) == (
+        "4 -> 2 rank(s) = dp 2 with the same global batch, until rank 0, 1 is back; no other group "
+        "has its shares now, so a further loss restarts the run; rank 0 has no part in that and ends"
+    )
+    assert "no whole number of groups of the size that replicas = 2 gives them has every share" in (
+        no_replica(groups, [0])
     )
     assert no_replica(cut, [0, 5]).startswith(
         "of the 2 rank(s) 0, 5 no whole number of replicas of 1*2*2*1 = cp*tp*pp*ep"

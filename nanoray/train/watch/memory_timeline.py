@@ -389,7 +389,9 @@ def predicted(spec: RunSpec, mesh: Mesh, par: Plan, batch: Batch) -> dict[str, i
     if isinstance(shape, OwnShape):
         return {}
     bucket_mb = cfg.bucket_mb or default_bucket_mb(mesh.device)
-    layout = Layout.of(cfg, mesh.world_size)
+    # A group that has shrunk has fewer groups of replicas than its configuration.
+    layout = Layout.of(cfg, mesh.world_size, mesh.slots)
+    cfg = cfg.model_copy(update={"replicas": layout.replicas})
     shared_by = layout.shard_size
     parts = model_memory(
         cfg, par.model, shared_by, batch.accum, bucket_mb, par.mirror_shards is not None
