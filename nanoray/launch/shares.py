@@ -50,6 +50,8 @@ class Shares:
                 owner = mirrored(layout, rank, local_ranks)[1]
                 pairs.append((owner, rank))
             rank_groups: list[tuple[int, ...]] = sorted(pairs)
+        elif config.sync_every and not config.sharded:
+            rank_groups = [tuple(range(len(members)))]  # any replica can start a lost one anew
         elif config.replicas > 1:
             rank_groups = layout.groups("replica")
         else:

@@ -70,6 +70,8 @@ def refuse(run: Past, steps: range) -> None:
             what = f"model = {config['model']}"
         elif group["ranks"] > 1:
             cut = [f"{axis} = {config[axis]}" for axis in ("tp", "pp", "ep") if config[axis] > 1]
+            if config.get("sync_every"):
+                cut.append(f"sync_every = {config['sync_every']}")
             if config["grad_compress"] != "none":
                 cut.append(f"grad_compress = {config['grad_compress']}")
             if config["fsdp_gather"] != "fp32":

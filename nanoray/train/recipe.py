@@ -382,6 +382,8 @@ class Recipe:
             self.hold(par, holdings)
         elif par.rounds:
             self.begin_rounds(par)
+            if mesh.rank in group.strays:
+                state.whole = False
             self._front = rejoin(state, mesh, source)
         else:
             share(state, mesh, source)

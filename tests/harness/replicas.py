@@ -132,10 +132,11 @@ class Simulation:
             offset = number * every // len(self.fragments)
             # What was sent is applied after it has travelled, or at the end of all.
             for sent_at in range(max(0, self.step - travels), self.step):
-                due = sent_at > self.synced[number] and (sent_at - offset) % every == 0
+                due = sent_at >= offset and (sent_at - offset) % every == 0
+                due = due and sent_at > self.synced[number]
                 if due and (self.step - sent_at == travels or last):
                     self._apply(number, sent_at)
-            if last or (self.step > offset and (self.step - offset) % every == 0):
+            if last or (self.step >= offset and (self.step - offset) % every == 0):
                 self._send(number)
                 if travels == 0 or last:
                     self._apply(number, self.step)
