@@ -50,9 +50,10 @@ from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
 from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Report, Row, aligned, markdown, number, say
 from nanoray.bench.harness.thin_links import Speed, ThinLinks, environment_of, why_not
-from nanoray.config import Config, load_config
+from nanoray.config import Config, load_config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError, TrainingDiverged
+from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec
 
@@ -212,6 +213,7 @@ class RarelyBenchmark(Benchmark):
             except RankFailed as error:
                 report.failures.append(str(error))
             add_loss_rows(report, curves)
+            add_formula_rows(report, arms, recipe, args.workers)
 
             times: dict[tuple[str, str], float] = {}
             if speeds and not reason:
@@ -462,6 +464,25 @@ def add_loss_rows(report: Report, curves: Mapping[str, Sequence[Curve]]) -> None
             pairs = zip(losses, base.values, strict=False)
             off = tuple(own - of_ddp for own, of_ddp in pairs)
             report.rows.append(Row(arm, OFF, "nat", off, "paired by seed"))
+
+
+def add_formula_rows(
+    report: Report, arms: Sequence[str], recipe: Mapping[str, Any], ranks: int
+) -> None:
+    """Add the bytes that a rank sends in a step by the forecast, where it has a prediction."""
+    from nanoray.forecast.scale import job_of
+    from nanoray.forecast.traffic import talks_of
+
+    for arm in arms:
+        config = configuration(recipe, ARMS[arm])
+        if config.grad_compress != "none":
+            continue
+        layout = Layout.of(config, ranks)
+        batch = resolve_batch(config, layout.dp)
+        job = job_of(config, prepare(config).vocab_size, batch.global_size, on_gpus=False)
+        talks = talks_of(job, layout, batch.micro, layout.pp - 1)
+        sent = sum(talk.sent(layout.size_of(talk.axis)) for talk in talks)
+        report.rows.append(Row(arm, SENT_FORMULA, "kB", (sent / 1e3,), "without headers"))
 
 
 # Time and bytes on thin links.

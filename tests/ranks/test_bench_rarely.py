@@ -22,6 +22,7 @@ from nanoray.bench.rarely import (
     LOSS,
     OFF,
     SENT,
+    SENT_FORMULA,
     STEP,
     Rates,
     finding,
@@ -109,8 +110,10 @@ def test_an_arm_is_timed_while_its_links_get_thinner(tmp_path: Path) -> None:
         assert sent
         assert step.n == rarely.WINDOWS
         # Two ranks: half of the gradients there, and half of the sums back; and some headers.
-        formula_kb = 4 * count / 1e3
-        assert formula_kb <= sent.median < 1.25 * formula_kb
+        formula = report.row(DDP, SENT_FORMULA)
+        assert formula
+        assert formula.values == (pytest.approx(4 * count / 1e3),)
+        assert formula.median <= sent.median < 1.25 * formula.median
     assert report.row(DDP, f"{IN_TIME}, 5 ms / 50 Mbit/s")
 
 
