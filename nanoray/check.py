@@ -126,7 +126,7 @@ def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
 def _placement(config: Config, slots: Slots) -> str:
     """Describe the number and kind of slots, and the mesh where it has more than one axis."""
     choice = f"{slots.workers} × {slots.kind}"
-    if config.replica_ranks * config.ep > 1:
+    if config.replica_ranks * config.ep * config.replicas > 1:
         choice += f" = {Layout.of(config, slots.workers)}"
     return choice
 

@@ -76,6 +76,12 @@ class EquivalenceBenchmark(Benchmark):
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
         add_where_flags(parser)
+        parser.add_argument(
+            "--only",
+            metavar="WORD",
+            default="",
+            help="arms whose names contain it, such as replicas or fsdp [all arms]",
+        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train every arm in every case and fill the report."""
@@ -87,7 +93,13 @@ class EquivalenceBenchmark(Benchmark):
                 "batches must divide "
                 "by the ranks; use --workers 2 to 7"
             )
-        arms = arms_for(where.workers, checkpointing=not args.quick)
+        every_arm = arms_for(where.workers, checkpointing=not args.quick)
+        arms = {arm: own for arm, own in every_arm.items() if args.only in arm}
+        if not arms:
+            raise ConfigError(
+                f"only = {args.only}: none of the arms at {where.workers} ranks; they are "
+                f"{', '.join(every_arm)}"
+            )
         with RankPool(where) as pool:
             describe(report, pool)
             # A tiny model whose sizes divide badly: padding and uneven slices are part of what is

@@ -58,6 +58,12 @@ def load_context() -> Benchmark:
     return ContextBenchmark()
 
 
+def load_hybrid() -> Benchmark:
+    from nanoray.bench.hybrid import HybridBenchmark
+
+    return HybridBenchmark()
+
+
 def load_pipeline() -> Benchmark:
     from nanoray.bench.pipeline import PipelineBenchmark
 
@@ -166,6 +172,11 @@ BENCHMARKS = {
     "context": Entry(
         "the memory of a rank against the length of sequences, alone and with context parallelism",
         load_context,
+    ),
+    "hybrid": Entry(
+        "a state sharded over all ranks or in each of two nodes, on slow links between them",
+        load_hybrid,
+        in_all=False,
     ),
     "pipeline": Entry(
         "how long the stages of a pipeline wait under each schedule, and in theory", load_pipeline

@@ -71,7 +71,6 @@ AXES: dict[str, dict[str, Any]] = {
     "cp 2": {"cp": 2},
     "cp 2 gathered": {"cp": 2, "cp_attention": "all_gather"},
     "cp 2 zero1": {"cp": 2, "dp_mode": "zero1"},
-    "cp 3": {"cp": 3},
     "cp 4": {"cp": 4},
     "cp 2 tp 2": {"cp": 2, "tp": 2},
     "cp 2 pp 2": {"cp": 2, "pp": 2, "dp_mode": "ddp_by_hand"},
@@ -517,6 +516,7 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
 
             # The clocks' marks cost no wait; the device is waited for once, at the end
             mesh.barrier()
+            began = time.time()
             start = time.perf_counter()
             marks = [clock.now()]
             for _ in range(order["steps"]):
@@ -526,6 +526,9 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
             arm.plan.settle()
             wait_for(mesh.device)
             step_ms = 1e3 * (time.perf_counter() - start) / order["steps"]
+            # Until the others are done, too: bytes may be counted between these moments.
+            mesh.barrier()
+            ended = time.time()
 
             # A step takes as long as on the slowest rank
             clock.anchor()
@@ -537,6 +540,8 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
                 "round": turn,
                 "step_ms": step_ms,
                 "times_ms": times,
+                "began": began,
+                "ended": ended,
             }
 
             # One more step, traced, shows the communication

@@ -118,13 +118,38 @@ def dry_run_lines(
 
     return [
         f"mesh       {layout.world_size} rank(s) = {layout}",
-        *talk_lines(layout, config.sequence_parallel, config.sync_every),
+        *talk_lines(
+            layout,
+            config.sequence_parallel,
+            config.cp_attention == "all_gather",
+            config.sync_every,
+        ),
         f"placement  {placement}",
         f"data       {dataset.note}, {classes} {dataset.vocab_size}",
         *layout_lines(config, shape, layout, batch, assume_device(config), cut_sizes),
+        *_sent_by_groups(config, shape, layout, batch),
         *notes,
         "dry run: nothing was started",
     ]
+
+
+def _sent_by_groups(
+    config: Config, shape: ModelShape | ResNetShape, layout: Layout, batch: Batch
+) -> list[str]:
+    """Return the line on what a rank sends inside its node and between nodes; none without groups.
+
+    There is no formula for a ResNet, or for weights of 16 bits.
+    """
+    from nanoray.forecast.by_link import link_lines
+    from nanoray.forecast.job import Job
+    from nanoray.forecast.rank_memory import assume_device
+    from nanoray.models.gpt import ModelShape
+
+    if layout.replicas == 1 or not isinstance(shape, ModelShape) or config.pure:
+        return []
+    device = assume_device(config)
+    job = Job(shape, config, batch.global_size, device.precision, device.bucket_mb)
+    return link_lines(job, layout, batch.micro, None)
 
 
 def sizes_of_stage(config: Config, classes: int, stage: int) -> RankSizes:
@@ -198,9 +223,12 @@ def batch_line(config: Config, batch: Batch, samples: str, tokens: int = 0) -> s
     )
 
 
-def talk_lines(layout: Layout, sequence: bool = False, sync_every: int = 0) -> list[str]:
+def talk_lines(
+    layout: Layout, sequence: bool = False, gathers: bool = False, sync_every: int = 0
+) -> list[str]:
     """Return the groups of ranks that exchange tensors in a step; none if all exchange with all.
 
+    `sequence`: sequence parallelism. `gathers`: with cp, keys and values are gathered.
     `sync_every`: steps of a round, where replicas rarely communicate.
     """
     # With data parallelism alone there is one group, and it contains every rank.
@@ -214,7 +242,7 @@ def talk_lines(layout: Layout, sequence: bool = False, sync_every: int = 0) -> l
     # Gradients are summed over parts of sequences as over data replicas.
     data = "dp_cp" if layout.cp > 1 else "dp"
     contents = {
-        "cp": "keys and values round a ring, per block, forward and backward each; back with their gradients",
+        "cp": _about_cp(gathers),
         "tp": f"2 {sums} of activations per block, forward and backward each",
         "pp": "the residual stream of each micro batch, and its gradient back",
         "ep": "tokens to their experts and back, per block, forward and backward each",
@@ -236,6 +264,13 @@ def talk_lines(layout: Layout, sequence: bool = False, sync_every: int = 0) -> l
         if len(groups[0]) > 1:
             lines.append(f"talk       {axis}: ranks {_format_groups(groups)}: {content}")
     return lines
+
+
+def _about_cp(gathers: bool) -> str:
+    """Return what the ranks that share sequences exchange."""
+    if gathers:
+        return "all keys and values, per block; in backward the sums of their gradients"
+    return "keys and values round a ring, per block, forward and backward each, and their gradients"
 
 
 def _format_groups(groups: list[tuple[int, ...]]) -> str:

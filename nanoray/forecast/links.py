@@ -244,29 +244,12 @@ class Place(NamedTuple):
         return self.local == self.ranks
 
 
-def stride_of(layout: Layout, axis: str) -> int:
-    """Return the distance between neighbouring ranks of an axis."""
-    strides = {
-        "tp": 1,
-        "cp": layout.tp,
-        "dp": layout.tp * layout.cp,
-        "dp_cp": layout.tp,
-        "shard": layout.tp,
-        "replica": layout.tp * layout.shard_size,
-        "ep": layout.tp,
-        "edp": layout.tp * layout.ep,
-        "pp": layout.tp * layout.cp * layout.dp,
-    }
-    return strides[axis]
-
-
 def placed(layout: Layout, axis: str, ranks_per_node: int) -> Place:
     """Return the place of the groups of an axis. Rank r is on node r // ranks_per_node.
 
     `axis`: one of those that a layout has groups of.
     """
-    stride = stride_of(layout, axis)
-    size = layout.size_of(axis)
+    stride, size = layout.steps()[axis]
     on_node = min(ranks_per_node, layout.world_size)
     if layout.world_size <= ranks_per_node or ranks_per_node % (stride * size) == 0:
         return Place(size, size, on_node // size)

@@ -212,8 +212,6 @@ def _grow_batch(loaded: Loaded, dp: int) -> tuple[Config, str]:
 
 def _mesh(layout: Layout, topology: Topology | None, name: str | None) -> list[str]:
     """Return the mesh, and for each axis its groups, one of them, and the link that it uses."""
-    from nanoray.forecast.links import stride_of
-
     nodes = ""
     if topology:
         size = topology.ranks_per_node
@@ -222,11 +220,10 @@ def _mesh(layout: Layout, topology: Topology | None, name: str | None) -> list[s
     # Groups of replicas divide the data axis.
     data_axes = layout.gradient_axes if layout.replicas > 1 else ("dp",)
     for axis in ("tp", "cp", *data_axes, "pp", "ep"):
-        size = layout.size_of(axis)
+        stride, size = layout.steps()[axis]
         if size == 1:
             continue
         # The ranks of one group: the first two and the last. Rank 0 is in the first group.
-        stride = stride_of(layout, axis)
         first, second, last = (place * stride for place in (0, 1, size - 1))
         example = f"ranks {first} {second}"
         if size > 2:

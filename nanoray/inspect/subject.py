@@ -232,9 +232,7 @@ def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int
         config = config.model_copy(
             update={"attention": choose_attention(config, "cpu", config.precision, features)}
         )
-    ranks = world_size or (
-        config.workers if isinstance(config.workers, int) else config.replica_ranks * config.ep
-    )
+    ranks = world_size or _workers_of(config)
     layout = Layout.of(config, ranks)
     batch, shape = resolve_batch(config, layout.dp), shape_of(config, dataset.vocab_size)
     # The model is whole, whatever the layout; `Subject.at` cuts it for one rank.
@@ -243,6 +241,17 @@ def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int
     model = rank_model(whole, dataset.vocab_size, weight_type(config.precision), Coords(0, 0, 0, 0))
     example = example_of(config, batch.micro)
     return Subject(title, config, why, dataset, layout, batch, model, shape, example)
+
+
+def _workers_of(config: Config) -> int:
+    """Return the ranks of a configuration; where any number will do, the least that divide so."""
+    if isinstance(config.workers, int):
+        return config.workers
+    least = config.replica_ranks * config.ep
+    if config.replicas > 1:
+        # A group of one data rank shards nothing.
+        least *= 2 * config.replicas
+    return least
 
 
 def example_of(config: Config, micro: int) -> tuple[Tensor, Tensor]:

@@ -353,21 +353,11 @@ def axes_of(layout: Layout, mesh: Mesh, timeout_s: float) -> dict[str, Axis]:
     A group of all ranks, or of one, is not formed. A collective that waits for `timeout_s` fails.
     """
     layout.require(mesh.world_size)
-    names = ["dp", "tp", "pp", "ep", "cp"]
-    if layout.ep > 1:
-        names.append("edp")
-    if layout.cp > 1:
-        names.append("dp_cp")
-    if layout.replicas > 1:
-        names += ["shard", "replica"]
-        # Replicas that rarely communicate take the norm among their own ranks.
-        if layout.tp * layout.pp > 1:
-            names.append("inside")
     timeout = timedelta(seconds=timeout_s)
 
     # torch wants every rank to form every group, also those of other ranks, in one order.
     axes = {}
-    for name in names:
+    for name in layout.axes:
         for ranks in layout.groups(name):
             group = None
             if len(ranks) not in (1, mesh.world_size):

@@ -43,6 +43,17 @@ class Coords(NamedTuple):
     replicas: int = 0
 
 
+# How a run's ranks are divided, besides the number of data replicas: keys of the configuration
+DIVISIONS = tuple(axis for axis in Coords._fields if axis != "dp")
+
+
+class Steps(NamedTuple):
+    """An axis: the distance between neighbouring ranks of it, and their number."""
+
+    stride: int
+    size: int
+
+
 @dataclass(frozen=True)
 class Layout:
     """The sizes of the axes."""
@@ -159,17 +170,46 @@ class Layout:
             return self.world_size // self.replicas
         return self.replica_ranks * self.ep
 
-    def size_of(self, axis: str) -> int:
-        """Return the ranks of a group along an axis, also of one that follows from others."""
-        sizes = {
-            "edp": self.dp // self.ep,
-            "dp_cp": self.dp * self.cp,
-            "shard": self.shard_size,
-            "replica": self.replicas,
+    def steps(self) -> dict[str, Steps]:
+        """Return every axis: a new one is a line here.
+
+        Ranks of an axis are `stride` apart, in each group of it. rank = ((p·dp + d)·cp + c)·tp + t.
+        """
+        group = self.shard_size
+        return {
+            "tp": Steps(1, self.tp),
+            "cp": Steps(self.tp, self.cp),
+            "dp": Steps(self.tp * self.cp, self.dp),
+            "pp": Steps(self.tp * self.cp * self.dp, self.pp),
+            # Of the data ranks: those that share experts, and those that hold the same ones.
+            "ep": Steps(self.tp * self.cp, self.ep),
+            "edp": Steps(self.tp * self.cp * self.ep, self.dp // self.ep),
+            # Data ranks with all parts of their sequences, and their division into groups.
+            "dp_cp": Steps(self.tp, self.dp * self.cp),
+            "shard": Steps(self.tp, group),
+            "replica": Steps(self.tp * group, self.replicas),
         }
-        if axis in sizes:
-            return sizes[axis]
-        return int(getattr(self, axis))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of this layout, without those that repeat another one."""
+        names = ["dp", "tp", "pp", "ep", "cp"]
+        if self.ep > 1:
+            names.append("edp")
+        if self.cp > 1:
+            names.append("dp_cp")
+        if self.replicas > 1:
+            names += ["shard", "replica"]
+            # Replicas that rarely communicate take the norm among their own ranks.
+            if self.tp * self.pp > 1:
+                names.append("inside")
+        return tuple(names)
+
+    def size_of(self, axis: str) -> int:
+        """Return the ranks of a group along an axis."""
+        if axis == "inside":
+            return self.world_size // self.replicas
+        return self.steps()[axis].size
 
     @property
     def product(self) -> str:
@@ -208,28 +248,21 @@ class Layout:
         along shard, too, within one group of replicas; along replica, in the group only; along
         inside, in everything else.
         """
-        # Ranks with the same key are one group.
-        groups: dict[tuple[int, ...], list[int]] = {}
+        groups: list[tuple[int, ...]] = []
+        # All ranks of a replica: the only axis whose ranks are not evenly apart.
+        if axis == "inside":
+            places = [self.coords(rank) for rank in range(self.world_size)]
+            for replica in range(self.replicas):
+                members = [rank for rank, at in enumerate(places) if at.replicas == replica]
+                groups.append(tuple(members))
+            return groups
+
+        stride, size = self.steps()[axis]
         for rank in range(self.world_size):
-            place = self.coords(rank)
-            key: tuple[int, ...]
-            if axis == "ep":
-                key = (place.dp // self.ep, place.cp, place.tp, place.pp)
-            elif axis == "edp":
-                key = (place.ep, place.cp, place.tp, place.pp)
-            elif axis == "dp_cp":
-                key = (place.tp, place.pp)
-            elif axis == "shard":
-                key = (place.replicas, place.tp, place.pp)
-            elif axis == "inside":
-                key = (place.replicas,)
-            elif axis == "replica":
-                key = (place.dp % (self.dp // self.replicas), place.cp, place.tp, place.pp)
-            else:
-                others = [other for other in ("dp", "cp", "tp", "pp") if other != axis]
-                key = tuple(getattr(place, other) for other in others)
-            groups.setdefault(key, []).append(rank)
-        return [tuple(ranks) for ranks in groups.values()]
+            is_first = rank // stride % size == 0
+            if is_first:
+                groups.append(tuple(range(rank, rank + size * stride, stride)))
+        return groups
 
 
 def _replicas_of(config: Config, dp: int, dp_of_all: int) -> int:

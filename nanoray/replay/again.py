@@ -19,6 +19,7 @@ from nanoray.config import Config, batch_for, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.data.verify import verify
 from nanoray.errors import ConfigError, DataError, NanorayError
+from nanoray.mesh.layout import DIVISIONS, Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import open_store
 from nanoray.replay.past import Past, read_past
@@ -69,7 +70,8 @@ def refuse(run: Past, steps: range) -> None:
             # Batch statistics and loaders of each rank are state as well
             what = f"model = {config['model']}"
         elif group["ranks"] > 1:
-            cut = [f"{axis} = {config[axis]}" for axis in ("tp", "pp", "ep") if config[axis] > 1]
+            # Older runs have not recorded all of these.
+            cut = [f"{axis} = {config[axis]}" for axis in DIVISIONS if config.get(axis, 1) > 1]
             if config.get("sync_every"):
                 cut.append(f"sync_every = {config['sync_every']}")
             if config["grad_compress"] != "none":
@@ -238,6 +240,7 @@ def _by_processes(
         "grad_accum_steps": batch.accum,
         "global_batch_size": batch.global_size,
         "workers": ranks,
+        "replicas": Layout.of(config, ranks, slots).replicas,
         "cpus_per_worker": group["threads"],
         "scaling": "none",
         "num_epochs": 0,

@@ -15,6 +15,7 @@ from nanoray.checkpoint import files
 from nanoray.checkpoint.find import check_shape
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.errors import CheckpointError, TrainingDiverged
+from nanoray.mesh.layout import DIVISIONS
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
@@ -144,7 +145,7 @@ def read_checkpoint(
 
     state.load_replica_values(saved, mesh.rank, mesh.world_size)
 
-    for axis in ("tp", "pp", "ep"):
+    for axis in DIVISIONS:
         before = meta.get("config", {}).get(axis, 1)
         size = getattr(spec.config, axis)
         if before != size:

@@ -139,6 +139,17 @@ def test_which_arms_run_at_how_many_ranks() -> None:
     assert not {arm for arm in arms_for(3) if "tp" in arm}
     cut = {arm for arm in arms_for(4, False) if arm.startswith("tp")}
     assert cut == {"tp 4", "tp 4, sequence", *(f"tp 2 × {mode}" for mode in MODES)}
+    assert {arm for arm in arms_for(3, False) if arm.startswith("cp")} == {
+        *(f"cp 3 × {mode}" for mode in MODES),
+        "cp 3, gathered",
+        "cp 3, rotary",
+    }
+    apart = {arm for arm in arms_for(4, False) if arm.startswith("cp 2")}
+    assert apart == {
+        *(f"cp 2 × {mode}" for mode in (*MODES, "tp 2", "pp 2")),
+        "cp 2, gathered",
+        "cp 2, rotary",
+    }
     piped = {arm for arm in arms_for(4, False) if arm.startswith("pp")}
     assert piped == {
         *(f"pp 4 {kind}" for kind in equivalence.SCHEDULES),
@@ -163,6 +174,14 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(
     assert (
         f"workers = {workers}: one rank shares nothing, and 168 samples" in capsys.readouterr().err
     )
+
+
+def test_a_word_chooses_arms(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equivalence, "RankPool", lambda where: pytest.fail("it started ranks"))
+    assert bench.main([*FLAGS, "--workers", "3", "--quick", "--only", "replicas"]) == 2
+    assert "only = replicas: none of the arms at 3 ranks; they are ddp, " in capsys.readouterr().err
 
 
 def test_what_is_not_finite_is_not_overlooked() -> None:

@@ -44,9 +44,11 @@ def test_every_arm_runs(
     found = json.loads((tmp_path / "s.json").read_text())
     assert found["failures"] == []
     rows = {(r["arm"], r["metric"], r["unit"]): r for r in found["rows"]}
-    at_two_ranks = [arm for arm in ARMS if arm not in HYBRID]
+    at_four_ranks = [*HYBRID, "cp 4", "cp 2 tp 2", "cp 2 pp 2"]
+    at_two_ranks = [arm for arm in ARMS if arm not in at_four_ranks]
     arms = [*at_two_ranks, *(f"{mode} + block" for mode in MODES)]
-    assert found["conditions"]["left out"] == f"{', '.join(HYBRID)}: they do not divide 2 ranks"
+    left_out = f"{', '.join(at_four_ranks)}: they do not divide 2 ranks"
+    assert found["conditions"]["left out"] == left_out
     for arm in arms:
         assert rows[arm, STEP, "ms"]["n"] == 2, "rounds"
         assert rows[arm, EXPOSED, "ms"]["median"] > 0, "a step communicates"
@@ -62,6 +64,12 @@ def test_every_arm_runs(
     assert sent["tp 2"]["all_reduce activations"] == 10 * stream, (
         "4 sums in each of 2 blocks, embedding and head one"
     )
+    # 2 blocks of one micro batch of 8 sequences: keys and values, 2·8·16·64 numbers, or all of them
+    assert sent["cp 2"]["send_recv keys_values"] == 2 * 2 * stream
+    assert sent["cp 2"]["send_recv keys_values_grad"] == 2 * 2 * stream
+    assert sent["cp 2 gathered"]["all_gather keys_values"] == 2 * 2 * stream
+    assert sent["cp 2"]["all_reduce gradients"] == sent["ddp"]["all_reduce gradients"]
+    assert sent["cp 2 zero1"]["all_gather weights"] == sent["zero1"]["all_gather weights"]
     assert "all_reduce gradients" not in sent["pp 2"], "one replica"
     assert sent["pp 2"]["send_recv activations"] == stream
     assert sent["experts ep 2"]["all_to_all tokens"] > 0

@@ -111,6 +111,43 @@ def test_replicas_train_as_the_paper_says(run: Run, case: str) -> None:
     assert set(losses) >= {1, 3, 6, 9}
 
 
+GROUPS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "zero1": (4, 2, {"replicas": 2, "dp_mode": "zero1"}),
+    "fsdp in fragments": (4, 2, {"replicas": 2, "dp_mode": "fsdp", "sync_fragments": 2}),
+    "ddp": (4, 2, {"replicas": 2}),
+    "tp in 8 bits": (4, 1, {"tp": 2, "sync_bits": 8}),
+    "zero2": (4, 2, {"replicas": 2, "dp_mode": "zero2"}),
+    "by hand": (4, 2, {"replicas": 2, "dp_mode": "ddp_by_hand", "grad_accum_steps": 3}),
+    "pp": (4, 1, {"pp": 2, "dp_mode": "ddp_by_hand", "grad_accum_steps": 3}),
+    "cp": (4, 1, {"cp": 2}),
+}
+OFTEN = ("zero1", "tp in 8 bits")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case in OFTEN else pytest.param(case, marks=pytest.mark.full) for case in GROUPS],
+)
+def test_a_replica_may_be_several_ranks(run: Run, text: Path, case: str) -> None:
+    """They train it together as ever, and only their own norm clips it; it resumes in a round."""
+    world, group, settings = GROUPS[case]
+    settings = {"optimizer": "sgd", "lr": 0.1, "eval_every": 3, **settings}
+    spec = run(world, folder="whole", **settings)
+    replicas = 2
+    simulation = Simulation(spec, replicas, group)
+    simulation.train(9)
+    # A number of 8 bits is rounded the other way where the last bit of a gradient differs.
+    assert distance(spec, simulation) <= (1e-3 if "8 bits" in case else CLOSE)
+    losses = series(spec)
+    assert losses == pytest.approx({step: simulation.losses[step] for step in losses}, abs=1e-4)
+
+    first = run(world, folder="stopped", **settings | {"stop_at": 6})
+    again = RECIPE | settings | {"resume": str(first.folder)}
+    resumed = run(world, make_spec(text, first.folder.parent, **again))
+    assert same(resumed, spec, replicas)
+    assert series(resumed, "val/loss") == series(spec, "val/loss")
+
+
 def test_rounds_of_one_step_average_the_weights_of_data_parallelism(run: Run) -> None:
     """With plain SGD the mean of the updated weights is the weights updated by the mean."""
     averaged = run(3, **SGD | {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0})

@@ -245,11 +245,24 @@ def test_three_ranks_of_ddp_need_as_many_processes(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "settings", "cut"),
+    [
+        (2, {"tp": 2}, "tp = 2"),
+        # Groups add up within themselves first: another order than one process has.
+        (4, {"dp_mode": "zero1", "replicas": 2}, "replicas = 2"),
+    ],
+    ids=["tp", "replicas"],
+)
 def test_processes_do_the_steps_of_a_model_that_is_cut(
-    made: Made, capsys: pytest.CaptureFixture[str]
+    made: Made,
+    capsys: pytest.CaptureFixture[str],
+    ranks: int,
+    settings: dict[str, Any],
+    cut: str,
 ) -> None:
-    spec = made(2, tp=2)
-    assert "tp = 2: one process cannot play 2 rank(s)" in said(
+    spec = made(ranks, **settings)
+    assert f"{cut}: one process cannot play {ranks} rank(s)" in said(
         capsys, replay([str(spec.folder), "--step", "5"]), 2
     )
     assert "equal    to the bit" in said(
@@ -293,6 +306,10 @@ def test_folders_without_hashes_are_refused(
         (
             {"grad_compress": "topk"},
             "grad_compress = topk: one process cannot play 2 rank(s) of it; add --processes",
+        ),
+        (
+            {"dp_mode": "zero1", "replicas": 2},
+            "replicas = 2: one process cannot play 2 rank(s) of it; add --processes",
         ),
     ],
 )

@@ -20,7 +20,7 @@ from nanoray.mesh.layout import Layout
 
 RANKS = 8
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 32, "tokenizer": "byte"}
-KEYS = ("batch ", "model ", "pipeline ", "memory ")
+KEYS = ("batch ", "model ", "pipeline ", "memory ", "links ")
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +110,16 @@ def test_both_ways_give_the_same_figures(mode: str, tp: int, pp: int) -> None:
 def test_so_do_the_other_settings_of_a_rank(settings: dict[str, Any]) -> None:
     workers, world_size = both_ways(**settings)
     assert workers == world_size
+
+
+def test_both_say_what_groups_of_replicas_send() -> None:
+    settings: dict[str, Any] = {"dp_mode": "zero1", "replicas": 2, "bucket_mb": 0.05}
+    workers, world_size = both_ways(**settings)
+    assert workers == world_size
+    (line,) = [line for line in workers if line.startswith("links ")]
+    assert "between nodes a step (nodes of 4, a group each); without replicas" in line
+    alone, _ = both_ways(dp_mode="zero1")
+    assert not [line for line in alone if line.startswith("links ")]
 
 
 def test_devices_that_are_not_named_are_those_of_this_machine(

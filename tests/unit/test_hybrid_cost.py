@@ -15,7 +15,7 @@ from nanoray.forecast.by_link import link_lines, sent_by_link
 from nanoray.forecast.dry_run import talk_lines
 from nanoray.forecast.job import Job
 from nanoray.forecast.layouts import candidates, factorizations, refusal, search
-from nanoray.forecast.links import Link, Topology, placed, stride_of
+from nanoray.forecast.links import Link, Topology, placed
 from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.forecast.predict import OnTopology, Speed, memory_of, predict
 from nanoray.forecast.traffic import Talk, talks_of
@@ -154,7 +154,7 @@ def test_groups_on_nodes_by_hand() -> None:
     assert placed(layout, "shard", 4).inside
     across = placed(layout, "replica", 4)
     assert (across.ranks, across.local, across.sharing) == (2, 1, 4)
-    assert [stride_of(layout, axis) for axis in ("shard", "replica")] == [1, 4]
+    assert [layout.steps()[axis].stride for axis in ("shard", "replica")] == [1, 4]
     # On one node nothing leaves it.
     found = sent_by_link(talks_of(job(8, dp_mode="zero1"), layout, 1, 0), layout, 8)
     assert found.between == 0

@@ -169,6 +169,8 @@ def test_groups_of_replicas_hold_the_same() -> None:
     for pieces in (qkv["held"], qkv["updated"]):
         assert [piece["ranks"] for piece in pieces] == [[0, 2], [1, 3]]
 
+    assert dump(subject_of("--dp_mode=zero1", "--replicas=2"))["ranks"] == 4, "the least"
+
     # A rank's share is the one that it has in a run of one group alone.
     alone = dump(subject_of("--dp_mode=fsdp", ranks=2))
     assert [layer["weights"] for layer in told["layers"]] == [
@@ -347,6 +349,7 @@ def no_json(constant: str) -> None:
             {"experts": 4, "experts_per_token": 2, "ep": 2, "dp_mode": "zero2"},
             marks=pytest.mark.full,
         ),
+        pytest.param({"dp_mode": "zero2", "replicas": 2}, marks=pytest.mark.full),
     ],
 )
 def test_owners_are_those_that_wrote_a_checkpoint(
@@ -355,11 +358,12 @@ def test_owners_are_those_that_wrote_a_checkpoint(
     """Each rank's part of a real run's checkpoint has the boxes that the dump says, and no rank
     wrote another piece.
     """
+    ranks = 2 * settings.get("replicas", 1)
     spec = make_spec(text, tmp_path / "runs", **settings)
-    assert all("error" not in outcome for outcome in run_ranks(spec, 2))
+    assert all("error" not in outcome for outcome in run_ranks(spec, ranks))
     code, told, out = told_of(tmp_path, capsys, str(spec.folder), "--verify")
     assert code == 0, out
-    assert (told["ranks"], told["step"]) == (2, 8)
+    assert (told["ranks"], told["step"]) == (ranks, 8)
     content = open_checkpoint(Path(told["checkpoint"]))[1]
     wrote = {
         (n, rank): piece["boxes"]

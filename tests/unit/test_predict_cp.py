@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanoray.cli import Loaded, Scale
 from nanoray.config import load_config, make_config
+from nanoray.forecast.dry_run import talk_lines
 from nanoray.forecast.job import Job
 from nanoray.forecast.layouts import refusal
 from nanoray.forecast.links import Link, Topology, placed
@@ -216,6 +217,19 @@ def test_a_large_run_has_its_mesh_memory_traffic_and_seconds() -> None:
     assert " + exposed cp " in found
     assert "asked      dp 512 × cp 8: number " in found
     assert "cp 16" in found
+
+
+@pytest.mark.parametrize(
+    ("way", "what"),
+    [
+        ("ring", "keys and values round a ring, per block"),
+        ("all_gather", "all keys and values, per"),
+    ],
+)
+def test_who_exchanges_what_is_a_line_of_a_dry_run(way: str, what: str) -> None:
+    cp, data = talk_lines(Layout(dp=2, cp=2), gathers=way == "all_gather")
+    assert cp.startswith(f"talk       cp: ranks 0 1 | 2 3: {what}")
+    assert data == "talk       dp_cp: ranks 0 1 2 3: gradients, once per step"
 
 
 def test_cp_that_does_not_divide_sequences_is_no_layout() -> None:
