@@ -32,6 +32,10 @@ from torch.utils._pytree import (
 __all__ = [
     "CPU_ATTENTION",
     "CPU_ATTENTION_BACKWARD",
+    "EFFICIENT_ATTENTION",
+    "EFFICIENT_ATTENTION_BACKWARD",
+    "FLASH_ATTENTION",
+    "FLASH_ATTENTION_BACKWARD",
     "GPU_ATTENTIONS",
     "NO_BUFFER_SYNC",
     "BatchNormBase",
@@ -114,9 +118,13 @@ def _fill_and_reduce(group: Any, reduce: Callable[..., None], *unused: Any) -> N
 _aten = torch.ops.aten
 CPU_ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward
+FLASH_ATTENTION = _aten._scaled_dot_product_flash_attention  # of 16 bits
+FLASH_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_backward
+EFFICIENT_ATTENTION = _aten._scaled_dot_product_efficient_attention  # of float32, too
+EFFICIENT_ATTENTION_BACKWARD = _aten._scaled_dot_product_efficient_attention_backward
 GPU_ATTENTIONS = (
-    _aten._scaled_dot_product_flash_attention,
-    _aten._scaled_dot_product_efficient_attention,
+    FLASH_ATTENTION,
+    EFFICIENT_ATTENTION,
     _aten._scaled_dot_product_cudnn_attention,
 )
 

@@ -162,7 +162,8 @@ def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
         return config.abort_nccl and not config.sharded
 
     # A lost rank's shard is on disk only, unless another rank mirrors it or has the same one.
-    is_mirrored = config.mirrors() and ranks > config.replica_ranks
+    # Ranks with other parts of a sequence share the state as data replicas do.
+    is_mirrored = config.mirrors() and ranks > config.tp * config.pp
     return not config.sharded or is_mirrored or config.replicated(ranks)
 
 

@@ -123,7 +123,8 @@ class Arm:
         config = config.model_copy(update={"dropout": 0.0})
         precision, _ = agree_on_precision(mesh, resolve_precision(config, mesh))
         config = resolved(config, mesh, precision, {})
-        batch = resolve_batch(config, Layout.of(config, mesh.world_size).dp)
+        layout = Layout.of(config, mesh.world_size)
+        batch = resolve_batch(config, layout.dp)
         self.mesh = mesh
         self.accum = batch.accum
         self.clip = config.grad_clip
@@ -140,10 +141,11 @@ class Arm:
         self.plan = Plan(
             self.case.model, mesh, config, batch.accum, loss, lambda loss: loss, int(mirrored)
         )
-        state = model_memory(config, self.case.model, batch.dp, batch.accum, bucket_mb, mirrored)
+        shared_by = layout.shard_size
+        state = model_memory(config, self.case.model, shared_by, batch.accum, bucket_mb, mirrored)
         self.formula = state | self.case.activations
         self.dp = batch.dp
-        of_model = config, self.case.model, batch.dp, state, self.case.activations
+        of_model = config, self.case.model, shared_by, state, self.case.activations
         self.at_peak = peak_memory(*of_model, bucket_mb, batch.accum)
         self.optimizer = make_optimizer(self.case.model, config, self.plan.shards)
         mirrored_shards = self.plan.mirror_shards
@@ -153,15 +155,22 @@ class Arm:
         self.recorder = CommRecorder(mesh, every=1, profile=False)
         if traced:
             self.plan.add_twin(self.recorder.hook)
-        self.plan.warm_up(*self.case.batch(0))
+        self.plan.warm_up(*self._micro_batch(0))
         self.recipe = (
             f"{self.case.what}, {precision}, {batch.accum} × {batch.micro} samples a rank and step"
         )
 
+    def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of a micro batch."""
+        x, y = self.case.batch(number)
+        if self.plan.part is None:
+            return x, y
+        return self.plan.part.own(x), self.plan.part.own(y)
+
     def step(self) -> None:
         """Train one step; the gradients stay. (all ranks)"""
         first = self.trained * self.accum
-        micro_batches = (self.case.batch(first + i) for i in range(self.accum))
+        micro_batches = (self._micro_batch(first + i) for i in range(self.accum))
         self.loss = self.plan.forward_backward(
             micro_batches, self.recorder.phase, lambda micro: None
         )

@@ -63,6 +63,8 @@ EXPERTS = {
     "balance_loss": 0.5,
     "z_loss": 0.1,
 }
+# What an arm's model may have of its own
+SHAPE = ("n_layer", "n_head", "block_size", "positions")
 STEPS = 3
 
 
@@ -151,6 +153,12 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, An
     """Return the settings of every arm on `ranks` ranks: all modes, tp, pp, and experts."""
     # Data parallelism alone, in every mode.
     arms = dict(MODES)
+    # Groups of ranks that each hold the whole state, and shard it.
+    sharded = ("zero1", "zero2", "fsdp full", "fsdp grad_op")
+    if workers % 4 == 0:
+        arms |= {f"2 replicas × {mode}": MODES[mode] | {"replicas": 2} for mode in sharded}
+    if workers == 6:
+        arms |= {f"3 replicas × {mode}": MODES[mode] | {"replicas": 3} for mode in sharded}
     # Pipelines: every schedule where all ranks are stages, every mode where there are replicas.
     for pp in (2, 3, 4):
         piped = {"pp": pp, "n_layer": 2 * pp}  # two chunks of a block each, where there are chunks
@@ -269,8 +277,10 @@ def must_equal(arm: str, how: dict[str, Any]) -> list[str]:
     base, _, checkpointed = arm.partition(" + ")
     split, times, mode = base.rpartition(" × ")
     same = []
+    # Groups of ranks sum in an order of their own, which ddp_by_hand does not have.
+    reference = "zero1" if split.endswith("replicas") else "ddp_by_hand"
     if mode == "zero1" or (mode == "zero2" and how["accum"] == 1):
-        same.append("ddp_by_hand")
+        same.append(reference)
     # Schedules change the order of turns, not that of the sums.
     for kind in ("gpipe", "zero_bubble"):
         if mode.endswith(kind):
@@ -350,7 +360,8 @@ def small_gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     def batch(number: int) -> tuple[Tensor, Tensor]:
         step, part = divmod(number, config.grad_accum_steps)
         # The step's samples follow from its number; each rank takes its own part.
-        tokens = torch.randint(0, 65, (samples, 9), generator=torch.Generator().manual_seed(step))
+        size = (samples, config.block_size + 1)
+        tokens = torch.randint(0, 65, size, generator=torch.Generator().manual_seed(step))
         own = tokens[(part * layout.dp + d) * micro :][:micro].to(mesh.device)
         return own[:, :-1].contiguous(), own[:, 1:].contiguous()  # (B, T) each
 
@@ -457,7 +468,7 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
             weights = found.pop("weights")
             if order["alone"]:
                 # One process trains each model once; all layouts of it are compared with that.
-                model = {key: own[key] for key in (*EXPERTS, "n_layer") if key in own}
+                model = {key: own[key] for key in (*EXPERTS, *SHAPE) if key in own}
                 if str(model) not in alone_of:  # the same model, in one process
                     if mesh.rank == 0:
                         of_one = train(single, 1, samples, **settings | model)

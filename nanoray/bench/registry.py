@@ -64,6 +64,12 @@ def load_compression() -> Benchmark:
     return CompressionBenchmark()
 
 
+def load_rarely() -> Benchmark:
+    from nanoray.bench.rarely import RarelyBenchmark
+
+    return RarelyBenchmark()
+
+
 def load_equivalence() -> Benchmark:
     from nanoray.bench.equivalence import EquivalenceBenchmark
 
@@ -157,6 +163,11 @@ BENCHMARKS = {
     "compression": Entry(
         "gradients in bf16, fp16, int8 and PowerSGD: bytes, step time and loss beside float32",
         load_compression,
+    ),
+    "rarely": Entry(
+        "replicas that rarely communicate: bytes, step time on thin links, and loss beside ddp",
+        load_rarely,
+        in_all=False,
     ),
     "equivalence": Entry(
         "every data-parallel mode against one process: losses, weights, bits", load_equivalence

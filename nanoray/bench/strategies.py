@@ -1,11 +1,12 @@
 """`python -m nanoray.bench strategies`: time, memory and communication of each mode.
 
-DDP, DDP by hand, ZeRO-1, ZeRO-2 and FSDP, each with and without activation checkpointing, tensor
-and pipeline parallelism, train one model on the same batches; the same model with experts in place
-of its MLPs is trained with and without expert parallelism. Times: every round runs a few steps of
-each arm in turn, on ranks that hold them all, so a slow minute of the machine hits all arms;
-communication comes from one more step of each round, traced. Memory: fresh ranks for every arm,
-beside what the formulas of `nanoray.forecast.memory` and `nanoray.models.costs` say.
+DDP, DDP by hand, ZeRO-1, ZeRO-2 and FSDP, each with and without activation checkpointing, ZeRO and
+FSDP in two groups of ranks (hybrid sharding), tensor and pipeline parallelism, train one model on
+the same batches; the same model with experts in place of its MLPs is trained with and without
+expert parallelism. Times: every round runs a few steps of each arm in turn, on ranks that hold them
+all, so a slow minute of the machine hits all arms; communication comes from one more step of each
+round, traced. Memory: fresh ranks for every arm, beside what the formulas of
+`nanoray.forecast.memory` and `nanoray.models.costs` say.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ MODES |= {f"fsdp {how}": {"dp_mode": "fsdp", "fsdp_reshard": how} for how in ("f
 DATA_ARMS = MODES | {
     f"{mode} mirrored": MODES[mode] | {"mirrored": True} for mode in ("zero1", "zero2", "fsdp full")
 }
+# Hybrid sharding: two groups of ranks that each hold the whole state, and shard it
+HYBRID: dict[str, dict[str, Any]] = {
+    f"{mode} hybrid": MODES[mode] | {"replicas": 2} for mode in ("zero1", "zero2", "fsdp full")
+}
 EXPERTS = "experts"
 _EXPERTS = {"dp_mode": "ddp_by_hand", "experts": 4}
 AXES: dict[str, dict[str, Any]] = {
@@ -63,7 +68,7 @@ AXES: dict[str, dict[str, Any]] = {
     EXPERTS: _EXPERTS,
     f"{EXPERTS} ep 2": _EXPERTS | {"ep": 2},
 }
-ARMS = DATA_ARMS | AXES
+ARMS = DATA_ARMS | HYBRID | AXES
 STEP = "step"
 P95 = "p95 step"
 SAMPLES = "samples"
@@ -227,11 +232,17 @@ def _arms_of(args: argparse.Namespace, workers: int, report: Report) -> dict[str
     if args.arms == "all":
         modes = [mode for mode in modes if _fits(mode, args.model, workers)]
         left_out = [mode for mode in ARMS if mode not in modes]
-        reason = f"they do not divide {workers} ranks"
+        split_gpts = []
         if args.model != "gpt":
-            reason = "they split a gpt"
-        if left_out:
-            report.conditions["left out"] = f"{', '.join(left_out)}: {reason}"
+            split_gpts = [mode for mode in left_out if mode in AXES]
+        do_not_divide = [mode for mode in left_out if mode not in split_gpts]
+        reasons = []
+        if do_not_divide:
+            reasons.append(f"{', '.join(do_not_divide)}: they do not divide {workers} ranks")
+        if split_gpts:
+            reasons.append(f"{', '.join(split_gpts)}: they split a gpt")
+        if reasons:
+            report.conditions["left out"] = "; ".join(reasons)
     axes = [mode for mode in modes if mode in AXES]
     if args.model != "gpt" and axes:
         raise ConfigError(
@@ -424,7 +435,9 @@ def _base(arm: str) -> str:
 
 def _fits(mode: str, model: str, workers: int) -> bool:
     ranks = math.prod(ARMS[mode].get(axis, 1) for axis in ("tp", "pp", "ep"))
-    return workers % ranks == 0 and (model == "gpt" or mode in DATA_ARMS)
+    if mode in HYBRID:
+        ranks = 2 * ARMS[mode]["replicas"]  # a group of one rank shards nothing
+    return workers % ranks == 0 and (model == "gpt" or mode not in AXES)
 
 
 # On every rank.

@@ -11,7 +11,7 @@ Callers that have these values pass them to `first`; the message is the same ear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -247,13 +247,27 @@ def _tp_divides_sequences(config: Keys) -> str:
 def _cp_divides_sequences(config: Keys) -> str:
     # Each rank has two of 2·cp equal parts of a sequence
     parts = 2 * config.cp
-    if config.cp == 1 or config.block_size % parts == 0:
-        return ""
-    nearest = -(-config.block_size // parts) * parts
-    return (
-        f"cp = {config.cp} cuts sequences into 2*cp = {parts} parts, which does not divide "
-        f"block_size = {config.block_size}; use block_size {nearest}, or another cp"
-    )
+    cuts = f"cp = {config.cp} cuts sequences into 2*cp = {parts} parts, which does not divide"
+    if config.cp > 1 and config.block_size % parts:
+        nearest = -(-config.block_size // parts) * parts
+        return f"{cuts} block_size = {config.block_size}; use block_size {nearest}, or another cp"
+    # With tp, the ranks of a layer share what a rank has of a sequence
+    own = config.block_size // config.cp
+    if config.cp > 1 and config.sequence_parallel and own % config.tp:
+        nearest = -(-own // (2 * config.tp)) * 2 * config.tp * config.cp
+        return (
+            f"cp = {config.cp} leaves a rank block_size/cp = {own} tokens, which "
+            f"sequence_parallel cannot cut over tp = {config.tp} ranks; use block_size {nearest}, "
+            "or drop sequence_parallel"
+        )
+    # The lengths of a warm-up double
+    first = config.seq_warmup_from
+    if config.cp > 1 and config.seq_warmup_steps and first % parts:
+        return (
+            f"{cuts} the {first} tokens with which seq_warmup_steps begins; use cp 2 or 4, or drop "
+            "seq_warmup_steps"
+        )
+    return ""
 
 
 def _stages_divide(config: Keys) -> str:
@@ -420,6 +434,7 @@ def _fixed_addresses() -> list[Row]:
         (one_of("device", "cpu"), "a CPU has no kernels to launch"),
         (none_of("dp_mode", "ddp"), "it keeps gradients, or weights, in buckets of its own"),
         (above("tp", 1), "its ranks exchange activations within a layer"),
+        (above("cp", 1), "its ranks exchange keys and values within a layer"),
         (above("pp", 1), "several micro batches are in flight at once"),
         (above("experts", 0), "how many tokens an expert gets is known in the step only"),
         (one_of("sync_batchnorm", True), "its ranks exchange statistics within a layer"),
@@ -686,13 +701,45 @@ TABLE: tuple[Row | Rule, ...] = (
         "capacity and balance of experts are those of a whole sequence",
         "drop one of the two",
     ),
-    Rule(("cp", "block_size"), "cp: 2 * cp must divide block_size", _cp_divides_sequences),
+    Rule(
+        ("cp", "block_size", "tp", "sequence_parallel", "seq_warmup_steps", "seq_warmup_from"),
+        "cp: 2 * cp must divide block_size",
+        _cp_divides_sequences,
+    ),
+    Row(
+        given("cp_attention"),
+        one_of("cp", 1),
+        "cuts no sequences",
+        "raise cp, or drop cp_attention",
+        ignored=True,
+    ),
+    Row(
+        one_of("attention", "cudnn"),
+        above("cp", 1),
+        "cuDNN's kernel is not written for parts of sequences",
+        "use attention flash",
+    ),
+    # The ranks of a sequence draw one mask, each its rows of it; a fused kernel draws its own
+    Row(
+        above("cp", 1),
+        one_of("attention", "flash"),
+        "with dropout, a fused kernel would draw another mask for each part of a sequence",
+        "use attention plain, or dropout 0",
+        also=above("dropout", 0),
+    ),
     # Hybrid sharding
     Row(
         above("replicas", 1),
         none_of("dp_mode", *SHARDS_STATE),
         "shards nothing: every rank is a replica already",
         "use dp_mode zero1, zero2 or fsdp, or drop replicas",
+        ignored=True,
+    ),
+    Row(
+        one_of("mirror", "off"),
+        above("replicas", 1),
+        "has each rank's share in another group anyway, and makes no mirror",
+        "drop mirror; recovery restart starts anew from a checkpoint",
         ignored=True,
     ),
     Row(
@@ -905,6 +952,12 @@ TABLE: tuple[Row | Rule, ...] = (
     ),
     Row(
         above("audit_every", 0),
+        above("cp", 1),
+        "a rank has a part of each sequence, so no other rank can compute its gradient alone",
+        "use audit_every 0, or drop cp",
+    ),
+    Row(
+        above("audit_every", 0),
         one_of("dp_mode", "fsdp"),
         "a rank has a part of the weights, so no other rank can compute its gradient alone",
         "use audit_every 0, or another dp_mode",
@@ -932,6 +985,12 @@ TABLE: tuple[Row | Rule, ...] = (
         above("statistics_every", 0),
         "rank 0 has only a part of the weights or gradients",
         "use {axis} 1, or drop statistics_every",
+    ),
+    Row(
+        above("statistics_every", 0),
+        above("cp", 1),
+        "rank 0 has a part of each sequence, and attention needs all of it",
+        "use cp 1, or drop statistics_every",
     ),
     Rule(
         ("memory_at", "max_steps", "num_epochs", "stop_at"),
@@ -963,9 +1022,10 @@ TABLE: tuple[Row | Rule, ...] = (
 def auto_on_gpus(config: Keys) -> str:
     """Return the attention that `auto` is on a GPU.
 
-    Audits need gradients that have the same bits each time, which flash attention's do not.
+    Audits need gradients that have the same bits each time, which flash attention's do not. Ranks
+    that share sequences need masks of dropout that are drawn outside of a kernel.
     """
-    if config.audit_every:
+    if config.audit_every or (config.cp > 1 and config.dropout):
         return "plain"
     return "flash"
 
@@ -1002,13 +1062,12 @@ def first(
     return ""
 
 
-def excluded_layout(config: Keys, dp_mode: str, tp: int, pp: int, ep: int, experts: int) -> str:
+def excluded_layout(config: Keys, dp_mode: str, axes: Mapping[str, int], experts: int) -> str:
     """Return which row excludes a layout of the ranks, in a few words without sizes; "" if none.
 
     For the search of layouts, which tries other axes than the configuration's. Rules of arithmetic
     are not asked.
     """
-    axes = {"tp": tp, "pp": pp, "ep": ep}
     config = config.model_copy(update={**axes, "dp_mode": dp_mode, "experts": experts})
     divided = {axis for axis, size in axes.items() if size > 1}
     for row in TABLE:

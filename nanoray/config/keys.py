@@ -47,12 +47,17 @@ class Keys(Fault, Log, Mesh, Optim, BatchSizes, Model, Data, Run):
 
         True also where there is only one rank, which mirrors nothing.
         """
-        if self.mirror == "off" or self.dp_mode not in SHARDS_STATE:
+        if self.mirror == "off" or self.dp_mode not in SHARDS_STATE or self.replicas > 1:
             return False
         return self.recovery != "restart" and backend == "gloo" and not self.pure
 
     def replicated(self, ranks: int) -> bool:
-        """Return whether another replica has each rank's part of a state divided by tp, pp, ep."""
-        if self.recovery == "restart" or self.dp_mode in SHARDS_STATE:
+        """Return whether another replica has each rank's part of a state divided by tp, pp, ep.
+
+        With sharded state: whether another group of data ranks has each rank's share.
+        """
+        if self.recovery == "restart":
             return False
+        if self.dp_mode in SHARDS_STATE:
+            return self.replicas > 1
         return 1 < self.tp * self.pp * self.ep <= ranks / 2

@@ -82,6 +82,11 @@ class Mesh(Group):
     """context parallelism: ranks that share every sequence of a gpt, block_size/cp tokens each;
     attention passes keys and values from rank to rank; ranks = dp x cp x tp x pp"""
 
+    cp_attention: Literal["ring", "all_gather"] = field("ring", "dist")
+    """cp: ring (a block of keys and values travels while a rank computes with the one before) |
+    all_gather (all keys and values are gathered first: simple, nothing is hidden, and a rank has
+    the keys of whole sequences for the time of one layer)"""
+
     tp: Positive = field(1, "dist")
     """tensor parallelism: ranks that share each layer of a gpt, by heads, hidden units and tokens;
     ranks = dp x tp x pp"""

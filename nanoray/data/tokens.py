@@ -18,6 +18,7 @@ import torch
 from nanoray.config import Batch
 from nanoray.data.dataset import DatasetInfo, TokenFile
 from nanoray.data.hashing import GOLDEN, mix
+from nanoray.data.sequence_part import SequencePart
 from nanoray.errors import DataError
 
 
@@ -107,17 +108,24 @@ class MicroBatches:
     """
 
     def __init__(
-        self, data: Samples, batch: Batch, rank: int, length_at: Callable[[int], int] | None = None
+        self,
+        data: Samples,
+        batch: Batch,
+        rank: int,
+        length_at: Callable[[int], int] | None = None,
+        part: SequencePart | None = None,
     ) -> None:
         """Read for `rank` of the data ranks, of which `batch` has dp.
 
         With `length_at`, samples (T,) of step s become sequences (length_at(s),). The step is
-        counted by the samples before it.
+        counted by the samples before it. With `part`, this rank has some positions of each sequence,
+        and T stands for their number in what the methods return.
         """
         self.data = data
         self.batch = batch
         self.rank = rank
         self.length_at = length_at
+        self.part = part
         self._samples_per_step = batch.global_size
         # At most one micro batch, by (first sample of its step, its number)
         self._ahead: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -152,10 +160,24 @@ class MicroBatches:
             rank = self.rank
         # The ranks' micro batches are interleaved, so that a step takes the same samples at every dp.
         x, y = self.data.train_batch(samples + (micro * dp + rank) * size, size)
-        if self.length_at is None:
-            return x, y
-        length = self.length_at(samples // self.batch.global_size)
-        return x.view(-1, length), y.view(-1, length)  # (B * T / length, length)
+        if self.length_at is not None:
+            length = self.length_at(samples // self.batch.global_size)
+            x = x.view(-1, length)  # (B * T / length, length)
+            y = y.view(-1, length)
+        if self.part is not None:
+            x = self.part.own(x)
+            y = self.part.own(y)
+        return x, y
+
+    def val_batch(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets (B, T) at some of the places that the data's `val_windows`
+        returned.
+        """
+        x, y = self.data.val_batch(starts)
+        if self.part is not None:
+            x = self.part.own(x)
+            y = self.part.own(y)
+        return x, y
 
     def describe(self, samples: int, micro: int | None) -> str:
         """Return this rank's samples of a step, or of one of its micro batches, as text."""

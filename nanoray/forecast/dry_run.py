@@ -110,7 +110,7 @@ def dry_run_lines(
 
     shape = shape_of(config, dataset.vocab_size)
     assert not isinstance(shape, OwnShape), "forecast/own_models.py describes a script's own model"
-    layout = Layout(dp=batch.dp, tp=config.tp, pp=config.pp, ep=config.ep)
+    layout = Layout.of(config, batch.dp * config.replica_ranks)
     classes = "vocabulary" if config.model == "gpt" else "classes"
 
     def cut_sizes(stage: int) -> RankSizes:
@@ -173,7 +173,7 @@ def layout_lines(
     stages = range(layout.pp)
     # Stages differ: the first holds the embedding and the last holds the head.
     sizes = [sizes_of(stage) for stage in stages]
-    if layout.tp * layout.pp * layout.ep > 1:
+    if layout.tp * layout.pp * layout.ep > 1:  # cp leaves a rank all of its parameters
         most = max(each.params for each in sizes)
         about_model += f", {most:,} on a rank"
     lines.append(f"model      {parameters:,} parameters{about_model}")
@@ -201,17 +201,27 @@ def batch_line(config: Config, batch: Batch, samples: str, tokens: int = 0) -> s
 def talk_lines(layout: Layout, sequence: bool = False) -> list[str]:
     """Return the groups of ranks that exchange tensors in a step; none if all exchange with all."""
     # With data parallelism alone there is one group, and it contains every rank.
-    if layout.tp * layout.pp * layout.ep == 1:
+    if layout.replica_ranks * layout.ep * layout.replicas == 1:
         return []
     sums = "all-gathers and 2 reduce-scatters" if sequence else "sums"
     rest = " of the rest" if layout.ep > 1 else ""
+    # Gradients are summed over parts of sequences as over data replicas.
+    data = "dp_cp" if layout.cp > 1 else "dp"
     contents = {
+        "cp": "keys and values round a ring, per block, forward and backward each; back with their gradients",
         "tp": f"2 {sums} of activations per block, forward and backward each",
         "pp": "the residual stream of each micro batch, and its gradient back",
         "ep": "tokens to their experts and back, per block, forward and backward each",
         "edp": "gradients of experts, once per step",
-        "dp": f"gradients{rest}, once per step",
+        "shard": "gradients to the rank that updates them, and weights back",
+        "replica": "sums of gradients, once per step",
+        data: f"gradients{rest}, once per step",
     }
+    # Groups of replicas sum gradients in two steps, in place of one sum over all data ranks.
+    unused = ("shard", "replica") if layout.replicas == 1 else (data,)
+    for axis in unused:
+        del contents[axis]
+
     lines = []
     for axis, content in contents.items():
         if axis == "edp" and layout.ep == 1:

@@ -66,8 +66,8 @@ class Job:
 
         torch's DDP supports neither pipelines nor expert parallelism; ddp_by_hand replaces it.
         """
-        # One replica has nothing to shard or to reduce.
-        if layout.dp == 1:
+        # One data rank has nothing to shard or to reduce.
+        if layout.size_of("dp_cp") == 1:
             return "ddp"
         mode = self.config.dp_mode
         if mode == "ddp" and layout.pp * layout.ep > 1:
@@ -76,5 +76,11 @@ class Job:
 
     def config_at(self, layout: Layout) -> Config:
         """Return the configuration with the axes of this layout, unchecked."""
-        axes = {"tp": layout.tp, "pp": layout.pp, "ep": layout.ep}
+        axes = {
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "ep": layout.ep,
+            "cp": layout.cp,
+            "replicas": layout.replicas,
+        }
         return self.config.model_copy(update={"dp_mode": self.mode(layout), **axes})

@@ -1,17 +1,21 @@
-"""The search for layouts: every dp·tp·pp (and ep) of a number of ranks, refused by a rule, too
+"""The search for layouts: every dp·cp·tp·pp (and ep) of a number of ranks, refused by a rule, too
 large, or predicted.
 
-factorizations ─► refusal by a rule ─► each micro batch that divides a replica's share ─► memory ─►
+A mode that shards the state is also tried with groups of replicas that fill whole nodes.
+
+candidates ─► refusal by a rule ─► each micro batch that divides a replica's share ─► memory ─►
 predicted step
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanoray.config.conflicts import excluded_layout
+from nanoray.config.mesh import SHARDS_STATE
 from nanoray.errors import ConfigError
+from nanoray.forecast.by_link import ranks_of_group
 from nanoray.forecast.job import Job
 from nanoray.forecast.predict import Network, Prediction, Speed, memory_of, predict
 from nanoray.mesh.layout import Layout
@@ -56,13 +60,41 @@ def factors(n: int) -> str:
     return f"{n} = {'*'.join(map(str, primes))}"
 
 
-def factorizations(ranks: int, experts: bool = False) -> Iterator[Layout]:
-    """Yield every dp·tp·pp = ranks; with experts each ep that divides dp."""
+def factorizations(ranks: int, experts: bool = False, tokens: int = 0) -> Iterator[Layout]:
+    """Yield every dp·cp·tp·pp = ranks; with experts each ep that divides dp.
+
+    `tokens`: of a sequence. Each rank of cp takes two equal parts of it, so most sizes of cp are
+    left out before they are tried.
+    """
     for tp in divisors(ranks):
         for pp in divisors(ranks // tp):
-            dp = ranks // tp // pp
-            for ep in divisors(dp) if experts else [1]:
-                yield Layout(dp, tp, pp, ep)
+            rest = ranks // tp // pp
+            for cp in divisors(rest):
+                if cp > 1 and tokens % (2 * cp):
+                    continue
+                dp = rest // cp
+                for ep in divisors(dp) if experts else [1]:
+                    yield Layout(dp, tp, pp, ep, cp)
+
+
+def candidates(job: Job, ranks: int, ranks_per_node: int | None = None) -> Iterator[Layout]:
+    """Yield every layout that is worth a try; on nodes also with a sharded state in each of them."""
+    for layout in factorizations(ranks, bool(job.experts), job.shape.block_size):
+        yield layout
+        shards = job.mode(layout) in SHARDS_STATE and layout.ep == 1
+        if shards and ranks_per_node is not None:
+            yield from _with_replicas(layout, ranks_per_node)
+
+
+def _with_replicas(layout: Layout, ranks_per_node: int) -> Iterator[Layout]:
+    """Yield a layout with each number of replicas whose groups fill whole nodes."""
+    for replicas in divisors(layout.dp):
+        # One group is the layout itself, and a group of one rank shards nothing.
+        if replicas in (1, layout.dp):
+            continue
+        grouped = replace(layout, replicas=replicas)
+        if ranks_of_group(grouped) % ranks_per_node == 0:
+            yield grouped
 
 
 def refusal(job: Job, layout: Layout) -> str:
@@ -89,7 +121,8 @@ def refusal(job: Job, layout: Layout) -> str:
         return f"pp{chunks} does not divide n_layer = {shape.n_layer}"
     # What a start would refuse, a search does not offer
     experts = job.experts.count if job.experts else 0
-    excluded = excluded_layout(job.config, job.mode(layout), tp, pp, layout.ep, experts)
+    axes = {"tp": tp, "pp": pp, "ep": layout.ep, "cp": layout.cp, "replicas": layout.replicas}
+    excluded = excluded_layout(job.config, job.mode(layout), axes, experts)
     if excluded:
         return excluded
     # Experts are cut twice: tp divides the hidden units of each, ep divides their number.
@@ -154,15 +187,21 @@ def needs(memory: Mapping[str, int], memory_gb: float | None) -> str:
 
 
 def search(
-    job: Job, ranks: int, most: int, network: Network, speed: Speed, memory_gb: float | None
+    job: Job,
+    ranks: int,
+    most: int,
+    network: Network,
+    speed: Speed,
+    memory_gb: float | None,
+    ranks_per_node: int | None = None,
 ) -> list[Found]:
     """Return every layout of `ranks`, the fastest first, those without a step last.
 
-    Raises ConfigError if none has a step.
+    `ranks_per_node`: see `candidates`. Raises ConfigError if none has a step.
     """
     found = [
         try_layout(job, layout, most, network, speed, memory_gb)
-        for layout in factorizations(ranks, bool(job.experts))
+        for layout in candidates(job, ranks, ranks_per_node)
     ]
     # Layouts without a step get infinite time, so they go to the end.
     found.sort(key=lambda layout: layout.best.step_s if layout.best else float("inf"))
@@ -180,8 +219,12 @@ def search(
 
 def format_layout(layout: Layout) -> str:
     """Write a layout with all its factors, also those of one rank."""
-    axes = f"dp*tp*pp = {layout.dp}*{layout.tp}*{layout.pp}"
-    return f"{axes}, ep = {layout.ep}" if layout.ep > 1 else axes
+    axes, _, _ = layout.product.rpartition(" = ")
+    if layout.ep > 1:
+        return f"{axes}, ep = {layout.ep}"
+    if layout.replicas > 1:
+        return f"{axes}, replicas = {layout.replicas}"
+    return axes
 
 
 def why_slower(step: Prediction, best: Prediction) -> str:

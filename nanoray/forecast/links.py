@@ -244,12 +244,9 @@ class Place(NamedTuple):
         return self.local == self.ranks
 
 
-def placed(layout: Layout, axis: str, ranks_per_node: int) -> Place:
-    """Return the place of the groups of an axis. Rank r is on node r // ranks_per_node.
-
-    `axis`: one of those that a layout has groups of.
-    """
-    stride = {
+def stride_of(layout: Layout, axis: str) -> int:
+    """Return the distance between neighbouring ranks of an axis."""
+    strides = {
         "tp": 1,
         "cp": layout.tp,
         "dp": layout.tp * layout.cp,
@@ -259,7 +256,16 @@ def placed(layout: Layout, axis: str, ranks_per_node: int) -> Place:
         "ep": layout.tp,
         "edp": layout.tp * layout.ep,
         "pp": layout.tp * layout.cp * layout.dp,
-    }[axis]
+    }
+    return strides[axis]
+
+
+def placed(layout: Layout, axis: str, ranks_per_node: int) -> Place:
+    """Return the place of the groups of an axis. Rank r is on node r // ranks_per_node.
+
+    `axis`: one of those that a layout has groups of.
+    """
+    stride = stride_of(layout, axis)
     size = layout.size_of(axis)
     on_node = min(ranks_per_node, layout.world_size)
     if layout.world_size <= ranks_per_node or ranks_per_node % (stride * size) == 0:
@@ -275,6 +281,20 @@ def placed(layout: Layout, axis: str, ranks_per_node: int) -> Place:
     else:
         local = 1
     return Place(size, local, max(1, on_node // local))
+
+
+def share_between_nodes(op: str, place: Place) -> float:
+    """Return the share of what a rank sends in a collective that leaves its node, 0 to 1.
+
+    A mean over the ranks of a node, where not all send the same.
+    """
+    if place.inside:
+        return 0.0
+    if op in ("reduce_scatter", "all_to_all"):
+        # Each rank sends to each other one directly (mesh/axis.py).
+        return (place.ranks - place.local) / (place.ranks - 1)
+    # A ring, or a chain of stages: of the members on a node, the last one sends to the next node.
+    return 1 / place.local
 
 
 def seen_by(topology: Topology, place: Place) -> Topology:

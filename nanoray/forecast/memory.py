@@ -11,7 +11,8 @@ With P parameters in float32 on n ranks, AdamW, bytes per parameter:
 
 With bf16_pure and fp16_pure: 2, 2 and 4, and with float32 master weights 2, 2 and 12 of optimizer
 state. With expert parallelism, n is dp/ep for the experts that a rank holds, and dp for the rest;
-each has its own buckets. A mirror of another rank's share (--mirror) costs 4/n of gradients, 8/n of
+each has its own buckets. With hybrid sharding (--replicas R) n is the ranks of one group, dp/R, and
+another group stands in for a mirror. A mirror of another rank's share (--mirror) costs 4/n of gradients, 8/n of
 optimizer and, with fsdp and of experts that no other rank has, 4/n of weights.
 
 `held_bytes` counts the real storages. Source of the table: Rajbhandari et al. 2020, ZeRO, figure 1.
@@ -85,9 +86,10 @@ def state_memory(
     """Return the bytes of one rank by part: parameters, gradients and optimizer, which stay, and
     what is in flight.
 
-    With `mirrored`, `mirror` is its copy of another rank's share. `moments`: numbers that the
-    optimizer keeps for each element; None: those of the configuration's optimizer. In flight is the
-    most that a step holds beside the rest: see `_in_flight`.
+    `ranks`: that cut one copy of the state: all data ranks, or those of one group of replicas. With
+    `mirrored`, `mirror` is its copy of another rank's share. `moments`: numbers that the optimizer
+    keeps for each element; None: those of the configuration's optimizer. In flight is the most that
+    a step holds beside the rest: see `_in_flight`.
     """
     mode = config.dp_mode if ranks > 1 else "ddp"  # one rank shares nothing
     each = sizes.each
@@ -128,6 +130,8 @@ def state_memory(
     bucket = max(int(bucket_mb * 2**20), int(each * sizes.tensor))
     buckets = min((IN_FLIGHT + 1) * min(bucket, total), total)
     parts["in_flight"] = _in_flight(config, mode, sizes, accum, buckets)
+    if config.replicas > 1 and mode in ("zero1", "zero2", "fsdp"):
+        parts["in_flight"] += _between_groups(mode, sizes, ranks, min(bucket, total))
     if config.grad_compress != "none" and ranks > 1:
         # Of each bucket: a copy in float32, the message, and the result.
         parts["in_flight"] += 3 * buckets
@@ -171,6 +175,17 @@ def _in_flight(config: Config, mode: str, sizes: Sizes, accum: int, buckets: int
     # Gathered weights: those outside of layers, and a layer's twice: as they arrive, and in place.
     gathered = sizes.outside + 2 * sizes.layer
     return int(size * gathered + 4 * (whole + 2 * packed))
+
+
+def _between_groups(mode: str, sizes: Sizes, ranks: int, bucket: int) -> int:
+    """Return the bytes that arrive from other groups of replicas: slices, as large as the own ones.
+
+    Of buckets two are on their way at once, while backward fills the next; of fsdp's units one.
+    `bucket`: bytes.
+    """
+    if mode == "fsdp":
+        return 4 * max(sizes.layer, sizes.outside) // ranks
+    return 2 * bucket // ranks
 
 
 def at_peak(
@@ -252,7 +267,7 @@ def rank_state(
     bucket_mb: float,
     mirrored: bool = False,
 ) -> dict[str, int]:
-    """Return `state_memory` of a rank, experts included. `ranks`: data ranks."""
+    """Return `state_memory` of a rank, experts included. `ranks`: that cut one copy of the state."""
     parts = state_memory(config, sizes.dense, ranks, accum, bucket_mb, mirrored)
     if sizes.experts is None:
         return parts
@@ -272,7 +287,7 @@ def model_memory(
 ) -> dict[str, int]:
     """Return `state_memory` of a model that is whole, or cut by ep.py or tp.py.
 
-    `ranks`: data ranks.
+    `ranks`: that cut one copy of the state.
     """
     sizes = RankSizes.of(config, model)
     return rank_state(config, sizes, ranks, accum, bucket_mb, mirrored)
@@ -289,7 +304,7 @@ def peak_memory(
 ) -> int:
     """Return the most bytes of a step: `at_peak` of the parts of `model_memory` and of activations.
 
-    `ranks`: data ranks.
+    `ranks`: that cut one copy of the state.
     """
     layers = max(1, len(units_of(model)))
     in_flight = parts["in_flight"]

@@ -49,8 +49,10 @@ def own_lines(
 
     # State: exact, but for an optimizer that cannot be tried alone.
     moments = kept_per_element(optimizer)
+    layout = Layout(dp=batch.dp, replicas=config.replicas)
+    shared_by = layout.shard_size
     state = state_memory(
-        config, sizes, batch.dp, batch.accum, device.bucket_mb, device.mirrored, moments or 0.0
+        config, sizes, shared_by, batch.accum, device.bucket_mb, device.mirrored, moments or 0.0
     )
 
     # Activations: a script's forward may look at values, which fake tensors do not have.
@@ -67,7 +69,6 @@ def own_lines(
             f"memory     without the state of {optimizer_name}, which could not be tried alone"
         )
 
-    layout = Layout(dp=batch.dp)
     frozen = ""
     if sizes.params > sizes.trained:
         frozen = f", {sizes.params - sizes.trained:,} of them frozen"

@@ -67,8 +67,15 @@ def holders_of(
             "out one by one; lower --world_size, or see `nanoray launch --dry_run --world_size N` "
             "for bytes and memory at any scale"
         )
-    # Data replicas have the same model, so each place of the other axes is cut once.
+    # Data replicas and parts of sequences have the same model, so each place of the other axes is
+    # cut once.
     models: dict[tuple[int, int, int], nn.Module] = {}
+    # The ranks that cut one copy of the state, and each rank's place among them
+    index_of: dict[int, int] = {}
+    for group in layout.groups("shard"):
+        for index, rank in enumerate(group):
+            index_of[rank] = index
+
     holders = []
     for rank in range(layout.world_size):
         place = layout.coords(rank)
@@ -78,23 +85,23 @@ def holders_of(
         model = models[key]
         held = whole_pieces(model)
         updated = held
-        if layout.dp > 1 and config.dp_mode == "fsdp":
-            held = _rows(model, held, layout, place)
+        shares = layout.shard_size > 1
+        if shares and config.dp_mode == "fsdp":
+            held = _rows(model, held, layout.shard_size, index_of[rank])
             updated = held
-        elif layout.dp > 1 and config.dp_mode in ("zero1", "zero2"):
-            updated = _slices(model, config, layout, place, bucket_mb)
+        elif shares and config.dp_mode in ("zero1", "zero2"):
+            data = _axis("shard", layout.shard_size, index_of[rank])
+            updated = _slices(model, config, layout, place, data, bucket_mb)
         holders.append(Holder(place, held, updated))
     return holders
 
 
-def _rows(
-    model: nn.Module, whole: dict[str, Piece], layout: Layout, place: Coords
-) -> dict[str, Piece]:
-    """Return the rows that the rank at `place` holds with fsdp; short tensors leave some ranks none."""
+def _rows(model: nn.Module, whole: dict[str, Piece], ranks: int, index: int) -> dict[str, Piece]:
+    """Return the rows that one of `ranks` holds with fsdp; short tensors leave some ranks none."""
     pieces = {}
     for name, p in model.named_parameters():
         if name in whole:
-            piece = rows_of(whole[name], p.shape[0], layout.dp, place.dp)
+            piece = rows_of(whole[name], p.shape[0], ranks, index)
             # A tensor with fewer rows than ranks leaves the last ranks without a piece.
             if piece.numel:
                 pieces[name] = piece
@@ -102,10 +109,9 @@ def _rows(
 
 
 def _slices(
-    model: nn.Module, config: Config, layout: Layout, place: Coords, bucket_mb: float
+    model: nn.Module, config: Config, layout: Layout, place: Coords, data: Axis, bucket_mb: float
 ) -> dict[str, Piece]:
-    """Return what the rank at `place` updates with zero1 or zero2."""
-    data = _axis("dp", layout.dp, place.dp)
+    """Return what the rank at `place` updates with zero1 or zero2, as one of the ranks of `data`."""
     buckets: Buckets | ep.ExpertParallel
     if layout.ep > 1:
         # Experts have fewer replicas, so their buckets are cut over an axis of their own.
@@ -114,6 +120,11 @@ def _slices(
     else:
         buckets = Buckets(model, data, config.dp_mode, bucket_mb)
     return {shard.piece.name: shard.piece for shard in buckets.shards or ()}
+
+
+def _data_index(layout: Layout, place: Coords) -> int:
+    """Return the number of a rank among those that sum their gradients."""
+    return place.dp * layout.cp + place.cp
 
 
 def _axis(name: str, size: int, index: int) -> Axis:

@@ -11,6 +11,13 @@ forward and backward with what it waits for inside of them:
     step  =  m·(F + B)  +  bubble  +  what gradients still take after the last backward  +  update
     bubble   (p - 1)/v · (F + B); in zero_bubble, with as many micro batches as stages, (p - 1)/3 · (F + B)
 
+With context parallelism F and B contain, of each pass round the ring, what the attention of the
+block that is there does not hide. That attention is quadratic in T and a pass is linear, so long
+sequences hide it:
+
+    pass       2·B·(T/cp)·C/tp numbers over the link
+    attention  4·B·(T/cp)·(T/cp)·C/tp FLOPs in forward, twice as many in backward
+
 Left out: smaller matrix products are slower ones, so the same share of a device's peak is assumed
 in every layout; ranks are equal; experts get equally many tokens; the messages of a pipeline are
 not hidden behind compute.
@@ -44,6 +51,11 @@ from nanoray.parallel.schedules import waited
 
 # Simulated one by one; more are simulated in groups, each with the latency of its members
 MOST_BUCKETS = 64
+# The kinds of talks for which each pass waits
+WAITS = {
+    "forward": ("forward", "ring_forward"),
+    "backward": ("backward", "ring_again", "ring_backward"),
+}
 
 
 def memory_of(job: Job, layout: Layout, micro: int) -> dict[str, int]:
@@ -198,23 +210,44 @@ def _predict_stage(
 
     # Compute of one micro batch, undisturbed.
     rank_share = speed.uncut + (1 - speed.uncut) / layout.tp
-    tokens = rank_share * micro * job.shape.block_size
+    own_tokens = micro * job.shape.block_size // layout.cp
+    tokens = rank_share * own_tokens
     forward, backward = flops_of(job, layout, stage)
     forward_s = forward * tokens / speed.forward_flops
     backward_s = backward * tokens / speed.backward_flops
     updated = sum(tensor.numel for tensor in tensors)
     if mode in ("zero1", "zero2", "fsdp"):
-        updated = updated // layout.dp
+        updated = updated // layout.shard_size
     optimizer_s = speed.optimizer_s * updated
+
+    # The attention to one block of keys and values, beside which the next ones travel.
+    attention = 4 * job.shape.n_embd * job.shape.block_size / layout.cp * tokens
+    attention_s = {
+        "ring_forward": attention / speed.forward_flops,
+        "ring_again": attention / speed.forward_flops,
+        "ring_backward": 2 * attention / speed.backward_flops,
+    }
+
+    def exposed(talk: Talk) -> Cost:
+        """Return what compute waits for of one message: all of it, if no attention hides it."""
+        cost = price(talk)
+        if talk.when not in attention_s:
+            return cost
+        # Keys, values and their gradients travel in the same time.
+        together_s = sum(price(other).seconds for other in talks if other.when == talk.when)
+        left = 1.0
+        if together_s:
+            left = max(0.0, 1 - attention_s[talk.when] / together_s)
+        return Cost(cost.latency_s * left, cost.transfer_s * left, cost.cpu)
 
     # What a micro batch waits for in the midst of its layers, by pass and by axis.
     waits = {}
-    alone_s = {"tp": 0.0, "ep": 0.0, "pp": 0.0}
-    for when in ("forward", "backward"):
+    alone_s = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "pp": 0.0}
+    for when, kinds in WAITS.items():
         costs = []
         for talk in talks:
-            if talk.when == when:
-                cost = price(talk)
+            if talk.when in kinds:
+                cost = exposed(talk)
                 costs.append((talk.times / accum, cost))
                 alone_s[talk.axis] += talk.times / accum * cost.seconds
         waits[when] = _sum(costs)
@@ -228,7 +261,9 @@ def _predict_stage(
     every_micro_sends = mode == "zero2"
     sending = accum if every_micro_sends else 1
     buckets, collective = _buckets(tensors, talks, sending, backward_s, price)
-    one_link = network.one_link(layout, "tp" if layout.tp > 1 else "pp", "dp")
+    inner = [axis for axis in ("tp", "cp") if layout.size_of(axis) > 1]
+    inner.append("pp")
+    one_link = any(network.one_link(layout, inner[0], axis) for axis in layout.gradient_axes)
     quiet = Step(forward_s, backward_s, 0.0, (), (waits["forward"], waits["backward"]), one_link)
     loud = replace(quiet, optimizer_s=optimizer_s, buckets=buckets)
     quiet_s = simulate(quiet, lambda nbytes: NOTHING, 1, speed.cores, speed.threads).step_s

@@ -16,6 +16,7 @@ import torch
 from nanoray.config import Batch, Config
 from nanoray.devices.gpus import discover_gpus
 from nanoray.forecast.memory import RankSizes, rank_state
+from nanoray.mesh.layout import Layout
 from nanoray.models import resnet_costs
 from nanoray.models.build import kernels_of
 from nanoray.models.costs import Cut, activation_memory, with_kernels
@@ -72,7 +73,10 @@ def rank_memory(
     stage: int = 0,
 ) -> dict[str, int]:
     """Return the bytes of a rank of `stage` by part: see `state_memory` and `activation_memory`."""
-    state = rank_state(config, sizes, batch.dp, batch.accum, device.bucket_mb, device.mirrored)
+    # Data replicas and parts of sequences share one copy of the state, or those of one group do.
+    layout = Layout.of(config, batch.dp * config.replica_ranks)
+    shared_by = layout.shard_size
+    state = rank_state(config, sizes, shared_by, batch.accum, device.bucket_mb, device.mirrored)
     return state | stage_activations(config, shape, batch, device.precision, stage)
 
 
@@ -86,11 +90,11 @@ def stage_activations(
 
     checkpointing = config.activation_checkpointing
     kernels = kernels_of(config)
-    cut = Cut(config.tp, config.ep, config.sequence_parallel)
+    cut = Cut.of(config)
     pp = config.pp
     if pp == 1:
         parts = activation_memory(shape, batch.micro, precision, checkpointing, cut)
-        return with_kernels(parts, shape, batch.micro, precision, kernels, checkpointing, config.tp)
+        return with_kernels(parts, shape, batch.micro, precision, kernels, checkpointing, cut)
 
     # Each chunk of layers keeps its own number of micro batches, and the stage keeps their sum.
     chunks = config.chunks
@@ -106,9 +110,7 @@ def stage_activations(
         )
         sequences = batch.micro * count
         total.update(
-            with_kernels(
-                parts, chunk_shape, sequences, precision, kernels, checkpointing, config.tp
-            )
+            with_kernels(parts, chunk_shape, sequences, precision, kernels, checkpointing, cut)
         )
     return dict(total)
 
@@ -148,7 +150,7 @@ def memory_line(
     """
     mode: str = config.dp_mode
     # With one replica data parallelism shards nothing, so the name of the mode would mislead.
-    if batch.dp == 1:
+    if batch.dp * config.cp == 1:
         mode = "one data rank" if config.tp * config.pp > 1 else "one rank"
 
     limit = ""

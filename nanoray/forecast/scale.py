@@ -46,6 +46,7 @@ def forecast_lines(loaded: Loaded, scale: Scale) -> list[str]:
 
     Raises ConfigError.
     """
+    from nanoray.forecast.by_link import link_lines
     from nanoray.forecast.layouts import factors
     from nanoray.forecast.predict import OnTopology, Speed, predict
     from nanoray.forecast.rank_memory import assume_device
@@ -86,6 +87,7 @@ def forecast_lines(loaded: Loaded, scale: Scale) -> list[str]:
         from nanoray.forecast.traffic import talks_of
 
         lines += _traffic(layout, talks_of(job, layout, batch.micro, layout.pp - 1))
+        lines += link_lines(job, layout, batch.micro, None)
         lines += notes
         if config.device == "auto" and device.kind == "cpu":
             lines.append(
@@ -98,6 +100,7 @@ def forecast_lines(loaded: Loaded, scale: Scale) -> list[str]:
     network = OnTopology(topology)
     step = predict(job, layout, batch.micro, network, Speed.of(topology))
     lines += _traffic(layout, step.talks, network)
+    lines += link_lines(job, layout, batch.micro, topology.ranks_per_node)
     lines += _step(job, step, topology)
     lines += notes
     lines += _search(job, step, config, topology, memory_gb)
@@ -209,19 +212,22 @@ def _grow_batch(loaded: Loaded, dp: int) -> tuple[Config, str]:
 
 def _mesh(layout: Layout, topology: Topology | None, name: str | None) -> list[str]:
     """Return the mesh, and for each axis its groups, one of them, and the link that it uses."""
+    from nanoray.forecast.links import stride_of
+
     nodes = ""
     if topology:
         size = topology.ranks_per_node
         nodes = f"; {-(-layout.world_size // size):,} node(s) of {size} ({name})"
     rows = []
-    for axis in ("tp", "dp", "pp", "ep"):
-        size = getattr(layout, axis)
+    # Groups of replicas divide the data axis.
+    data_axes = layout.gradient_axes if layout.replicas > 1 else ("dp",)
+    for axis in ("tp", "cp", *data_axes, "pp", "ep"):
+        size = layout.size_of(axis)
         if size == 1:
             continue
-        # The ranks of one group: the first two and the last.
-        along = "dp" if axis == "ep" else axis
-        # Experts are shared along the data axis, whose ranks they divide.
-        first, second, last = (layout.rank(**{along: place}) for place in (0, 1, size - 1))
+        # The ranks of one group: the first two and the last. Rank 0 is in the first group.
+        stride = stride_of(layout, axis)
+        first, second, last = (place * stride for place in (0, 1, size - 1))
         example = f"ranks {first} {second}"
         if size > 2:
             example += f" .. {last}"
@@ -251,7 +257,7 @@ def _traffic(layout: Layout, talks: Sequence[Talk], network: Network | None = No
 
     rows = []
     for talk in talks:
-        ranks = layout.dp // layout.ep if talk.axis == "edp" else getattr(layout, talk.axis)
+        ranks = layout.size_of(talk.axis)
         row = [
             talk.axis,
             OPS[talk.op],
@@ -314,7 +320,9 @@ def _search(
 
     most = config.micro_batch_size or job.sequences
     ranks = given.layout.world_size
-    found = search(job, ranks, most, OnTopology(topology), Speed.of(topology), memory_gb)
+    network = OnTopology(topology)
+    per_node = topology.ranks_per_node
+    found = search(job, ranks, most, network, Speed.of(topology), memory_gb, per_node)
     steps = [layout.best for layout in found if layout.best]
     large = [layout for layout in found if layout.refused.startswith(DOES_NOT_FIT)]
     best = steps[0]
@@ -366,7 +374,7 @@ def _why_not(found: Sequence[Found], best: Prediction) -> list[tuple[str, str]]:
     from nanoray.forecast.layouts import why_slower
 
     rows: list[tuple[str, str]] = []
-    for axis in ("tp", "pp", "ep"):
+    for axis in ("tp", "cp", "pp", "ep", "replicas"):
         others = {getattr(layout.layout, axis) for layout in found}
         others.discard(getattr(best.layout, axis))
         refused: dict[str, list[int]] = {}

@@ -13,13 +13,16 @@ from nanoray.mesh.layout import Layout
 class Talk(NamedTuple):
     """Collectives of one kind, of a rank in a step."""
 
-    axis: str  # tp | dp | edp (gradients of experts) | ep | pp
+    # tp | cp | dp | dp_cp (dp with cp) | shard, replica (dp in groups) | edp (gradients of experts) |
+    # ep | pp
+    axis: str
     op: str  # all_reduce | reduce_scatter | all_gather | all_to_all | send
     what: str
     times: float
     nbytes: float  # the tensor of one of them
-    # forward | backward: compute waits for it. prefetched: a pass hides it. beside: backward hides
-    # it. after: it follows the update. once: nothing hides it.
+    # forward | backward: compute waits for it. ring_forward | ring_again | ring_backward: the same,
+    # but the attention of the block that is there hides it; again is in backward. prefetched: a pass
+    # hides it. beside: backward hides it. after: it follows the update. once: nothing hides it.
     when: str
 
     def sent(self, ranks: int) -> float:
@@ -36,8 +39,10 @@ class Talk(NamedTuple):
 def talks_of(job: Job, layout: Layout, micro: int, stage: int) -> list[Talk]:
     """Return all that a rank of a stage sends in a step, except sums of single numbers."""
     accum = job.sequences // (layout.dp * micro)
-    tokens = micro * job.shape.block_size  # of a micro batch
+    tokens = micro * job.shape.block_size // layout.cp  # of a micro batch, on a rank
     talks = []
+    if layout.cp > 1:
+        talks += _context_talks(job, layout, stage, accum, tokens)
     if layout.tp > 1:
         talks += _tensor_talks(job, layout, stage, accum, tokens)
     if layout.ep > 1 and job.experts:
@@ -54,11 +59,37 @@ def talks_of(job: Job, layout: Layout, micro: int, stage: int) -> list[Talk]:
         else:
             dense += 4 * tensor.numel
     mode = job.mode(layout)
-    talks += _gradient_talks(job, mode, "dp", layout.dp, dense, accum)
+    axis = layout.gradient_axes[0]
+    talks += _gradient_talks(job, mode, axis, layout.shard_size, dense, accum)
+    if layout.replicas > 1:
+        talks += _replica_talks(job, mode, layout, dense)
     if routed:
         replicas = layout.dp // layout.ep
         talks += _gradient_talks(job, mode, "edp", replicas, routed, accum)
     return talks
+
+
+def _context_talks(job: Job, layout: Layout, stage: int, accum: int, tokens: int) -> list[Talk]:
+    """Return what goes round the ring of the ranks that share sequences.
+
+    `tokens`: of a micro batch, on a rank. A block is the keys and values of these tokens.
+    """
+    blocks = accum * layers_of(job.shape.n_layer, layout.pp, stage)
+    numbers = 2 * tokens * job.shape.n_embd / layout.tp  # of keys and values
+    block = (2 if job.half else 4) * numbers
+    gradients = 4 * numbers  # sums in float32
+
+    # A block passes all other ranks. Its gradients also return to the rank that it is from.
+    passes = blocks * (layout.cp - 1)
+    again = passes if job.config.activation_checkpointing != "none" else 0
+    talks = [
+        Talk("cp", "send", "keys and values", passes, block, "ring_forward"),
+        Talk("cp", "send", "keys and values, again", again, block, "ring_again"),
+        Talk("cp", "send", "keys and values, backward", passes, block, "ring_backward"),
+        Talk("cp", "send", "their gradients", passes, gradients, "ring_backward"),
+        Talk("cp", "send", "their gradients, home", blocks, gradients, "backward"),
+    ]
+    return [talk for talk in talks if talk.times]
 
 
 def _expert_talks(
@@ -204,7 +235,7 @@ def _gradient_talks(
     """Return what a data-parallel mode sends for `nbytes` of parameters in float32."""
     if ranks == 1:
         return []
-    buckets = math.ceil(nbytes / (job.bucket_mb * 2**20))
+    buckets = _buckets(job, nbytes)
     each = nbytes / buckets
     if mode == "ddp":
         return [Talk(axis, "all_reduce", "gradients", buckets, each, "beside")]
@@ -217,6 +248,23 @@ def _gradient_talks(
     if mode == "ddp_by_hand":
         return [scatter, Talk(axis, "all_gather", "gradients", buckets, each, "beside")]
     return [scatter, Talk(axis, "all_gather", "weights", buckets, each, "after")]
+
+
+def _buckets(job: Job, nbytes: int) -> int:
+    """Return the number of gradient buckets for `nbytes` of parameters."""
+    return math.ceil(nbytes / (job.bucket_mb * 2**20))
+
+
+def _replica_talks(job: Job, mode: str, layout: Layout, nbytes: int) -> list[Talk]:
+    """Return how groups that each hold the whole state add up their sums of gradients.
+
+    A rank adds its slice up with the ranks that have the same slice in other groups: an all-reduce,
+    as a reduce-scatter and an all-gather. It happens once per step, also with accumulation.
+    """
+    pieces = job.shape.n_layer + 1 if mode == "fsdp" else _buckets(job, nbytes)
+    own_slice = nbytes / pieces / layout.shard_size
+    scatter = Talk("replica", "reduce_scatter", "gradients", pieces, own_slice, "beside")
+    return [scatter, scatter._replace(op="all_gather")]
 
 
 def _fsdp_talks(job: Job, axis: str, nbytes: int, accum: int) -> list[Talk]:

@@ -51,7 +51,7 @@ from nanoray.trace.__main__ import read_steps
 from nanoray.trace.log import PAUSES
 from nanoray.trace.timeline import group_of
 
-KNOWN = {"grad_compress": "none", "tp": 1, "pp": 1, "ep": 1}
+KNOWN = {"grad_compress": "none", "tp": 1, "pp": 1, "ep": 1, "cp": 1, "replicas": 1}
 MODES = ("ddp", "zero1", "zero2", "fsdp")
 # Collectives of a sharded state, by the function that prices them
 SHARED = {"all_gather": all_gather, "reduce_scatter": all_to_all, "send_recv": send}
@@ -318,7 +318,7 @@ def _mode_of(run: Path) -> tuple[str, str]:
     if others:
         raise ConfigError(
             f"{run} has {', '.join(others)}: only what travels in {', '.join(MODES)} with whole "
-            "gradients, without tp, pp and ep, is known; for layouts there is `nanoray bench "
+            "gradients, without cp, tp, pp, ep and replicas, is known; for layouts there is `nanoray bench "
             "layouts`"
         )
     if mode == "fsdp" and device != "cpu":

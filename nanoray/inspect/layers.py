@@ -95,7 +95,8 @@ def layers_of(
     shape = subject.shape
     # Data parallelism goes too: a single process shards nothing.
     if not cut:
-        whole = {"tp": 1, "pp": 1, "ep": 1, "sequence_parallel": False, "dp_mode": "ddp"}
+        axes = {"tp": 1, "pp": 1, "ep": 1, "cp": 1, "replicas": 1}
+        whole = {**axes, "sequence_parallel": False, "dp_mode": "ddp"}
         config = config.model_copy(update=whole)
         layout = Layout()
 
@@ -147,7 +148,7 @@ def _gpt(shape: ModelShape, config: Config, batch: Batch) -> tuple[Costs, Costs,
     precision = config.precision
     checkpointing = config.activation_checkpointing
     tokens = batch.micro * shape.block_size
-    cut = Cut(config.tp, config.ep, config.sequence_parallel)
+    cut = Cut.of(config)
     kernels = kernels_of(config)
 
     def flops(layers: int) -> tuple[int, int]:
@@ -158,7 +159,7 @@ def _gpt(shape: ModelShape, config: Config, batch: Batch) -> tuple[Costs, Costs,
     def memory(layers: int, ends: tuple[bool, bool] = (False, False)) -> int:
         deep = replace(shape, n_layer=layers)
         parts = activation_memory(deep, batch.micro, precision, checkpointing, cut, 1, ends)
-        parts = with_kernels(parts, deep, batch.micro, precision, kernels, checkpointing, cut.tp)
+        parts = with_kernels(parts, deep, batch.micro, precision, kernels, checkpointing, cut)
         # A block that is computed again does not keep its copies until then.
         if checkpointing == "block":
             return parts["activations"]
@@ -179,7 +180,7 @@ def _gpt(shape: ModelShape, config: Config, batch: Batch) -> tuple[Costs, Costs,
     if kernels.loss_chunk:
         head_kept += 4 * shape.padded_vocab * shape.n_embd  # the gradient of the head's weight
     else:
-        head_kept += 4 * tokens * columns  # log-softmax
+        head_kept += 4 * cut.tokens(shape, batch.micro) * columns  # log-softmax
     head_forward = forward_of_one - forward
     # A lookup has no FLOPs; a matrix product costs twice its forward in backward.
     return block, (0, 0, embedding_kept), (head_forward, 2 * head_forward, head_kept)
@@ -230,7 +231,7 @@ def _states(subject: Subject, whole: bool) -> dict[str, dict[str, int]]:
             state = {"weights": 0, "gradients": 0, "optimizer": 0}
             # Fewer ranks share an expert than the rest of a layer.
             for some, ranks in (
-                (names - experts, layout.dp),
+                (names - experts, layout.shard_size),
                 (names & experts, layout.dp // layout.ep),
             ):
                 if some:

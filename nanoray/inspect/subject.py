@@ -238,7 +238,8 @@ def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int
     layout = Layout.of(config, ranks)
     batch, shape = resolve_batch(config, layout.dp), shape_of(config, dataset.vocab_size)
     # The model is whole, whatever the layout; `Subject.at` cuts it for one rank.
-    whole = config.model_copy(update={"tp": 1, "pp": 1, "ep": 1, "sequence_parallel": False})
+    axes = {"tp": 1, "pp": 1, "ep": 1, "cp": 1}
+    whole = config.model_copy(update={**axes, "sequence_parallel": False})
     model = rank_model(whole, dataset.vocab_size, weight_type(config.precision), Coords(0, 0, 0, 0))
     example = example_of(config, batch.micro)
     return Subject(title, config, why, dataset, layout, batch, model, shape, example)

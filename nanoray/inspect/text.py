@@ -41,7 +41,11 @@ def figures_of(description: dict[str, Any]) -> dict[str, str]:
     """Return the first lines as labels and texts."""
     batch = description["batch"]
     axes = description["layout"]
-    layout = " × ".join(f"{axis} {n}" for axis, n in axes.items() if n > 1 or axis == "dp")
+    replicas = axes["replicas"]
+    sizes = {axis: n for axis, n in axes.items() if axis != "replicas"}
+    layout = " × ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1 or axis == "dp")
+    if replicas > 1:
+        layout += f" ({replicas} replicas)"
     weights = "none loaded"
     if description["checkpoint"]:
         weights = f"{description['checkpoint']}, step {description['step']}"

@@ -76,7 +76,7 @@ def dump(subject: Subject) -> dict[str, Any]:
         loss_reads = trial.loss_reads
         unused = trial.unused
     dp_mode: str = config.dp_mode
-    if layout.dp == 1:
+    if layout.size_of("dp_cp") == 1:
         dp_mode = "one data rank"
 
     # The keys are the JSON's; scripts of users read them.
@@ -92,7 +92,9 @@ def dump(subject: Subject) -> dict[str, Any]:
         "why_precision": subject.why,
         "device": config.device,
         "ranks": layout.world_size,
-        "layout": {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "ep": layout.ep},
+        "layout": {
+            axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "ep", "cp", "replicas")
+        },
         "dp_mode": dp_mode,
         "optimizer": optimizer,
         "batch": {**batch._asdict(), "unit": unit, "units": batch.micro * units_per_sample},
@@ -249,16 +251,22 @@ def owners_of(
             parts.append(f"{axis}: whole on each")
         else:
             parts.append(f"{axis}: 1/{size} along dim {dim} of {shape}")
-    if layout.dp > 1:
+    if layout.cp > 1:
+        parts.append("cp: whole on each")
+    if layout.size_of("dp_cp") > 1:
         sharing = {
             "zero1": "weights and gradients whole, optimizer sliced",
             "zero2": "weights whole, gradients and optimizer sliced",
             "fsdp": "rows of weights, gradients and optimizer",
         }
-        mirror = ""
+        more = ""
+        if layout.replicas > 1:
+            more += f" over the {layout.shard_size} ranks of a group, the same in each of "
+            more += f"{layout.replicas} groups"
         if mirrored:
-            mirror = ", mirrored"
-        parts.append(f"dp {mode}: {sharing.get(mode, 'whole on each')}{mirror}")
+            more += ", mirrored"
+        axis = "dp_cp" if layout.cp > 1 else "dp"
+        parts.append(f"{axis} {mode}: {sharing.get(mode, 'whole on each')}{more}")
     return {
         "owner": "; ".join(parts) or "rank 0",
         "held": _grouped(held),
@@ -290,7 +298,7 @@ def _differ_only_in(axis: str, place: Coords, other: Coords) -> bool:
         if equal == (name == axis):
             return False
     # The ranks of ep are data ranks, so for ep the place in dp must differ, too.
-    return axis == "ep" or place.dp == other.dp
+    return axis == "ep" or (place.dp, place.cp) == (other.dp, other.cp)
 
 
 def _grouped(pieces: dict[int, Piece]) -> list[dict[str, Any]]:

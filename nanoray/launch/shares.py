@@ -27,14 +27,20 @@ class Shares:
 
     @classmethod
     def of(
-        cls, config: Config, backend: str, members: Sequence[int], local_ranks: Sequence[int]
+        cls,
+        config: Config,
+        backend: str,
+        members: Sequence[int],
+        local_ranks: Sequence[int],
+        workers: int,
     ) -> Shares:
         """Return the shares of a group.
 
-        members: its slots, by rank. local_ranks: each rank's number on its node. With one replica
-        no other rank mirrors a share: its owner is listed for both.
+        members: its slots, by rank. local_ranks: each rank's number on its node. workers: the ranks
+        that the run was started with. With one replica no other rank mirrors a share: its owner is
+        listed for both.
         """
-        layout = Layout.of(config, len(members))
+        layout = Layout.of(config, len(members), workers)
         mirrors = config.mirrors(backend)
         if mirrors:
             pairs = []
@@ -42,6 +48,8 @@ class Shares:
                 owner = mirrored(layout, rank, local_ranks)[1]
                 pairs.append((owner, rank))
             rank_groups: list[tuple[int, ...]] = sorted(pairs)
+        elif config.replicas > 1:
+            rank_groups = layout.groups("replica")
         else:
             rank_groups = layout.groups("edp")
         held = [tuple(members[rank] for rank in ranks) for ranks in rank_groups]
@@ -81,11 +89,11 @@ class Shares:
         """
         # The largest number of replicas that the batch allows. The batch is that of the full group.
         full = Layout.of(config, workers)
-        replica_size = full.replica_ranks * full.ep
+        least = full.least_ranks
         count = 0
-        for replicas in range(len(slots) // replica_size, 0, -1):
-            if saves or batch_for(config, full.dp, replicas * full.ep):
-                count = replicas * replica_size
+        for ranks in range(len(slots) // least * least, 0, -least):
+            if saves or batch_for(config, full.dp, ranks // full.replica_ranks):
+                count = ranks
                 break
         # Holders of the state first, of these the most advanced: what they hold is not repeated.
         preferred = sorted(slots, key=lambda slot: (slot not in done, -done.get(slot, 0), slot))
@@ -99,9 +107,9 @@ def smaller(
 
     before: its size until then. left_out: the slots that could go on and do not.
     """
-    layout = Layout.of(config, len(members))
+    layout = Layout.of(config, len(members), workers)
     size = f"{before} -> {len(members)} rank(s)"
-    if layout.replica_ranks * layout.ep > 1:
+    if layout.replica_ranks * layout.ep > 1 or config.replicas > 1:
         size += f" = {layout}"
     missing = sorted(set(range(workers)) - set(members))
     message = f"{size} with the same global batch, until rank {_listed(missing)} is back"

@@ -240,7 +240,9 @@ class WorkerGroup:
 
         # Which rank mirrors which share follows from the ranks' places on their nodes.
         local_ranks = [rank.local_rank for rank in ranks]
-        self._shares = Shares.of(self.spec.config, self.choice.backend, self.members, local_ranks)
+        self._shares = Shares.of(
+            self.spec.config, self.choice.backend, self.members, local_ranks, place.workers
+        )
         return [
             replace(
                 rank,

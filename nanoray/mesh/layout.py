@@ -10,7 +10,7 @@ Expert parallelism (ep) divides the data axis: rank d holds the experts of d mod
 same d mod ep, the axis edp, hold the same experts; without ep it is the data axis.
 
 Context parallelism (cp) cuts sequences, not the model: gradients are summed over data replicas and
-parts of sequences alike, the axis dp_cp. Without cp it is the data axis.
+over parts of sequences, the axis dp_cp. Without cp it is the data axis.
 
 Replicas divide the data axis into groups of neighbours. Ranks of one group, the axis shard, share
 the work by dp_mode; ranks with the same place in their groups, the axis replica, hold the same.
@@ -27,6 +27,7 @@ from math import prod
 from typing import NamedTuple
 
 from nanoray.config import Config
+from nanoray.config.mesh import SHARDS_STATE
 from nanoray.errors import ConfigError
 
 
@@ -75,10 +76,11 @@ class Layout:
             )
 
     @classmethod
-    def of(cls, config: Config, ranks: int) -> Layout:
+    def of(cls, config: Config, ranks: int, slots: int = 0) -> Layout:
         """Return the layout of a run on `ranks` ranks: each data replica takes cp*tp*pp of them.
 
-        Raises ConfigError when they cannot be shared so.
+        slots: the ranks that the run was started with, if it goes on with fewer (0: as many). Raises
+        ConfigError when the ranks cannot be shared so.
         """
         # A replica takes one rank for each part of a sequence, tensor shard and stage; the rest are
         # data replicas.
@@ -95,9 +97,14 @@ class Layout:
                 f"{more} workers (--workers {more}, or torchrun --nproc-per-node {more}), or a "
                 f"{axes} that divides {ranks}"
             )
-        if ranks > share and config.pp > 1 and config.dp_mode == "ddp":
+        # Ranks with other parts of the sequences share gradients as data replicas do.
+        data_ranks = ranks // share * config.cp
+        if data_ranks > 1 and config.pp > 1 and config.dp_mode == "ddp":
+            replicas = f"dp = {ranks // share}"
+            if config.cp > 1:
+                replicas += f" and cp = {config.cp}"
             raise ConfigError(
-                f"dp_mode = ddp with pp = {config.pp} and dp = {ranks // share}: torch's DDP "
+                f"dp_mode = ddp with pp = {config.pp} and {replicas}: torch's DDP "
                 "expects the backward of a micro batch right after its forward, which no schedule "
                 "keeps, and would average wrong gradients without an error; use dp_mode "
                 "ddp_by_hand, zero1 or zero2"
@@ -108,7 +115,7 @@ class Layout:
             pp=config.pp,
             ep=config.ep,
             cp=config.cp,
-            replicas=config.replicas,
+            replicas=_replicas_of(config, ranks // share, (slots or ranks) // share),
         )
 
     def __str__(self) -> str:
@@ -132,6 +139,25 @@ class Layout:
     def shard_size(self) -> int:
         """The ranks of one group, which share the work by dp_mode."""
         return self.dp // self.replicas * self.cp
+
+    @property
+    def gradient_axes(self) -> tuple[str, ...]:
+        """The axes along which gradients are summed, one after the other."""
+        if self.replicas > 1:
+            return "shard", "replica"
+        if self.cp > 1:
+            return ("dp_cp",)
+        return ("dp",)
+
+    @property
+    def least_ranks(self) -> int:
+        """The ranks that a run which shrinks keeps or drops together.
+
+        That is a replica of the model, and with several groups of replicas one such group.
+        """
+        if self.replicas > 1:
+            return self.world_size // self.replicas
+        return self.replica_ranks * self.ep
 
     def size_of(self, axis: str) -> int:
         """Return the ranks of a group along an axis, also of one that follows from others."""
@@ -187,9 +213,9 @@ class Layout:
             place = self.coords(rank)
             key: tuple[int, ...]
             if axis == "ep":
-                key = (place.dp // self.ep, place.tp, place.pp)
+                key = (place.dp // self.ep, place.cp, place.tp, place.pp)
             elif axis == "edp":
-                key = (place.ep, place.tp, place.pp)
+                key = (place.ep, place.cp, place.tp, place.pp)
             elif axis == "dp_cp":
                 key = (place.tp, place.pp)
             elif axis == "shard":
@@ -201,6 +227,31 @@ class Layout:
                 key = tuple(getattr(place, other) for other in others)
             groups.setdefault(key, []).append(rank)
         return [tuple(ranks) for ranks in groups.values()]
+
+
+def _replicas_of(config: Config, dp: int, dp_of_all: int) -> int:
+    """Return the groups that `dp` data ranks make, in a run that was started with `dp_of_all`.
+
+    A group keeps its size: its ranks have no room for more than their shares. Raises ConfigError
+    when the ranks do not make whole groups, or a group shards nothing.
+    """
+    replicas = config.replicas
+    if replicas == 1 or dp_of_all % replicas:
+        return replicas  # what does not divide is refused with the other axes
+
+    group = dp_of_all // replicas
+    if dp % group:
+        raise ConfigError(
+            f"{dp} data rank(s) are no whole number of groups of {group}: the run was started with "
+            f"replicas = {replicas} on {dp_of_all} data ranks"
+        )
+    if group * config.cp == 1 and config.dp_mode in SHARDS_STATE:
+        raise ConfigError(
+            f"dp_mode = {config.dp_mode} would be ignored: replicas = {replicas} on {dp_of_all} data "
+            "ranks leaves one rank in each group, which shards nothing; use fewer replicas, or "
+            "dp_mode ddp_by_hand without replicas"
+        )
+    return dp // group
 
 
 def _sizes_above_one(sizes: Config | Layout) -> dict[str, int]:

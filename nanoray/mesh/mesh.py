@@ -61,6 +61,15 @@ class CollectiveListener(Protocol):
     ) -> Callable[[], None]:
         """Note a collective that begins now; return the function to call when it has ended."""
 
+    def beside(
+        self, op: str, what: str, group: str, tensor: Tensor
+    ) -> tuple[Callable[[], None], AbstractContextManager[None]]:
+        """Note a collective that begins now and travels beside compute.
+
+        Returns the function to call when it has ended, and a context in which this rank waits for
+        it, once.
+        """
+
 
 @dataclass
 class Mesh:

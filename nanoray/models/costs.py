@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.models.gpt import ModelShape
 from nanoray.models.kernels import Kernels
@@ -97,16 +98,29 @@ def flops_per_token(shape: ModelShape) -> int:
 
 
 class Cut(NamedTuple):
-    """The ranks that share a replica's layers, and whether they share the stream's positions."""
+    """The ranks that share a replica's layers and sequences.
+
+    `sequence`: tensor ranks also share the stream's positions.
+    """
 
     tp: int = 1
     ep: int = 1
     sequence: bool = False
+    cp: int = 1
+
+    @classmethod
+    def of(cls, config: Config) -> Cut:
+        """Return the cut of a configuration."""
+        return cls(config.tp, config.ep, config.sequence_parallel, config.cp)
 
     @property
     def parts(self) -> int:
         """Ranks among which the positions between layers are cut."""
         return self.tp if self.sequence else 1
+
+    def tokens(self, shape: ModelShape, sequences: int) -> int:
+        """Return the tokens that a rank has of `sequences`: all of them, unless cp cuts."""
+        return sequences * shape.block_size // self.cp
 
 
 class _NumberSizes(NamedTuple):
@@ -156,7 +170,7 @@ def activation_memory(
         )
     sizes = _NUMBER_SIZES[precision]
     C = shape.n_embd
-    tokens = micro_batch_size * shape.block_size
+    tokens = cut.tokens(shape, micro_batch_size)
     begins_model, ends_model = ends
 
     # Activations. What is computed again exists for one block and one micro batch at a time.
@@ -279,7 +293,7 @@ def with_kernels(
     precision: str,
     kernels: Kernels,
     kept: str,
-    tp: int,
+    cut: Cut = Cut(),  # noqa: B008
 ) -> dict[str, int]:
     """Return `activation_memory` of one micro batch for a model with other kernels.
 
@@ -292,7 +306,8 @@ def with_kernels(
     the place of the input.
     """
     compute = _NUMBER_SIZES[precision].compute
-    tokens = micro_batch_size * shape.block_size
+    tokens = cut.tokens(shape, micro_batch_size)
+    tp = cut.tp
     parts = dict(parts)
 
     if kernels.attention == "plain" and parts["activations"]:

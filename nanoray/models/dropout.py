@@ -24,14 +24,20 @@ class Dropout(nn.Dropout):
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
-    """Return x with each number left out with probability p, and the others divided by 1 - p.
-
-    On many CPUs torch draws a mask's numbers one after the other, 64 bits for each, which takes a
-    large part of a step. Here 64 bits decide over four numbers; p is rounded to 1/65536.
-    """
+    """Return x with each number left out with probability p, and the others divided by 1 - p."""
     # A GPU draws numbers fast, and a compiler fuses torch's own dropout.
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p)
+    return x * draw_factors(x, p)
+
+
+def draw_factors(x: Tensor, p: float) -> Tensor:
+    """Return the factors by which dropout multiplies x: 0, and 1/(1 - p). On the CPU.
+
+    On many CPUs torch draws a mask's numbers one after the other, 64 bits for each, which takes a
+    large part of a step. Here 64 bits decide over four numbers; p is rounded to 1/65536. So two
+    calls draw the same as one for both, where the numbers of the first are a multiple of four.
+    """
     # A number is kept for `keep` of the 2^16 values of its draw.
     keep = round((1 - p) * 2**16)
     keep = min(max(keep, 1), 2**16 - 1)
@@ -39,7 +45,7 @@ def dropout(x: Tensor, p: float) -> Tensor:
     draws64 = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None)
     draws = draws64.view(torch.int16)[:count].view(x.shape)  # from -2^15 on
     kept = torch.lt(draws, keep - 2**15, out=torch.empty_like(x))  # 0 or 1, in the dtype of x
-    return x * kept.mul_(2**16 / keep)
+    return kept.mul_(2**16 / keep)
 
 
 def derive_seed(seed: int, *values: int) -> int:

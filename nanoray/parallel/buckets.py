@@ -34,6 +34,7 @@ from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Shard, whole_pieces
 from nanoray.parallel.compress import Compressor, Sent
 from nanoray.parallel.ddp import default_bucket_mb
+from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import clip_to, norm_of_owned
 
@@ -78,22 +79,25 @@ class Buckets(DataParallel):
         mirror: int = 0,
         only: Collection[str] | None = None,
         first: int = 0,
+        groups: Groups | None = None,
     ) -> None:
         """Lay out the buckets; nothing is sent. (all ranks)
 
         All ranks must hold equal weights before the first step. mirror: with ZeRO, rank r + mirror
         also updates the slices of rank r, from the same gradients; 0: no rank does. only: the names
         of the parameters to take, where another object sums the rest; first: the number of the
-        first bucket. `compressor` can be set before the first step, with ddp_by_hand.
+        first bucket. groups: those across which ZeRO's slices are summed, of which `axis` is one.
+        `compressor` can be set before the first step, with ddp_by_hand.
         """
-        super().__init__(model, axis)
+        super().__init__(model, axis, groups)
         self.compressor: Compressor | None = None  # sends buckets in place of the reduce-scatter
-        self.divisor = axis.size  # of the loss: afterwards every reduction is a sum
+        self.divisor = self._data.size  # of the loss: afterwards every reduction is a sum
         self._mode = mode
         self._mirror = mirror
         self._first = first
         self._inside = False  # a backward is running
         self._sending = False  # and its buckets leave as they fill
+        self._is_last = False  # it is the last one of a step, of its chunk
         self._flight: deque[tuple[Bucket, Callable[[Tensor], Tensor]]] = deque()
         self._gathers: list[Callable[[], None]] = []
 
@@ -263,6 +267,7 @@ class Buckets(DataParallel):
         """
         self._inside = True
         self._sending = last or self._mode == "zero2"
+        self._is_last = last
         self._arrived.clear()
         for bucket in self._buckets:
             bucket.sent = False
@@ -372,6 +377,10 @@ class Buckets(DataParallel):
             bucket.own_grad.add_(arrived(torch.empty_like(bucket.own_grad)))
         bucket.empty = False
 
+        # The sum of all micro batches within this group goes to the other groups.
+        if self._groups and self._is_last:
+            self._groups.start(bucket.own_grad, bucket.index)
+
         if self._mode == "zero2":
             bucket.grads = None
         elif self._mode == "ddp_by_hand":
@@ -386,6 +395,8 @@ class Buckets(DataParallel):
             self._send(self._buckets[self._next])
         while self._flight:
             self._receive()
+        if self._groups:
+            self._groups.finish()
         if self.compressor:
             self.compressor.drain()
         self.settle()
@@ -455,11 +466,16 @@ class Buckets(DataParallel):
 
     @property
     def owned(self) -> list[Tensor]:
-        """The gradients that this rank counts in the norm: its slices, in every mode."""
+        """The gradients that this rank counts in the norm: its slices, in every mode.
+
+        Of several groups that hold the same slices, the first one counts them.
+        """
+        if self._groups and not self._groups.is_first:
+            return []
         return [bucket.own_grad for bucket in self._buckets]
 
     def norm(self) -> Tensor:
-        return norm_of_owned(self.owned, self._axis, self._device)
+        return norm_of_owned(self.owned, self._data, self._device)
 
     def clip(self, limit: float, norm: Tensor) -> None:
         clip_to(limit, self.gradients + self._mirror_grads, norm)
@@ -482,6 +498,8 @@ class Buckets(DataParallel):
 
     def zero_grad(self) -> None:
         self._flight.clear()  # a step that broke may have left some
+        if self._groups:
+            self._groups.clear()
         self._computed.clear()
         self._late = ""
         while self._left_out:

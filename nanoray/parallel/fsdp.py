@@ -37,6 +37,7 @@ from nanoray.mesh.pieces import Piece, Shard, whole_pieces
 from nanoray.models.batch_norm import BatchNorm
 from nanoray.parallel.absent import unfrozen
 from nanoray.parallel.fsdp_order import LayerOrder
+from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import clip_to, norm_of_owned
 
@@ -48,14 +49,22 @@ class FSDP(DataParallel):
 
     keeps_groups = True  # DTensor (torch 2.13) keeps the names of groups beyond its own life
 
-    def __init__(self, model: nn.Module, axis: Axis, config: Config, mirror: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        axis: Axis,
+        config: Config,
+        mirror: int = 0,
+        groups: Groups | None = None,
+    ) -> None:
         """Cut `model`, in place, and keep this rank's rows. (all ranks of the axis)
 
         They must hold equal weights. mirror: rank r + mirror also updates a copy of rank r's rows,
-        from the same gradients; 0: no rank does.
+        from the same gradients; 0: no rank does. groups: those across which the rows' gradients are
+        summed, of which `axis` is one.
         """
-        super().__init__(model, axis)
-        self.divisor = axis.size
+        super().__init__(model, axis, groups)
+        self.divisor = self._data.size
         self._mirror = mirror
         self._model = model
         refuse_to_cut(model, config.fsdp_gather)
@@ -68,7 +77,7 @@ class FSDP(DataParallel):
             self.mirror_frozen = [shard for shard in copies if not shard.trained]
             self._mirror_grad = _grad_of(self.mirror_shards, model)
 
-        _shard_fully(model, axis, config)
+        _shard_fully(model, axis, config, groups)
         # A script's own model may skip parameters, each rank others.
         self._computed: set[str] = set()
         self._layers: LayerOrder | None = None
@@ -240,7 +249,10 @@ class FSDP(DataParallel):
         return True
 
     def norm(self) -> Tensor:
-        return norm_of_owned(self.gradients, self._axis, self._axis.mesh.device)
+        # Of several groups that hold the same rows, the first one counts them.
+        counts = self._groups is None or self._groups.is_first
+        owned = self.gradients if counts else []
+        return norm_of_owned(owned, self._data, self._axis.mesh.device)
 
     def clip(self, limit: float, norm: Tensor) -> None:
         gradients = self.gradients
@@ -310,7 +322,7 @@ def frozen_to_cut(model: nn.Module) -> list[Shard]:
     return shards
 
 
-def _shard_fully(model: nn.Module, axis: Axis, config: Config) -> None:
+def _shard_fully(model: nn.Module, axis: Axis, config: Config, groups: Groups | None) -> None:
     """Apply torch's fully_shard to each layer, then to the rest. (all ranks of the axis)"""
     group = axis.group or dist.group.WORLD
     assert group is not None
@@ -340,7 +352,7 @@ def _shard_fully(model: nn.Module, axis: Axis, config: Config) -> None:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_custom_all_gather(_AllGather(axis))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(_ReduceScatter(axis))  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(_ReduceScatter(axis, groups))  # type: ignore[arg-type]
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
@@ -456,7 +468,11 @@ class _AllGather(_Memory):
 
 
 class _ReduceScatter(_Memory):
-    """A reduce-scatter that adds in the order of the ranks."""
+    """A reduce-scatter that adds in the order of the ranks, and then in that of the groups."""
+
+    def __init__(self, axis: Axis, groups: Groups | None) -> None:
+        super().__init__(axis)
+        self._groups = groups
 
     def __call__(
         self,
@@ -468,3 +484,5 @@ class _ReduceScatter(_Memory):
     ) -> None:
         with self._axis.noted("reduce_scatter", "gradients", input_tensor):
             self._axis.start_reduce_scatter(input_tensor, "gradients")(output_tensor)
+        if self._groups:
+            self._groups.sum(output_tensor)

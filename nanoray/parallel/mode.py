@@ -17,6 +17,7 @@ from torch.distributed import GradBucket
 
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Shard
+from nanoray.parallel.hybrid import Groups
 
 Hook = Callable[[GradBucket], torch.futures.Future[Tensor]]  # averages a bucket of gradients
 
@@ -31,9 +32,12 @@ class DataParallel:
     mirror_frozen: Sequence[Shard] = ()  # copies of those of the mirrored rank
     keeps_groups = False  # whether something refers to the process groups after `close`
 
-    def __init__(self, model: nn.Module, axis: Axis) -> None:
+    def __init__(self, model: nn.Module, axis: Axis, groups: Groups | None = None) -> None:
+        """axis: the ranks that share the work; with `groups` they are one group of several."""
         self.wrapped: nn.Module = model  # the module to call in a forward
         self._axis = axis
+        self._groups = groups
+        self._data = groups.data if groups else axis  # the ranks whose gradients are summed
 
     # Forward and backward of a micro batch.
 
@@ -139,8 +143,8 @@ class DataParallel:
         return {}
 
     def replicas(self, name: str) -> Axis:
-        """Return the axis of the ranks that hold the same part of a parameter."""
-        return self._axis
+        """Return the axis of the ranks that hold the same part of a parameter of the model."""
+        return self._data
 
     def close(self) -> None:
         """Stop the threads of this mode, if it has any. (all ranks)"""

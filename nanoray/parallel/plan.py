@@ -2,7 +2,7 @@
 
 A Plan is built in three steps:
 
-    cut       whole, seeded model ─► over tp (tp.py) ─► over pp (pp.py) ─► over ep (ep.py)
+    cut       whole, seeded model ─► over tp (tp.py) ─► cp (cp.py) ─► pp (pp.py) ─► ep (ep.py)
     flow_of   how micro batches pass through what is left: straight (flow.py) or a pipeline (pp.py)
     share     how data ranks share the batch: ddp.py, buckets.py, fsdp.py, or ep.py
 
@@ -26,7 +26,7 @@ from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, whole_shards
 from nanoray.models.weighted import mean_of
-from nanoray.parallel import ep, pp, tp
+from nanoray.parallel import cp, ep, hybrid, pp, tp
 from nanoray.parallel.absent import AbsentGradients, FrozenParameters
 from nanoray.parallel.buckets import BY_HAND, Buckets
 from nanoray.parallel.compress import Compressor
@@ -34,6 +34,7 @@ from nanoray.parallel.ddp import TorchDDP
 from nanoray.parallel.flow import Flow, Loss, MicroBatch, Phase, Scale, Seed, Straight
 from nanoray.parallel.fsdp import FSDP, frozen_to_cut
 from nanoray.parallel.hooks import StepHook
+from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.loose_buffers import LooseBuffers, is_loose
 from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import norm_of_owned
@@ -73,10 +74,11 @@ class Plan:
         All ranks must hold equal weights, or receive them before the first step. Weights that are
         cut or sharded are sent here, by rank 0, because afterwards no rank has all of them.
         """
-        axes = axes_of(Layout.of(config, mesh.world_size), mesh, config.timeout_s)
+        axes = axes_of(Layout.of(config, mesh.world_size, mesh.slots), mesh, config.timeout_s)
         self.model = model
         self.data = axes["dp_cp"]  # the ranks whose gradients are averaged
         self.data_rank = axes["dp"].index  # whose samples this rank reads
+        self.part = cp.part_of(axes["cp"])  # which positions of them; None: all
         self._mesh = mesh
         self._axes = axes
         self._accum = accum
@@ -87,7 +89,7 @@ class Plan:
         mode = config.dp_mode if self.data.size > 1 else "ddp"
         # torch's DDP leaves equal gradients on all ranks: nothing is mirrored, or sent afterwards.
         self._shares_updates = mode != "ddp"
-        # Whether another replica has the same gradients, once all ranks know the norm
+        # Whether another rank has the same gradients, once all ranks know the norm
         self.replicated = config.replicated(mesh.slots)
         # Whether a step must call `mirror_gradients`
         self.mirrors = mirror > 0 and self._shares_updates and not self.replicated
@@ -102,10 +104,19 @@ class Plan:
         self._compressor: Compressor | None = None
         if config.grad_compress != "none" and self.data.size > 1:
             self._compressor = Compressor(model, self.data, config, scale)
-        self._mode = share(model, mode, axes, config, self._compressor, mirror, mirrored_experts)
-        self.shards, self.weights = owned_shards(model, mode, axes, self._mode)
+        # Hybrid sharding: the ranks that share the work are one group of several.
+        groups: Groups | None = None
+        if axes["replica"].size > 1 and mode in SHARDED:
+            groups = Groups(axes["dp_cp"], axes["replica"])
+        self.copies = groups.count if groups else 1  # of the whole sharded state
+        self._mode = share(
+            model, mode, axes, config, self._compressor, mirror, mirrored_experts, groups
+        )
+        self.shards, self.weights = owned_shards(model, mode, axes, self._mode, groups)
         # This rank's shards of frozen weights, where a group of ranks cuts them
         self.frozen = [*self._mode.frozen_shards]
+        if groups:
+            self.frozen = hybrid.with_owners(self.frozen, groups)
         if config.dp_mode == "fsdp" and mode != "fsdp":
             self.frozen = frozen_to_cut(model)
 
@@ -397,6 +408,9 @@ def cut(model: nn.Module, axes: Axes, config: Config, mirror: int) -> CutModel:
     if tensor.size > 1:
         tp.cut(model, tensor, config.sequence_parallel)
 
+    if axes["cp"].size > 1:
+        cp.cut(model, axes["cp"], config.cp_attention)
+
     stage: pp.Stage | None = None
     if stages.size > 1:
         stage = pp.split(model, stages.index, stages.size, config.chunks)
@@ -440,26 +454,29 @@ def share(
     compressor: Compressor | None,
     mirror: int,
     mirrored_experts: Mapping[str, tuple[Tensor, Piece]] | None,
+    groups: Groups | None,
 ) -> DataParallel:
     """Return how the data ranks share the batch and exchange gradients. (all ranks)"""
     data = axes["dp_cp"]
+    if groups:
+        data = axes["shard"]
     if mode == "ddp":
         return TorchDDP(model, data, config, compressor)
     if mode == "fsdp":
-        return FSDP(model, data, config, mirror)
+        return FSDP(model, data, config, mirror, groups)
     assert mode in BY_HAND
     if axes["ep"].size > 1:
         replicas = axes["edp"]
         return ep.ExpertParallel(
             model, data, replicas, mode, config.bucket_mb, mirror, mirrored_experts
         )
-    buckets = Buckets(model, data, mode, config.bucket_mb, mirror)
+    buckets = Buckets(model, data, mode, config.bucket_mb, mirror, groups=groups)
     buckets.compressor = compressor
     return buckets
 
 
 def owned_shards(
-    model: nn.Module, mode: str, axes: Axes, sharing: DataParallel
+    model: nn.Module, mode: str, axes: Axes, sharing: DataParallel, groups: Groups | None
 ) -> tuple[list[Shard] | None, list[Shard] | None]:
     """Return the shards that this rank's optimizer updates, and those of the weights that it has.
 
@@ -479,8 +496,12 @@ def owned_shards(
         if mode != "fsdp":
             weights = tp.with_owners(whole_shards(model), names, tensor, replicas, False)
 
+    frozen = sharing.frozen_shards
+    if groups:  # other groups update the same shards
+        shards = hybrid.with_owners(shards or (), groups)
+        frozen = hybrid.with_owners(frozen, groups)
     if mode == "fsdp":  # weights lie where they are updated
-        weights = [*(shards or ()), *sharing.frozen_shards]
+        weights = [*(shards or ()), *frozen]
 
     # The first and the last stage of a pipeline both have the tied embedding.
     if stages.size > 1 and shards is not None and weights is not None:

@@ -33,6 +33,7 @@ Narayanan et al. 2021, Megatron-LM (interleaved); Qi et al. 2023, Zero Bubble Pi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
@@ -246,7 +247,8 @@ def waited(kind: str, pp: int, micro: int, chunks: int = 1) -> float:
     return micro * share / (1 - share)
 
 
-def in_flight(kind: str, pp: int, stage: int, micro: int, chunks: int = 1) -> list[int]:
+@cache  # a search over layouts asks the same for each size of the other axes
+def in_flight(kind: str, pp: int, stage: int, micro: int, chunks: int = 1) -> tuple[int, ...]:
     """Return for each chunk of a stage how many micro batches' activations it keeps at its peak.
 
     The peak is that of all chunks together. In zero_bubble a micro batch counts until its W, though
@@ -261,7 +263,7 @@ def in_flight(kind: str, pp: int, stage: int, micro: int, chunks: int = 1) -> li
             kept[turn.chunk] -= 1
         if sum(kept) > sum(peak):
             peak = kept.copy()
-    return peak
+    return tuple(peak)
 
 
 def drawing(table: list[Row]) -> list[str]:

@@ -194,6 +194,8 @@ class TrainState:
         self.shards = whole_shards(model)
         self.sharded = False
         self.weights: list[Shard] | None = None  # of this rank, where no rank has all weights
+        # Groups of ranks that each hold the whole of a sharded state: several in hybrid sharding
+        self.copies = 1
         self.frozen: list[Shard] = []  # of frozen weights, where a group of ranks cuts them
         self.mirror: Holding | None = None  # another rank's share, updated from the same gradients
 
@@ -214,11 +216,12 @@ class TrainState:
         mirror: Holding | None,
         sharded: bool,
         weights: list[Shard] | None = None,
+        copies: int = 1,
     ) -> None:
         """Replace the shards and their optimizers.
 
         sharded: other ranks have the optimizer state of other shards. weights: the parts of the
-        model's weights that this rank holds; None: all.
+        model's weights that this rank holds; None: all. copies: groups that each hold all shards.
         """
         groups = self._changed_groups()
         self.shards = own.shards
@@ -227,6 +230,7 @@ class TrainState:
         self.mirror = mirror
         self.sharded = sharded
         self.weights = weights
+        self.copies = copies
         for optimizer in self.optimizers:
             load_groups(optimizer, groups)
 
@@ -337,14 +341,15 @@ class TrainState:
     def tensors(self) -> dict[str, Tensor]:
         """Return, in one order on all ranks, the live tensors that must be equal on all replicas.
 
-        Of a model that is cut, these are the pieces that other ranks hold as well, named by their
-        places, and not all ranks have the same ones.
+        Of a model that is cut, and with several groups of hybrid sharding, these are also the
+        pieces that other ranks hold as well, named by their places, and not all ranks have the same
+        ones.
         """
         tensors: dict[str, Tensor] = {}
-        if is_cut(self.model):
-            tensors = self._shared_tensors()
-        elif not self.shards_weights:
+        if not is_cut(self.model) and not self.shards_weights:
             tensors = {name: p.detach() for name, p in self.model.named_parameters()}
+        if is_cut(self.model) or self.copies > 1:
+            tensors |= self._shared_tensors()
         tensors |= self.buffers
 
         # An optimizer creates its state in the order of the gradients, which may differ.

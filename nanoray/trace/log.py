@@ -429,6 +429,11 @@ def merge(
             row[f"{key}_ms"] = [
                 ms(by_rank[rank][key], rank) if rank in by_rank else None for rank in ranks
             ]
+        # When each rank began to wait for a message that travels beside compute
+        if first.get("wait") is not None:
+            row["wait_ms"] = [
+                ms(by_rank[rank]["wait"], rank) if rank in by_rank else None for rank in ranks
+            ]
         row["latency_us"] = 1e6 * max(c["end"] - c["enqueue"] for c in by_rank.values())
         row["time_us"] = 1e6 * transfer_s
         row["skew_us"] = 1e3 * (max(arrivals.values()) - min(arrivals.values()))
@@ -602,15 +607,15 @@ def _own_work_ms(notes: dict[str, Any]) -> dict[str, float]:
     subtracted from their phase.
     """
     work_ms = dict.fromkeys(WORK, 0.0)
-    calls = [c for c in notes["collectives"] if c["bucket"] is None]
+    calls = [Collective(**c) for c in notes["collectives"] if c["bucket"] is None]
     ready = max((c["enqueue"] for c in notes["collectives"] if c["last"]), default=float("inf"))
     for name, start, end in notes["phases"]:
         if name not in work_ms:
             continue
         waited = sum(
-            min(call["end"], end) - max(call["start"], start)
+            min(call.end, end) - max(call.waits_from, start)
             for call in calls
-            if call["start"] < end and call["end"] > start
+            if call.waits_from < end and call.end > max(start, call.waits_from)
         )
         # An earlier micro batch's backward ends before the last bucket is ready and counts fully.
         if name == "backward" and start < ready:

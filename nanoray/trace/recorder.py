@@ -19,7 +19,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from math import prod
@@ -65,6 +65,14 @@ class Collective:
     timing: str
     bucket: int | None = None
     last: bool = False  # the last bucket of a backward pass
+    # From when on this rank waited for a message that travels beside compute; None: a bucket, or a
+    # call, in which it waits from the start
+    wait: Moment | None = None
+
+    @property
+    def waits_from(self) -> Moment:
+        """The moment at which this rank begins to wait for a collective that is no bucket."""
+        return self.start if self.wait is None else self.wait
 
 
 @dataclass(frozen=True)
@@ -81,20 +89,20 @@ def account(collectives: Sequence[Collective]) -> StepCost:
 
     Exposed is communication without compute beside it: from when the last bucket is ready to the
     end of the last all-reduce, and calls that the rank waits in. Busy adds the time of buckets in
-    flight during backward.
+    flight during backward, and of messages that travel before the rank waits for them.
     """
     buckets = [c for c in collectives if c.bucket is not None]
     calls = [c for c in collectives if c.bucket is None]
 
     # The rank waits in every call, so a call is exposed from its start to its end.
-    exposed = [(call.start, call.end) for call in calls]
-    in_flight = []
+    exposed = [(call.waits_from, call.end) for call in calls]
+    in_flight = [(call.start, call.end) for call in calls]
 
     # Backward computes until its last bucket is ready. What follows only waits.
     ready = max((c.enqueue for c in buckets if c.last), default=None)
     if ready is not None:
         exposed.append((ready, max(c.end for c in buckets)))
-        in_flight = [(c.start, c.end) for c in buckets]
+        in_flight += [(c.start, c.end) for c in buckets]
 
     # Unions, because several collectives may be in flight at once and time counts once.
     exposed_s = union_length(exposed)
@@ -362,6 +370,47 @@ class CommRecorder:
 
         return ended
 
+    def beside(
+        self, op: str, what: str, group: str, tensor: Tensor
+    ) -> tuple[Callable[[], None], AbstractContextManager[None]]:
+        """Note a collective that begins now and travels beside compute.
+
+        Returns the function to call when it has ended, and a context in which this rank waits for
+        it, once.
+        """
+        notes = self._now
+        if notes is None:
+            return _nothing, nullcontext()
+        begun = self.clock.now()
+        phase = notes.phase
+        ends: list[Moment] = []
+
+        def ended() -> None:
+            ends.append(time.perf_counter() if self._host_ends else self.clock.now())
+
+        @contextmanager
+        def waiting() -> Iterator[None]:
+            waits_from = self.clock.now()
+            yield
+            end = ends[0] if ends else self.clock.now()
+            notes.collectives.append(
+                Collective(
+                    op=op,
+                    what=what,
+                    group=group,
+                    phase=phase,
+                    dtype=_name_dtype(tensor),
+                    size_bytes=tensor.numel() * tensor.element_size(),
+                    enqueue=begun,
+                    start=begun,
+                    end=end,
+                    timing="call",
+                    wait=waits_from,
+                )
+            )
+
+        return ended, waiting()
+
     def buckets(self, model: nn.Module) -> dict[int, list[str]]:
         """Return the parameters' names in each bucket seen so far. `model`: their DDP wrapper."""
         names = {id(p): name.removeprefix("module.") for name, p in model.named_parameters()}
@@ -412,10 +461,18 @@ class CommRecorder:
     def _resolve(self, notes: _Step) -> dict[str, Any]:
         """Return a step's notes as plain data, with all moments in seconds."""
         seconds = self.clock.seconds
-        in_seconds = [
-            replace(c, enqueue=seconds(c.enqueue), start=seconds(c.start), end=seconds(c.end))
-            for c in notes.collectives
-        ]
+        in_seconds = []
+        for c in notes.collectives:
+            wait = None if c.wait is None else seconds(c.wait)
+            in_seconds.append(
+                replace(
+                    c,
+                    enqueue=seconds(c.enqueue),
+                    start=seconds(c.start),
+                    end=seconds(c.end),
+                    wait=wait,
+                )
+            )
         calls = [c for c in in_seconds if c.bucket is None]
 
         # A bucket was noted when it was ready. It began after earlier ones of its queue.
@@ -440,6 +497,10 @@ class CommRecorder:
             "profiled": notes.profiled,
             "no_sync_s": no_sync_s,
         }
+
+
+def _nothing() -> None:
+    """Do nothing: the step is not traced."""
 
 
 def _name_dtype(tensor: Tensor) -> str:

@@ -215,6 +215,8 @@ def _draw_collectives(axes: Any, step: dict[str, Any], rank: int, shift_ms: floa
         start = c["start_ms"][rank]
         end = c["end_ms"][rank]
         exposed_from = start  # the rank waits in a call from its start
+        if "wait_ms" in c:  # but for a message beside compute later, or not at all
+            exposed_from = min(c["wait_ms"][rank], end)
         if c["bucket"] is not None:
             exposed_from = min(max(start, ready), end)
             center = shift_ms + (start + end) / 2

@@ -165,7 +165,7 @@ def describe_run(
         where = device.name if device else torch.cuda.get_device_name(mesh.device)
     return [
         f"nanoray {__version__} · run {spec.folder.name} · {mesh.world_size} rank(s) = "
-        f"{Layout.of(spec.config, mesh.world_size)} · backend {mesh.backend} "
+        f"{Layout.of(spec.config, mesh.world_size, mesh.slots)} · backend {mesh.backend} "
         f"({mesh.backend_reason}) · {where}",
         data,
         f"{model}, {spec.config.precision} ({why_precision})",

@@ -28,6 +28,7 @@ from nanoray.errors import ConfigError, NanorayError, StateDiverged, StateLost
 from nanoray.faults.cause import is_collective_error
 from nanoray.mesh.mesh import Mesh, abandon_groups
 from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.parallel import cp
 from nanoray.points import reached
 from nanoray.run import RunSpec
 from nanoray.state.train_state import TrainState
@@ -126,6 +127,8 @@ def leave(group: Group, state: TrainState) -> None:
     config = group.spec.config
     if config.tp * config.pp * config.ep > 1 or config.dp_mode == "fsdp":
         state.leave_model()
+    elif config.cp > 1:
+        cp.release(state.model)
 
     # Frees the DDP wrapper with its hooks on the parameters and its reference to the group
     gc.collect()

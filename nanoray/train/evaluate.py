@@ -41,8 +41,7 @@ def evaluate(
 
     # Ranks take windows in turn. All run equally many batches, because sharded weights are gathered
     # in each forward; a rank that has run out of windows computes one whose score does not count.
-    data = batches.data
-    windows = data.val_windows(most_samples)
+    windows = batches.data.val_windows(most_samples)
     ranks = batches.batch.dp
     own_windows = windows[batches.rank :: ranks]
     longest = math.ceil(len(windows) / ranks)
@@ -62,7 +61,7 @@ def evaluate(
                 phase("eval")  # a long evaluation must show progress
                 starts = own_windows[first : first + at_once]
                 counts = len(starts) > 0
-                x, y = data.val_batch(starts if counts else windows[:1])
+                x, y = batches.val_batch(starts if counts else windows[:1])
                 scores = workload.score(par.whole, x, y)
                 if not (counts and par.knows_loss):
                     continue

@@ -300,7 +300,7 @@ class Recipe:
     def batch_for(self, mesh: Mesh) -> Batch:
         """Return how the group's ranks share the global batch, whose size is fixed."""
         data_ranks_of_all_slots = Layout.of(self._cfg, mesh.slots).dp
-        data_ranks = Layout.of(self._cfg, mesh.world_size).dp
+        data_ranks = Layout.of(self._cfg, mesh.world_size, mesh.slots).dp
         batch = batch_for(self._cfg, data_ranks_of_all_slots, data_ranks)
         # None for a group that forms only to save: it does no step.
         return batch or resolve_batch(self._cfg, data_ranks_of_all_slots)
@@ -452,7 +452,7 @@ class Recipe:
     def hold(self, par: Plan, holdings: Sequence[Holding]) -> None:
         """Make these holdings the state of this rank."""
         mirror = holdings[1] if len(holdings) > 1 else None
-        self.state.hold(holdings[0], mirror, par.shards is not None, par.weights)
+        self.state.hold(holdings[0], mirror, par.shards is not None, par.weights, par.copies)
 
     def wire(self, group: Group, par: Plan) -> Engine:
         """Connect the parts of an engine, now that `state` holds the state of the run. (all ranks)"""
@@ -470,7 +470,8 @@ class Recipe:
         batch = self.batch_for(mesh)
         if isinstance(self.data, OwnData):
             self.data.divide(batch, par.data_rank)
-        batches = self.batches(self.data, batch, par.data_rank, self._length_of_samples())
+        lengths = self._length_of_samples()
+        batches = self.batches(self.data, batch, par.data_rank, lengths, par.part)
         workload = self._workload(mesh)
         watch = self._watch(group, par, batches, workload)
         log.info("built the model")
@@ -560,9 +561,10 @@ class Recipe:
     def whole_model(self, spec: RunSpec) -> nn.Module:
         """Return the model with all weights. (rank 0 only)
 
-        Where no rank has all of them they are read from the newest checkpoint.
+        Where no rank has all of them they are read from the newest checkpoint. So are they where
+        the layers of the model attend to keys of other ranks.
         """
-        if not self.state.shards_weights:
+        if not self.state.shards_weights and self._cfg.cp == 1:
             return self.model
         newest, _ = newest_valid(spec.checkpoints)
         assert newest, "a run saves before it ends"

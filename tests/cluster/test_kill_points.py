@@ -61,12 +61,13 @@ EVERY = 4  # steps from one fault to the next
 # Reached where a state is sharded.
 SHARDED = {"exchange_finite", "exchange_gradients", "exchange_norm", "exchange_weights", "part"}
 MIRRORED = {"exchange_mirror", "caught_up"}  # and where it is mirrored
+GROUPS = {"exchange_slices"}  # with --replicas
 IMAGES = {"exchange_statistics", "exchange_batchnorm"}  # reached by a resnet: test_images.py
 TENSOR = {"exchange_activations", "exchange_logits"}  # with --tp
 EXPERTS = {"exchange_tokens"}  # with --ep: the same
 OWN = {"exchange_absent"}  # of a script's own model: tests/ranks/test_absent.py
 ELSEWHERE = {"exchange_overflow", "aside"}
-ELSEWHERE |= {*SHARDED, *MIRRORED, *IMAGES, *TENSOR, *EXPERTS, *OWN}
+ELSEWHERE |= {*SHARDED, *MIRRORED, *GROUPS, *IMAGES, *TENSOR, *EXPERTS, *OWN}
 IN_RECOVERY = {*MEETING, "exchange_state"} - {"last"}
 
 
@@ -165,6 +166,26 @@ def test_ranks_of_a_sharded_run_end_at_every_point(
     found = {report["recovery"] for report in reports(tmp_path / "out")}
     assert found == {"restart"} if mirror == "off" else found <= {"", "in_place"}
     note(kind, points, "rank of a sharded run")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
+def test_ranks_of_groups_that_hold_the_same_end_at_every_point(
+    cluster: Cluster, recipe: Path, tmp_path: Path, kind: str
+) -> None:
+    """Two groups of two: a lost share is in the memory of its twin, without a mirror. Where a point
+    of a recovery comes between, twins are not lost together: those are ranks 0 and 2, 1 and 3.
+    """
+    points = ["exchange_slices", "committed", "caught_up"]
+    if ALL:
+        points = sorted(
+            GROUPS | SHARDED | {"committed", "caught_up"} | IN_RECOVERY - {"leave", "wait"}
+        )
+    plan, steps = plan_of(points, kind, newcomer=True)
+    flags = ("--workers", "4", "--dp_mode", "zero1", "--replicas", "2")
+    survive(cluster, recipe, tmp_path, plan, steps, *flags)
+    assert {report["recovery"] for report in reports(tmp_path / "out")} <= {"", "in_place"}
+    note(kind, points, "rank of groups that hold the same")
 
 
 @pytest.mark.full

@@ -126,6 +126,10 @@ def test_which_modes_must_have_the_same_bits() -> None:
     assert must_equal("tp 2 × fsdp full", one) == ["tp 2 × zero1"]
     assert must_equal("tp 2", one) == []
     assert must_equal("pp 2 gpipe", one) == ["pp 2 1f1b"]
+    assert must_equal("2 replicas × zero1", one) == []
+    assert must_equal("2 replicas × zero2", one) == ["2 replicas × zero1"]
+    assert must_equal("2 replicas × zero2", two) == []
+    assert must_equal("2 replicas × fsdp full", two) == ["2 replicas × zero1"]
     assert must_equal("pp 2 × zero1 + block", two) == ["pp 2 × zero1", "pp 2 × ddp_by_hand"]
 
 
@@ -140,6 +144,11 @@ def test_which_arms_run_at_how_many_ranks() -> None:
         *(f"pp 4 {kind}" for kind in equivalence.SCHEDULES),
         *(f"pp 2 × {mode}" for mode in ("ddp_by_hand", "zero1", "zero2", "tp 2")),
     }
+    sharded = ("zero1", "zero2", "fsdp full", "fsdp grad_op")
+    for ranks, replicas in ((4, 2), (6, 3)):
+        grouped = {arm for arm in arms_for(ranks, False) if "replicas" in arm}
+        assert grouped == {f"{replicas} replicas × {mode}" for mode in sharded}
+    assert not {arm for arm in arms_for(3, False) if "replicas" in arm}
     assert {arm for arm in arms_for(3, False) if "pp" in arm} == {
         f"pp 3 {kind}" for kind in equivalence.SCHEDULES
     }

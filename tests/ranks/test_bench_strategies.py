@@ -19,6 +19,7 @@ from nanoray.bench.strategies import (
     AXES,
     DATA_ARMS,
     EXPOSED,
+    HYBRID,
     KEPT,
     LOSS,
     MODES,
@@ -43,7 +44,9 @@ def test_every_arm_runs(
     found = json.loads((tmp_path / "s.json").read_text())
     assert found["failures"] == []
     rows = {(r["arm"], r["metric"], r["unit"]): r for r in found["rows"]}
-    arms = [*ARMS, *(f"{mode} + block" for mode in MODES)]
+    at_two_ranks = [arm for arm in ARMS if arm not in HYBRID]
+    arms = [*at_two_ranks, *(f"{mode} + block" for mode in MODES)]
+    assert found["conditions"]["left out"] == f"{', '.join(HYBRID)}: they do not divide 2 ranks"
     for arm in arms:
         assert rows[arm, STEP, "ms"]["n"] == 2, "rounds"
         assert rows[arm, EXPOSED, "ms"]["median"] > 0, "a step communicates"
@@ -53,7 +56,7 @@ def test_every_arm_runs(
         assert abs(rows[arm, STATE_ERROR, "%"]["median"]) < 10, arm
     sent = {
         mode: {k: v["bytes"] for k, v in rows[mode, "bytes a step", "MB"]["collectives"].items()}
-        for mode in ARMS
+        for mode in at_two_ranks
     }
     stream = 4 * 8 * 32 * 64  # bytes of a step's tokens
     assert sent["tp 2"]["all_reduce activations"] == 10 * stream, (
@@ -102,7 +105,9 @@ def test_a_resnet_runs_in_every_mode(tmp_path: Path, shared_ranks: Any) -> None:
         assert (arm, "tokens") not in rows
         assert abs(rows[arm, STATE_ERROR]["median"]) < 10, arm
     assert "ResNet-8 of 75,290 parameters" in found["conditions"]["recipe"]
-    assert found["conditions"]["left out"] == f"{', '.join(AXES)}: they split a gpt"
+    assert found["conditions"]["left out"] == (
+        f"{', '.join(HYBRID)}: they do not divide 2 ranks; {', '.join(AXES)}: they split a gpt"
+    )
 
 
 def test_presets_and_axes_are_a_gpts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,11 +179,17 @@ def test_the_numbers_are_the_predictors() -> None:
         found, "memory"
     )
     best = search(job, 4096, 12, OnTopology(topology), Speed.of(topology), 80.0)
-    assert f"{len(list(factorizations(4096)))} layouts of 4,096 ranks" in line(found, "layouts")
+    assert f"{len(list(factorizations(4096, tokens=1024)))} layouts of 4,096 ranks" in line(
+        found, "layouts"
+    )
     at = found.index(line(found, "layouts"))
     for i, one in enumerate(best[:3]):
         assert found[at + 1 + i].split(". ", 1)[1].startswith(str(one.layout))
-    assert "dp 1024 × tp 4: number 3 of" in line(found, "asked")
+    steps = [one.best for one in best if one.best]
+    place = 1 + sum(one.step_s < step.step_s for one in steps)
+    assert f"dp 1024 × tp 4: number {place} of {len(steps)}" in line(found, "asked")
+    whole = [one for one in steps if one.layout.cp == 1]
+    assert sum(one.step_s < step.step_s for one in whole) == 2, "the third without cp"
 
 
 def test_why_not_tp_16() -> None:

@@ -22,6 +22,7 @@ from nanoray.forecast.owners import MOST_RANKS
 from nanoray.inspect.__main__ import main
 from nanoray.inspect.layers import layers_of, totals
 from nanoray.inspect.subject import Subject, find_subject
+from nanoray.inspect.text import figures_of
 from nanoray.inspect.tree import dump, format_ranks
 from nanoray.inspect.verify import verify, verify_model
 from nanoray.mesh.layout import Layout
@@ -155,6 +156,27 @@ def test_owners_by_axis() -> None:
     assert sum(len(piece["ranks"]) for piece in emb["updated"]) >= 4, "each stage updates its copy"
     assert rows["norm.weight"]["owner"].startswith("pp: stage 1; tp: whole on each")
     assert rows["lm_head.weight"]["tied_to"] == "tok_emb.weight"
+
+
+def test_groups_of_replicas_hold_the_same() -> None:
+    """Of dp 4 in two groups, ranks 0 and 2 hold and update the same, and so do 1 and 3."""
+    told = dump(subject_of("--dp_mode=fsdp", "--replicas=2", ranks=4))
+    assert told["layout"]["replicas"] == 2
+    assert "4 = dp 4 (2 replicas), fsdp" in figures_of(told)["ranks"]
+    rows = {row["name"]: row for row in told["tensors"]}
+    qkv = rows["blocks.1.attn.qkv.weight"]
+    assert "over the 2 ranks of a group, the same in each of 2 groups" in qkv["owner"]
+    for pieces in (qkv["held"], qkv["updated"]):
+        assert [piece["ranks"] for piece in pieces] == [[0, 2], [1, 3]]
+
+    # A rank's share is the one that it has in a run of one group alone.
+    alone = dump(subject_of("--dp_mode=fsdp", ranks=2))
+    assert [layer["weights"] for layer in told["layers"]] == [
+        layer["weights"] for layer in alone["layers"]
+    ]
+    sliced = dump(subject_of("--dp_mode=zero1", "--replicas=2", ranks=4))
+    emb = next(row for row in sliced["tensors"] if row["name"] == "tok_emb.weight")
+    assert {tuple(piece["ranks"]) for piece in emb["updated"]} <= {(0, 2), (1, 3)}
 
 
 def test_ranks_as_text() -> None:

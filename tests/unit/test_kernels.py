@@ -457,7 +457,7 @@ def test_the_formula_of_memory_is_what_a_forward_keeps(kernels: Kernels) -> None
         loss = model(idx, idx)
     found = sum(size for at, size in kept.items() if at not in own)
     parts = activation_memory(shape, micro, "fp32")
-    formula = with_kernels(parts, shape, micro, "fp32", kernels, "none", 1)
+    formula = with_kernels(parts, shape, micro, "fp32", kernels, "none")
     if kernels.attention == "plain":
         fleeting = 2 * micro * 32 * 4 * 32 * 4
         # Log-softmax waits, the logits do not

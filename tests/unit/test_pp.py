@@ -255,11 +255,11 @@ def test_activations_in_flight_are_bounded() -> None:
         for stage in range(pp):
             kept = in_flight(kind, pp, stage, micro, chunks)
             if kind == "gpipe":
-                assert kept == [micro]
+                assert kept == (micro,)
             elif kind == "1f1b":
-                assert kept == [min(micro, pp - stage)]
+                assert kept == (min(micro, pp - stage),)
             elif kind == "zero_bubble":
-                assert kept == [min(micro, pp)]
+                assert kept == (min(micro, pp),)
             else:
                 assert sum(kept) <= min(
                     micro * chunks, 2 * (pp - 1 - stage) + (chunks - 1) * pp + 1

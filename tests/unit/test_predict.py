@@ -626,15 +626,19 @@ def test_slower_links_never_make_a_step_shorter(layout: Layout, mode: str, micro
 
 @pytest.mark.parametrize("ranks", [1, 12, 36, 97])
 def test_every_factorization_once(ranks: int) -> None:
-    found = [(one.dp, one.tp, one.pp) for one in factorizations(ranks)]
+    found = [(one.dp, one.tp, one.pp, one.cp) for one in factorizations(ranks)]
     brute = {
-        (a, b, ranks // a // b)
+        (a, b, c, ranks // a // b // c)
         for a in range(1, ranks + 1)
-        for b in range(1, ranks + 1)
-        if ranks % a == 0 and ranks // a % b == 0
+        for b in range(1, ranks // a + 1)
+        for c in range(1, ranks // a // b + 1)
+        if ranks % (a * b * c) == 0
     }
     assert len(found) == len(set(found))
     assert set(found) == brute
+    # A rank of cp takes two equal parts of a sequence: 24 tokens are cut into 2, 4, 6, 8, 12, 24.
+    parts = {one.cp for one in factorizations(ranks, tokens=24)}
+    assert parts == {cp for cp in (1, 2, 3, 4, 6, 12) if ranks % cp == 0}
     assert {one.ep for one in factorizations(ranks, experts=True)} == set(divisors(ranks))
 
 
@@ -655,7 +659,7 @@ def test_the_best_is_never_slower_than_what_it_lists(
             one = try_layout(some, layout, 16, OnTopology(NODES), SPEED, memory_gb)
             assert one.best is None, layout
         return
-    assert {one.layout for one in found} == set(factorizations(ranks))
+    assert {one.layout for one in found} == set(factorizations(ranks, tokens=SHAPE.block_size))
     best = found[0].best
     assert best is not None
     for one in found:

@@ -46,7 +46,7 @@ def test_after_any_two_losses_what_is_left_goes_on_or_says_what_is_lost(
         for lost in (first, second):
             if lost not in members:  # it was left out
                 continue
-            shares = Shares.of(cfg, "gloo", members, members)
+            shares = Shares.of(cfg, "gloo", members, members, workers)
             left = [slot for slot in members if slot != lost]
             slots = shares.whole_replicas(cfg, workers, left, dict.fromkeys(left, 7))
             assert len(slots) == len(left) // size * size
@@ -68,7 +68,7 @@ def test_two_ranks_that_are_lost_together(axes: dict[str, Any]) -> None:
     cfg = config(**axes)
     size = cfg.tp * cfg.pp * cfg.ep
     workers = 4 * size
-    shares = Shares.of(cfg, "gloo", range(workers), range(workers))
+    shares = Shares.of(cfg, "gloo", range(workers), range(workers), workers)
     gone = [pair for pair in itertools.combinations(range(workers), 2) if shares.lost(pair)]
     assert len(gone) == workers, "each rank with its mirror"
     for pair in itertools.combinations(range(workers), 2):
@@ -87,7 +87,7 @@ def test_two_ranks_that_are_lost_together(axes: dict[str, Any]) -> None:
 )
 def test_how_many_ranks_go_on(workers: int, batch: int, sizes: dict[int, int]) -> None:
     cfg = config(tp=2, global_batch_size=batch)
-    shares = Shares.of(cfg, "gloo", range(workers), range(workers))
+    shares = Shares.of(cfg, "gloo", range(workers), range(workers), workers)
     for left, size in sizes.items():
         assert (
             len(shares.whole_replicas(cfg, workers, range(left), dict.fromkeys(range(left), 0)))
@@ -100,7 +100,7 @@ def test_ranks_that_only_save_need_not_share_the_batch() -> None:
     write it.
     """
     cfg = config(dp_mode="zero1", global_batch_size=9)
-    shares, done = Shares.of(cfg, "gloo", range(3), range(3)), {0: 5, 2: 5}
+    shares, done = Shares.of(cfg, "gloo", range(3), range(3), 3), {0: 5, 2: 5}
     assert shares.whole_replicas(cfg, 3, [0, 2], done) == [] != shares.held
     assert shares.whole_replicas(cfg, 3, [0, 2], done, saves=True) == [0, 2]
 
@@ -110,7 +110,7 @@ def test_what_a_new_process_in_a_lost_slot_does_not_hold() -> None:
     would hold nothing.
     """
     cfg = config(tp=2)
-    shares = Shares.of(cfg, "gloo", range(4), range(4))
+    shares = Shares.of(cfg, "gloo", range(4), range(4), 4)
     assert shares.whole_replicas(cfg, 4, [0, 1, 3], {0: 5, 3: 5}) == [0, 3]
 
 

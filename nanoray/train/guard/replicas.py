@@ -25,6 +25,7 @@ _REMEDY = (
     "The newest checkpoint was written while all agreed: resume from it; ranks on devices of "
     "different models round differently and need hash_every 0"
 )
+_CURSOR = "the data cursor"
 # Elements: an int64 product that stays in cache, or fills a GPU
 _CHUNK = {"cpu": 1 << 17, "cuda": 1 << 22}
 
@@ -37,7 +38,9 @@ def compare(
 ) -> tuple[int, str]:
     """Compare the state of all ranks, and heal a minority from the majority. (all ranks)
 
-    Each share of a sharded optimizer state is compared with its mirror, if it has one. `certify`
+    Each share of a sharded optimizer state is compared with its mirror, if it has one. Where the
+    model is cut, or groups of hybrid sharding hold the same shares, ranks are compared piece by
+    piece; of hybrid sharding each piece is healed from the majority of its holders. `certify`
     receives the line of certificate.py for this state, before it is healed; `losses` are those of
     the newest step on this rank. Returns the number of healed ranks, and a warning for the user.
     Raises StateDiverged when there is no majority. Costs one pass over the state, and one wait for
@@ -48,20 +51,20 @@ def compare(
     names, hashes = hash_tensors(state.tensors())
     # The rows of a model that is cut; its ranks differ, and are compared piece by piece.
     places, row_hashes = hash_tensors(_rows(state))
-    cut = is_cut(state.model)
+    by_piece = is_cut(state.model) or state.copies > 1
 
     digests = []
-    if not cut:
+    if not by_piece:
         digests = mesh.all_gather((combine(hashes), state.samples))
     of_ranks = mesh.all_gather(
         (combine(hashes + row_hashes), own_losses, dict(zip(places, row_hashes, strict=True)))
     )
     line = _line_of(of_ranks, state.samples)
-    if cut:
+    if by_piece:
         own = dict(zip(names, hashes, strict=True))
-        _compare_pieces(own, state, mesh, lambda differ: certify(line | differ))
+        healed = _compare_pieces(own, state, mesh, line, certify)
         _compare_mirrors(state, mesh)
-        return 0, ""
+        return healed
 
     # The usual case: all ranks have the same hash.
     (winner, votes), *others = Counter(digests).most_common()
@@ -140,39 +143,110 @@ def agreed(digests: Sequence[int | None], step: int) -> tuple[int, tuple[int, ..
 
 
 def _compare_pieces(
-    own: dict[str, int], state: TrainState, mesh: Mesh, certify: Callable[[dict[str, Any]], None]
-) -> None:
-    """Compare the ranks that hold the same piece. (all ranks)
+    own: dict[str, int],
+    state: TrainState,
+    mesh: Mesh,
+    line: dict[str, Any],
+    certify: Callable[[dict[str, Any]], None],
+) -> tuple[int, str]:
+    """Compare the ranks that hold the same piece; heal a minority. (all ranks)
 
-    Raises StateDiverged where they differ: nothing is healed.
+    `line` is that of certificate.py, without what is found here. Returns as `compare` does. Raises
+    StateDiverged where ranks differ and nothing is healed.
     """
     # Place -> rank -> hash
-    everyone = mesh.all_gather({**own, "the data cursor": state.samples})
+    everyone = mesh.all_gather({**own, _CURSOR: state.samples})
     pieces: dict[str, dict[int, int]] = {}
     for rank, hashes in enumerate(everyone):
         for place, value in hashes.items():
             pieces.setdefault(place, {})[rank] = value
     differing = [place for place, held in pieces.items() if len(set(held.values())) > 1]
-    if not differing:
-        certify({"differ": {}})
-        return
 
-    # Name the minority of the first such piece, or all its holders where there is none.
+    # Where every rank has the whole weights, no rank has listed rows of them.
+    for place, held in pieces.items():
+        if place in _whole_weights(state):
+            (winner, _), *_ = Counter(held.values()).most_common()
+            line["tensors"][place] = format_hash(winner)
+    if not differing:
+        certify(line | {"differ": {}})
+        return 0, ""
+
+    # Whether each of them can be healed: a majority of its holders agrees, and it is a tensor.
+    strays: dict[int, str] = {}  # rank -> the first piece in which it differs
+    minorities = {place: _minority(pieces[place]) for place in differing}
+    for place, ranks in minorities.items():
+        for rank in ranks:
+            strays.setdefault(rank, place)
+    certify(line | {"differ": {str(rank): place for rank, place in sorted(strays.items())}})
+    can_heal = state.copies > 1 and _CURSOR not in minorities
+    for place, ranks in minorities.items():
+        can_heal = can_heal and len(ranks) < len(pieces[place])
+
     place = differing[0]
     held = pieces[place]
-    strays = [*held]
-    (winner, votes), *_ = Counter(held.values()).most_common()
-    if votes > len(held) / 2:
-        strays = [rank for rank, value in held.items() if value != winner]
-    certify({"differ": {str(rank): place for rank in strays}})
-    raise StateDiverged(
-        f"after step {state.step} ranks that hold the same piece of the state differ in "
-        f"{len(differing)} of {len(pieces)} pieces, first in {place}, on rank "
-        f"{', '.join(map(str, strays))} of {sorted(held)}: a flipped bit, or a faulty device. A "
-        "model that is cut is not healed: resume from the newest checkpoint, which was written "
-        "while all agreed; ranks on devices of different models round differently and need "
-        "hash_every 0"
+    where = f"{place}, on rank {_listed(minorities[place])} of {sorted(held)}"
+    found = f"differ in {len(differing)} of {len(pieces)} pieces, first in {where}"
+    if not can_heal:
+        remedy = "A model that is cut is not healed"
+        if state.copies > 1:
+            remedy = "No majority of its holders agrees, which takes three groups (replicas 3)"
+        raise StateDiverged(
+            f"after step {state.step} ranks that hold the same piece of the state {found}: a "
+            f"flipped bit, or a faulty device. {remedy}: resume from the newest checkpoint, which "
+            "was written while all agreed; ranks on devices of different models round differently "
+            "and need hash_every 0"
+        )
+
+    # If a rank is lost now, no other rank may copy a differing state.
+    state.whole = mesh.rank not in strays
+    tensors = state.tensors()
+    for place, ranks in sorted(minorities.items()):
+        source = min(set(pieces[place]) - set(ranks))
+        _heal(tensors.get(place), mesh, source, mesh.rank in ranks)
+    state.whole = True
+    return len(strays), (
+        f"after step {state.step} ranks that hold the same piece of the state {found}: a flipped "
+        "bit, or a faulty device. They took over the pieces of the majority; training goes on"
     )
+
+
+def _minority(held: dict[int, int]) -> list[int]:
+    """Return the ranks whose hash of a piece is not the majority's; all without a majority."""
+    (winner, votes), *_ = Counter(held.values()).most_common()
+    if votes <= len(held) / 2:
+        return sorted(held)
+    return sorted(rank for rank, value in held.items() if value != winner)
+
+
+@torch.no_grad()
+def _heal(tensor: Tensor | None, mesh: Mesh, source: int, takes: bool) -> None:
+    """Send a piece from rank `source` to the ranks that take it. (all ranks)
+
+    tensor: the piece on this rank; None if it holds another one.
+    """
+    form: tuple[tuple[int, ...], torch.dtype] = ((), torch.float32)
+    if tensor is not None:
+        form = (tuple(tensor.shape), tensor.dtype)
+    shape, dtype = mesh.broadcast(form, source)
+    sent = torch.empty(shape, dtype=dtype, device=mesh.device)
+    if mesh.rank == source:
+        assert tensor is not None
+        sent.copy_(tensor)
+    mesh.broadcast_tensor(sent, source)
+    if takes:
+        assert tensor is not None
+        tensor.copy_(sent)
+
+
+def _whole_weights(state: TrainState) -> set[str]:
+    """Return the names of the weights that every rank has as a whole, in a state of pieces."""
+    if is_cut(state.model) or state.shards_weights:
+        return set()
+    return {name for name, _ in state.model.named_parameters()}
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _compare_mirrors(state: TrainState, mesh: Mesh) -> None:
@@ -257,4 +331,4 @@ def _first_difference(
     for name, own_hash, other_hash in zip(names, ours[1], theirs[1], strict=False):
         if own_hash != other_hash:
             return name
-    return "the data cursor"
+    return _CURSOR

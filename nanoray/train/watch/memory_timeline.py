@@ -389,11 +389,15 @@ def predicted(spec: RunSpec, mesh: Mesh, par: Plan, batch: Batch) -> dict[str, i
     if isinstance(shape, OwnShape):
         return {}
     bucket_mb = cfg.bucket_mb or default_bucket_mb(mesh.device)
+    # A group that has shrunk has fewer groups of replicas than its configuration.
+    layout = Layout.of(cfg, mesh.world_size, mesh.slots)
+    cfg = cfg.model_copy(update={"replicas": layout.replicas})
+    shared_by = layout.shard_size
     parts = model_memory(
-        cfg, par.model, par.data.size, batch.accum, bucket_mb, par.mirror_shards is not None
+        cfg, par.model, shared_by, batch.accum, bucket_mb, par.mirror_shards is not None
     )
     if isinstance(shape, ModelShape):
-        stage = Layout.of(cfg, mesh.world_size).coords(mesh.rank).pp
+        stage = layout.coords(mesh.rank).pp
         kept = stage_activations(cfg, shape, batch, cfg.precision, stage)
     else:
         kept = resnet_costs.activation_memory(shape, batch.micro, cfg.precision)
@@ -401,5 +405,5 @@ def predicted(spec: RunSpec, mesh: Mesh, par: Plan, batch: Batch) -> dict[str, i
     by_category["activations"] = sum(kept.values())
     for part, size in parts.items():
         by_category[PARTS[part]] += size
-    peak = peak_memory(cfg, par.model, par.data.size, parts, kept, bucket_mb, batch.accum)
+    peak = peak_memory(cfg, par.model, shared_by, parts, kept, bucket_mb, batch.accum)
     return by_category | {"peak": peak}

@@ -101,7 +101,7 @@ def comm_trace(spec: RunSpec, mesh: Mesh, plan: Plan, resume_step: int) -> CommT
 
     log_of_all = None
     if mesh.rank == 0:
-        layout = Layout.of(config, mesh.world_size)
+        layout = Layout.of(config, mesh.world_size, mesh.slots)
         names_of_axes = ("tp", "pp", "dp", "ep", "edp", "cp", "dp_cp", "shard", "replica")
         sizes = {axis: layout.size_of(axis) for axis in names_of_axes}
         bubble = plan.bubble if config.pp > 1 else None

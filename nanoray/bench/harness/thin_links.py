@@ -1,0 +1,268 @@
+"""Slow links between ranks on one machine: real TCP, over interfaces that this process relays.
+
+    rank 0 in a network namespace                    rank 1 in another one
+    gloo ─► TCP ─► link0 10.77.0.1                   link0 10.77.0.2 ◄─ TCP ◄─ gloo
+                     │ packets      ┌──────────┐        ▲
+                     └─────────────►│ relay    │────────┘
+                                    └──────────┘
+                                      up-link of the sender:     one packet after the other, at `mbit_per_s`
+                                      on its way:                `delay_ms`
+                                      down-link of the receiver: one packet after the other, at `mbit_per_s`
+
+Each rank has a full-duplex link to one switch, as a node of a cluster or a house on the internet
+has. No packet is lost. The interfaces are tun devices, which any program may open and own: the
+kernel hands it what is sent there as packets, so the relay needs neither root nor the kernel's
+traffic control, only user namespaces and /dev/net/tun. It counts the bytes, with all headers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import heapq
+import os
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from nanoray.bench.harness.processes import ChildFailed
+
+DEVICE = "link0"
+TUN = "/dev/net/tun"
+MTU = 9000  # jumbo frames: fewer packets for the relay
+LONGEST_WAIT_S = 0.05
+# Linux: if_tun.h, sockios.h, if.h
+_TUNSETIFF = 0x400454CA
+_IFF_TUN = 0x0001
+_IFF_NO_PI = 0x1000
+_SIOCSIFADDR = 0x8916
+_SIOCSIFNETMASK = 0x891C
+_SIOCSIFMTU = 0x8922
+_SIOCSIFFLAGS = 0x8914
+_IFF_UP = 0x1
+_DESTINATION = slice(16, 20)  # of an IPv4 packet
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The link of each rank: what it carries in each direction, and how long a packet travels."""
+
+    delay_ms: float
+    mbit_per_s: float
+
+    def __str__(self) -> str:
+        return f"{self.delay_ms:g} ms / {self.mbit_per_s:g} Mbit/s"
+
+    @property
+    def bytes_per_s(self) -> float:
+        return 1e6 * self.mbit_per_s / 8
+
+
+def why_not() -> str:
+    """Return why this machine cannot have such links; "" if it can."""
+    if not shutil.which("unshare"):
+        return "there is no `unshare` (util-linux)"
+    probe = f"open({TUN!r}, 'r+b', buffering=0)"
+    done = subprocess.run(
+        [*_in_namespace(), sys.executable, "-c", probe], capture_output=True, text=True
+    )
+    if done.returncode == 0:
+        return ""
+    last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    return f"no network namespace with a {TUN} ({last[0]})"
+
+
+def address_of(rank: int) -> str:
+    """Return the address of a rank on its link."""
+    return f"10.77.0.{rank + 1}"
+
+
+class ThinLinks:
+    """The links of `ranks` ranks. Leaving the `with` block ends them, and the traffic on them."""
+
+    def __init__(self, ranks: int, speed: Speed, folder: Path) -> None:
+        """Make the relay of links of this speed; `folder` gets a socket, so its path is short."""
+        self.speed = speed
+        # (Unix seconds, bytes that all ranks have sent by then), one entry per wake of the relay
+        self.samples: list[tuple[float, int]] = [(time.time(), 0)]
+        self._ranks = ranks
+        self._socket = folder / "links.sock"
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._tuns: dict[int, int] = {}  # file descriptor by rank
+        self._over = threading.Event()
+        self._relay = threading.Thread(target=self._run, name="thin-links", daemon=True)
+
+    def __enter__(self) -> ThinLinks:
+        self._listener.bind(str(self._socket))
+        self._listener.listen(self._ranks)
+        self._listener.setblocking(False)
+        self._relay.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._relay.join()
+        # A tun device disappears with its last descriptor.
+        for descriptor in self._tuns.values():
+            os.close(descriptor)
+        self._listener.close()
+        self._socket.unlink()
+
+    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
+        """Return the command line that runs `argv` at the end of a rank's link."""
+        module = "nanoray.bench.harness.thin_links"
+        own = [sys.executable, "-m", module, str(self._socket), str(rank)]
+        return [*_in_namespace(), *own, *argv]
+
+    def sent_between(self, start: float, end: float) -> int:
+        """Return the bytes that all ranks together sent between two moments, in Unix seconds."""
+
+        def by(moment: float) -> int:
+            sent = 0
+            for at, total in self.samples:
+                if at > moment:
+                    break
+                sent = total
+            return sent
+
+        return by(end) - by(start)
+
+    # On the thread of the relay.
+
+    def _run(self) -> None:
+        """Take each packet from its sender, and hand it to its receiver when it has arrived."""
+        waiting: list[tuple[float, int, int, bytes]] = []  # (seconds, number, receiver, packet)
+        up_free = [0.0] * self._ranks  # when a rank's link has carried what was sent so far
+        down_free = [0.0] * self._ranks
+        number = 0
+        sent = 0
+        while not self._over.is_set():
+            wait_s = LONGEST_WAIT_S
+            if waiting:
+                wait_s = min(wait_s, max(0.0, waiting[0][0] - time.monotonic()))
+            listener = self._listener.fileno()
+            ready, _, _ = select.select([listener, *self._tuns.values()], [], [], wait_s)
+            if listener in ready:
+                self._accept()
+
+            before = sent
+            for rank, descriptor in list(self._tuns.items()):
+                if descriptor not in ready:
+                    continue
+                for packet in _packets_of(descriptor):
+                    receiver = packet[_DESTINATION][3] - 1
+                    # Broadcasts and IPv6's greetings have no receiver here.
+                    if packet[0] >> 4 != 4 or receiver not in range(self._ranks):
+                        continue
+                    takes_s = len(packet) / self.speed.bytes_per_s
+                    up_free[rank] = max(time.monotonic(), up_free[rank]) + takes_s
+                    # The first byte may arrive before the last one has left, so the two links do
+                    # not add up, unless several ranks send to one.
+                    arrival = up_free[rank] + 1e-3 * self.speed.delay_ms
+                    down_free[receiver] = max(arrival, down_free[receiver] + takes_s)
+                    number += 1
+                    sent += len(packet)
+                    heapq.heappush(waiting, (down_free[receiver], number, receiver, packet))
+            if sent > before:
+                self.samples.append((time.time(), sent))
+
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, _, receiver, packet = heapq.heappop(waiting)
+                _deliver(self._tuns.get(receiver), packet)
+
+    def _accept(self) -> None:
+        """Receive the device of a rank that has just started."""
+        connection, _ = self._listener.accept()
+        with closing(connection):
+            connection.setblocking(True)
+            rank, descriptors, _, _ = socket.recv_fds(connection, 16, 1)
+            os.set_blocking(descriptors[0], False)
+            self._tuns[int(rank)] = descriptors[0]
+            # Only now can the rank reach the others, so it waits for this byte.
+            connection.sendall(b".")
+
+
+def _packets_of(descriptor: int) -> list[bytes]:
+    """Return the packets that wait in a device; at most as many as its queue holds."""
+    packets = []
+    for _ in range(500):
+        try:
+            packets.append(os.read(descriptor, MTU + 100))
+        except BlockingIOError:
+            break
+    return packets
+
+
+def _deliver(descriptor: int | None, packet: bytes) -> None:
+    """Hand a packet to the kernel of its receiver, which may be gone."""
+    if descriptor is None:
+        return
+    try:
+        os.write(descriptor, packet)
+    except OSError:
+        return
+
+
+def _in_namespace() -> list[str]:
+    return ["unshare", "--map-root-user", "--net", "--"]
+
+
+# In the process of a rank, before its program.
+
+
+def environment_of(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """Return the variables with which a rank finds the others: those that torchrun sets."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": address_of(0),
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": DEVICE,
+    }
+
+
+def open_link(path: str, rank: int) -> None:
+    """Make this namespace's end of a link, and hand it to the relay that listens at `path`."""
+    tun = os.open(TUN, os.O_RDWR)
+    name = DEVICE.encode()
+    fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", name, _IFF_TUN | _IFF_NO_PI))
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as control:
+
+        def set_address(order: int, address: str) -> None:
+            packed = struct.pack("16sH2x4s16x", name, socket.AF_INET, socket.inet_aton(address))
+            fcntl.ioctl(control, order, packed)
+
+        set_address(_SIOCSIFADDR, address_of(rank))
+        set_address(_SIOCSIFNETMASK, "255.255.255.0")
+        fcntl.ioctl(control, _SIOCSIFMTU, struct.pack("16si20x", name, MTU))
+        for device in (name, b"lo"):
+            fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH22x", device, _IFF_UP))
+
+    with closing(socket.socket(socket.AF_UNIX)) as relay:
+        relay.connect(path)
+        socket.send_fds(relay, [str(rank).encode()], [tun])
+        if not relay.recv(1):
+            raise ChildFailed("the relay of the links is gone")
+    # The relay has a descriptor of its own.
+    os.close(tun)
+
+
+def main() -> None:
+    """Open a link, and become the program of its rank."""
+    path, rank, *argv = sys.argv[1:]
+    open_link(path, int(rank))
+    os.execvp(argv[0], argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The benchmark of rarely communicating replicas, and the thin links on which it times them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nanoray.bench.__main__ as bench
+from nanoray.bench import rarely
+from nanoray.bench.harness.processes import Child, arm_environment, free_port, scratch_folder
+from nanoray.bench.harness.report import Report, Row
+from nanoray.bench.harness.thin_links import Speed, ThinLinks, environment_of, why_not
+from nanoray.bench.rarely import (
+    ARMS,
+    DDP,
+    IN_TIME,
+    LOSS,
+    OFF,
+    SENT,
+    STEP,
+    Rates,
+    finding,
+    loss_at,
+    parse_links,
+)
+from nanoray.errors import ConfigError
+
+needs_links = pytest.mark.skipif(bool(why_not()), reason=f"no thin links here: {why_not()}")
+FLAGS = ["rarely", "--preset", "tiny", "--quick", "--workers", "2", "--dataset", "stdlib"]
+SMALL = ["--settings", "n_embd=32,n_head=2,n_layer=1,global_batch_size=4,warmup_steps=2"]
+
+# Rank 1 answers each message. Rank 0 measures a small one there and back, and then a large one.
+TALK = """
+import os, socket, sys, time
+
+rank, large = int(os.environ["RANK"]), int(sys.argv[1])
+
+def receive(peer, count):
+    while count:
+        count -= len(peer.recv(min(count, 65536)))
+
+if rank == 0:
+    with socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as door:
+        peer, _ = door.accept()
+    began = time.monotonic()
+    peer.sendall(b"x")
+    receive(peer, 1)
+    there_and_back = time.monotonic() - began
+    began = time.monotonic()
+    peer.sendall(b"x" * large)
+    receive(peer, 1)
+    print(there_and_back, time.monotonic() - began)
+else:
+    while True:
+        try:
+            peer = socket.create_connection(
+                (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            )
+            break
+        except OSError:
+            time.sleep(0.02)
+    receive(peer, 1)
+    peer.sendall(b"x")
+    receive(peer, large)
+    peer.sendall(b"x")
+"""
+
+
+@needs_links
+def test_a_link_delays_and_carries_what_it_should() -> None:
+    speed = Speed(delay_ms=40, mbit_per_s=8)
+    large = 300_000
+    with scratch_folder() as folder:
+        began = time.time()
+        with ThinLinks(2, speed, folder) as links:
+            port = free_port()
+            ranks = []
+            for rank in range(2):
+                command = links.command(rank, [sys.executable, "-c", TALK, str(large)])
+                env = arm_environment() | environment_of(rank, 2, port)
+                ranks.append(Child(command, env, folder / f"{rank}.log"))
+            for child in ranks:
+                child.wait(30)
+            small_s, large_s = map(float, (folder / "0.log").read_text().split())
+            sent = links.sent_between(began, time.time())
+    # Lower limits: a busy machine only takes longer.
+    assert small_s >= 2 * 0.040
+    assert large_s >= 0.040 + large / speed.bytes_per_s
+    assert large < sent < 1.1 * large, "with headers, and what is acknowledged"
+
+
+@needs_links
+def test_an_arm_is_timed_while_its_links_get_thinner(tmp_path: Path) -> None:
+    """Real ranks in namespaces; the bytes that the relay counts are those of an all-reduce."""
+    file = tmp_path / "r.json"
+    links = ["--links", "0.1/1000,5/50"]
+    assert bench.main([*FLAGS, *SMALL, "--arms", "ddp", *links, f"--json={file}"]) == 0
+    report = Report.read(file)
+    count = int(report.conditions["recipe"].split("GPT of ")[1].split(" ")[0].replace(",", ""))
+    for link in ("0.1 ms / 1000 Mbit/s", "5 ms / 50 Mbit/s"):
+        step = report.row(DDP, f"{STEP}, {link}")
+        sent = report.row(DDP, f"{SENT}, {link}")
+        assert step
+        assert sent
+        assert step.n == rarely.WINDOWS
+        # Two ranks: half of the gradients there, and half of the sums back; and some headers.
+        formula_kb = 4 * count / 1e3
+        assert formula_kb <= sent.median < 1.25 * formula_kb
+    assert report.row(DDP, f"{IN_TIME}, 5 ms / 50 Mbit/s")
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--workers", "1"], "workers = 1: one rank communicates with no other"),
+        (["--arms", "H 5"], "unknown arm H 5; did you mean H 50?"),
+        (["--links", "1-100"], "links = 1-100: 1-100 is no MS/MBIT; write for example 0.1/1000"),
+        (["--links", "1/0"], "links = 1/0: 1/0 is no link; a delay is at least 0 ms"),
+        (["--links", "nan/1"], "nan/1 is no link"),
+        (["--lrs", "1e-3,x"], "lrs = 1e-3,x: not numbers; write for example 2e-3"),
+        (["--lrs", "0"], "lrs = 0: a learning rate is above 0"),
+        (["--outers", "0.7"], "outers = 0.7: 0.7 is no LR:MOMENTUM; write for example 1:0"),
+        (["--steps", "0"], "steps = 0, seeds = 1; both must be above 0"),
+        (["--settings", "n_embd=33"], "n_embd"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rarely, "Child", lambda *_: pytest.fail("it started a process"))
+    assert bench.main([*FLAGS, *flags]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_links_are_read_from_fast_to_thin() -> None:
+    assert parse_links("none") == []
+    assert parse_links("1/100,100/10") == [Speed(1, 100), Speed(100, 10)]
+    assert str(Speed(0.1, 1000)) == "0.1 ms / 1000 Mbit/s"
+    with pytest.raises(ConfigError):
+        parse_links("")
+
+
+def test_a_loss_between_two_evaluations_lies_on_a_line() -> None:
+    curve = {1: 4.0, 11: 3.0, 21: 2.5}
+    assert [loss_at(curve, step) for step in (0, 1, 6, 11, 16, 21, 99)] == [
+        4.0, 4.0, 3.5, 3.0, 2.75, 2.5, 2.5,
+    ]  # fmt: skip
+
+
+def test_rates_of_arms() -> None:
+    """Averaged weights keep their outer optimizer, H = 1 is ddp, and the rest take what was tuned."""
+    rates = Rates(ddp_lr=4e-3, rare_lr=8e-3, outer_lr=0.7, outer_momentum=0.9)
+    assert rates.of(DDP)["lr"] == rates.of("H 1 averaged")["lr"] == 4e-3
+    assert rates.of("H 50") == {
+        "lr": 8e-3, "min_lr": 8e-4, "outer_lr": 0.7, "outer_momentum": 0.9,
+    }  # fmt: skip
+    assert "outer_lr" not in rates.of("H 50 averaged")
+    assert ARMS["H 50 averaged"]["outer_momentum"] == 0
+
+
+def report_by_hand() -> Report:
+    """Two arms on one link: ddp has lower losses, and reaches them 10 times later."""
+    report = Report("rarely", {})
+    link = "1 ms / 1 Mbit/s"
+    for arm, losses, ms, kb in (
+        (DDP, (2.0, 2.1), 1000.0, 500.0),
+        ("H 50", (2.1, 2.2), 100.0, 10.0),
+    ):
+        report.rows.append(Row(arm, LOSS, "nat", losses))
+        report.rows.append(Row(arm, f"{STEP}, {link}", "ms", (ms,)))
+        report.rows.append(Row(arm, f"{SENT}, {link}", "kB", (kb,)))
+    report.rows.append(Row("H 50", OFF, "nat", (0.1, 0.1)))
+    curves: dict[str, Any] = {
+        DDP: [{1: 4.0, 100: 2.0}, {1: 4.0, 100: 2.1}],
+        "H 50": [{1: 4.0, 100: 2.1}, {1: 4.0, 100: 2.2}],
+    }
+    rarely._add_equal_time_rows(report, curves, {(DDP, link): 1.0, ("H 50", link): 0.1}, 100)
+    return report
+
+
+def test_loss_in_equal_time_by_hand() -> None:
+    report = report_by_hand()
+    link = "1 ms / 1 Mbit/s"
+    ddp = report.row(DDP, f"{IN_TIME}, {link}")
+    rare = report.row("H 50", f"{IN_TIME}, {link}")
+    assert ddp
+    assert rare
+    # In 10 s ddp does 10 of 100 steps: 9/99 of the way from 4 to 2, and to 2.1.
+    assert ddp.values == pytest.approx((4 - 2 * 9 / 99, 4 - 1.9 * 9 / 99))
+    assert ddp.note == "after 10 s it has done 10 of 100 steps"
+    assert rare.values == (2.1, 2.2)
+    assert finding(report) == [
+        "H 50: +0.100 nat after equal tokens for 50 x fewer bytes (ddp's own 2 seed(s) differ by "
+        "0.100)",
+        "1 ms / 1 Mbit/s: lowest loss in equal time H 50, 2.150; ddp 3.823",
+    ]
+
+
+def test_a_report_is_written_and_drawn(tmp_path: Path) -> None:
+    report = report_by_hand()
+    for row in report.rows:
+        if row.metric == LOSS:
+            row.extra["curves"] = [{"1": 4.0, "100": loss} for loss in row.values]
+    benchmark = rarely.RarelyBenchmark()
+    file = tmp_path / "r.json"
+    report.write(file)
+    again = Report.read(file)
+    assert benchmark.format_markdown(again) == benchmark.format_markdown(report)
+    assert "| H 50 | 2.150 (2.100–2.200) | +0.100 (+0.100–+0.100) | 10.0 |" in "\n".join(
+        benchmark.format_markdown(again)
+    )
+    assert any(line.startswith("arm ") for line in benchmark.format_text(again))
+    again.conditions = {"command": "x", "date": "y", "cpu": {"name": "z"}}
+    benchmark.draw(again, tmp_path / "r.png")
+    assert (tmp_path / "r.png").read_bytes()[:4] == b"\x89PNG"
+    assert json.loads(file.read_text())["rows"]

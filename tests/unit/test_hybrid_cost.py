@@ -1,0 +1,241 @@
+"""What hybrid sharding costs: bytes inside a node and between nodes, memory, the search, by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoray.config import make_config
+from nanoray.forecast.by_link import link_lines, sent_by_link
+from nanoray.forecast.dry_run import talk_lines
+from nanoray.forecast.job import Job
+from nanoray.forecast.layouts import candidates, factorizations, refusal, search
+from nanoray.forecast.links import Link, Topology, placed, stride_of
+from nanoray.forecast.memory import Sizes, state_memory
+from nanoray.forecast.predict import OnTopology, Speed, memory_of, predict
+from nanoray.forecast.traffic import Talk, talks_of
+from nanoray.mesh.layout import Layout
+from nanoray.models.costs import count_parameters
+from nanoray.models.gpt import ModelShape
+
+SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)
+P = count_parameters(SHAPE)
+NODES = Topology(
+    ranks_per_node=4,
+    intra=Link(alpha_us=1, bandwidth_gb_per_s=100),
+    inter=Link(alpha_us=10, bandwidth_gb_per_s=1),
+    peak_tflops=100,
+    mfu=0.5,
+)
+
+
+def job(sequences: int = 64, bucket_mb: float = 0.05, **settings: Any) -> Job:
+    config = make_config({"micro_batch_size": 1, **settings})
+    return Job(SHAPE, config, sequences, "fp32", bucket_mb)
+
+
+def sent_per_axis(talks: list[Talk], layout: Layout) -> dict[str, float]:
+    """Return the bytes that a rank sends, by axis."""
+    sent = Counter[str]()
+    for talk in talks:
+        sent[talk.axis] += talk.sent(layout.size_of(talk.axis))
+    return dict(sent)
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("mode", ["zero1", "zero2", "fsdp", "fsdp:grad_op"])
+def test_a_rank_sends_whole_tensors_within_its_group_and_its_slice_across(
+    mode: str, accum: int
+) -> None:
+    """dp 8 in 2 groups of 4: 4P·3/4 for each pass within a group; across groups one all-reduce of
+    P/4 a step, however many micro batches there are.
+    """
+    layout = Layout(dp=8, replicas=2)
+    sent = sent_per_axis(talks_of(job(8 * accum, dp_mode=mode), layout, 1, 0), layout)
+    passes = {
+        "zero1": 1 + 1,
+        "zero2": accum + 1,
+        "fsdp": 1 + 2 * accum,
+        "fsdp:grad_op": 1 + accum,
+    }[mode]
+    assert sent == {
+        "shard": pytest.approx(4 * P * passes * 3 / 4),
+        "replica": pytest.approx(2 * 4 * (P / 4) * 1 / 2),
+    }
+    # Within a group it is what the mode sends on that many ranks alone.
+    alone = Layout(dp=4)
+    alone_sent = sent_per_axis(talks_of(job(4 * accum, dp_mode=mode), alone, 1, 0), alone)
+    assert alone_sent["dp"] == pytest.approx(sent["shard"])
+
+
+def test_tensor_shards_and_stages_have_groups_of_their_own() -> None:
+    layout = Layout(dp=4, tp=2, pp=2, replicas=2)
+    for stage in (0, 1):
+        flat = replace(layout, replicas=1)
+        grouped = sent_per_axis(talks_of(job(8, dp_mode="zero1"), layout, 1, stage), layout)
+        plain = sent_per_axis(talks_of(job(8, dp_mode="zero1"), flat, 1, stage), flat)
+        assert {"tp": plain["tp"], "pp": plain["pp"]}.items() <= grouped.items()
+        # Of its n parameters a rank of dp 4 sends 2n·3/4; of two groups of 2, 2n·1/2 and n/2.
+        assert grouped["shard"] == pytest.approx(plain["dp"] * (1 / 2) / (3 / 4))
+        assert grouped["replica"] == pytest.approx(plain["dp"] / (2 * 3 / 4) / 2)
+
+
+# Links
+
+
+def messages(talk: Talk, group: tuple[int, ...]) -> dict[tuple[int, int], float]:
+    """Return the bytes of each message of a collective, by sender and receiver."""
+    n = len(group)
+    sent: dict[tuple[int, int], float] = Counter()
+    for i, sender in enumerate(group):
+        if talk.op in ("reduce_scatter", "all_to_all"):
+            for receiver in group:
+                if receiver != sender:
+                    sent[sender, receiver] += talk.nbytes / n
+        else:
+            turns = 2 if talk.op == "all_reduce" else 1
+            sent[sender, group[(i + 1) % n]] += turns * talk.nbytes * (n - 1) / n
+    return sent
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from([(8, 1, 2, 4), (8, 1, 4, 2), (8, 1, 2, 2), (4, 2, 2, 4), (16, 1, 4, 8)]),
+    st.sampled_from(["zero1", "zero2", "fsdp"]),
+    st.booleans(),
+)
+def test_bytes_between_nodes_are_those_of_the_messages(
+    sizes: tuple[int, int, int, int], mode: str, grouped: bool
+) -> None:
+    """Against a list of all messages of all ranks."""
+    dp, tp, replicas, ranks_per_node = sizes
+    layout = Layout(dp=dp, tp=tp, replicas=replicas if grouped else 1)
+    talks = talks_of(job(2 * dp, dp_mode=mode), layout, 1, 0)
+    inside = 0.0
+    between = 0.0
+    for talk in talks:
+        for group in layout.groups(talk.axis):
+            for (sender, receiver), nbytes in messages(talk, group).items():
+                if sender // ranks_per_node == receiver // ranks_per_node:
+                    inside += talk.times * nbytes
+                else:
+                    between += talk.times * nbytes
+
+    found = sent_by_link(talks, layout, ranks_per_node)
+    assert found.inside * layout.world_size == pytest.approx(inside)
+    assert found.between * layout.world_size == pytest.approx(between)
+
+
+def test_groups_on_nodes_by_hand() -> None:
+    layout = Layout(dp=8, replicas=2)
+    assert placed(layout, "shard", 4).inside
+    across = placed(layout, "replica", 4)
+    assert (across.ranks, across.local, across.sharing) == (2, 1, 4)
+    assert [stride_of(layout, axis) for axis in ("shard", "replica")] == [1, 4]
+    # On one node nothing leaves it.
+    found = sent_by_link(talks_of(job(8, dp_mode="zero1"), layout, 1, 0), layout, 8)
+    assert found.between == 0
+    assert found.inside > 0
+
+
+def test_the_dry_run_compares_both_links_with_the_mode_without_groups() -> None:
+    """dp 8 on nodes of 4, zero1: within groups 2·4P·3/4 a rank, across them 4P/4. Without groups,
+    of 4P·7/8 each way the direct reduce-scatter sends 4 of 7 parts out, the ring 1 of 4.
+    """
+    some = job(8, dp_mode="zero1")
+    (line,) = link_lines(some, Layout(dp=8, replicas=2), 1, 4)
+    flat = 4 * P * 7 / 8
+    inside = flat * 3 / 7 + flat * 3 / 4
+    between = flat * 4 / 7 + flat * 1 / 4
+    assert line == (
+        f"links      a rank sends {2 * 4 * P * 3 / 4 / 1e6:.1f} MB inside its node and "
+        f"{P / 1e6:.1f} MB between nodes a step; without replicas {inside / 1e6:.1f} and "
+        f"{between / 1e6:.1f} MB"
+    )
+    # Without a topology a group fills a node; without either nothing is assumed.
+    (assumed,) = link_lines(some, Layout(dp=8, replicas=2), 1, None)
+    assert "a step (nodes of 4, a group each); without" in assumed
+    assert link_lines(some, Layout(dp=8), 1, None) == []
+    (plain,) = link_lines(some, Layout(dp=8), 1, 4)
+    assert plain.endswith(f"{between / 1e6:.1f} MB between nodes a step")
+
+
+def test_who_talks_to_whom() -> None:
+    found = talk_lines(Layout(dp=4, replicas=2))
+    assert [line.split(": ")[0].split()[1] for line in found] == ["shard", "replica"]
+    assert [line.split(": ")[1] for line in found] == ["ranks 0 1 | 2 3", "ranks 0 2 | 1 3"]
+
+
+# Memory
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero2", "fsdp"])
+def test_a_rank_keeps_its_share_of_a_group(mode: str) -> None:
+    """On 8 ranks in 2 groups a rank keeps what it keeps on 4 ranks; slices of others arrive."""
+    grouped = job(8, dp_mode=mode, replicas=2, mirror="off")
+    alone = job(4, dp_mode=mode, mirror="off")
+    found = memory_of(grouped, Layout(dp=8, replicas=2), 1)
+    expected = memory_of(alone, Layout(dp=4), 1)
+    arriving = found.pop("in_flight") - expected.pop("in_flight")
+    assert found == expected
+    sizes = Sizes(P, 0, 0, 4 * 64**2, P)
+    state = [
+        state_memory(one.config, sizes, 4, 1, one.bucket_mb)["in_flight"]
+        for one in (grouped, alone)
+    ]
+    if mode != "fsdp":
+        assert arriving == state[0] - state[1] == 2 * 4 * 4 * 64**2 // 4, "two slices of a bucket"
+    assert arriving > 0
+
+
+# Seconds, and the search
+
+
+def test_a_slow_link_between_nodes_makes_groups_pay() -> None:
+    """The state fits in either way; what leaves a node decides."""
+    some = job(64, dp_mode="zero2")
+    speed = Speed(1e12, 1e12)
+    flat, grouped = (
+        predict(some, Layout(dp=16, replicas=r), 1, OnTopology(NODES), speed) for r in (1, 4)
+    )
+    assert grouped.parts["compute"] == flat.parts["compute"]
+    assert grouped.parts["dp"] < flat.parts["dp"] / 2
+
+
+def test_groups_send_as_much_to_other_places() -> None:
+    """2(S-1)/S + 2(R-1)/(R·S) = 2(n-1)/n: what a node does not divide gains nothing."""
+    some = job(16, dp_mode="zero1")
+    sent = []
+    for replicas in (1, 2, 4, 8):
+        layout = Layout(dp=16, replicas=replicas)
+        sent.append(sum(sent_per_axis(talks_of(some, layout, 1, 0), layout).values()))
+    assert sent == pytest.approx([2 * 4 * P * 15 / 16] * 4)
+
+
+def test_the_search_offers_groups_that_fill_nodes() -> None:
+    some = job(64, dp_mode="zero1")
+    offered = {one for one in candidates(some, 16, 4) if one.replicas > 1}
+    assert Layout(dp=16, replicas=4) in offered
+    assert Layout(dp=16, replicas=2) in offered, "two nodes each"
+    assert Layout(dp=8, tp=2, replicas=4) in offered
+    assert Layout(dp=8, cp=2, replicas=4) in offered
+    assert Layout(dp=16, replicas=8) not in offered, "half a node"
+    assert all(one.shard_size > 1 for one in offered)
+    # Where nothing is sharded, and where no node is known, there are none.
+    plain = [*factorizations(16, tokens=SHAPE.block_size)]
+    assert [*candidates(job(64), 16, 4)] == plain
+    assert [*candidates(some, 16)] == plain
+
+    found = search(some, 16, 1, OnTopology(NODES), Speed(1e12, 1e12), None, 4)
+    assert {one.layout for one in found} == {*candidates(some, 16, 4)}
+    fastest = next(one for one in found if one.layout.dp == 16)
+    assert fastest.layout.replicas == 4, "a group in each node"
+    assert not refusal(some, fastest.layout)

@@ -1,0 +1,216 @@
+"""What context parallelism costs, by formulas: numbers worked by hand, and rules that must hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanoray.cli import Loaded, Scale
+from nanoray.config import load_config, make_config
+from nanoray.forecast.job import Job
+from nanoray.forecast.layouts import refusal
+from nanoray.forecast.links import Link, Topology, placed
+from nanoray.forecast.owners import holders_of, rank_model
+from nanoray.forecast.predict import OnTopology, Speed, predict, stage_memory
+from nanoray.forecast.scale import forecast_lines
+from nanoray.forecast.traffic import Talk, talks_of
+from nanoray.mesh.layout import Layout
+from nanoray.models.gpt import ModelShape
+from nanoray.models.precision import weight_type
+
+# 256 rows with padding
+SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)
+NODES = Topology(
+    ranks_per_node=4,
+    intra=Link(alpha_us=0, bandwidth_gb_per_s=1),
+    inter=Link(alpha_us=0, bandwidth_gb_per_s=1),
+    peak_tflops=100,
+)
+MODES = ["ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"]
+
+
+def job(sequences: int = 64, precision: str = "fp32", tokens: int = 16, **settings: Any) -> Job:
+    config = make_config({"micro_batch_size": 1, "block_size": tokens, **settings})
+    return Job(replace(SHAPE, block_size=tokens), config, sequences, precision, 0.05)
+
+
+def by_what(talks: list[Talk], axis: str) -> dict[str, Talk]:
+    return {talk.what: talk for talk in talks if talk.axis == axis}
+
+
+# What travels
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_keys_and_values_by_hand(precision: str) -> None:
+    """4 layers, 2 micro batches of 2 sequences of 16 tokens; a rank of cp 4 has 4 of each."""
+    size = 4 if precision == "fp32" else 2
+    talks = by_what(talks_of(job(4, precision), Layout(cp=4), 2, 0), "cp")
+    numbers = 2 * 2 * 4 * 64  # keys and values of 2·4 tokens of width 64
+    # Each block passes three other ranks, in 4 layers of one micro batch
+    passes = 4 * (4 // 2) * 3
+    forward = talks["keys and values"]
+    assert (forward.times, forward.nbytes) == (passes, size * numbers)
+    backward = talks["keys and values, backward"]
+    assert (backward.times, backward.nbytes) == (passes, size * numbers)
+    gradients = talks["their gradients"]
+    assert (gradients.times, gradients.nbytes) == (passes, 4 * numbers)
+    home = talks["their gradients, home"]
+    assert (home.times, home.nbytes) == (passes / 3, 4 * numbers)
+    assert "keys and values, again" not in talks
+
+
+def test_tensor_ranks_have_some_of_the_heads_and_stages_some_of_the_layers() -> None:
+    whole = by_what(talks_of(job(4), Layout(cp=4), 2, 0), "cp")["keys and values"]
+    halved = by_what(talks_of(job(4), Layout(cp=4, tp=2), 2, 0), "cp")["keys and values"]
+    assert halved.nbytes == whole.nbytes / 2
+    assert halved.times == whole.times
+    stage = by_what(talks_of(job(4), Layout(cp=4, pp=2), 2, 1), "cp")["keys and values"]
+    assert stage.times == whole.times / 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_summed_over_parts_of_sequences_as_over_replicas(mode: str) -> None:
+    some = job(64, dp_mode=mode)
+    cut = talks_of(some, Layout(dp=2, cp=4), 1, 0)
+    whole = talks_of(some, Layout(dp=8), 1, 0)
+    (axis,) = {talk.axis for talk in cut if talk.axis.startswith("dp")}
+    assert axis == "dp_cp"
+    once = [talk.sent(8) for talk in cut if talk.axis == axis and talk.when == "beside"]
+    assert sum(once) == pytest.approx(
+        sum(talk.sent(8) for talk in whole if talk.when == "beside") * (4 if mode == "zero2" else 1)
+    ), "zero2 sends after each of four times as many micro batches"
+
+
+def test_what_else_travels_is_of_own_tokens() -> None:
+    """The stream between stages, and what tensor ranks sum."""
+    for layout in (Layout(tp=2), Layout(pp=2)):
+        whole = [talk for talk in talks_of(job(4), layout, 2, 1 % layout.pp) if talk.when != "once"]
+        own = talks_of(job(4), replace(layout, cp=2), 2, 1 % layout.pp)
+        axis = "tp" if layout.tp > 1 else "pp"
+        own = [talk for talk in own if talk.axis == axis and talk.when != "once"]
+        for mine, theirs in zip(own, (t for t in whole if t.axis == axis), strict=True):
+            assert mine.times == theirs.times
+            assert mine.nbytes == theirs.nbytes / 2
+
+
+# Memory
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from([Layout(), Layout(dp=2), Layout(tp=2), Layout(dp=2, pp=2), Layout(tp=2, pp=2)]),
+    st.sampled_from(MODES),
+    st.sampled_from(["none", "selective", "block"]),
+    st.sampled_from(["fp32", "bf16"]),
+)
+def test_cp_divides_what_a_rank_keeps_of_sequences_and_no_weights(
+    layout: Layout, mode: str, checkpointing: str, precision: str
+) -> None:
+    some = job(64, precision, dp_mode=mode, activation_checkpointing=checkpointing)
+    for stage in range(layout.pp):
+        whole = stage_memory(some, layout, 2, stage)
+        cut = stage_memory(some, replace(layout, cp=4), 2, stage)
+        assert cut["activations"] == whole["activations"] / 4
+        assert cut["logits"] == whole["logits"] / 4
+        assert cut["copies"] == whole["copies"]
+        # Weights are replicated over cp, and the sharded modes shard over dp·cp ranks.
+        replicas = stage_memory(some, replace(layout, dp=4 * layout.dp), 2, stage)
+        for part in ("parameters", "gradients", "optimizer"):
+            assert cut[part] == replicas[part]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_holders_are_those_of_as_many_data_replicas(mode: str) -> None:
+    def held(layout: Layout) -> list[Any]:
+        config = make_config(
+            {"n_layer": 2, "n_embd": 64, "n_head": 4, "block_size": 16, "micro_batch_size": 1}
+            | {"dp_mode": mode, "cp": layout.cp}
+        )
+        dtype = weight_type(config.precision)
+        holders = holders_of(
+            config, layout, 0.01, lambda place: rank_model(config, 65, dtype, place)
+        )
+        return [(holder.held, holder.updated) for holder in holders]
+
+    assert held(Layout(dp=2, cp=2)) == held(Layout(dp=4))
+
+
+# Seconds
+
+
+def test_attention_hides_what_goes_round_the_ring_where_sequences_are_long() -> None:
+    """Bytes grow with the tokens of a rank, the attention beside them with their square."""
+    speed = Speed(1e12, 1e12)
+
+    def exposed(tokens: int, cp: int) -> float:
+        some = job(1, tokens=tokens, precision="bf16")
+        return predict(some, Layout(cp=cp), 1, OnTopology(NODES), speed).parts["cp"]
+
+    # Of 2·B·(T/cp)·C numbers at 1 GB/s; 4·(T/cp)²·C FLOPs at 1 TFLOP/s hide them: in forward from
+    # T/cp = 1,000 tokens on, in backward (2 + 4 bytes a number, 8·(T/cp)²·C FLOPs) from 1,500 on.
+    for cp in (2, 4):
+        passes = 4 * (cp - 1)
+        for own in (256, 1024, 2048):
+            pass_s = 2 * own * 64 * 2e-9
+            attention_s = 4 * own**2 * 64 / 1e12
+            expected = passes * max(0.0, pass_s - attention_s)
+            expected += passes * max(0.0, 3 * pass_s - 2 * attention_s)
+            expected += 4 * 2 * pass_s  # the gradients' way home, after the last block
+            assert exposed(own * cp, cp) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_rank_computes_its_part_of_a_step() -> None:
+    free = Link(alpha_us=0, bandwidth_gb_per_s=1e12)
+    network = OnTopology(NODES.model_copy(update={"intra": free, "inter": free}))
+    speed = Speed(1e12, 1e12)
+    alone = predict(job(8), Layout(), 2, network, speed)
+    cut = predict(job(8), Layout(cp=4), 2, network, speed)
+    assert cut.parts["compute"] == pytest.approx(alone.parts["compute"] / 4)
+    assert cut.step_s == pytest.approx(alone.step_s / 4, rel=1e-6)
+
+
+@settings(max_examples=100)
+@given(
+    *(st.sampled_from([1, 2, 3, 4]) for _ in range(4)),
+    st.integers(1, 12),
+    st.sampled_from(["cp", "dp_cp"]),
+)
+def test_a_group_is_inside_a_node_exactly_when_no_group_leaves_one(
+    dp: int, cp: int, tp: int, pp: int, per_node: int, axis: str
+) -> None:
+    layout = Layout(dp, tp, pp, cp=cp)
+    groups = layout.groups(axis)
+    assert {len(group) for group in groups} == {layout.size_of(axis)}
+    place = placed(layout, axis, per_node)
+    nodes = [len({rank // per_node for rank in group}) for group in groups]
+    assert place.inside == (max(nodes) == 1)
+
+
+# What is printed, and the search
+
+
+def lines(*, topology: str | None = None, **overrides: Any) -> str:
+    config = load_config(preset="gpt2-124m", overrides={"device": "cuda", **overrides})
+    loaded = Loaded(config, frozenset(), True)
+    return "\n".join(forecast_lines(loaded, Scale(4096, topology)))
+
+
+def test_a_large_run_has_its_mesh_memory_traffic_and_seconds() -> None:
+    found = lines(cp=8, topology="nvlink-400g")
+    assert "4,096 ranks = dp 512 × cp 8" in found
+    assert "cp  512 group(s) of 8  ranks 0 1 .. 7     inside a node: 266 GB/s" in found
+    assert "84 × 4.72 MB  a rank sends 396.4 MB" in found, "12 layers, 7 passes of 2·12·128·768"
+    assert " + exposed cp " in found
+    assert "asked      dp 512 × cp 8: number " in found
+    assert "cp 16" in found
+
+
+def test_cp_that_does_not_divide_sequences_is_no_layout() -> None:
+    assert refusal(job(), Layout(cp=2)) == ""
+    experts = replace(job(), shape=replace(SHAPE, experts=4, experts_per_token=2, expert_hidden=64))
+    assert refusal(experts, Layout(cp=2)).startswith("cp = 2 with experts")
