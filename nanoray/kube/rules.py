@@ -17,6 +17,8 @@ from nanoray.kube.kustomize import Object, containers
 NAME_LIMIT = {"RayCluster": 53, "RayJob": 47}  # the operator appends a suffix
 HEAD_MEMORY = 1.5 * 2**30  # the head of overlay laptop, with its driver, held 0.9 GiB at its peak
 MIN_RAY = (2, 53)  # KubeRay's probes need it
+# The operator leaves the commands of containers alone
+KEEPS_COMMAND = "ray.io/overwrite-container-cmd"
 # Seconds after SIGTERM after which `ray start` ends its node
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 _UNITS = {
@@ -62,7 +64,7 @@ def problems(objects: list[Object]) -> list[str]:
         rules = [_check_policy(thing)]
         spec = cluster_spec(thing)
         if spec:
-            rules += [_check_name(thing), _check_cluster(spec)]
+            rules += [_check_name(thing), _check_commands(thing, spec), _check_cluster(spec)]
         if thing["kind"] == "RayJob":
             rules.append(_check_job(thing["spec"]))
         for rule in rules:
@@ -108,6 +110,26 @@ def _check_cluster(spec: dict[str, Any]) -> Iterator[str]:
         name = group.get("groupName", "head")
         for problem in _check_group(group, is_head=name == "head"):
             yield f"{name}: {problem}"
+
+
+def _check_commands(thing: Object, spec: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the commands of containers that start Ray themselves."""
+    kept = thing["metadata"].get("annotations", {}).get(KEEPS_COMMAND) == "true"
+    for group in groups(spec):
+        name = group.get("groupName", "head")
+        container = group["template"]["spec"]["containers"][0]
+        command = " ".join([*container.get("command", ()), *container.get("args", ())])
+        starts_ray = "KUBERAY_GEN_RAY_START_CMD" in command
+        if starts_ray and not kept:
+            yield (
+                f"{name}: the command starts Ray, and the operator would append another start; "
+                f'annotate {KEEPS_COMMAND}: "true"'
+            )
+        if kept and not starts_ray:
+            yield (
+                f"{name}: with the annotation {KEEPS_COMMAND} the operator starts no Ray, and the "
+                "command does not run $KUBERAY_GEN_RAY_START_CMD; add it, or drop the annotation"
+            )
 
 
 def _check_group(group: dict[str, Any], is_head: bool) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from nanoray.kube.rules import quantity
+from nanoray.kube.rules import cluster_spec, quantity
 from tests.harness.kube_server import ApiServer
 from tests.harness.pods import Machine
 
@@ -45,14 +45,21 @@ def head_service(cluster: str, namespace: str) -> str:
 
 
 def pods_of(
-    name: str, namespace: str, spec: dict[str, Any], config_maps: dict[str, dict[str, str]]
+    name: str,
+    namespace: str,
+    thing: dict[str, Any],
+    config_maps: dict[str, dict[str, str]],
 ) -> list[Pod]:
-    """Return the pods of a RayCluster spec, the head first."""
-    pods = [_pod(f"{name}-head", "head", spec["headGroupSpec"], name, namespace, config_maps)]
+    """Return the pods of a RayJob or RayCluster, the head first."""
+    spec = cluster_spec(thing)
+    assert spec
+    # The operator copies a RayJob's annotations to its cluster.
+    kept = thing["metadata"].get("annotations", {}).get("ray.io/overwrite-container-cmd") == "true"
+    pods = [_pod(f"{name}-head", "head", spec["headGroupSpec"], name, namespace, config_maps, kept)]
     for group in spec["workerGroupSpecs"]:
         for i in range(group["replicas"]):
             pod = f"{name}-{group['groupName']}-worker-{i}"
-            pods.append(_pod(pod, group["groupName"], group, name, namespace, config_maps))
+            pods.append(_pod(pod, group["groupName"], group, name, namespace, config_maps, kept))
     return pods
 
 
@@ -88,11 +95,17 @@ def _pod(
     cluster: str,
     namespace: str,
     config_maps: dict[str, dict[str, str]],
+    keeps_command: bool,
 ) -> Pod:
     spec = group["template"]["spec"]
     container = spec["containers"][0]
     service = head_service(cluster, namespace)
     start = ray_start(group, None if which == "head" else service)
+    # BuildPod leaves the command alone where the annotation of the cluster says so.
+    command = f"ulimit -n 65536; {start}"
+    if keeps_command:
+        assert container["command"] == ["/bin/bash", "-c", "--"]
+        (command,) = container["args"]
     env = {}
     for source in container.get("envFrom", ()):
         env |= config_maps[source["configMapRef"]["name"]]
@@ -121,7 +134,7 @@ def _pod(
     return Pod(
         name,
         which,
-        f"ulimit -n 65536; {start}",
+        command,
         env,
         int(quantity(shm)),
         int(quantity(memory)),
@@ -187,7 +200,7 @@ class Operator:
         }
         for name, text in maps.get(f"{job['metadata']['name']}-config", {}).items():
             (self.machine.config / name).write_text(text)
-        pods = pods_of(cluster, namespace, job["spec"]["rayClusterSpec"], maps)
+        pods = pods_of(cluster, namespace, job, maps)
         secret = {
             "data": {"auth_token": base64.b64encode(TOKEN.encode()).decode()},
             "metadata": {"name": cluster},

@@ -417,6 +417,8 @@ def _pod(job: Object) -> Object:
 BREAKS: list[tuple[Callable[[Object], Any], str]] = [
     (lambda j: j["metadata"].update(name="a" * 48), "at most 47"),
     (lambda j: j["metadata"].update(name="Run_1"), "lower case letters"),
+    (lambda j: j["metadata"].pop("annotations"), "the operator would append another start"),
+    (lambda j: _container(j).pop("args"), "does not run $KUBERAY_GEN_RAY_START_CMD"),
     (lambda j: j["spec"]["rayClusterSpec"].pop("rayVersion"), "rayVersion ''"),
     (lambda j: j["spec"]["rayClusterSpec"].update(rayVersion="2.52.0"), "2.53 or newer"),
     (lambda j: j["spec"]["rayClusterSpec"].pop("authOptions"), "authOptions.mode is not token"),
@@ -1111,6 +1113,59 @@ def test_cleanup_deletes_the_volume_of_its_own_namespace(namespace: str, volume:
     assert f"kubectl delete persistentvolume {volume} --ignore-not-found \n" in done.stdout
 
 
+# A `ray` that fails as often as $FAILS says, and then runs until it gets a signal.
+_RAY = """#!/bin/bash
+echo "$@" >> "$FOLDER/calls"
+[ "$1" = start ] || exit 0
+[ "$(grep -c ^start "$FOLDER/calls")" -gt "$FAILS" ] || exit 7
+trap 'echo drained >> "$FOLDER/calls"; exit 0' TERM
+touch "$FOLDER/runs"
+while :; do /bin/sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize("which", ["head", "worker"])
+def test_a_pod_starts_ray_again_when_a_busy_node_was_too_slow(which: str, tmp_path: Path) -> None:
+    """The command of each pod, with a ray that fails: its start is repeated in the container, a
+    SIGTERM reaches it, and what fails six times ends the container with Ray's exit code.
+    """
+    (job,) = [o for o in build(KUBE_DIR / "overlays" / "cpu" / "job") if o["kind"] == "RayJob"]
+    group = _head(job) if which == "head" else _worker(job)
+    container = group["template"]["spec"]["containers"][0]
+    for name, text in (("ray", _RAY), ("sleep", "#!/bin/bash\n")):  # pauses take no time
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def start(fails: int) -> subprocess.Popen[str]:
+        (tmp_path / "calls").unlink(missing_ok=True)
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "FOLDER": str(tmp_path), "FAILS": str(fails)}
+        env["KUBERAY_GEN_RAY_START_CMD"] = "ray start --block"
+        command = [*container["command"], *container["args"]]
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+    process = start(fails=2)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "runs").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, "the code of the drained node"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == ["start --block", "stop --force"] * 2 + ["start --block", "drained"]
+    assert re.fullmatch(r"ray start ended with 7 after \d s: try 2 of 6", printed.splitlines()[1])
+
+    process = start(fails=9)
+    process.communicate(timeout=60)
+    assert process.returncode == 7
+    assert (tmp_path / "calls").read_text().splitlines().count("start --block") == 6
+
+
 @pytest.mark.slow
 def test_a_dataset_job_without_internet_says_so_once_and_takes_a_cache_that_comes(
     shakespeare: Path, tmp_path: Path, forked: dict[str, str]
@@ -1153,7 +1208,7 @@ def test_a_dataset_job_without_internet_says_so_once_and_takes_a_cache_that_come
         said = log.read_text()
         assert said.count("error: cannot get Shakespeare from") == 1
         assert said.count(f"cp input.txt dataset-pod:{tmp_path}/cache/nanoray/shakespeare.txt") == 1
-        (tmp_path / "cache" / "nanoray").mkdir(parents=True)
+        # As kubectl cp does: it writes into a folder that must exist.
         shutil.copy(shakespeare, tmp_path / "cache" / "nanoray" / "shakespeare.txt")
         assert process.wait(120) == 0, log.read_text()
     finally:
