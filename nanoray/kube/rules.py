@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+from nanoray.kube.claims import check_claims, claim_templates, gpu_requests
 from nanoray.kube.kustomize import Object, containers
 
 NAME_LIMIT = {"RayCluster": 53, "RayJob": 47}  # the operator appends a suffix
@@ -60,11 +61,16 @@ def groups(spec: dict[str, Any]) -> list[dict[str, Any]]:
 def problems(objects: list[Object]) -> list[str]:
     """Return each broken rule as one line that names the object, the value and the remedy."""
     found = []
+    claimable = claim_templates(objects)
     for thing in objects:
-        rules = [_check_policy(thing)]
+        rules = [_check_policy(thing), _check_claims(thing, claimable)]
         spec = cluster_spec(thing)
         if spec:
-            rules += [_check_name(thing), _check_commands(thing, spec), _check_cluster(spec)]
+            rules += [
+                _check_name(thing),
+                _check_commands(thing, spec),
+                _check_cluster(spec, claimable),
+            ]
         if thing["kind"] == "RayJob":
             rules.append(_check_job(thing["spec"]))
         for rule in rules:
@@ -97,7 +103,7 @@ def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def _check_cluster(spec: dict[str, Any]) -> Iterator[str]:
+def _check_cluster(spec: dict[str, Any], claimable: dict[str, Object]) -> Iterator[str]:
     version = str(spec.get("rayVersion", ""))
     if _parse_version(version) < MIN_RAY:
         yield (
@@ -108,7 +114,7 @@ def _check_cluster(spec: dict[str, Any]) -> Iterator[str]:
         yield "authOptions.mode is not token: anyone who reaches the head could run code; set it"
     for group in groups(spec):
         name = group.get("groupName", "head")
-        for problem in _check_group(group, is_head=name == "head"):
+        for problem in _check_group(group, claimable, is_head=name == "head"):
             yield f"{name}: {problem}"
 
 
@@ -132,7 +138,9 @@ def _check_commands(thing: Object, spec: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _check_group(group: dict[str, Any], is_head: bool) -> Iterator[str]:
+def _check_group(
+    group: dict[str, Any], claimable: dict[str, Object], is_head: bool
+) -> Iterator[str]:
     """Yield broken rules of the head group or of a worker group."""
     params = group.get("rayStartParams", {})
     for key, value in params.items():
@@ -150,15 +158,23 @@ def _check_group(group: dict[str, Any], is_head: bool) -> Iterator[str]:
             "raise it"
         )
 
-    # Ray counts with num-gpus, the kubelet with limits. A group has one kind of GPU.
+    # Ray counts with num-gpus, the kubelet with limits or the scheduler with claims. A group has
+    # one kind of GPU.
     limits = container["resources"]["limits"]
     gpus = []
     for resource, count in limits.items():
         if resource.endswith("gpu") or resource.startswith("nvidia.com/mig-"):
             gpus.append(int(count))
-    expected = [str(count) for count in gpus or [0]]
+    claimed = [request.count for request in gpu_requests(pod, claimable)]
     num_gpus = params.get("num-gpus")
-    if [num_gpus] != expected:
+    if gpus and claimed:
+        yield (
+            f"limits ask for {gpus} GPUs and claims for {claimed} more: the device plugin and DRA "
+            "would give the same devices twice; write one of the two"
+        )
+    elif claimed and [num_gpus] != [str(count) for count in claimed]:
+        yield f"claims ask for {claimed} GPUs, num-gpus = {num_gpus}; write them equal"
+    elif not claimed and [num_gpus] != [str(count) for count in gpus or [0]]:
         yield f"limits ask for {gpus or 0} GPUs, num-gpus = {num_gpus}; write them equal"
 
     if is_head:
@@ -232,6 +248,11 @@ def templates(thing: Object) -> Iterator[tuple[dict[str, Any], int]]:
 def _pods(thing: Object) -> Iterator[dict[str, Any]]:
     for template, _ in templates(thing):
         yield template["spec"]
+
+
+def _check_claims(thing: Object, claimable: dict[str, Object]) -> Iterator[str]:
+    for pod in _pods(thing):
+        yield from check_claims(pod, claimable)
 
 
 def _check_policy(thing: Object) -> Iterator[str]:
@@ -309,6 +330,9 @@ def _references(pod: Object) -> set[tuple[str, str]]:
             needed.add(("PersistentVolumeClaim", claim))
         if "configMap" in volume:
             needed.add(("ConfigMap", volume["configMap"]["name"]))
+    for claim in pod.get("resourceClaims", ()):
+        if "resourceClaimTemplateName" in claim:
+            needed.add(("ResourceClaimTemplate", claim["resourceClaimTemplateName"]))
     for container in containers(pod):
         for source in container.get("envFrom", ()):
             reference = source.get("configMapRef")

@@ -23,6 +23,7 @@ import yaml
 from nanoray.config import load_config, make_config
 from nanoray.errors import ConfigError
 from nanoray.kube.__main__ import main
+from nanoray.kube.claims import claim_templates, gpu_requests
 from nanoray.kube.kustomize import build, containers, json_patch, to_yaml
 from nanoray.kube.render import KUBE_DIR, entrypoint, job_name, render
 from nanoray.kube.rules import DRAIN, cluster_spec, groups, problems, quantity, templates
@@ -33,6 +34,7 @@ OVERLAYS = sorted(path.name for path in (KUBE_DIR / "overlays").iterdir())
 FOLDERS = [f"overlays/{name}/{form}" for name in OVERLAYS for form in ("cluster", "job")]
 WITHOUT_RAY = [
     "statefulset",
+    "statefulset-dra",
     "statefulset-gpu",
     "statefulset-mig",
     "statefulset-rdma",
@@ -52,12 +54,14 @@ def of_kind(objects: list[Object], kind: str) -> Object:
 # The folders themselves.
 
 
-def test_overlays_are_the_nine() -> None:
+def test_overlays_are_the_eleven() -> None:
     assert OVERLAYS == [
         "cpu",
         "gcs-ft",
+        "gpu-dra",
         "kueue",
         "laptop",
+        "mig-dra",
         "mig-mixed",
         "mig-single",
         "multi-pod",
@@ -101,11 +105,12 @@ def test_the_job_holds_the_very_cluster(name: str) -> None:
 def test_what_each_overlay_asks_for() -> None:
     asked = {}
     for name in OVERLAYS:
-        (group,) = of_kind(build(KUBE_DIR / "overlays" / name / "cluster"), "RayCluster")["spec"][
-            "workerGroupSpecs"
-        ]
+        objects = build(KUBE_DIR / "overlays" / name / "cluster")
+        (group,) = of_kind(objects, "RayCluster")["spec"]["workerGroupSpecs"]
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
         devices = {k.rpartition("/")[2]: v for k, v in limits.items() if k not in ("cpu", "memory")}
+        for request in gpu_requests(group["template"]["spec"], claim_templates(objects)):
+            devices[request.device_class] = (request.count, request.profile)
         asked[name] = (
             group["replicas"],
             devices,
@@ -117,6 +122,8 @@ def test_what_each_overlay_asks_for() -> None:
         "kueue": (2, {}, "cpu"),
         "laptop": (1, {}, "cpu"),
         "single-pod": (1, {"gpu": "4"}, "cuda"),
+        "gpu-dra": (4, {"gpu.nvidia.com": (1, "")}, "cuda"),
+        "mig-dra": (7, {"mig.nvidia.com": (1, "1g.18gb")}, "cuda"),
         "multi-pod": (4, {"gpu": "1"}, "cuda"),
         "mig-single": (7, {"gpu": "1"}, "cuda"),
         "mig-mixed": (7, {"mig-1g.18gb": "1"}, "cuda"),
@@ -164,6 +171,7 @@ def test_entrypoints_are_commands_of_nanoray_and_fit_the_pods(name: str) -> None
         ("statefulset", 3, 1, {}, "cpu"),
         ("statefulset-gpu", 3, 1, {"nvidia.com/gpu": "1"}, "cuda"),
         ("statefulset-mig", 3, 1, {"nvidia.com/mig-1g.18gb": "1"}, "cuda"),
+        ("statefulset-dra", 3, 1, {"gpu.nvidia.com": "1"}, "cuda"),
         (
             "statefulset-rdma",
             3,
@@ -206,11 +214,14 @@ def test_without_ray_the_ranks_fit_their_devices_and_their_batch(
     config = parse_args(flags, "x", "y").config
     assert resolve_batch(config, pods * per_pod).micro > 0
     assert (count, container["image"].rpartition("-")[2]) == (pods, image)
-    assert {k: v for k, v in container["resources"]["limits"].items() if "/" in k} == devices
-    assert config.out_dir == f"/data/runs/{re.sub('mig|rdma', 'gpu', folder)}"
-    assert (
-        (config.device == "cuda") == bool(devices) == ("affinity" in pod) == ("tolerations" in pod)
-    )
+    asked = {k: v for k, v in container["resources"]["limits"].items() if "/" in k}
+    for request in gpu_requests(pod, claim_templates(objects)):
+        asked[request.device_class] = str(request.count)
+    assert asked == devices
+    assert config.out_dir == f"/data/runs/{re.sub('mig|rdma|dra', 'gpu', folder)}"
+    assert (config.device == "cuda") == bool(devices) == ("tolerations" in pod)
+    # A claim finds its node, so it needs no label of the node.
+    assert ("affinity" in pod) == (config.device == "cuda" and folder != "statefulset-dra")
 
 
 def test_rdma_is_an_option_of_the_statefulset() -> None:
@@ -863,7 +874,10 @@ def test_render_mig_and_storage_class() -> None:
     [
         ({"workers": "auto"}, "give --workers N"),
         ({"device": "auto"}, "give --workers N --device"),
-        ({"kube": {"overlay": "gpu"}}, "there is no overlay 'gpu'; one of cpu, gcs-ft, kueue"),
+        (
+            {"kube": {"overlay": "gpu"}},
+            "there is no overlay 'gpu'; one of cpu, gcs-ft, gpu-dra, kueue",
+        ),
         ({"workers": 3, "global_batch_size": 3, "kube": {"ranks_per_pod": 2}}, "use --workers 4"),
         (
             {"device": "mig", "kube": {"ranks_per_pod": 2}},
