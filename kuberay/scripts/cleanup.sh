@@ -2,7 +2,7 @@
 # Remove what these scripts made. Runs and checkpoints are never removed.
 . "$(dirname "$0")/lib.sh"
 parse "usage: cleanup.sh [--dry-run] [workloads|operators|everything]
-workloads   RayJobs, RayClusters, the StatefulSet and the namespace $NAMESPACE   (default)
+workloads   RayCronJobs, RayJobs, RayClusters, the StatefulSet and the namespace $NAMESPACE   (default)
 operators   and KubeRay and the GPU Operator
 everything  and k3s. /var/lib/nanoray, with runs and checkpoints, is never removed: that command is printed" "$@"
 LEVEL="${ARGS[0]:-workloads}"
@@ -10,6 +10,10 @@ case "$LEVEL" in workloads | operators | everything) ;; *) die "'$LEVEL' is none
 need kubectl
 say "workloads"
 # Objects first, while the operator still runs and can remove their finalizers; else the namespace would never terminate.
+# RayCronJobs before RayJobs, which they would create anew.
+if have kubectl get crd raycronjobs.ray.io || [ "$DRY_RUN" = 1 ]; then
+  run kubectl -n "$NAMESPACE" delete raycronjobs --all --wait --ignore-not-found --timeout=180s
+fi
 if have kubectl get crd rayjobs.ray.io || [ "$DRY_RUN" = 1 ]; then
   run kubectl -n "$NAMESPACE" delete rayjobs,rayclusters --all --wait --ignore-not-found --timeout=180s
 fi

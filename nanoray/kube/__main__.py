@@ -31,6 +31,7 @@ from nanoray.config import Kube, make_config
 from nanoray.errors import ConfigError
 from nanoray.kube.claims import claimed_templates
 from nanoray.kube.cluster import Api, KubeError, check_operator
+from nanoray.kube.devices import check_driver
 from nanoray.kube.fetch import fetch, progress_of
 from nanoray.kube.fit import compare
 from nanoray.kube.follow import Follower
@@ -136,9 +137,12 @@ def _submit(loaded: Loaded, started: float) -> int:
         print("\n".join(compare(objects)))
         return 0
 
-    # Nothing is applied before both checks have passed.
+    # Nothing is applied before these checks have passed.
     api = Api()
     print(check_operator(api))
+    devices = check_driver(api, objects)
+    if devices:
+        print(devices)
     _delete_finished_job(api, namespace, name)
 
     for thing in objects:

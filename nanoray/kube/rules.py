@@ -15,7 +15,7 @@ from typing import Any
 from nanoray.kube.claims import check_claims, claim_templates, gpu_requests
 from nanoray.kube.kustomize import Object, containers
 
-NAME_LIMIT = {"RayCluster": 53, "RayJob": 47}  # the operator appends a suffix
+NAME_LIMIT = {"RayCluster": 53, "RayJob": 47, "RayCronJob": 41}  # the operator appends a suffix
 HEAD_MEMORY = 1.5 * 2**30  # the head of overlay laptop, with its driver, held 0.9 GiB at its peak
 MIN_RAY = (2, 53)  # KubeRay's probes need it
 # The operator leaves the commands of containers alone
@@ -45,11 +45,21 @@ def quantity(value: str | int | float) -> float:
 
 
 def cluster_spec(thing: Object) -> dict[str, Any] | None:
-    """Return the RayCluster spec of a RayCluster or a RayJob, None for other kinds."""
-    if thing["kind"] == "RayJob":
-        return thing["spec"]["rayClusterSpec"]
+    """Return the RayCluster spec of an object of KubeRay, None for other kinds."""
     if thing["kind"] == "RayCluster":
         return thing["spec"]
+    job = job_spec(thing)
+    if job is None:
+        return None
+    return job["rayClusterSpec"]
+
+
+def job_spec(thing: Object) -> dict[str, Any] | None:
+    """Return the RayJob spec of a RayJob or a RayCronJob, None for other kinds."""
+    if thing["kind"] == "RayJob":
+        return thing["spec"]
+    if thing["kind"] == "RayCronJob":
+        return thing["spec"]["jobTemplate"]
     return None
 
 
@@ -71,8 +81,11 @@ def problems(objects: list[Object]) -> list[str]:
                 _check_commands(thing, spec),
                 _check_cluster(spec, claimable),
             ]
-        if thing["kind"] == "RayJob":
-            rules.append(_check_job(thing["spec"]))
+        job = job_spec(thing)
+        if job:
+            rules.append(_check_job(job))
+        if thing["kind"] == "RayCronJob":
+            rules.append(_check_schedule(thing["spec"]))
         for rule in rules:
             for problem in rule:
                 found.append(f"{_label(thing)}: {problem}")
@@ -120,7 +133,12 @@ def _check_cluster(spec: dict[str, Any], claimable: dict[str, Object]) -> Iterat
 
 def _check_commands(thing: Object, spec: dict[str, Any]) -> Iterator[str]:
     """Yield what is wrong with the commands of containers that start Ray themselves."""
+    # The operator copies a RayJob's annotations to its cluster, but none of a RayCronJob to its jobs.
     kept = thing["metadata"].get("annotations", {}).get(KEEPS_COMMAND) == "true"
+    remedy = f'annotate {KEEPS_COMMAND}: "true"'
+    if thing["kind"] == "RayCronJob":
+        kept = False
+        remedy = "drop command and args, because a RayCronJob has no annotations for its jobs"
     for group in groups(spec):
         name = group.get("groupName", "head")
         container = group["template"]["spec"]["containers"][0]
@@ -129,7 +147,7 @@ def _check_commands(thing: Object, spec: dict[str, Any]) -> Iterator[str]:
         if starts_ray and not kept:
             yield (
                 f"{name}: the command starts Ray, and the operator would append another start; "
-                f'annotate {KEEPS_COMMAND}: "true"'
+                f"{remedy}"
             )
         if kept and not starts_ray:
             yield (
@@ -225,10 +243,24 @@ def _check_job(spec: dict[str, Any]) -> Iterator[str]:
         )
     if "--resume" not in words and spec.get("backoffLimit"):
         yield "backoffLimit starts over on a new cluster; add --resume auto to the entrypoint"
-    elif "--placement_timeout_s" not in words:
+    elif "--placement_timeout_s" not in words and "nanoray.bench" not in spec.get("entrypoint", ""):
         yield (
             "a replaced pod takes longer than nanoray waits by default; add --placement_timeout_s "
             "300"
+        )
+
+
+def _check_schedule(spec: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with a RayCronJob's schedule and with jobs that may meet each other."""
+    schedule = str(spec.get("schedule", ""))
+    fields = schedule.split()
+    is_name = schedule.startswith("@")  # @daily, @every 24h
+    if "TZ" in schedule or (len(fields) != 5 and not is_name):
+        yield f"schedule {schedule!r} has not five fields without a time zone, such as 0 3 * * *"
+    if not spec["jobTemplate"].get("activeDeadlineSeconds"):
+        yield (
+            "without activeDeadlineSeconds a job that hangs would still run when the next one "
+            "starts, because RayCronJob has no concurrencyPolicy; set it"
         )
 
 
