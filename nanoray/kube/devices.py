@@ -132,9 +132,8 @@ def read_devices(api: Api) -> list[Device]:
         if pool["generation"] < newest[pool["name"]]:
             continue
         for listed in spec.get("devices", ()):
-            if listed.get(
-                "taints"
-            ):  # the driver's word that it is broken; our claims tolerate none
+            # A taint marks a device that is broken or reserved, and our claims tolerate none.
+            if listed.get("taints"):
                 continue
             devices.append(_device(spec.get("nodeName", ""), pool["name"], listed))
     return devices

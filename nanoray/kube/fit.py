@@ -312,7 +312,10 @@ def _why_on_no_node(pod: Pod, nodes: list[Node]) -> str:
 def _remedy_of_devices(resource: str, nodes: list[Node]) -> str:
     """Return what to do about a device of which no node has enough."""
     if not resource.startswith(GPU_CLASSES):
-        return "lower --ranks_per_pod or give another --gpu_resource"
+        return (
+            "lower --ranks_per_pod or give another --gpu_resource, or --gpu_allocation dra where "
+            "NVIDIA's DRA driver gives out the GPUs"
+        )
     devices = []
     for node in nodes:
         devices += node.devices

@@ -236,6 +236,13 @@ def test_slices_of_any_profile() -> None:
         assigned(config_of("mig", overlay="mig-dra", ranks_per_pod=2), **devices)
 
 
+def test_whole_gpus_in_place_of_slices() -> None:
+    """The profile's selector goes: no whole GPU has that attribute."""
+    devices = {"requests": [request("gpus", "mig.nvidia.com", profile("1g.18gb"))]}
+    objects = assigned(config_of(overlay="gpu-dra", gpu_resource="nvidia.com/gpu"), **devices)
+    assert asked_of(objects) == {"gpu.nvidia.com": (1,)}
+
+
 def test_other_devices_of_a_claim_stay() -> None:
     """A network card that is claimed with the GPUs, on the same PCIe root: only the count changes."""
     card = request("card", "nic.example.com")
@@ -499,6 +506,7 @@ FITS: list[tuple[Callable[[ApiServer], Any], list[str], int, tuple[str, ...]]] =
         lambda s: [
             listed(s, "a", gpu("gpu-0"), gpu("gpu-1")),
             allocated(s, "a", "gpu-1", adminAccess=True),
+            allocated(s, "a", "gpu-1", driver="gpu.example.com"),
             allocated(s, "b", "gpu-0"),
         ],
         [],
