@@ -3,7 +3,7 @@
 . "$(dirname "$0")/lib.sh"
 parse "usage: cleanup.sh [--dry-run] [workloads|operators|everything]
 workloads   RayCronJobs, RayJobs, RayClusters, the StatefulSet and the namespace $NAMESPACE   (default)
-operators   and KubeRay and the GPU Operator
+operators   and KubeRay, the GPU Operator and NVIDIA's DRA driver
 everything  and k3s. /var/lib/nanoray, with runs and checkpoints, is never removed: that command is printed" "$@"
 LEVEL="${ARGS[0]:-workloads}"
 case "$LEVEL" in workloads | operators | everything) ;; *) die "'$LEVEL' is none of workloads, operators, everything" ;; esac
@@ -26,6 +26,7 @@ if [ "$LEVEL" != workloads ]; then
   need helm
   run helm uninstall kuberay-operator --namespace kuberay-system --ignore-not-found --wait
   run kubectl delete crd rayclusters.ray.io rayjobs.ray.io rayservices.ray.io raycronjobs.ray.io --ignore-not-found
+  run helm uninstall nvidia-dra-driver-gpu --namespace nvidia-dra-driver-gpu --ignore-not-found --wait
   run helm uninstall gpu-operator --namespace gpu-operator --ignore-not-found --wait
 fi
 if [ "$LEVEL" = everything ]; then

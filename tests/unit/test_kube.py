@@ -1002,7 +1002,15 @@ DRY_RUNS = {
     "install.sh gpu": [
         "helm upgrade --install kuberay-operator",
         "helm upgrade --install gpu-operator",
+        "--set devicePlugin.enabled=true",
+        "image.sh cuda; ",
         "-o 1000 -g 1000",
+    ],
+    "install.sh gpu-dra": [
+        "--set devicePlugin.enabled=false",
+        "helm upgrade --install nvidia-dra-driver-gpu",
+        "--set nvidiaDriverRoot=/run/nvidia/driver --set gpuResourcesEnabledOverride=true",
+        "/try.sh gpu-dra",
     ],
     "image.sh cuda 2.32.3": ["--build-arg NCCL=2.32.3", "k3s ctr images import"],
     "mig.sh node-1 all-1g.18gb": [
