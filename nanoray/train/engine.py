@@ -553,6 +553,11 @@ class Engine:
     def save(self, final: bool = False) -> float:
         """Save a checkpoint of the newest step; return the seconds that it took. (all ranks)"""
         self.phase("checkpoint")
+        # Another number of replicas cannot go on in the middle of a round, and the next command
+        # starts all of them again.
+        if self.par.rounds and self.mesh.world_size < self.mesh.slots:
+            self.par.rounds.close(self.state.step)
+            self.end_round()
         with evaluated_weights(self.state.optimizers, back=not final):
             return save_checkpoint(
                 self.spec, self.mesh, self.state, self.workload, self.writer, final
