@@ -137,6 +137,9 @@ def test_other_options_work_with_parts_of_sequences(pools: Pools) -> None:
     arms = {"adamw": two, "chunks": two | {"loss_chunk": 5}, "ring": two | {"allreduce": "ring"}}
     found = run(pools, 4, arms, [{"accum": 2, "settings": ADAMW}], alone=True)
     require_one_process(found, ADAMW)
+    arms = {mode: two | {"replicas": 2, "dp_mode": mode} for mode in ("zero1", "zero2", "fsdp")}
+    found = run(pools, 4, arms, [{"accum": 2, "settings": SGD}], alone=True)
+    require_one_process(found, SGD)
     arms = {"compressed": two | {"grad_compress": "fp16"}}
     (found_one,) = run(pools, 4, arms, [{"accum": 2, "settings": SGD}], alone=True)
     assert max(rank["off"] for rank in found_one["ranks"]) < 1e-4
@@ -297,6 +300,18 @@ def test_short_sequences_are_cut_after_they_are_made(runs: Runs) -> None:
     for way in ("ring", "all_gather"):
         both = runs.trained(way, 2, cp=2, cp_attention=way, **short)
         assert series(both) == pytest.approx(series(alone), abs=2e-5)
+
+
+@pytest.mark.full
+def test_a_short_round_alone_is_done_by_replicas_that_share_sequences(runs: Runs) -> None:
+    """Two replicas that rarely communicate, of one rank each, and of two with parts of sequences."""
+    rounds = SGD | {"sync_every": 2, "lr": 0.5}
+    whole = runs.trained("whole", 2, **rounds)
+    parts = runs.trained("parts", 4, cp=2, **rounds)
+    assert series(parts) == pytest.approx(series(whole), abs=2e-5)
+    mine = final(parts).model
+    for name, tensor in final(whole).model.items():
+        assert (mine[name] - tensor).abs().max() < 2e-5, name
 
 
 @pytest.mark.full
