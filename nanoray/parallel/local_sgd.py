@@ -64,6 +64,7 @@ class Rounds:
         self._bucket_mb = config.bucket_mb
         self._bits = config.sync_bits
         self._last = config.max_steps
+        self._closed_at = 0  # the step of a round that has ended early
         self._flight: dict[int, Exchange] = {}  # by fragment
 
     @property
@@ -86,6 +87,14 @@ class Rounds:
         end_before = (step - 1) // self._every * self._every
         return step // every > end_before // every
 
+    def close(self, step: int) -> None:
+        """Let the rounds of all fragments end after this step; `meet` then averages them."""
+        self._closed_at = step
+
+    def _ends_all(self, step: int) -> bool:
+        """Return whether everything is averaged after a step, while training waits."""
+        return step in (self._last, self._closed_at)
+
     def meet(self, state: TrainState) -> Iterator[Arrived]:
         """Send the fragments that are due after the newest step; yield those that are to be applied.
 
@@ -97,7 +106,7 @@ class Rounds:
             # What was sent some steps ago must have arrived now.
             sent_at = self._newest_due(fragment, step - 1)
             waits = sent_at > state.outer.synced[fragment]
-            if waits and (step - sent_at >= DELAY or step == self._last):
+            if waits and (step - sent_at >= DELAY or self._ends_all(step)):
                 yield self._receive(state, fragment, sent_at)
             elif waits and fragment in self._flight:
                 self._flight[fragment].gather()
@@ -121,11 +130,11 @@ class Rounds:
 
     def _travels_at(self, step: int) -> bool:
         """Return whether what is sent after `step` travels beside the next steps."""
-        return self._fragments > 1 and step < self._last
+        return self._fragments > 1 and not self._ends_all(step)
 
     def _newest_due(self, fragment: int, step: int) -> int:
         """Return the newest step up to `step` after which a fragment is averaged; 0: none."""
-        if step == self._last:
+        if self._ends_all(step):
             return step
         offset = fragment * self._every // self._fragments
         return max(0, (step - offset) // self._every * self._every + offset)
@@ -188,7 +197,13 @@ class Exchange:
         if self._axis.size == 1:
             return lambda: rows
         arrives = self._axis.start_exchange(rows.view(-1), "rounds")
-        return lambda: arrives().view(rows.shape)
+
+        def finish() -> Tensor:
+            # A trace sees what is left of the wait, and the bytes.
+            with self._axis.noted("all_to_all", "rounds", rows):
+                return arrives().view(rows.shape)
+
+        return finish
 
     def gather(self) -> None:
         """Wait for the slices, and start to send their means to all ranks. (all ranks of the axis)

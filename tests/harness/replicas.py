@@ -41,9 +41,11 @@ class Replica:
 class Simulation:
     """All replicas of a run, one after the other."""
 
-    def __init__(self, spec: RunSpec, replicas: int) -> None:
+    def __init__(self, spec: RunSpec, replicas: int, group: int = 1) -> None:
+        """group: the data ranks of each replica, which average their gradients in every step."""
         self.config: Config = spec.config
-        self.batch: Batch = resolve_batch(self.config, replicas)
+        self.batch: Batch = resolve_batch(self.config, replicas * group)
+        self._group = group
         task = task_of(spec)
         self._data = task.data(CPU)
         torch.manual_seed(self.config.seed)
@@ -110,19 +112,22 @@ class Simulation:
         total = torch.zeros(())
         micro_size, accum, ranks = self.batch
         for micro in range(accum):
-            start = self.step * self.batch.global_size + (micro * ranks + rank) * micro_size
-            x, y = self._data.train_batch(start, micro_size)
-            if config.dropout:
-                seed_generators(derive_seed(config.seed, self.step, micro, rank), CPU)
-            loss = replica.model(x, y)
-            total += loss.detach()
-            (loss / accum).backward()
+            for data_rank in range(rank * self._group, (rank + 1) * self._group):
+                start = (
+                    self.step * self.batch.global_size + (micro * ranks + data_rank) * micro_size
+                )
+                x, y = self._data.train_batch(start, micro_size)
+                if config.dropout:
+                    seed_generators(derive_seed(config.seed, self.step, micro, data_rank), CPU)
+                loss = replica.model(x, y)
+                total += loss.detach()
+                (loss / (accum * self._group)).backward()
         if config.grad_clip:
             nn.utils.clip_grad_norm_(replica.model.parameters(), config.grad_clip)
         if (self.step + 1, rank) not in self.left_out:
             replica.optimizer.step()
         replica.optimizer.zero_grad(set_to_none=True)
-        return (total / accum).item()
+        return (total / (accum * self._group)).item()
 
     def _exchange(self) -> None:
         every = self.config.sync_every
@@ -132,10 +137,11 @@ class Simulation:
             offset = number * every // len(self.fragments)
             # What was sent is applied after it has travelled, or at the end of all.
             for sent_at in range(max(0, self.step - travels), self.step):
-                due = sent_at > self.synced[number] and (sent_at - offset) % every == 0
+                due = sent_at >= offset and (sent_at - offset) % every == 0
+                due = due and sent_at > self.synced[number]
                 if due and (self.step - sent_at == travels or last):
                     self._apply(number, sent_at)
-            if last or (self.step > offset and (self.step - offset) % every == 0):
+            if last or (self.step >= offset and (self.step - offset) % every == 0):
                 self._send(number)
                 if travels == 0 or last:
                     self._apply(number, self.step)
