@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from nanoray.config import Batch
     from nanoray.mesh.mesh import Mesh
+    from nanoray.state.outer import Outer
 
 
 @dataclass
@@ -111,7 +113,7 @@ class Arm:
         """
         from functools import partial
 
-        from nanoray.forecast.memory import model_memory, peak_memory
+        from nanoray.forecast.memory import RankSizes, exchanged, model_memory, peak_memory
         from nanoray.mesh.layout import Layout
         from nanoray.models.precision import mean_loss
         from nanoray.parallel.ddp import default_bucket_mb
@@ -147,11 +149,20 @@ class Arm:
         self.dp = batch.dp
         of_model = config, self.case.model, shared_by, state, self.case.activations
         self.at_peak = peak_memory(*of_model, bucket_mb, batch.accum)
+        # Replicas average their weights when there are no activations.
+        between = sum(state.values()) - state["in_flight"]
+        between += exchanged(config, RankSizes.of(config, self.case.model), shared_by)
+        self.at_peak = max(self.at_peak, between)
         self.optimizer = make_optimizer(self.case.model, config, self.plan.shards)
         mirrored_shards = self.plan.mirror_shards
         self.mirror: Optimizer | None = None
         if mirrored_shards:
             self.mirror = make_optimizer(self.case.model, config, mirrored_shards)
+        # Replicas that rarely communicate: what they share, and what ends a step for them
+        self.outer: Outer | None = None
+        self.end_step: Callable[[int], None] | None = None
+        if self.plan.rounds:
+            self.outer, self.end_step = _rounds_of(self, config, batch)
         self.recorder = CommRecorder(mesh, every=1, profile=False)
         if traced:
             self.plan.add_twin(self.recorder.hook)
@@ -185,6 +196,8 @@ class Arm:
             self.mirror.step()
         self.plan.spread()
         self.trained += 1  # also the number of the next step's batch
+        if self.end_step:
+            self.end_step(self.trained)
 
     def digests(self) -> list[int]:
         """Return a number of each rank that changes with a bit of its weights. (all ranks)"""
@@ -229,3 +242,29 @@ class Arm:
             "exposed_ms": 1e3 * (cost.exposed + waiting),
         }
         return times | {"collectives": sent, "on_axes": dict(on_axes)}
+
+
+def _rounds_of(arm: Arm, config: Config, batch: Batch) -> tuple[Outer, Callable[[int], None]]:
+    """Return what an arm's replicas share, and the function that ends a step for them."""
+    from nanoray.models.precision import LossScaler
+    from nanoray.state.train_state import TrainState
+    from nanoray.train.guard.guards import Guards
+
+    rounds = arm.plan.rounds
+    assert rounds
+    device = arm.mesh.device
+    guards = Guards(config, batch, device)
+    state = TrainState(arm.case.model, arm.optimizer, LossScaler(device, False), guards)
+    state.begin_rounds(config.outer_momentum > 0, config.sync_fragments)
+    outer = state.outer
+    assert outer
+
+    def end_step(step: int) -> None:
+        state.step = step
+        for fragment, sent_at, means in rounds.meet(state):
+            arm.plan.settle()
+            outer.update(
+                state.shards, fragment, means, sent_at, config.outer_lr, config.outer_momentum
+            )
+
+    return outer, end_step

@@ -28,7 +28,7 @@ from nanoray.bench.harness.rank_pool import (
     where_from,
 )
 from nanoray.bench.harness.report import Report, Row, aligned, markdown, say
-from nanoray.bench.strategies import MODES
+from nanoray.bench.strategies import MODES, ROUNDS_OF_ONE
 from nanoray.config import Config, make_config
 from nanoray.config.mesh import BY_HAND
 from nanoray.errors import ConfigError
@@ -110,7 +110,10 @@ class EquivalenceBenchmark(Benchmark):
             # Each case has an optimizer and a number of micro batches; the arms are the modes.
             for case, how in CASES.items():
                 found: dict[str, list[dict[str, Any]]] = {}
-                run = {arm: own for arm, own in arms.items() if fits(own, how["accum"])}
+                run = {}
+                for arm, own in arms.items():
+                    if fits(own, how["accum"]) and trains_alike(own, how["settings"]):
+                        run[arm] = own
                 # A mode that fails ends the comparison: its ranks are gone.
                 try:
                     for event in pool.run(ENTRY, {"arms": run, "cases": [how], "alone": True}):
@@ -171,6 +174,8 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, An
         arms |= {f"2 replicas × {mode}": MODES[mode] | {"replicas": 2} for mode in sharded}
     if workers == 6:
         arms |= {f"3 replicas × {mode}": MODES[mode] | {"replicas": 3} for mode in sharded}
+    # Rounds of one step: the weights of replicas are averaged, not their gradients.
+    arms["rounds of 1"] = dict(ROUNDS_OF_ONE)
     # Pipelines: every schedule where all ranks are stages, every mode where there are replicas.
     for pp in (2, 3, 4):
         piped = {"pp": pp, "n_layer": 2 * pp}  # two chunks of a block each, where there are chunks
@@ -239,6 +244,14 @@ def fits(own: dict[str, Any], accum: int) -> bool:
     return own.get("pp_schedule") != "interleaved" or accum % own["pp"] == 0
 
 
+def trains_alike(own: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Return whether an arm should have the weights of one process with this optimizer.
+
+    Averaged weights are those of averaged gradients where an update is a multiple of the gradient.
+    """
+    return "sync_every" not in own or settings["optimizer"] == "sgd"
+
+
 def _make_rows(
     case: str, how: dict[str, Any], arm: str, ranks: list[Any], found: dict[str, list[Any]]
 ) -> list[Row]:
@@ -271,10 +284,14 @@ def _make_rows(
         f"; must be = {', '.join(missing)}" if missing else ""
     )
     note += "; its own ranks differ" if differ else ""
+    # The norm of one replica's gradient is not that of the mean gradient.
+    norms = []
+    if ranks[0]["norms"]:
+        norms.append(row(NORM, LIMITS[NORM], furthest("norms", True)))
     return [
         row(LOSS, LIMITS[LOSS], furthest("losses", False)),
         row(WEIGHT, WEIGHT_LIMIT[how["settings"]["optimizer"]], [rank["off"] for rank in ranks]),
-        row(NORM, LIMITS[NORM], furthest("norms", True)),
+        *norms,
         Row(
             arm,
             f"{case}: {BITS}",
@@ -427,7 +444,8 @@ def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, An
     for _ in range(STEPS):
         arm.step()
         losses.append(mesh.all_reduce_mean(arm.loss.clone()).item())
-        norms.append(arm.norm.item())
+        if not arm.outer:
+            norms.append(arm.norm.item())
         gradients = sum(g.numel() for g in arm.plan.gradients)
         arm.plan.zero_grad()
     arm.plan.settle()

@@ -50,9 +50,10 @@ from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
 from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Report, Row, aligned, markdown, number, say
 from nanoray.bench.harness.thin_links import Speed, ThinLinks, environment_of, why_not
-from nanoray.config import Config, load_config
+from nanoray.config import Config, load_config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError, TrainingDiverged
+from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec
 
@@ -83,6 +84,7 @@ FIRST_TUNED = "H 50"  # whose learning rate all of them take
 RECIPE = {"n_layer": 2, "n_head": 4, "n_embd": 64, "global_batch_size": 32, "warmup_steps": 50}
 LINKS = "0.1/1000,1/100,20/100,100/10"
 LRS = "6e-3,12e-3,24e-3"
+RARE_LRS = "3e-3,6e-3,12e-3"
 OUTERS = "1:0,1:0.3,0.7:0.6,0.7:0.9"
 TUNING_SEED = 1000
 EVALUATIONS = 8  # on the way to the last step
@@ -129,7 +131,20 @@ class RarelyBenchmark(Benchmark):
             "--lrs",
             metavar="LR,...",
             default=LRS,
-            help="learning rates to try for ddp and for the others [%(default)s]",
+            help="learning rates to try for ddp [%(default)s]",
+        )
+        parser.add_argument(
+            "--rare_lrs",
+            metavar="LR,...",
+            default=RARE_LRS,
+            help="learning rates to try for the others [%(default)s]",
+        )
+        parser.add_argument(
+            "--tuning_seeds",
+            type=int,
+            default=2,
+            metavar="N",
+            help="trainings of each rate that is tried, none of them reported [%(default)s]",
         )
         parser.add_argument(
             "--outers",
@@ -156,11 +171,16 @@ class RarelyBenchmark(Benchmark):
         steps = count_of(args.steps, args.quick, few=20, usual=800)
         seeds = count_of(args.seeds, args.quick, few=1, usual=3)
         lrs = _parse_numbers(args.lrs, "lrs")
+        rare_lrs = _parse_numbers(args.rare_lrs, "rare_lrs")
         outers = _parse_outers(args.outers)
-        if min(steps, seeds) < 1:
-            raise ConfigError(f"steps = {steps}, seeds = {seeds}; both must be above 0")
+        if min(steps, seeds, args.tuning_seeds) < 1:
+            raise ConfigError(
+                f"steps = {steps}, seeds = {seeds}, tuning_seeds = {args.tuning_seeds}; each must "
+                "be above 0"
+            )
         if args.quick:
             lrs = lrs[:1]
+            rare_lrs = rare_lrs[:1]
             outers = outers[:1]
         reason = why_not() if speeds else ""
 
@@ -180,16 +200,20 @@ class RarelyBenchmark(Benchmark):
                 f"{steps} steps, {seeds} seed(s), {note}"
             )
             curves: dict[str, list[Curve]] = {arm: [] for arm in arms}
-            rates = Rates(lrs[0], lrs[0], {ARMS[arm]["sync_every"]: outers[0] for arm in TUNED})
+            rates = Rates(
+                lrs[0], rare_lrs[0], {ARMS[arm]["sync_every"]: outers[0] for arm in TUNED}
+            )
             try:
                 with RankPool(where) as pool:
                     describe(report, pool)
                     trainings = Trainings(pool, recipe, folder)
-                    rates = tune(trainings, report, arms, lrs, outers)
+                    grid = Grid(lrs, rare_lrs, outers, args.tuning_seeds)
+                    rates = tune(trainings, report, arms, grid)
                     train_all(trainings, report, rates, seeds, curves)
             except RankFailed as error:
                 report.failures.append(str(error))
             add_loss_rows(report, curves)
+            add_formula_rows(report, arms, recipe, args.workers)
 
             times: dict[tuple[str, str], float] = {}
             if speeds and not reason:
@@ -297,7 +321,7 @@ class Rates:
     def of(self, arm: str) -> dict[str, float]:
         """Return the rates of an arm."""
         every = ARMS[arm].get("sync_every", 0)
-        if every <= 1:
+        if not every:
             return {"lr": self.ddp_lr, "min_lr": self.ddp_lr / 10}
         rates = {"lr": self.rare_lr, "min_lr": self.rare_lr / 10}
         if has_outer(arm):
@@ -308,7 +332,7 @@ class Rates:
         outers = []
         for every, (lr, momentum) in self.outers.items():
             outers.append(f"H {every}: outer_lr {lr:g}, outer_momentum {momentum:g}")
-        inner = f"ddp and H 1: lr {self.ddp_lr:g}; H above 1: lr {self.rare_lr:g}"
+        inner = f"ddp: lr {self.ddp_lr:g}; H: lr {self.rare_lr:g}"
         return "; ".join([inner, *outers])
 
 
@@ -341,59 +365,66 @@ class Trainings:
         return {int(step): loss for step, loss in event["curve"].items()}
 
 
-def tune(
-    trainings: Trainings,
-    report: Report,
-    arms: Sequence[str],
-    lrs: Sequence[float],
-    outers: Sequence[tuple[float, float]],
-) -> Rates:
-    """Choose the rates with the lowest loss on a seed that is not reported; add what was tried.
+@dataclass(frozen=True)
+class Grid:
+    """What the tuning tries."""
 
-    One key after the other: the learning rate of ddp, and at that rate the outer optimizer for each
-    H, then the learning rate of one arm with it. What has only one value is not tried.
+    lrs: list[float]
+    rare_lrs: list[float]
+    outers: list[tuple[float, float]]
+    seeds: int
+
+
+def tune(trainings: Trainings, report: Report, arms: Sequence[str], grid: Grid) -> Rates:
+    """Choose the rates with the lowest loss on seeds that are not reported; add what was tried.
+
+    One key after the other: the learning rate of ddp; that of one arm with averaged weights; and
+    with it the outer optimizer for each H. What has only one value is not tried.
     """
 
-    def lowest(arm: str, tried: Mapping[str, dict[str, Any]]) -> str:
+    def lowest(arm: str, tried: Mapping[str, dict[str, Any]], more: Mapping[str, Any]) -> str:
         if len(tried) == 1:
             return next(iter(tried))
-        losses = {}
-        for name, more in tried.items():
-            curve = trainings.train(arm, more | {"seed": TUNING_SEED})
-            # A rate at which training diverges is an answer, too.
-            if isinstance(curve, str):
-                say(f"tuning  {arm}, {name}: {curve}")
-                report.rows.append(Row(f"{arm}, {name}", TUNING, "nat", (), skipped=curve))
-                continue
-            losses[name] = last_of(curve)
-            report.rows.append(Row(f"{arm}, {name}", TUNING, "nat", (losses[name],)))
-            say(f"tuning  {arm}, {name}: {losses[name]:.4f}")
-        if not losses:
-            raise ConfigError(f"{arm} trained with none of {', '.join(tried)}; give others")
-        return min(losses, key=lambda name: losses[name])
+        means = {}
+        for name, own in tried.items():
+            losses = []
+            for seed in range(TUNING_SEED, TUNING_SEED + grid.seeds):
+                curve = trainings.train(arm, dict(more) | own | {"seed": seed})
+                # A rate at which training diverges is an answer, too.
+                losses.append(math.inf if isinstance(curve, str) else last_of(curve))
+            means[name] = statistics.mean(losses)
+            finite = tuple(loss for loss in losses if loss < math.inf)
+            row = Row(f"{arm}, {name}", TUNING, "nat", finite, "a value per seed that ended well")
+            if not finite:
+                row = Row(f"{arm}, {name}", TUNING, "nat", (), skipped="it diverged")
+            report.rows.append(row)
+            say(f"tuning  {arm}, {name}: {means[name]:.4f}")
+        return min(means, key=lambda name: means[name])
 
-    by_lr = {f"lr {lr:g}": {"lr": lr, "min_lr": lr / 10} for lr in lrs}
-    ddp_lr = by_lr[lowest(DDP, by_lr)]
-    chosen_outers = {}
+    def with_lr(lrs: Sequence[float]) -> dict[str, dict[str, Any]]:
+        return {f"lr {lr:g}": {"lr": lr, "min_lr": lr / 10} for lr in lrs}
+
+    ddp_lr = with_lr(grid.lrs)
+    of_ddp = ddp_lr[lowest(DDP, ddp_lr, {})]
+
+    rare_lr = with_lr(grid.rare_lrs)
+    of_rare = next(iter(rare_lr.values()))
+    if any("sync_every" in ARMS[arm] for arm in arms):
+        of_rare = rare_lr[lowest(FIRST_TUNED, rare_lr, AVERAGED)]
+
+    outers = {}
     for arm in TUNED:
         every = ARMS[arm]["sync_every"]
         if not any(has_outer(a) and ARMS[a]["sync_every"] == every for a in arms):
             continue
         tried = {}
-        for lr, momentum in outers:
+        for lr, momentum in grid.outers:
             outer = {"outer_lr": lr, "outer_momentum": momentum}
-            tried[f"outer {lr:g}:{momentum:g}"] = ddp_lr | outer
-        best = tried[lowest(arm, tried)]
-        chosen_outers[every] = best["outer_lr"], best["outer_momentum"]
+            tried[f"outer {lr:g}:{momentum:g}"] = outer
+        best = tried[lowest(arm, tried, of_rare)]
+        outers[every] = best["outer_lr"], best["outer_momentum"]
 
-    rare_lr = ddp_lr
-    first = ARMS[FIRST_TUNED]["sync_every"]
-    if first in chosen_outers:
-        outer_lr, outer_momentum = chosen_outers[first]
-        own = {"outer_lr": outer_lr, "outer_momentum": outer_momentum}
-        with_outer = {name: more | own for name, more in by_lr.items()}
-        rare_lr = with_outer[lowest(FIRST_TUNED, with_outer)]
-    rates = Rates(ddp_lr["lr"], rare_lr["lr"], chosen_outers)
+    rates = Rates(of_ddp["lr"], of_rare["lr"], outers)
     report.conditions["rates"] = str(rates)
     return rates
 
@@ -433,6 +464,25 @@ def add_loss_rows(report: Report, curves: Mapping[str, Sequence[Curve]]) -> None
             pairs = zip(losses, base.values, strict=False)
             off = tuple(own - of_ddp for own, of_ddp in pairs)
             report.rows.append(Row(arm, OFF, "nat", off, "paired by seed"))
+
+
+def add_formula_rows(
+    report: Report, arms: Sequence[str], recipe: Mapping[str, Any], ranks: int
+) -> None:
+    """Add the bytes that a rank sends in a step by the forecast, where it has a prediction."""
+    from nanoray.forecast.scale import job_of
+    from nanoray.forecast.traffic import talks_of
+
+    for arm in arms:
+        config = configuration(recipe, ARMS[arm])
+        if config.grad_compress != "none":
+            continue
+        layout = Layout.of(config, ranks)
+        batch = resolve_batch(config, layout.dp)
+        job = job_of(config, prepare(config).vocab_size, batch.global_size, on_gpus=False)
+        talks = talks_of(job, layout, batch.micro, layout.pp - 1)
+        sent = sum(talk.sent(layout.size_of(talk.axis)) for talk in talks)
+        report.rows.append(Row(arm, SENT_FORMULA, "kB", (sent / 1e3,), "without headers"))
 
 
 # Time and bytes on thin links.

@@ -59,6 +59,12 @@ DATA_ARMS = MODES | {
 HYBRID: dict[str, dict[str, Any]] = {
     f"{mode} hybrid": MODES[mode] | {"replicas": 2} for mode in ("zero1", "zero2", "fsdp full")
 }
+# Replicas that average their weights: in each step here, so that each step is like the others
+ROUNDS_OF_ONE: dict[str, Any] = {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+ROUNDS: dict[str, dict[str, Any]] = {
+    "rounds": ROUNDS_OF_ONE,
+    "rounds 8 bits": ROUNDS_OF_ONE | {"sync_bits": 8},
+}
 EXPERTS = "experts"
 _EXPERTS = {"dp_mode": "ddp_by_hand", "experts": 4}
 AXES: dict[str, dict[str, Any]] = {
@@ -74,7 +80,8 @@ AXES: dict[str, dict[str, Any]] = {
     EXPERTS: _EXPERTS,
     f"{EXPERTS} ep 2": _EXPERTS | {"ep": 2},
 }
-ARMS = DATA_ARMS | HYBRID | AXES
+ARMS = DATA_ARMS | HYBRID | ROUNDS | AXES
+ONLY_GPT = ROUNDS | AXES
 STEP = "step"
 P95 = "p95 step"
 SAMPLES = "samples"
@@ -97,7 +104,7 @@ RESNET = {
     "grad_clip": 0.0,
     "global_batch_size": 64,
 }
-KEPT = ("parameters", "gradients", "optimizer", "mirror")  # between two steps
+KEPT = ("parameters", "gradients", "optimizer", "mirror", "rounds")  # between two steps
 MEMORY_STEPS = 5
 LARGE_MIB = 16  # of state: what resident memory is judged from
 SAME_LOSS = 1e-3  # relative: all arms learn from the same batches
@@ -182,7 +189,11 @@ class StrategiesBenchmark(Benchmark):
         # A loss is compared with that of the first arm with the same model: with or without experts
         for arm in arms:
             first = next(other for other in arms if (EXPERTS in other) == (EXPERTS in arm))
-            report.rows += _time_rows(arm, events[arm], report.row(first, LOSS))
+            reference = report.row(first, LOSS)
+            # Averaged weights are those of averaged gradients with plain SGD only.
+            if arm in ROUNDS:
+                reference = None
+            report.rows += _time_rows(arm, events[arm], reference)
 
         # Memory, on fresh ranks for every arm
         for arm in arms:
@@ -238,21 +249,21 @@ def _arms_of(args: argparse.Namespace, workers: int, report: Report) -> dict[str
     if args.arms == "all":
         modes = [mode for mode in modes if _fits(mode, args.model, workers)]
         left_out = [mode for mode in ARMS if mode not in modes]
-        split_gpts = []
+        need_gpts = []
         if args.model != "gpt":
-            split_gpts = [mode for mode in left_out if mode in AXES]
-        do_not_divide = [mode for mode in left_out if mode not in split_gpts]
+            need_gpts = [mode for mode in left_out if mode in ONLY_GPT]
+        do_not_divide = [mode for mode in left_out if mode not in need_gpts]
         reasons = []
         if do_not_divide:
             reasons.append(f"{', '.join(do_not_divide)}: they do not divide {workers} ranks")
-        if split_gpts:
-            reasons.append(f"{', '.join(split_gpts)}: they split a gpt")
+        if need_gpts:
+            reasons.append(f"{', '.join(need_gpts)}: they need a gpt")
         if reasons:
             report.conditions["left out"] = "; ".join(reasons)
-    axes = [mode for mode in modes if mode in AXES]
-    if args.model != "gpt" and axes:
+    only_gpt = [mode for mode in modes if mode in ONLY_GPT]
+    if args.model != "gpt" and only_gpt:
         raise ConfigError(
-            f"arms = {', '.join(axes)} split a gpt, but model = {args.model}; leave them out"
+            f"arms = {', '.join(only_gpt)} need a gpt, but model = {args.model}; leave them out"
         )
 
     # A second arm of each mode that only splits the batch, with activation checkpointing
@@ -443,7 +454,7 @@ def _fits(mode: str, model: str, workers: int) -> bool:
     ranks = math.prod(ARMS[mode].get(axis, 1) for axis in ("cp", "tp", "pp", "ep"))
     if mode in HYBRID:
         ranks = 2 * ARMS[mode]["replicas"]  # a group of one rank shards nothing
-    return workers % ranks == 0 and (model == "gpt" or mode not in AXES)
+    return workers % ranks == 0 and (model == "gpt" or mode not in ONLY_GPT)
 
 
 # On every rank.
@@ -608,6 +619,8 @@ def _steps(arm: Arm, count: int, peak: Callable[[], int]) -> Iterator[tuple[dict
             held["mirror"] = held_by_mirror(
                 arm.case.model, arm.plan.mirror_shards or (), arm.mirror
             )
+        if arm.outer:
+            held["rounds"] = sum(tensor.nbytes for tensor in arm.outer.tensors().values())
         yield held, peak()
         arm.plan.zero_grad()
 

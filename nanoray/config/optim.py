@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from nanoray.config.fields import Group, Natural, Positive, field, hidden
+from pydantic import BeforeValidator
+
+from nanoray.config.fields import Group, Natural, Positive, digits, field, hidden
 
 
 class Optim(Group):
@@ -81,7 +83,7 @@ class Optim(Group):
     """sync_every: parts of the model that are averaged at different steps of a round, each beside
     the next step (1 = the whole model at the round's end, while training waits)"""
 
-    sync_bits: Literal[32, 8] = field(32, "optim")
+    sync_bits: Annotated[Literal[32, 8], BeforeValidator(digits)] = field(32, "optim")
     """sync_every: bits of each number that the replicas exchange: 32 | 8 (a quarter of the bytes,
     with a scale for every 1024 numbers)"""
 

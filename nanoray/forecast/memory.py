@@ -34,11 +34,9 @@ from nanoray.config import Config
 from nanoray.config.mesh import SHARDS_STATE
 from nanoray.mesh.pieces import Shard
 from nanoray.parallel.buckets import IN_FLIGHT
+from nanoray.parallel.compress import BLOCK
 from nanoray.parallel.ep import names_of_experts
 from nanoray.parallel.fsdp import unit_of, units_of
-
-# Copies of what is averaged in a round while it travels: moves, slices to send, slices received
-TRAVELLING = 3
 
 
 @dataclass(frozen=True)
@@ -157,8 +155,25 @@ def _rounds(config: Config, nbytes: float) -> int:
     if config.outer_momentum > 0:
         tensors += 1
     if config.sync_fragments > 1:
-        tensors += TRAVELLING / config.sync_fragments
+        of_number = 4 + travelling_bytes(config)
+        tensors += of_number / 4 / config.sync_fragments
     return int(tensors * nbytes)
+
+
+def exchanged_bytes(config: Config) -> float:
+    """Return the bytes of a number that replicas send each other; in 8 bits with its share of a
+    scale.
+    """
+    if config.sync_bits == 8:
+        return 1 + 4 / BLOCK
+    return 4.0
+
+
+def travelling_bytes(config: Config) -> float:
+    """Return the bytes of a number while it travels: its move twice, and what is sent, what arrives,
+    and what comes back.
+    """
+    return 2 * 4 + 3 * exchanged_bytes(config)
 
 
 def exchanged(config: Config, sizes: RankSizes, ranks: int) -> int:
@@ -171,7 +186,7 @@ def exchanged(config: Config, sizes: RankSizes, ranks: int) -> int:
     updated = sizes.params
     if config.dp_mode in SHARDS_STATE and ranks > 1:
         updated = -(-updated // ranks)
-    return 4 * TRAVELLING * updated
+    return int(travelling_bytes(config) * updated)
 
 
 def _moments_per_element(config: Config, sizes: Sizes) -> float:

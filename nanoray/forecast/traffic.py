@@ -7,11 +7,9 @@ from typing import NamedTuple
 
 from nanoray.config.mesh import SHARDS_STATE
 from nanoray.forecast.job import Experts, Job
+from nanoray.forecast.memory import exchanged_bytes
 from nanoray.forecast.weights import layers_of, tensors_of
 from nanoray.mesh.layout import Layout
-
-# A number in 8 bits, and its share of the scale of 256 numbers
-BYTES_OF_8_BITS = 1 + 4 / 256
 
 
 class Talk(NamedTuple):
@@ -309,12 +307,8 @@ def _round_talks(job: Job, mode: str, layout: Layout, nbytes: int) -> list[Talk]
     buckets = config.sync_fragments * _buckets(job, fragment)
     # One fragment has no step beside which it could travel.
     when = "once" if config.sync_fragments == 1 else "travels"
-    there = "reduce_scatter"
-    each = own / buckets
-    if config.sync_bits == 8:
-        there = "all_to_all"
-        each *= BYTES_OF_8_BITS / 4
-    moved = Talk("replica", there, "moves of weights", buckets, each, when)
+    each = own / buckets * exchanged_bytes(config) / 4
+    moved = Talk("replica", "all_to_all", "moves of weights", buckets, each, when)
     moved = moved._replace(every=config.sync_every)
     return [moved, moved._replace(op="all_gather", what="their means")]
 

@@ -51,7 +51,15 @@ from nanoray.trace.__main__ import read_steps
 from nanoray.trace.log import PAUSES
 from nanoray.trace.timeline import group_of
 
-KNOWN = {"grad_compress": "none", "tp": 1, "pp": 1, "ep": 1, "cp": 1, "replicas": 1}
+KNOWN = {
+    "grad_compress": "none",
+    "tp": 1,
+    "pp": 1,
+    "ep": 1,
+    "cp": 1,
+    "replicas": 1,
+    "sync_every": 0,
+}
 MODES = ("ddp", "zero1", "zero2", "fsdp")
 # Collectives of a sharded state, by the function that prices them
 SHARED = {"all_gather": all_gather, "reduce_scatter": all_to_all, "send_recv": send}
@@ -318,8 +326,8 @@ def _mode_of(run: Path) -> tuple[str, str]:
     if others:
         raise ConfigError(
             f"{run} has {', '.join(others)}: only what travels in {', '.join(MODES)} with whole "
-            "gradients, without cp, tp, pp, ep and replicas, is known; for layouts there is `nanoray bench "
-            "layouts`"
+            "gradients, without cp, tp, pp, ep, replicas and rounds, is known; for layouts there is "
+            "`nanoray bench layouts`, and for rounds `nanoray launch --dry_run --world_size N`"
         )
     if mode == "fsdp" and device != "cpu":
         raise ConfigError(

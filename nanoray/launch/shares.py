@@ -152,10 +152,10 @@ def smaller(
         size += f" = {layout}"
     missing = sorted(set(range(workers)) - set(members))
     message = f"{size} with the same global batch, until rank {_listed(missing)} is back"
-    if layout.replicas < config.replicas and layout.replicas == 1:
-        message += "; no other group has its shares now, so a further loss restarts the run"
     if left_out:
         message += f"; rank {_listed(left_out)} has no part in that and ends"
+    if layout.replicas == 1 < config.replicas:
+        message += "; no other group has its shares now, so a further loss restarts the run"
     return message
 
 

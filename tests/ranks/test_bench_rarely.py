@@ -22,6 +22,7 @@ from nanoray.bench.rarely import (
     LOSS,
     OFF,
     SENT,
+    SENT_FORMULA,
     STEP,
     Rates,
     finding,
@@ -109,8 +110,10 @@ def test_an_arm_is_timed_while_its_links_get_thinner(tmp_path: Path) -> None:
         assert sent
         assert step.n == rarely.WINDOWS
         # Two ranks: half of the gradients there, and half of the sums back; and some headers.
-        formula_kb = 4 * count / 1e3
-        assert formula_kb <= sent.median < 1.25 * formula_kb
+        formula = report.row(DDP, SENT_FORMULA)
+        assert formula
+        assert formula.values == (pytest.approx(4 * count / 1e3),)
+        assert formula.median <= sent.median < 1.25 * formula.median
     assert report.row(DDP, f"{IN_TIME}, 5 ms / 50 Mbit/s")
 
 
@@ -122,14 +125,18 @@ def test_arms_are_tuned_and_trained_in_turn(
     file = tmp_path / "r.json"
     flags = [f for f in FLAGS if f != "--quick"]
     flags += ["--arms", "H 1 averaged,H 10", "--steps", "20", "--seeds", "2", "--links", "none"]
-    flags += ["--lrs", "1e-2,1e-5", "--outers", "1:0,0.01:0", f"--json={file}"]
+    flags += ["--lrs", "1e-2,1e-5", "--rare_lrs", "1e-2,1e-5", "--outers", "1:0,0.01:0"]
+    flags += ["--tuning_seeds", "1", f"--json={file}"]
     assert bench.main([*flags, *SMALL]) == 0
     report = Report.read(file)
     assert report.conditions["rates"] == (
-        "ddp and H 1: lr 0.01; H above 1: lr 0.01; H 10: outer_lr 1, outer_momentum 0"
+        "ddp: lr 0.01; H: lr 0.01; H 10: outer_lr 1, outer_momentum 0"
     )
     tried = [row.arm for row in report.rows if row.metric == rarely.TUNING]
-    assert tried == ["ddp, lr 0.01", "ddp, lr 1e-05", "H 10, outer 1:0", "H 10, outer 0.01:0"]
+    assert tried == [
+        "ddp, lr 0.01", "ddp, lr 1e-05", "H 50, lr 0.01", "H 50, lr 1e-05", "H 10, outer 1:0",
+        "H 10, outer 0.01:0",
+    ]  # fmt: skip
     for arm in (DDP, "H 1 averaged", "H 10"):
         loss = report.row(arm, LOSS)
         assert loss
@@ -157,7 +164,8 @@ def test_arms_are_tuned_and_trained_in_turn(
         (["--lrs", "1e-3,x"], "lrs = 1e-3,x: not numbers; write for example 2e-3"),
         (["--lrs", "0"], "lrs = 0: a learning rate is above 0"),
         (["--outers", "0.7"], "outers = 0.7: 0.7 is no LR:MOMENTUM; write for example 1:0"),
-        (["--steps", "0"], "steps = 0, seeds = 1; both must be above 0"),
+        (["--steps", "0"], "steps = 0, seeds = 1, tuning_seeds = 2; each must be above 0"),
+        (["--rare_lrs=-1"], "rare_lrs = -1: a learning rate is above 0"),
         (["--settings", "n_embd=33"], "n_embd"),
     ],
 )
@@ -185,9 +193,10 @@ def test_a_loss_between_two_evaluations_lies_on_a_line() -> None:
 
 
 def test_rates_of_arms() -> None:
-    """Averaged weights keep their outer optimizer, H = 1 is ddp, and the rest take what was tuned."""
+    """Averaged weights keep their outer optimizer, and the other arms take what was tuned."""
     rates = Rates(ddp_lr=4e-3, rare_lr=8e-3, outers={10: (1.0, 0.3), 50: (0.7, 0.9)})
-    assert rates.of(DDP)["lr"] == rates.of("H 1 averaged")["lr"] == 4e-3
+    assert rates.of(DDP)["lr"] == 4e-3
+    assert rates.of("H 1 averaged") == {"lr": 8e-3, "min_lr": 8e-4}
     assert rates.of("H 50") == {
         "lr": 8e-3, "min_lr": 8e-4, "outer_lr": 0.7, "outer_momentum": 0.9,
     }  # fmt: skip
@@ -195,8 +204,8 @@ def test_rates_of_arms() -> None:
     assert rates.of("H 10")["outer_momentum"] == 0.3
     assert "outer_lr" not in rates.of("H 50 averaged")
     assert str(rates) == (
-        "ddp and H 1: lr 0.004; H above 1: lr 0.008; H 10: outer_lr 1, outer_momentum 0.3; H 50: "
-        "outer_lr 0.7, outer_momentum 0.9"
+        "ddp: lr 0.004; H: lr 0.008; H 10: outer_lr 1, outer_momentum 0.3; H 50: outer_lr 0.7, "
+        "outer_momentum 0.9"
     )
     assert ARMS["H 50 averaged"]["outer_momentum"] == 0
 

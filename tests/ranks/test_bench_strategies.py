@@ -16,13 +16,13 @@ from nanoray.bench.harness.plan import chosen
 from nanoray.bench.harness.report import Report, Row
 from nanoray.bench.strategies import (
     ARMS,
-    AXES,
     DATA_ARMS,
     EXPOSED,
     HYBRID,
     KEPT,
     LOSS,
     MODES,
+    ONLY_GPT,
     PEAK,
     STATE,
     STATE_ERROR,
@@ -114,7 +114,7 @@ def test_a_resnet_runs_in_every_mode(tmp_path: Path, shared_ranks: Any) -> None:
         assert abs(rows[arm, STATE_ERROR]["median"]) < 10, arm
     assert "ResNet-8 of 75,290 parameters" in found["conditions"]["recipe"]
     assert found["conditions"]["left out"] == (
-        f"{', '.join(HYBRID)}: they do not divide 2 ranks; {', '.join(AXES)}: they split a gpt"
+        f"{', '.join(HYBRID)}: they do not divide 2 ranks; {', '.join(ONLY_GPT)}: they need a gpt"
     )
 
 
@@ -123,7 +123,7 @@ def test_presets_and_axes_are_a_gpts(capsys: pytest.CaptureFixture[str]) -> None
     assert bench.main([*flags, "--preset", "tiny"]) == 2
     assert "preset = tiny is a gpt's, but model = resnet" in capsys.readouterr().err
     assert bench.main([*flags, "--arms", "ddp,pp 2"]) == 2
-    assert "arms = pp 2 split a gpt, but model = resnet; leave them out" in capsys.readouterr().err
+    assert "arms = pp 2 need a gpt, but model = resnet; leave them out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

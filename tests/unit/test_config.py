@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -377,3 +378,22 @@ def test_weights_gathered_in_bf16_are_refused_where_a_layer_cannot_take_them(
 ) -> None:
     with pytest.raises(ConfigError, match=r"dp_mode = fsdp:bf16 with .*; use dp_mode fsdp"):
         make_config({"micro_batch_size": 1, "dp_mode": "fsdp", "fsdp_gather": "bf16", **key})
+
+
+def _chosen_numbers() -> list[tuple[str, int]]:
+    """Return each key that takes only some whole numbers, with each of them."""
+    found = []
+    for key, info in Config.model_fields.items():
+        for value in get_args(info.annotation):
+            if get_origin(info.annotation) is Literal and type(value) is int:
+                found.append((key, value))
+    return found
+
+
+@pytest.mark.parametrize(("key", "value"), _chosen_numbers())
+def test_a_number_that_is_a_choice_may_be_text(key: str, value: int) -> None:
+    """Flags and files have text: `--sync_bits 8`."""
+    loaded = parse_args(["--sync_every", "50", f"--{key}", str(value)], "x", "y")
+    assert getattr(loaded.config, key) == value
+    with pytest.raises(ConfigError, match=f"{key} = '7'"):
+        parse_args(["--sync_every", "50", f"--{key}", "7"], "x", "y")

@@ -307,6 +307,7 @@ def test_one_size_of_buckets_has_no_latency_of_its_own(
             "allreduce would be ignored: dp_mode = zero1 sums",
         ),
         ({"config": {"tp": 2, "grad_compress": "int8"}}, [], "has grad_compress = int8, tp = 2"),
+        ({"config": {"sync_every": 50}}, [], "has sync_every = 50: only what travels in"),
         ({"bucket": None}, [], "have no buckets; trace a run of 2 ranks or more"),
         ({}, ["--allreduce", "magic"], "allreduce = magic: use one of ring, tree"),
         ({}, ["--ranks", "0"], "0: sizes, ranks and speeds are above 0"),
