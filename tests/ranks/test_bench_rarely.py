@@ -150,7 +150,7 @@ def test_arms_are_tuned_and_trained_in_turn(
     assert len(firsts) == 1
     rare = report.row("H 1 averaged", OFF)
     assert rare
-    assert max(map(abs, rare.values)) < 0.1
+    assert max(map(abs, rare.values)) < 0.5
 
 
 @pytest.mark.parametrize(
