@@ -530,7 +530,7 @@ OF_THE_RUN = (
     ("--device NAME", "cuda, mig, cpu or auto"),
     ("--backend NAME", "of the process group: nccl, gloo or auto"),
     ("--precision NAME", "whether the devices compute in it"),
-    ("--tp N, --pp N", "how many ranks share a model"),
+    ("--cp N, --tp N, --pp N", "how many ranks share a model"),
     ("--dataset NAME|PATH", "whether it is there, or can be downloaded"),
     ("--out_dir DIR", "whether runs can be written there"),
     ("--ray_address HOST:PORT", "the cluster to ask"),

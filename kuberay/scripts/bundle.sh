@@ -24,6 +24,8 @@ keep nodes.txt kubectl describe nodes
 keep events.txt kubectl -n "$NAMESPACE" get events --sort-by=.lastTimestamp
 keep objects.txt kubectl -n "$NAMESPACE" get pods,services,jobs,deployments,statefulsets,pvc,networkpolicies -o wide
 keep ray.yaml kubectl -n "$NAMESPACE" get rayjobs,rayclusters -o yaml
+keep claims.yaml kubectl -n "$NAMESPACE" get resourceclaims,resourceclaimtemplates -o yaml # fails before Kubernetes 1.34
+keep devices.yaml kubectl get deviceclasses,resourceslices -o yaml
 keep pods.txt kubectl -n "$NAMESPACE" describe pods
 # `kubectl logs` reads one namespace only, and the operator may be in any. Helm labels it kuberay-operator, kustomize kuberay.
 OPERATOR=(-A -l 'app.kubernetes.io/name in (kuberay-operator,kuberay)')

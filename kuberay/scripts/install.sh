@@ -1,13 +1,20 @@
 #!/usr/bin/env bash
 # From a bare Linux server to a cluster that takes our manifests. Running it again changes nothing.
 . "$(dirname "$0")/lib.sh"
-parse "usage: install.sh [--dry-run] [cpu|gpu]
+parse "usage: install.sh [--dry-run] [cpu|gpu|gpu-dra]
 Install k3s, helm, KubeRay $KUBERAY_VERSION and (gpu) NVIDIA's GPU Operator on this server; make the storage folder.
+gpu-dra: the GPU Operator without its device plugin, and NVIDIA's DRA driver, which gives out the GPUs in its place.
 HTTP_PROXY, HTTPS_PROXY and NO_PROXY of this shell are handed on to k3s; nanoray's pods have kuberay/base/proxy.yaml. The NVIDIA driver must be there already (nvidia-smi), or the GPU Operator installs one." "$@"
 KIND="${ARGS[0]:-cpu}"
-case "$KIND" in cpu | gpu) ;; *) die "'$KIND' is neither cpu nor gpu" ;; esac
+case "$KIND" in
+cpu) IMAGE=cpu OVERLAY=cpu ;;
+gpu) IMAGE=cuda OVERLAY=single-pod ;;
+gpu-dra) IMAGE=cuda OVERLAY=gpu-dra ;;
+*) die "'$KIND' is none of cpu, gpu, gpu-dra" ;;
+esac
 K3S_VERSION="${K3S_VERSION:-v1.34.1+k3s1}"
 GPU_OPERATOR_VERSION="${GPU_OPERATOR_VERSION:-v25.10.0}"
+DRA_DRIVER_VERSION="${DRA_DRIVER_VERSION:-25.12.0}"
 [ "$DRY_RUN" = 1 ] || [ "$(id -u)" = 0 ] || die "k3s and the storage folder need root: sudo -E $0 $*"
 need curl
 
@@ -52,20 +59,34 @@ run helm repo add --force-update kuberay https://ray-project.github.io/kuberay-h
 run helm upgrade --install kuberay-operator kuberay/kuberay-operator --version "$KUBERAY_VERSION" \
   --namespace kuberay-system --create-namespace --wait --timeout 5m
 
-if [ "$KIND" = gpu ]; then
+if [ "$KIND" != cpu ]; then
+  DEVICE_PLUGIN=true
+  [ "$KIND" = gpu ] || DEVICE_PLUGIN=false
+  if [ "$KIND" = gpu ] && have helm status nvidia-dra-driver-gpu --namespace nvidia-dra-driver-gpu; then
+    die "NVIDIA's DRA driver is installed, and with the device plugin beside it two pods could get one GPU; helm uninstall it, or take gpu-dra"
+  fi
   say "GPU Operator $GPU_OPERATOR_VERSION"
   DRIVER=true
   if have nvidia-smi; then DRIVER=false; fi
   run helm repo add --force-update nvidia https://helm.ngc.nvidia.com/nvidia
   run helm upgrade --install gpu-operator nvidia/gpu-operator --version "$GPU_OPERATOR_VERSION" \
     --namespace gpu-operator --create-namespace --wait --timeout 15m \
-    --set driver.enabled="$DRIVER" --set mig.strategy=mixed \
+    --set driver.enabled="$DRIVER" --set mig.strategy=mixed --set devicePlugin.enabled="$DEVICE_PLUGIN" \
     --set toolkit.env[0].name=CONTAINERD_CONFIG --set toolkit.env[0].value=/var/lib/rancher/k3s/agent/etc/containerd/config.toml \
     --set toolkit.env[1].name=CONTAINERD_SOCKET --set toolkit.env[1].value=/run/k3s/containerd/containerd.sock
+fi
+
+if [ "$KIND" = gpu-dra ]; then
+  say "NVIDIA's DRA driver $DRA_DRIVER_VERSION"
+  DRIVER_ROOT=/
+  [ "$DRIVER" = false ] || DRIVER_ROOT=/run/nvidia/driver # where the GPU Operator installs it
+  run helm upgrade --install nvidia-dra-driver-gpu nvidia/nvidia-dra-driver-gpu --version "$DRA_DRIVER_VERSION" \
+    --namespace nvidia-dra-driver-gpu --create-namespace --wait --timeout 10m \
+    --set nvidiaDriverRoot="$DRIVER_ROOT" --set gpuResourcesEnabledOverride=true
 fi
 
 say "storage"
 run install -d -o 1000 -g 1000 -m 0750 /var/lib/nanoray
 
 say "done"
-echo "next: $SCRIPTS/image.sh $([ "$KIND" = gpu ] && echo cuda || echo cpu); $SCRIPTS/try.sh $([ "$KIND" = gpu ] && echo single-pod || echo cpu)"
+echo "next: $SCRIPTS/image.sh $IMAGE; $SCRIPTS/try.sh $OVERLAY"

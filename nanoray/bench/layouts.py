@@ -209,7 +209,7 @@ class Here:
 
     def cost(self, layout: Layout, axis: str, op: str, nbytes: float) -> Cost:
         """Return the cost of a collective, and the cores that it keeps busy."""
-        ranks = getattr(layout, axis)
+        ranks = layout.size_of(axis)
         # A collective of one rank sends nothing.
         messages, moved = coefficients("backend", ranks, round(nbytes)) if ranks > 1 else (0.0, 0.0)
         latency_s = messages * self.links[op].alpha_s

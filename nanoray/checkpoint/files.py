@@ -58,6 +58,9 @@ OPTIMIZER = "optimizer.safetensors"
 RNG = "rng.safetensors"
 TENSOR_FILES = (MODEL, OPTIMIZER, RNG)
 
+# Bytes on a disk besides the tensors: the manifest, and files rounded up to blocks
+RESERVE = 1 << 16
+
 STEP_NAME = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(tmp|old|del)-(step_\d{8,})-[\w.]*-\d+")
 Sums = dict[str, dict[str, Any]]  # bytes and sha256 of each file
@@ -150,9 +153,12 @@ class Draft:
         # An early error is better than a draft that fills the disk, where logs are written, too.
         disk = os.statvfs(self._folder)
         have = disk.f_bavail * disk.f_frsize
-        # Manifest and rounding; some FUSE mounts report no blocks
-        if disk.f_blocks and have < need + (1 << 16):
-            text = f"disk full: need {need / 1e6:.2f} MB, have {have / 1e6:.2f} MB"
+        # Some FUSE mounts report no blocks
+        if disk.f_blocks and have < need + RESERVE:
+            text = (
+                f"disk full: need {need / 1e6:.2f} MB and {RESERVE / 1e6:.2f} MB for manifest and "
+                f"rounding, have {have / 1e6:.2f} MB"
+            )
             raise OSError(errno.ENOSPC, text, str(self._folder))
         self.temp.mkdir()
         reached("save")

@@ -85,8 +85,8 @@ class Mesh(Group):
 
     cp_attention: Literal["ring", "all_gather"] = field("ring", "dist")
     """cp: ring (a block of keys and values travels while a rank computes with the one before) |
-    all_gather (all keys and values are gathered first: simple, nothing is hidden, and a rank has
-    the keys of whole sequences for the time of one layer)"""
+    all_gather (all keys and values are gathered first: simple, nothing is hidden, and a rank
+    keeps those of whole sequences until the layer's backward)"""
 
     tp: Positive = field(1, "dist")
     """tensor parallelism: ranks that share each layer of a gpt, by heads, hidden units and tokens;

@@ -23,6 +23,7 @@ from nanoray.mesh.layout import Layout
 GB = 1e9
 DOES_NOT_FIT = "does not fit"  # begins the refusal of a layout that needs too much memory
 MOST_REASONS = 6  # that an error lists
+LEAST_TOKENS = 128  # of a sequence on a rank of cp, that a search tries
 
 
 @dataclass(frozen=True)
@@ -63,18 +64,26 @@ def factors(n: int) -> str:
 def factorizations(ranks: int, experts: bool = False, tokens: int = 0) -> Iterator[Layout]:
     """Yield every dp·cp·tp·pp = ranks; with experts each ep that divides dp.
 
-    `tokens`: of a sequence. Each rank of cp takes two equal parts of it, so most sizes of cp are
-    left out before they are tried.
+    `tokens`: of a sequence; 0: any. Each rank of cp takes two equal parts of it. Sizes of cp that
+    leave a rank fewer than LEAST_TOKENS are no candidates: messages would take most of their time.
     """
+    sizes = divisors(ranks)
+    if tokens:
+        sizes = [cp for cp in sizes if cp == 1 or _divides_sequences(cp, tokens)]
     for tp in divisors(ranks):
         for pp in divisors(ranks // tp):
             rest = ranks // tp // pp
-            for cp in divisors(rest):
-                if cp > 1 and tokens % (2 * cp):
+            for cp in sizes:
+                if rest % cp:
                     continue
                 dp = rest // cp
                 for ep in divisors(dp) if experts else [1]:
                     yield Layout(dp, tp, pp, ep, cp)
+
+
+def _divides_sequences(cp: int, tokens: int) -> bool:
+    """Return whether each of `cp` ranks gets two equal parts of a sequence, worth their messages."""
+    return tokens % (2 * cp) == 0 and tokens // cp >= LEAST_TOKENS
 
 
 def candidates(job: Job, ranks: int, ranks_per_node: int | None = None) -> Iterator[Layout]:

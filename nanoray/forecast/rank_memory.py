@@ -169,6 +169,8 @@ def memory_line(
     # With one replica data parallelism shards nothing, so the name of the mode would mislead.
     if batch.dp * config.cp == 1:
         mode = "one data rank" if config.tp * config.pp > 1 else "one rank"
+    elif config.replicas > 1:
+        mode += f" in {config.replicas} groups"
 
     limit = ""
     if limit_gb is not None:

@@ -105,6 +105,7 @@ def simulate(
     is shorter than its CPU work over its cores.
     """
     compute = _chain(step, threads)
+    stretches_left = sum(task.closes for task in compute)
     queue = deque(enumerate(step.buckets))
     running: list[_Task] = []  # collectives
     events: list[Event] = []
@@ -132,14 +133,14 @@ def simulate(
         events += [Event(task.track, task.name, task.start_s, now_s) for task in done]
         running = [task for task in running if task not in done]
         if compute and compute[0] in done:
-            compute.popleft()
+            stretches_left -= compute.popleft().closes
             if compute:
                 compute[0].start_s = now_s
             else:
                 backward_end_s = now_s
 
         # Start collectives of ready buckets on free lanes.
-        ready = len(step.buckets) + 1 - sum(task.closes for task in compute)
+        ready = len(step.buckets) + 1 - stretches_left
         taken = {task.track for task in running}
         free = [f"lane {lane}" for lane in range(lanes) if f"lane {lane}" not in taken]
         for lane in free:

@@ -29,10 +29,13 @@ from nanoray.cli import (
 )
 from nanoray.config import Kube, make_config
 from nanoray.errors import ConfigError
+from nanoray.kube.claims import claimed_templates
 from nanoray.kube.cluster import Api, KubeError, check_operator
+from nanoray.kube.devices import check_driver
 from nanoray.kube.fetch import fetch, progress_of
 from nanoray.kube.fit import compare
 from nanoray.kube.follow import Follower
+from nanoray.kube.gpus import template_name
 from nanoray.kube.kustomize import Object, to_yaml
 from nanoray.kube.pods import troubles
 from nanoray.kube.ray_jobs import TERMINAL, attempts, ray_api
@@ -134,16 +137,20 @@ def _submit(loaded: Loaded, started: float) -> int:
         print("\n".join(compare(objects)))
         return 0
 
-    # Nothing is applied before both checks have passed.
+    # Nothing is applied before these checks have passed.
     api = Api()
     print(check_operator(api))
+    devices = check_driver(api, objects)
+    if devices:
+        print(devices)
     _delete_finished_job(api, namespace, name)
 
     for thing in objects:
         kind = thing["kind"]
         thing_name = thing["metadata"]["name"]
-        if kind == "Job":  # Jobs are immutable, and an old one may have another image
-            _delete(api, namespace, "Job", thing_name)
+        # These are immutable, and an old one may have another image or another number of GPUs.
+        if kind in ("Job", "ResourceClaimTemplate"):
+            _delete(api, namespace, kind, thing_name)
         api.apply(thing)
         print(f"apply  {kind} {thing_name}")
     print(f"folder {_out_dir(objects)} on the volume")
@@ -282,8 +289,12 @@ def _stop(argv: list[str]) -> int:
     elif not args.delete:
         print(f"job    {name} is not running: {status.get('jobDeploymentStatus', 'accepted')}")
     if args.delete:
+        job = _find_job(api, args.namespace, name)
         _delete(api, args.namespace, "RayJob", name)
         _delete(api, args.namespace, "ConfigMap", f"{name}-config")
+        # Only where the job has one: accounts that never use DRA may lack the right.
+        if template_name(name) in claimed_templates(job):
+            _delete(api, args.namespace, "ResourceClaimTemplate", template_name(name))
         _delete(api, args.namespace, "PodDisruptionBudget", name)
         print(f"job    {name} deleted; its runs and checkpoints are still on the volume")
     return 0

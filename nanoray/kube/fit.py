@@ -9,7 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanoray.kube.claims import GPU_CLASSES, claim_templates, gpu_requests
 from nanoray.kube.cluster import Api, ApiError, KubeError
+from nanoray.kube.devices import (
+    Device,
+    evaluate,
+    fits,
+    label,
+    read_allocated,
+    read_devices,
+    requests_of,
+    summarize,
+)
 from nanoray.kube.kustomize import Object
 from nanoray.kube.rules import cluster_spec, quantity, templates
 
@@ -27,6 +38,7 @@ class Node:
     taints: list[dict[str, str]]
     allocatable: Amounts
     free: Amounts = field(default_factory=dict)  # allocatable and requested by no pod
+    devices: list[Device] = field(default_factory=list)  # which pods may claim
 
 
 @dataclass(frozen=True)
@@ -45,12 +57,15 @@ def compare(objects: list[Object]) -> list[str]:
     Raises KubeError for a pod that fits on no node, even on an empty one.
     """
     try:
-        nodes, note = _read_nodes(Api(), objects)
+        api = Api()
+        nodes, note = _read_nodes(api, objects)
     except KubeError as error:  # a comparison is a service: without the right the job is submitted
         return [f"fit    not compared with the nodes: {error}"]
+    claims_are_known, lines = _read_devices(api, objects, nodes)
 
     # The largest pods first, because the small ones fit into what is left.
-    pods = sorted(_pods(objects), key=lambda pod: sorted(pod.requests.values()), reverse=True)
+    pods = _pods(objects, claims_are_known)
+    pods.sort(key=lambda pod: sorted(pod.requests.values()), reverse=True)
     total: Amounts = {}
     for pod in pods:
         reason = _why_on_no_node(pod, nodes)
@@ -62,7 +77,7 @@ def compare(objects: list[Object]) -> list[str]:
     waiting = [pod for pod in pods if not _book_first_fit(pod, nodes)]
     summary = f"fit    {len(pods)} pods ask for {amounts(total)}"
     if not waiting:
-        return [f"{summary}; {len(nodes)} node(s) have room for them{note}"]
+        return [f"{summary}; {len(nodes)} node(s) have room for them{note}", *lines]
 
     rooms = []
     for node in nodes:
@@ -75,6 +90,7 @@ def compare(objects: list[Object]) -> list[str]:
         f"{'; '.join(rooms)}",
         "fit    they wait until other pods end; or use fewer or smaller ones (--workers, --cpus, "
         "--memory_gib, --overlay laptop)",
+        *lines,
     ]
 
 
@@ -87,8 +103,9 @@ def amounts(values: Amounts) -> str:
     return ", ".join(parts)
 
 
-def _pods(objects: list[Object]) -> list[Pod]:
+def _pods(objects: list[Object], with_claims: bool) -> list[Pod]:
     """Return the pods of all objects; a template with three replicas is three pods."""
+    claimable = claim_templates(objects)
     pods = []
     for thing in objects:
         is_cluster = cluster_spec(thing) is not None
@@ -99,8 +116,13 @@ def _pods(objects: list[Object]) -> list[Pod]:
                 role = "worker" if is_worker else "head"
                 name = f"{role} {name}"
             spec = template["spec"]
+            requests = _requests(spec)
+            if with_claims:
+                for request in gpu_requests(spec, claimable):
+                    key = label(request)
+                    requests[key] = requests.get(key, 0.0) + request.count
             for _ in range(count):
-                pods.append(Pod(name, _requests(spec), spec, is_worker))
+                pods.append(Pod(name, requests, spec, is_worker))
     return pods
 
 
@@ -174,6 +196,58 @@ def _read_nodes(api: Api, objects: list[Object]) -> tuple[list[Node], str]:
     return list(nodes.values()), ""
 
 
+def _read_devices(api: Api, objects: list[Object], nodes: list[Node]) -> tuple[bool, list[str]]:
+    """Add the devices that pods may claim to the nodes' room.
+
+    Returns whether the claims of pods can be compared with them, and lines about what is not.
+    Raises KubeError when the cluster has no Dynamic Resource Allocation.
+    """
+    requests = list(dict.fromkeys(requests_of(objects)))  # each once
+    if not requests:
+        return False, []
+    try:
+        devices = read_devices(api)
+    except ApiError as error:
+        return False, [f"fit    claims of GPUs are not compared with the nodes: {error}"]
+    lines = []
+    try:
+        allocated = read_allocated(api)
+    except ApiError as error:
+        allocated = set()
+        lines.append(f"fit    GPUs count as free; claims may not be listed ({error.message})")
+
+    by_name = {node.name: node for node in nodes}
+    for device in devices:
+        node = by_name.get(device.node)
+        if node is None:
+            continue
+        node.devices.append(device)
+        is_free = (device.pool, device.name) not in allocated
+        for key in {label(request) for request in requests if fits(device, request)}:
+            node.allocatable[key] = node.allocatable.get(key, 0.0) + 1
+            if is_free:
+                node.free[key] = node.free.get(key, 0.0) + 1
+
+    # What only the scheduler can say.
+    unknown = set()
+    for request in requests:
+        for selector in request.selectors:
+            for device in devices:
+                has_class = device.device_class == request.device_class
+                if has_class and evaluate(selector, device) is None:
+                    unknown.add(selector)
+    for selector in sorted(unknown):
+        lines.append(
+            f"fit    counted as satisfied, because only the scheduler evaluates it: {selector}"
+        )
+    if any(device.is_partition for device in devices):
+        lines.append(
+            "fit    at most: the driver makes slices on demand, and lists each that a GPU could "
+            "have, not those that it could have together"
+        )
+    return True, lines
+
+
 def _book(node: Node, requests: Amounts) -> None:
     for resource, amount in requests.items():
         node.free[resource] = node.free.get(resource, 0.0) - amount
@@ -222,8 +296,7 @@ def _why_on_no_node(pod: Pod, nodes: list[Node]) -> str:
             asked = amounts({resource: amount})
             available = amounts({resource: most})
             reasons.append(f"it asks for {asked}, and {largest.name} has the most, {available}")
-            remedy = _REMEDY.get(resource, "lower --ranks_per_pod or give another --gpu_resource")
-            remedies.append(remedy)
+            remedies.append(_REMEDY.get(resource, _remedy_of_devices(resource, open_nodes)))
     # Each resource is on some node, but not all of them on one.
     if not reasons:
         reasons = [f"no single node has all of {amounts(pod.requests)}"]
@@ -234,6 +307,22 @@ def _why_on_no_node(pod: Pod, nodes: list[Node]) -> str:
     if pod.is_worker:
         remedy = f"{', '.join(remedies)}, or {remedy}"
     return f"{'; '.join(reasons)}; {remedy}, or add a larger node"
+
+
+def _remedy_of_devices(resource: str, nodes: list[Node]) -> str:
+    """Return what to do about a device of which no node has enough."""
+    if not resource.startswith(GPU_CLASSES):
+        return (
+            "lower --ranks_per_pod or give another --gpu_resource, or --gpu_allocation dra where "
+            "NVIDIA's DRA driver gives out the GPUs"
+        )
+    devices = []
+    for node in nodes:
+        devices += node.devices
+    return (
+        "lower --ranks_per_pod or give another --gpu_resource or --gpu_selector (the driver lists: "
+        f"{summarize(devices)})"
+    )
 
 
 def _why_refused(spec: dict[str, Any], node: Node) -> str:

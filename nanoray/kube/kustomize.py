@@ -269,6 +269,7 @@ _ORDER = (
     "ConfigMap",
     "PersistentVolume",
     "PersistentVolumeClaim",
+    "ResourceClaimTemplate",
     "NetworkPolicy",
 )
 

@@ -18,6 +18,7 @@ import yaml
 from nanoray.config import Config, Kube
 from nanoray.config.spellings import join
 from nanoray.errors import ConfigError
+from nanoray.kube.gpus import assign_gpus, choose_gpus, template_name
 from nanoray.kube.kustomize import Object, build, containers
 from nanoray.kube.rules import NAME_LIMIT, groups, problems, quantity, templates
 
@@ -28,6 +29,7 @@ CONFIG_DIR = "/etc/nanoray"
 RUNS = "/data/runs"
 MIN_TIMEOUT_S = 300.0  # a replaced pod may need a new node and its image
 OVERLAY = {"cpu": "cpu", "cuda": "multi-pod", "mig": "mig-mixed"}  # defaults of --overlay
+DRA_OVERLAY = {"cpu": "cpu", "cuda": "gpu-dra", "mig": "mig-dra"}  # with --gpu_allocation dra
 # Keys that are not passed to the job: the pods or its entrypoint set them.
 _LOCAL = (
     "workers",
@@ -57,7 +59,8 @@ def render(config: Config, timestamp: str) -> list[Object]:
         )
 
     # The overlay's objects.
-    overlay = kube.overlay or OVERLAY[config.device]
+    defaults = DRA_OVERLAY if kube.gpu_allocation == "dra" else OVERLAY
+    overlay = kube.overlay or defaults[config.device]
     folder = KUBE_DIR / "overlays" / overlay / "job"
     if not folder.is_dir():
         names = sorted(path.parent.name for path in (KUBE_DIR / "overlays").glob("*/job"))
@@ -69,7 +72,7 @@ def render(config: Config, timestamp: str) -> list[Object]:
     # The run's settings. The pods come first, because the disruption budget counts them.
     name = job_name(config.name)
     job["metadata"]["name"] = name
-    _shape_pods(job, config, int(ranks))
+    _shape_pods(objects, job, config, int(ranks))
     _protect_pods(objects, job, name)
     _set_storage(objects, kube)
     objects.insert(1, _config_map(config, name))  # after the namespace, before what mounts it
@@ -158,7 +161,7 @@ def _config_map(config: Config, name: str) -> Object:
     }
 
 
-def _shape_pods(job: Object, config: Config, ranks: int) -> None:
+def _shape_pods(objects: list[Object], job: Object, config: Config, ranks: int) -> None:
     """Set the number of worker pods and their resources, and mount the configuration in all pods.
 
     Raises ConfigError for a number of ranks that the pods cannot hold.
@@ -174,8 +177,7 @@ def _shape_pods(job: Object, config: Config, ranks: int) -> None:
     overlay_ranks = int(params["num-gpus"]) or int(params["num-cpus"])
     ranks_per_pod = kube.ranks_per_pod or overlay_ranks
     growth = max(1.0, ranks_per_pod / overlay_ranks)
-    gpu_resource = kube.gpu_resource or _gpu_resource_of(overlay_limits)
-    _refuse_shared_slices(config, gpu_resource, ranks_per_pod)
+    gpus = choose_gpus(config, objects, workers, ranks_per_pod)
     pods = math.ceil(ranks / ranks_per_pod)
     if ranks % ranks_per_pod:
         raise ConfigError(
@@ -199,12 +201,10 @@ def _shape_pods(job: Object, config: Config, ranks: int) -> None:
 
     # What Ray counts with. It must see a CPU for each rank, although ranks may share one.
     params["num-cpus"] = str(max(math.floor(cpus), ranks_per_pod))
-    params["num-gpus"] = "0"
-    if config.device != "cpu":
-        params["num-gpus"] = str(ranks_per_pod)
-        limits[gpu_resource] = str(ranks_per_pod)
-    container["resources"] = {"requests": dict(limits), "limits": dict(limits)}
+    params["num-gpus"] = str(gpus.count) if gpus else "0"
     workers["rayStartParams"] = params
+    container["resources"] |= {"requests": dict(limits), "limits": dict(limits)}
+    assign_gpus(gpus, objects, workers, template_name(job_name(config.name)))
 
     # /dev/shm, where NCCL and Ray's object store exchange data.
     for volume in workers["template"]["spec"]["volumes"]:
@@ -218,28 +218,6 @@ def _shape_pods(job: Object, config: Config, ranks: int) -> None:
     build_tag = "cpu" if config.device == "cpu" else "cuda"
     for each in containers(job):
         each["image"] = kube.image or re.sub(r"(cpu|cuda)$", build_tag, each["image"])
-
-
-def _gpu_resource_of(limits: dict[str, str]) -> str:
-    """Return the name of the GPUs in an overlay's limits; a whole GPU's where it has none."""
-    for resource in limits:
-        if resource.startswith("nvidia.com/"):
-            return resource
-    return "nvidia.com/gpu"
-
-
-def _refuse_shared_slices(config: Config, gpu_resource: str, ranks_per_pod: int) -> None:
-    """Raise ConfigError for more than one rank in a pod with MIG slices."""
-    has_slices = config.device == "mig"
-    if config.device == "cuda":
-        has_slices = gpu_resource.startswith("nvidia.com/mig-")
-        has_slices = has_slices or config.kube.overlay.startswith("mig-")
-    if has_slices and ranks_per_pod > 1:
-        raise ConfigError(
-            f"ranks_per_pod = {ranks_per_pod}, device = {config.device} with {gpu_resource}: a "
-            "process sees only one MIG slice, and Ray would give each rank another one; use "
-            "--ranks_per_pod 1"
-        )
 
 
 def _mount_config(spec: Object, config_map: str) -> None:

@@ -12,11 +12,14 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+from nanoray.kube.claims import check_claims, claim_templates, gpu_requests
 from nanoray.kube.kustomize import Object, containers
 
-NAME_LIMIT = {"RayCluster": 53, "RayJob": 47}  # the operator appends a suffix
+NAME_LIMIT = {"RayCluster": 53, "RayJob": 47, "RayCronJob": 41}  # the operator appends a suffix
 HEAD_MEMORY = 1.5 * 2**30  # the head of overlay laptop, with its driver, held 0.9 GiB at its peak
 MIN_RAY = (2, 53)  # KubeRay's probes need it
+# The operator leaves the commands of containers alone
+KEEPS_COMMAND = "ray.io/overwrite-container-cmd"
 # Seconds after SIGTERM after which `ray start` ends its node
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 _UNITS = {
@@ -42,11 +45,21 @@ def quantity(value: str | int | float) -> float:
 
 
 def cluster_spec(thing: Object) -> dict[str, Any] | None:
-    """Return the RayCluster spec of a RayCluster or a RayJob, None for other kinds."""
-    if thing["kind"] == "RayJob":
-        return thing["spec"]["rayClusterSpec"]
+    """Return the RayCluster spec of an object of KubeRay, None for other kinds."""
     if thing["kind"] == "RayCluster":
         return thing["spec"]
+    job = job_spec(thing)
+    if job is None:
+        return None
+    return job["rayClusterSpec"]
+
+
+def job_spec(thing: Object) -> dict[str, Any] | None:
+    """Return the RayJob spec of a RayJob or a RayCronJob, None for other kinds."""
+    if thing["kind"] == "RayJob":
+        return thing["spec"]
+    if thing["kind"] == "RayCronJob":
+        return thing["spec"]["jobTemplate"]
     return None
 
 
@@ -58,13 +71,21 @@ def groups(spec: dict[str, Any]) -> list[dict[str, Any]]:
 def problems(objects: list[Object]) -> list[str]:
     """Return each broken rule as one line that names the object, the value and the remedy."""
     found = []
+    claimable = claim_templates(objects)
     for thing in objects:
-        rules = [_check_policy(thing)]
+        rules = [_check_policy(thing), _check_claims(thing, claimable)]
         spec = cluster_spec(thing)
         if spec:
-            rules += [_check_name(thing), _check_cluster(spec)]
-        if thing["kind"] == "RayJob":
-            rules.append(_check_job(thing["spec"]))
+            rules += [
+                _check_name(thing),
+                _check_commands(thing, spec),
+                _check_cluster(spec, claimable),
+            ]
+        job = job_spec(thing)
+        if job:
+            rules.append(_check_job(job))
+        if thing["kind"] == "RayCronJob":
+            rules.append(_check_schedule(thing["spec"]))
         for rule in rules:
             for problem in rule:
                 found.append(f"{_label(thing)}: {problem}")
@@ -95,7 +116,7 @@ def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-def _check_cluster(spec: dict[str, Any]) -> Iterator[str]:
+def _check_cluster(spec: dict[str, Any], claimable: dict[str, Object]) -> Iterator[str]:
     version = str(spec.get("rayVersion", ""))
     if _parse_version(version) < MIN_RAY:
         yield (
@@ -106,11 +127,38 @@ def _check_cluster(spec: dict[str, Any]) -> Iterator[str]:
         yield "authOptions.mode is not token: anyone who reaches the head could run code; set it"
     for group in groups(spec):
         name = group.get("groupName", "head")
-        for problem in _check_group(group, is_head=name == "head"):
+        for problem in _check_group(group, claimable, is_head=name == "head"):
             yield f"{name}: {problem}"
 
 
-def _check_group(group: dict[str, Any], is_head: bool) -> Iterator[str]:
+def _check_commands(thing: Object, spec: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the commands of containers that start Ray themselves."""
+    # The operator copies a RayJob's annotations to its cluster, but none of a RayCronJob to its jobs.
+    kept = thing["metadata"].get("annotations", {}).get(KEEPS_COMMAND) == "true"
+    remedy = f'annotate {KEEPS_COMMAND}: "true"'
+    if thing["kind"] == "RayCronJob":
+        kept = False
+        remedy = "drop command and args, because a RayCronJob has no annotations for its jobs"
+    for group in groups(spec):
+        name = group.get("groupName", "head")
+        container = group["template"]["spec"]["containers"][0]
+        command = " ".join([*container.get("command", ()), *container.get("args", ())])
+        starts_ray = "KUBERAY_GEN_RAY_START_CMD" in command
+        if starts_ray and not kept:
+            yield (
+                f"{name}: the command starts Ray, and the operator would append another start; "
+                f"{remedy}"
+            )
+        if kept and not starts_ray:
+            yield (
+                f"{name}: with the annotation {KEEPS_COMMAND} the operator starts no Ray, and the "
+                "command does not run $KUBERAY_GEN_RAY_START_CMD; add it, or drop the annotation"
+            )
+
+
+def _check_group(
+    group: dict[str, Any], claimable: dict[str, Object], is_head: bool
+) -> Iterator[str]:
     """Yield broken rules of the head group or of a worker group."""
     params = group.get("rayStartParams", {})
     for key, value in params.items():
@@ -128,15 +176,23 @@ def _check_group(group: dict[str, Any], is_head: bool) -> Iterator[str]:
             "raise it"
         )
 
-    # Ray counts with num-gpus, the kubelet with limits. A group has one kind of GPU.
+    # Ray counts with num-gpus, the kubelet with limits or the scheduler with claims. A group has
+    # one kind of GPU.
     limits = container["resources"]["limits"]
     gpus = []
     for resource, count in limits.items():
         if resource.endswith("gpu") or resource.startswith("nvidia.com/mig-"):
             gpus.append(int(count))
-    expected = [str(count) for count in gpus or [0]]
+    claimed = [request.count for request in gpu_requests(pod, claimable)]
     num_gpus = params.get("num-gpus")
-    if [num_gpus] != expected:
+    if gpus and claimed:
+        yield (
+            f"limits ask for {gpus} GPUs and claims for {claimed} more: the device plugin and DRA "
+            "would give the same devices twice; write one of the two"
+        )
+    elif claimed and [num_gpus] != [str(count) for count in claimed]:
+        yield f"claims ask for {claimed} GPUs, num-gpus = {num_gpus}; write them equal"
+    elif not claimed and [num_gpus] != [str(count) for count in gpus or [0]]:
         yield f"limits ask for {gpus or 0} GPUs, num-gpus = {num_gpus}; write them equal"
 
     if is_head:
@@ -187,10 +243,24 @@ def _check_job(spec: dict[str, Any]) -> Iterator[str]:
         )
     if "--resume" not in words and spec.get("backoffLimit"):
         yield "backoffLimit starts over on a new cluster; add --resume auto to the entrypoint"
-    elif "--placement_timeout_s" not in words:
+    elif "--placement_timeout_s" not in words and "nanoray.bench" not in spec.get("entrypoint", ""):
         yield (
             "a replaced pod takes longer than nanoray waits by default; add --placement_timeout_s "
             "300"
+        )
+
+
+def _check_schedule(spec: dict[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with a RayCronJob's schedule and with jobs that may meet each other."""
+    schedule = str(spec.get("schedule", ""))
+    fields = schedule.split()
+    is_name = schedule.startswith("@")  # @daily, @every 24h
+    if "TZ" in schedule or (len(fields) != 5 and not is_name):
+        yield f"schedule {schedule!r} has not five fields without a time zone, such as 0 3 * * *"
+    if not spec["jobTemplate"].get("activeDeadlineSeconds"):
+        yield (
+            "without activeDeadlineSeconds a job that hangs would still run when the next one "
+            "starts, because RayCronJob has no concurrencyPolicy; set it"
         )
 
 
@@ -210,6 +280,11 @@ def templates(thing: Object) -> Iterator[tuple[dict[str, Any], int]]:
 def _pods(thing: Object) -> Iterator[dict[str, Any]]:
     for template, _ in templates(thing):
         yield template["spec"]
+
+
+def _check_claims(thing: Object, claimable: dict[str, Object]) -> Iterator[str]:
+    for pod in _pods(thing):
+        yield from check_claims(pod, claimable)
 
 
 def _check_policy(thing: Object) -> Iterator[str]:
@@ -287,6 +362,9 @@ def _references(pod: Object) -> set[tuple[str, str]]:
             needed.add(("PersistentVolumeClaim", claim))
         if "configMap" in volume:
             needed.add(("ConfigMap", volume["configMap"]["name"]))
+    for claim in pod.get("resourceClaims", ()):
+        if "resourceClaimTemplateName" in claim:
+            needed.add(("ResourceClaimTemplate", claim["resourceClaimTemplateName"]))
     for container in containers(pod):
         for source in container.get("envFrom", ()):
             reference = source.get("configMapRef")

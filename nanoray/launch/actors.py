@@ -5,6 +5,7 @@ new actor takes its slot.
 
     create ─► slot 0, slot 1, ... ─► fill: end the actor in a slot, put a spare or a new one there
               spares                 vacate: end the actor in a slot, leave the slot empty
+                                     prepare, swap: start another actor for a slot, and put it there
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
@@ -26,7 +29,14 @@ from ray.util.scheduling_strategies import (
 from nanoray.config import Config
 from nanoray.config.variables import THREADS, explicit
 from nanoray.launch.cluster_watch import ClusterWatch
-from nanoray.launch.placement import START_TIMEOUT_S, Placement, bounded, strategy
+from nanoray.launch.placement import (
+    START_TIMEOUT_S,
+    Placement,
+    bounded,
+    nodes_of,
+    room_on,
+    strategy,
+)
 from nanoray.launch.ray_compat import is_pending
 from nanoray.launch.script import Script
 from nanoray.launch.worker import Worker
@@ -37,6 +47,14 @@ START_TRIES = 3  # how often a new actor may die before it is ready
 # Ray starts a process within seconds where its slot has room. Each further try waits twice as long:
 # on a very busy machine a process may be slow.
 PENDING_S = 20.0
+
+
+class Spare(NamedTuple):
+    """An actor without a slot."""
+
+    actor: Any
+    ready: Any  # its pending `ready`
+    node: str  # on which it was started
 
 
 def _no_check() -> None:
@@ -80,9 +98,14 @@ class ActorPool:
         self._requested: dict[int, tuple[float, float]] = {}
         self.unfit: dict[int, set[str]] = {}  # nodes on which a new rank could not work
 
-        # Actors without a slot, each with its pending `ready`.
-        self.spares: list[tuple[Any, Any]] = []
+        # Actors without a slot.
+        self.spares: list[Spare] = []
         self.promoted: set[int] = set()  # slots that a spare took since the last fault
+
+        # Slots whose actor may be on another node than the slot's bundle; and further actors for
+        # them, in their bundles, each with its pending `ready`.
+        self.displaced: set[int] = set()
+        self.prepared: dict[int, tuple[Any, Any]] = {}
 
         # Two runs of one name on a cluster must not see each other's actors, nor those of a program
         # whose connection they share.
@@ -137,23 +160,94 @@ class ActorPool:
             return
 
         replaces = bool(self.facts)
-        actor = self._take_spare(slot)
-        if actor is None:
-            # With shrink the others train meanwhile, so a new actor has the time to rehearse a
-            # step; otherwise they wait for it.
-            actor = self.new_actor(
-                slot,
-                rehearse=replaces and self.spec.config.recovery == "shrink",
-                num_cpus=self.place.bundle["CPU"],
-                num_gpus=self.place.bundle.get("GPU", 0),
-                scheduling_strategy=self._strategy(slot),
-            )
+        if slot in self.prepared:
+            actor, ready = self.prepared.pop(slot)
+        else:
+            actor = self._take_spare(slot)
+            if actor is None:
+                # With shrink the others train meanwhile, so a new actor has the time to rehearse a
+                # step; otherwise they wait for it.
+                rehearse = replaces and self.spec.config.recovery == "shrink"
+                actor = self._actor_for(slot, rehearse)
+            # `ready` returns after the imports: an actor that dies in them costs another try, but
+            # no rendezvous. At the start of a run all ranks import at once, and `describe` is
+            # enough.
+            ready = actor.ready.remote() if replaces else actor.describe.remote()
         self.actors[slot] = actor
-
-        # `ready` returns after the imports: an actor that dies in them costs another try, but no
-        # rendezvous. At the start of a run all ranks import at once, and `describe` is enough.
-        self.starting[slot] = actor.ready.remote() if replaces else actor.describe.remote()
+        self.starting[slot] = ready
         self._requested[slot] = (self.clock.monotonic(), PENDING_S)
+
+    def _actor_for(self, slot: int, rehearse: bool) -> Any:
+        """Create a new actor for a slot, with the slot's resources."""
+        where = self._strategy(slot)
+        if isinstance(where, NodeLabelSchedulingStrategy):
+            self.displaced.add(slot)
+        return self.new_actor(
+            slot,
+            rehearse=rehearse,
+            num_cpus=self.place.bundle["CPU"],
+            num_gpus=self.place.bundle.get("GPU", 0),
+            scheduling_strategy=where,
+        )
+
+    # Actors that go back to their slots: see moves.py.
+
+    def homes(self) -> dict[int, str]:
+        """Return the node of each slot's bundle, where a new actor can start now.
+
+        Without those on which a rank could not work, that are drained, or that have no node.
+        """
+        if not self.head_answers() or not self.place.is_reserved(self.api):
+            return {}
+        nodes = self.api.util.placement_group_table(self.place.group)["bundles_to_node_id"]
+        homes = {}
+        for slot, bundle in enumerate(self.place.order):
+            node = nodes.get(bundle)
+            if node and node not in self.drained_nodes and node not in self.unfit.get(slot, ()):
+                homes[slot] = node
+        return homes
+
+    def prepare(self, slot: int) -> None:
+        """Start a further actor for a slot, in its bundle, beside the one that trains elsewhere."""
+        actor = self.new_actor(
+            slot,
+            rehearse=True,
+            num_cpus=self.place.bundle["CPU"],
+            num_gpus=self.place.bundle.get("GPU", 0),
+            scheduling_strategy=strategy(self.place.group, self.place.order[slot]),
+        )
+        self.prepared[slot] = (actor, actor.ready.remote())
+
+    def prepared_and_ready(self) -> set[int]:
+        """Return the slots whose further actor has started, on a node that is not drained."""
+        slots = set()
+        for slot, (_, ready) in self.prepared.items():
+            done, _ = self.api.wait([ready], timeout=0)
+            with suppress(RayError):  # see drop_dead_prepared
+                if done and self.api.get(ready)["node"] not in self.drained_nodes:
+                    slots.add(slot)
+        return slots
+
+    def drop_dead_prepared(self) -> list[int]:
+        """Forget further actors that died; return their slots."""
+        dead = []
+        for slot, (_, ready) in list(self.prepared.items()):
+            done, _ = self.api.wait([ready], timeout=0)
+            try:
+                if done:
+                    self.api.get(ready)
+            except RayError:
+                del self.prepared[slot]
+                dead.append(slot)
+        return dead
+
+    def swap(self, slot: int) -> None:
+        """End the actor in a slot, and put the one there that was prepared for it."""
+        actor, ready = self.prepared.pop(slot)
+        self.vacate(slot)
+        self.actors[slot] = actor
+        self.facts[slot] = self.api.get(ready)
+        self.displaced.discard(slot)
 
     def request_again(self) -> list[int]:
         """Create the actors again for which Ray starts no process; return their slots.
@@ -239,8 +333,9 @@ class ActorPool:
         """End every actor. Their outcomes are on disk or in the driver already."""
 
         def kill_all() -> None:
-            spares = [spare for spare, _ in self.spares]
-            for actor in list(self.actors.values()) + self._former + spares:
+            waiting = [spare.actor for spare in self.spares]
+            waiting += [actor for actor, _ in self.prepared.values()]
+            for actor in list(self.actors.values()) + self._former + waiting:
                 self.api.kill(actor)
 
         bounded(kill_all)
@@ -280,7 +375,7 @@ class ActorPool:
         """
         on_cpus = self.place.kind == "cpu"
         while len(self.spares) < count and self.head_answers():
-            node = self.facts[len(self.spares) % self.place.workers]["node"]
+            node = self._node_for_spare()
             spare = self.new_actor(
                 None,
                 rehearse=on_cpus,
@@ -288,28 +383,45 @@ class ActorPool:
                 num_gpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=on_cpus),
             )
-            self.spares.append((spare, spare.ready.remote()))
+            self.spares.append(Spare(spare, spare.ready.remote(), node))
+
+    def _node_for_spare(self) -> str:
+        """Return the node with the fewest ranks and spares for its size.
+
+        On CPUs also one without ranks: a spare holds nothing of it. A device is on its rank's node.
+        """
+        taken = Counter(fact["node"] for fact in self.facts.values())
+        taken.update(spare.node for spare in self.spares)
+        room = dict.fromkeys(dict.fromkeys(fact["node"] for fact in self.facts.values()), 1)
+        if self.place.kind == "cpu":
+            for node in nodes_of(self.api):
+                ranks = room_on([node], self.place.bundle, "total")
+                if ranks:  # the head of a cluster may have none
+                    room[node["id"]] = ranks
+        usable = [node for node in room if node not in self.drained_nodes]
+        return min(usable or room, key=lambda node: taken[node] / room[node])
 
     def _take_spare(self, slot: int) -> Any:
         """Assign a ready spare to a slot and return it; None if there is none that fits."""
-        for spare, ready in list(self.spares):
+        for spare in list(self.spares):
             try:
-                done, _ = self.api.wait([ready], timeout=0)
+                done, _ = self.api.wait([spare.ready], timeout=0)
                 lost = self.facts.get(slot)
                 if not done or lost is None:
                     continue
-                node = self.api.get(ready)["node"]
+                node = self.api.get(spare.ready)["node"]
                 if node in self.drained_nodes:
                     continue
                 # The slot's device is on the node of the lost actor.
                 if self.place.kind != "cpu" and node != lost["node"]:
                     continue
-                self.spares.remove((spare, ready))
-                spare.take_slot.remote(slot, lost["devices"])
+                self.spares.remove(spare)
+                spare.actor.take_slot.remote(slot, lost["devices"])
                 self.promoted.add(slot)
-                return spare
+                self.displaced.add(slot)
+                return spare.actor
             except RayError:  # it died in its imports: `add_spares` starts another one
-                self.spares = [other for other in self.spares if other[0] is not spare]
+                self.spares.remove(spare)
         return None
 
     # What is known of actors.

@@ -25,6 +25,7 @@ from nanoray.launch.actors import POLL_S, ActorPool, start_timeout_s
 from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.drain import AbortOrders, Drains, Leave
 from nanoray.launch.fault_log import FaultLog
+from nanoray.launch.moves import Moves
 from nanoray.launch.placement import Placement
 from nanoray.launch.rank_end import end_hung
 from nanoray.launch.recover import Recoverer, Saving
@@ -92,6 +93,7 @@ class Driver:
         self.faults = FaultLog(spec.folder, clock)
         self.recoverer = Recoverer(spec, place, stop, self.cluster, self.faults, clock)
         self._drains = Drains(self.cluster)
+        self._moves = Moves(clock)
         self._aborts = AbortOrders(clock)
         self._steps: dict[int, int] = {}  # by slot, as its last heartbeat said
 
@@ -194,7 +196,9 @@ class Driver:
                 self._watch_until_decision()
             case Grow():
                 assert self.group
-                self.recoverer.grow(self.group)
+                moving = self._moves.ready(self.group)
+                if self.recoverer.grow(self.group, moving):
+                    self._moves.announce_moved(self.group, moving)
                 self._stage = Stage.RUNNING
             case NameCause(group_broke):
                 assert self.group
@@ -339,6 +343,10 @@ class Driver:
                 self.stop.request(trouble)
         if not (self.recoverer.ending or group.pausing or collector.failures):
             self._leave_drained_nodes(group)
+            # A rank goes back to its slot in undisturbed training.
+            undisturbed = not self.faults.recovery and not group.pausing
+            if undisturbed and self._moves.due(group):
+                group.pause()
         if self.recoverer.ending:
             group.stop()
             if collector.failures:

@@ -12,6 +12,7 @@ Which of these comes next is decided in situation.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -400,20 +401,27 @@ class Recoverer:
         """Return whether more ranks could train, with all actors that are ready, than do now."""
         return len(group.divisible(group.pool.ready)) > len(group.members)
 
-    def grow(self, group: WorkerGroup) -> None:
-        """Take in the actors that have become ready since the group shrank, if they still live."""
+    def grow(self, group: WorkerGroup, moving: Sequence[int] = ()) -> bool:
+        """Take in the actors that have become ready since the group shrank, if they still live.
+
+        moving: members whose place another actor takes, which was prepared for it. Returns whether
+        the group has formed.
+        """
         size_before = len(group.members)
         slots = group.divisible(group.pool.ready)
         try:
-            store = group.open_store(slots)
+            store = group.open_store(slots, leaving=moving)
         except RayError as error:
             # A rank was lost just now: the next watch over the group reports it.
             say(f"grow     failed: {_one_line(error)}")
-            return
+            return False
         self.begin_attempt()
+        for slot in moving:
+            group.swap(slot)
         group.regroup(self.spec, slots, store)
         if len(slots) > size_before:
             say(f"grow     {size_before} -> {len(slots)} ranks; no step is repeated\n")
+        return True
 
 
 def _one_line(error: Exception) -> str:

@@ -26,6 +26,8 @@ class Shares:
     mirrored: bool = False
     # Of hybrid sharding: the slots of each group, which are neighbours
     groups: Sequence[tuple[int, ...]] = ()
+    # Groups that rarely communicate: each has a state of its own, which only all its ranks hold
+    apart: bool = False
 
     @classmethod
     def of(
@@ -61,10 +63,15 @@ class Shares:
         if layout.replicas > 1:
             for rank, slot in enumerate(members):
                 groups.setdefault(layout.coords(rank).replicas, []).append(slot)
-        return cls(held, mirrors, [tuple(slots) for slots in groups.values()])
+        apart = config.sync_every > 0 and config.sharded
+        return cls(held, mirrors, [tuple(slots) for slots in groups.values()], apart)
 
     def lost(self, gone: Collection[int]) -> str:
         """Return a message with the shares that only `gone` slots held; empty if there are none."""
+        if self.apart:
+            if any(not set(group) & set(gone) for group in self.groups):
+                return ""
+            return "each replica has lost a rank, and none has all of its part of a round"
         lost_holders = []
         for share in self.held:
             if set(share) <= set(gone):
@@ -103,6 +110,8 @@ class Shares:
             if saves or batch_for(config, full.dp, ranks // full.replica_ranks):
                 count = ranks
                 break
+        if self.apart:
+            return self._whole_groups(slots, done, count, least, saves)
         # Holders of the state first, of these the most advanced: what they hold is not repeated. Of
         # equal ones those whose group has lost no rank: neighbours send each other most.
         broken: set[int] = set()
@@ -113,6 +122,21 @@ class Shares:
             slots, key=lambda slot: (slot not in done, -done.get(slot, 0), slot in broken, slot)
         )
         return sorted(keep(preferred, count, self.held))
+
+    def _whole_groups(
+        self, slots: Sequence[int], done: Collection[int], count: int, least: int, saves: bool
+    ) -> list[int]:
+        """Return `count` slots as groups of `least`: first those that hold a state together."""
+        groups = [group for group in self.groups if set(group) <= set(slots)]
+        rest = sorted(set(slots) - {slot for group in groups for slot in group})
+        for first in range(0, len(rest) - least + 1, least):
+            groups.append(tuple(rest[first : first + least]))
+
+        complete = [group for group in groups if group in self.groups and set(group) <= set(done)]
+        if saves:
+            groups = complete
+        groups.sort(key=lambda group: group not in complete)
+        return sorted(slot for group in groups[: count // least] for slot in group)
 
 
 def smaller(
@@ -128,10 +152,10 @@ def smaller(
         size += f" = {layout}"
     missing = sorted(set(range(workers)) - set(members))
     message = f"{size} with the same global batch, until rank {_listed(missing)} is back"
-    if layout.replicas < config.replicas and layout.replicas == 1:
-        message += "; no other group has its shares now, so a further loss restarts the run"
     if left_out:
         message += f"; rank {_listed(left_out)} has no part in that and ends"
+    if layout.replicas == 1 < config.replicas:
+        message += "; no other group has its shares now, so a further loss restarts the run"
     return message
 
 

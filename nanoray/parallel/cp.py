@@ -32,8 +32,9 @@ is on its way. What each rank has in each pass, and which part of its work that 
     forward; in backward as many again, and cp · 2·B·T/cp·C of float32
 
 --cp_attention all_gather is the simple way: gather all keys and values, attend with the own queries,
-and in backward sum dk and dv to their owners (a reduce-scatter in the order of the ranks). As many
-bytes, none of them hidden, and each rank has the keys of all positions for the time of one layer.
+and in backward sum dk and dv to their owners (a reduce-scatter in the order of the ranks). It sends
+less, because keys and values travel once, but nothing is hidden, and each rank keeps those of all
+positions until the layer's backward.
 
 Weights are equal on all ranks of the axis, and each computes a part of their gradient: the sum over
 data replicas is one over parts of sequences as well, so every dp_mode shares weights over both.

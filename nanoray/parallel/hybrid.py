@@ -2,16 +2,16 @@
 
 dp 4, replicas 2, and the gradients of one bucket; a0 .. d1 are the slices of ranks 0 to 3:
 
-              group 0 (a node)                    group 1 (a node)
-        rank 0          rank 1              rank 2          rank 3
-        a0 a1           b0 b1               c0 c1           d0 d1         after backward
-          └─ reduce-scatter ─┘                └─ reduce-scatter ─┘        within a group: all bytes, near
-        a0+b0           a1+b1               c0+d0           c1+d1
-          │               └──────────────── sum ──────────────┼───┐       across groups: 1/S of the bytes, far
-          └──────────────── sum ──────────────┘               │   │
-        a0+b0+c0+d0     a1+b1+c1+d1         a0+b0+c0+d0     a1+b1+c1+d1
-        update slice 0  update slice 1      update slice 0  update slice 1
-          └─── all-gather ───┘                └─── all-gather ───┘        within a group
+             group 0 (a node)                group 1 (a node)
+        rank 0        rank 1            rank 2        rank 3
+        a0 a1         b0 b1             c0 c1         d0 d1             after backward
+          └─────────────┘                 └─────────────┘               reduce-scatter within a group: near
+        a0+b0         a1+b1             c0+d0         c1+d1
+          └─────────────│─────────────────┘             │               sum across groups: far, 1/S of the bytes
+                        └───────────────────────────────┘
+     a0+b0+c0+d0    a1+b1+c1+d1      a0+b0+c0+d0    a1+b1+c1+d1
+     update slice 0 update slice 1   update slice 0 update slice 1
+          └─────────────┘                 └─────────────┘               all-gather of weights within a group
 
 With S ranks in each of R groups, a rank keeps 1/S of what dp_mode shards. Of P elements it sends
 (S-1)/S·P twice within its group, and 2(R-1)/R·P/S across groups. Plain sharding sends (n-1)/n·P

@@ -245,7 +245,11 @@ class TrainState:
 
     def begin_rounds(self, momentum: bool, fragments: int) -> None:
         """Keep an anchor from now on, for replicas that rarely communicate."""
-        self.outer = Outer(self.shards, momentum, fragments_of(self._sizes, fragments))
+        self.outer = self.anchors_of(self.shards, momentum, fragments)
+
+    def anchors_of(self, shards: Sequence[Shard], momentum: bool, fragments: int) -> Outer:
+        """Return new anchors of some shards: their weights of now."""
+        return Outer(shards, momentum, fragments_of(self._sizes, fragments))
 
     def leave_model(self) -> None:
         """Release a model that a group of ranks has cut, and keep its buffers and extra states.

@@ -358,6 +358,10 @@ class Engine:
         momentum = self.cfg.outer_momentum
         has_changed = False
         for fragment, step, means in self.par.rounds.meet(state):
+            # (all ranks of a replica) Each has its part of the means: no rank of a replica may
+            # finish a round that another one cannot.
+            if self.par.replica_axis.size > 1:
+                self.par.replica_axis.sum(torch.zeros(1, device=self.mesh.device), "rounds")
             # Nothing communicates here, so all replicas move their anchors by the same bits. But
             # weights of the inner step may be on their way to the ranks of this replica.
             self.par.settle()
@@ -520,6 +524,8 @@ class Engine:
     def evaluate(self) -> dict[str, float]:
         """Return the validation loss of the newest step, and its other scores. (all ranks)"""
         state = self.state
+        # Weights on their way must not change under the message.
+        self.par.settle()
         with evaluated_weights(state.optimizers), state.global_weights(self.par.send_weights):
             scores = evaluate(
                 self.mesh,

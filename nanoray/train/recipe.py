@@ -70,7 +70,7 @@ from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import Guards
 from nanoray.train.hardware import compare_hardware, this_device
 from nanoray.train.mirror import copy_to_mirror, recover
-from nanoray.train.rounds import rejoin
+from nanoray.train.rounds import rejoin, rejoin_shards
 from nanoray.train.saving import read_checkpoint
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
 from nanoray.train.watch.instruments import Watch
@@ -374,7 +374,17 @@ class Recipe:
         state = self.state
         is_new = not state.whole  # this process has replaced a lost rank
         par, owner = self.cut_model(group)
-        if self._cfg.sharded:
+        if self._cfg.sharded and par.rounds:
+            (holding,) = self.holdings(par, mesh.rank, owner)
+            weights = whole_shards(self.model) if par.weights is None else par.weights
+            new = state.anchors_of(
+                holding.shards, self._cfg.outer_momentum > 0, self._cfg.sync_fragments
+            )
+            new, self._front = rejoin_shards(state, mesh, par.rounds.replica, holding, weights, new)
+            self.hold(par, [holding])
+            state.outer = new
+            self.begin_rounds(par)
+        elif self._cfg.sharded:
             # Until recover() has returned, `state` keeps the old shards: another rank may be lost.
             holdings = self.holdings(par, mesh.rank, owner)
             weights = whole_shards(self.model) if par.weights is None else par.weights

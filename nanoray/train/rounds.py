@@ -11,12 +11,24 @@ finished of a round, the mean that all have, the others take from it.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import cast
 
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from nanoray.errors import StateLost
 from nanoray.mesh.mesh import Mesh
-from nanoray.state.train_state import Scalars, Session, TrainState, fetch
+from nanoray.mesh.pieces import Piece, Shard
+from nanoray.state.outer import OUTER_MOMENTUM, Outer
+from nanoray.state.train_state import Holding, Scalars, Session, TrainState, fetch
+from nanoray.train.mirror import deal, deal_frozen
 
 Place = tuple[int, int, tuple[int, ...]]  # a rank's replica, its step (-1: it is new), its rounds
+MOMENTUM = "momentum"  # kinds under which they travel beside an anchor
+SENT = "sent"
 
 
 def rejoin(state: TrainState, mesh: Mesh, source: int) -> int:
@@ -56,16 +68,136 @@ def rejoin(state: TrainState, mesh: Mesh, source: int) -> int:
         elif own[2] < finished:
             state.follow(packed)
 
-    # Where all that had begun a round are lost, the source's replica stands for them.
-    of_ranks = mesh.all_gather(state.outer.counting)
-    has_all = all(any(of_fragment) for of_fragment in zip(*of_ranks, strict=True))
-    if not has_all and state.outer.replica == places[source][0]:
-        state.outer.stand_in()
+    return _agree(state, state.outer, mesh, source, places[source][0])
 
-    # Small values in one message: what has been reported and saved of the furthest step.
+
+def _agree(state: TrainState, outer: Outer, mesh: Mesh, source: int, replica: int) -> int:
+    """Take over what has been reported and saved of the furthest step, and return it. (all ranks)
+
+    `outer` is this rank's from now on, `replica` that of rank `source`.
+    """
+    # Where all that had begun a round are lost, the source's replica stands for them.
+    of_ranks = mesh.all_gather(outer.counting)
+    has_all = all(any(of_fragment) for of_fragment in zip(*of_ranks, strict=True))
+
+    # Small values in one message.
     values = (asdict(state.session), asdict(state.scalars), state.step)
     session, scalars, front = mesh.broadcast(values, source)
+    if not has_all and outer.replica == replica:
+        outer.stand_in()
     state.session = Session(**session)
     state.scalars = Scalars(**scalars)
     state.whole = True
     return front
+
+
+# ---- replicas that shard their state -------------------------------------------------------------
+
+
+def rejoin_shards(
+    state: TrainState,
+    mesh: Mesh,
+    replica: int,
+    wanted: Holding,
+    weights: Sequence[Shard],
+    outer: Outer,
+) -> tuple[Outer, int]:
+    """Fill `wanted` with this rank's shards; return their anchors, and the step up to which
+    replicas must train alone. (all ranks)
+
+    A replica that has lost a rank, or whose ranks are at different steps, begins anew from the
+    furthest complete one. replica: the number of this rank's. weights: further shards whose weights
+    alone are needed. outer: new anchors of the wanted shards, in which the values do not matter.
+    Raises StateLost on all ranks where no replica is complete.
+    """
+    # A replica is complete if its ranks were one before, and hold the same pieces as before.
+    old = Holding(state.shards, state.optimizer, mesh.rank, state.frozen)
+    place: tuple[int, int, int, tuple[int, ...]] = (replica, -1, -1, ())
+    if state.whole and state.outer is not None and _pieces(old) == _pieces(wanted):
+        place = (replica, state.outer.replica, state.step, state.rounds)
+    places: list[tuple[int, int, int, tuple[int, ...]]] = mesh.all_gather(place)
+
+    complete: dict[int, tuple[int, tuple[int, ...]]] = {}  # replica -> its step and its rounds
+    for number in sorted({each[0] for each in places}):
+        of_ranks = {each[1:] for each in places if each[0] == number}
+        _, step, rounds = next(iter(of_ranks))
+        if len(of_ranks) == 1 and step >= 0:
+            complete[number] = (step, rounds)
+    if not complete:
+        raise StateLost(
+            "each replica has lost a rank, or has ranks at different steps: no replica has all of "
+            "its part of a round. The run continues from the newest checkpoint"
+        )
+    best = max(complete, key=lambda number: complete[number])
+    source = next(rank for rank, each in enumerate(places) if each[0] == best)
+    finished = complete[best][1]
+
+    # (all ranks) What is whole on each rank: buffers, counters, guards. A replica that begins anew
+    # is no source any more, should another rank be lost now.
+    is_complete = replica in complete
+    packed, _ = fetch(state, mesh, source, pieces=False)
+    if not is_complete:
+        state.whole = False
+        state.load(packed, optimizer=False, weights=False)
+
+    # (all ranks) Anchor, momentum and sent weights, to those that lack a round; then weights and
+    # the optimizer's state, to replicas that begin anew.
+    gives = replica == best
+    lacks_round = not is_complete or state.rounds < finished
+    taken = _of_outer(wanted.shards, outer)
+    given = [_of_outer(old.shards, state.outer)] if gives and state.outer else []
+    deal(mesh, given, [taken] if lacks_round else [])
+    held = [old] if gives else []
+    needed = [] if is_complete else [wanted]
+    deal(mesh, held, needed, [] if is_complete else [s for s in weights if s.trained])
+    deal_frozen(mesh, held, needed)
+
+    # A complete replica copies its own shards, from memory to memory.
+    if is_complete:
+        alone = Mesh(0, 1, 0, mesh.device, "none", "one rank")
+        deal(alone, [old], [wanted])
+        deal_frozen(alone, [old], [wanted])
+        assert state.outer
+        new = state.outer
+    else:
+        for shard in taken.shards:
+            sent = taken.optimizer.state[shard.param].get(SENT)
+            if sent is not None:
+                outer.sent[shard.piece.name] = sent
+        outer.synced = list(finished)
+        outer.joined = state.step
+        new = outer
+    new.replica = replica
+
+    front = _agree(state, new, mesh, source, best)
+    # Nothing communicates from here on.
+    if is_complete and lacks_round:
+        momentum = {f"{OUTER_MOMENTUM}.{name}": each for name, each in outer.momentum.items()}
+        new.follow(wanted.shards, outer.anchor, momentum, {"synced": finished})
+    return new, front
+
+
+def _pieces(holding: Holding) -> list[Piece]:
+    return [shard.piece for shard in holding.shards]
+
+
+class _Kept:
+    """Stands for an optimizer: what is kept for each anchor beside it."""
+
+    def __init__(self) -> None:
+        self.state: dict[nn.Parameter, dict[str, Tensor]] = defaultdict(dict)
+
+
+def _of_outer(shards: Sequence[Shard], outer: Outer) -> Holding:
+    """Return anchors as shards, with momentum and sent weights as their optimizer's state, live."""
+    kept = _Kept()
+    anchors = []
+    for shard in shards:
+        name = shard.piece.name
+        param = nn.Parameter(outer.anchor[name], requires_grad=False)
+        anchors.append(replace(shard, param=param))
+        if name in outer.momentum:
+            kept.state[param][MOMENTUM] = outer.momentum[name]
+        if name in outer.sent:
+            kept.state[param][SENT] = outer.sent[name]
+    return Holding(anchors, cast(Optimizer, kept), outer.replica)

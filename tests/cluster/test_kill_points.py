@@ -65,9 +65,10 @@ GROUPS = {"across_groups"}  # with --replicas
 IMAGES = {"exchange_statistics", "exchange_batchnorm"}  # reached by a resnet: test_images.py
 TENSOR = {"exchange_activations", "exchange_logits"}  # with --tp
 EXPERTS = {"exchange_tokens"}  # with --ep: the same
+CONTEXT = {"exchange_keys_values", "exchange_keys_values_grad"}  # with --cp: test_recovery.py
 OWN = {"exchange_absent"}  # of a script's own model: tests/ranks/test_absent.py
 ELSEWHERE = {"exchange_overflow", "aside"}
-ELSEWHERE |= {*SHARDED, *MIRRORED, *GROUPS, *IMAGES, *TENSOR, *EXPERTS, *OWN}
+ELSEWHERE |= {*SHARDED, *MIRRORED, *GROUPS, *IMAGES, *TENSOR, *EXPERTS, *CONTEXT, *OWN}
 IN_RECOVERY = {*MEETING, "exchange_state"} - {"last"}
 
 

@@ -112,7 +112,7 @@ def test_a_lost_head_does_not_end_the_ranks(tmp_path: Path, text: Path) -> None:
         return sum(len(losses(run)) for run in runs.glob("*") if (run / "metrics.jsonl").exists())
 
     with Machine(tmp_path) as machine:
-        first, *workers = pods_of("run", "nanoray", job["spec"]["rayClusterSpec"], maps)
+        first, *workers = pods_of("run", "nanoray", job, maps)
         head = Head(start(machine, first))
         for pod in workers:
             start(machine, pod)

@@ -436,14 +436,16 @@ def test_ray_understands_the_operators_commands(folder: str) -> None:
     from ray.scripts.scripts import start
 
     objects = build(KUBE_DIR / folder)
-    (spec,) = [s for thing in objects if (s := cluster_spec(thing))]
+    (thing,) = [thing for thing in objects if cluster_spec(thing)]
+    spec = cluster_spec(thing)
+    assert spec
     for i, group in enumerate(groups(spec)):
         words = shlex.split(ray_start(group, "head" if i else None))
         context = start.make_context("start", words[2:])
         assert context.params["head"] is (i == 0)
         assert context.params["block"] is True
     maps = {o["metadata"]["name"]: o["data"] for o in objects if o["kind"] == "ConfigMap"}
-    pods = pods_of("nanoray", "nanoray", spec, maps)
+    pods = pods_of("nanoray", "nanoray", thing, maps)
     assert len(pods) == 1 + spec["workerGroupSpecs"][0]["replicas"]
     assert all(pod.shm_bytes < pod.memory_bytes for pod in pods)
 

@@ -227,6 +227,51 @@ def test_a_part_of_each_layer_is_replaced_from_the_other_replica(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    ("mode", "more"),
+    [("ddp", ("--cp_attention", "all_gather")), ("zero1", ()), ("fsdp", ("--tp", "2"))],
+)
+def test_a_rank_with_a_part_of_the_sequences_is_replaced(
+    cluster: Cluster, recipe: Path, tmp_path: Path, mode: str, more: tuple[str, ...]
+) -> None:
+    """cp 2, twice or beside tp: a rank dies while keys and values, or their gradients, travel."""
+    flags = (*EVERY_FIVE, *of(4), "--cp", "2", "--dp_mode", mode, *more, "--spares", "0")
+    flags = (*flags, "--dropout", "0.1", "--max_steps", "14")
+    undisturbed(recipe, tmp_path / "clean", *flags)
+    places = ["kill@rank=1,step=6,phase=exchange_keys_values"]
+    places += ["kill@rank=2,step=9,phase=exchange_keys_values_grad"]
+    out = tmp_path / "out"
+    driver = start(
+        cluster, recipe, out, *flags, "--max_failures", "9", "--faults", ";".join(places)
+    )
+    code, output = finish(driver, 500)
+    assert code == 0, output
+    assert fired(out) == ["kill"] * 2, output
+    found = [(report["recovery"], report["steps_repeated"]) for report in reports(out)]
+    assert found == [("in_place", 0), ("in_place", 0)], output
+    assert_same_run(out, tmp_path / "clean")
+    assert no_actors_left(cluster)
+
+
+@pytest.mark.full
+def test_two_halves_of_the_sequences_train_alone_after_the_loss_of_another(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    """dp 2 × cp 2 loses rank 1, and goes on with as many ranks as make a whole replica."""
+    flags = (*EVERY_FIVE, *of(4), "--cp", "2", "--recovery", "shrink", "--spares", "0")
+    flags = (*flags, "--replace_timeout", "0", "--max_steps", "10")
+    plan = "kill@rank=1,step=6,phase=exchange_keys_values_grad"
+    out = tmp_path / "out"
+    code, output = finish(start(cluster, recipe, out, *flags, "--faults", plan, *PATIENT), 500)
+    assert code == 0, output
+    assert fired(out) == ["kill"]
+    (report,) = reports(out)
+    assert (report["rank"], report["recovery"], report["steps_repeated"]) == (1, "shrink", 0)
+    assert "4 -> 2 rank(s) = dp 1 × cp 2 with the same global batch" in output
+    assert no_actors_left(cluster)
+
+
+@pytest.mark.full
 def test_a_share_that_is_lost_with_its_mirror_is_read_from_the_checkpoint(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:

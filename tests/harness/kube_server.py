@@ -51,6 +51,7 @@ class ApiServer:
         # A command's output ends after so many bytes, with the connection
         self.exec_limit: int | None = None
         self.volume, self.kuberay = volume, kuberay
+        self.dra = True  # Kubernetes 1.34 or newer
         self.lock = threading.RLock()
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -110,6 +111,10 @@ class ApiServer:
                 if self.kuberay
                 else _status(404, "page not found")
             )
+        if request.path.startswith("/apis/resource.k8s.io/") and not self.dra:
+            return _status(404, "the server could not find the requested resource")
+        if request.path == "/apis/resource.k8s.io/v1":
+            return web.json_response({"resources": []})
         match = _PATH.match(request.path)
         if not match or (match["plural"].startswith("ray") and not self.kuberay):
             return _status(404, "the server could not find the requested resource")
@@ -133,6 +138,9 @@ class ApiServer:
             assert request.headers["Content-Type"] == "application/apply-patch+yaml"
             thing = yaml.safe_load(text)
             known = self.objects.get(key, {})
+            is_template = key[0] == "resourceclaimtemplates"
+            if is_template and known and known["spec"] != thing["spec"]:
+                return _status(422, f"{key[2]} is invalid: spec: field is immutable")
             self.objects[key] = thing | ({"status": known["status"]} if "status" in known else {})
             return web.json_response(self.objects[key])
         if request.method == "GET" and not key[2]:

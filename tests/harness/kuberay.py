@@ -8,6 +8,7 @@ authentication.
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import shlex
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from nanoray.kube.rules import quantity
+from nanoray.kube.rules import cluster_spec, quantity
 from tests.harness.kube_server import ApiServer
 from tests.harness.pods import Machine
 
@@ -39,20 +40,46 @@ class Pod:
     pre_stop: str  # the command of its hook; empty without one
 
 
+def job_of_cron_job(thing: dict[str, Any], suffix: str) -> dict[str, Any]:
+    """Return the RayJob that the operator creates of a RayCronJob when its time has come.
+
+    With a label and an annotation of the operator's own, and with none of the RayCronJob. Source:
+    constructRayJob in ray-operator/controllers/ray/raycronjob_controller.go.
+    """
+    name = thing["metadata"]["name"]
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {
+            "name": f"{name}-{suffix}",
+            "namespace": thing["metadata"]["namespace"],
+            "annotations": {"ray.io/cronjob-timestamp": "2026-11-26T03:00:00Z"},
+        },
+        "spec": copy.deepcopy(thing["spec"]["jobTemplate"]),
+    }
+
+
 def head_service(cluster: str, namespace: str) -> str:
     """Return the name under which workers find the head."""
     return f"{cluster}-head-svc.{namespace}.svc.cluster.local"
 
 
 def pods_of(
-    name: str, namespace: str, spec: dict[str, Any], config_maps: dict[str, dict[str, str]]
+    name: str,
+    namespace: str,
+    thing: dict[str, Any],
+    config_maps: dict[str, dict[str, str]],
 ) -> list[Pod]:
-    """Return the pods of a RayCluster spec, the head first."""
-    pods = [_pod(f"{name}-head", "head", spec["headGroupSpec"], name, namespace, config_maps)]
+    """Return the pods of a RayJob or RayCluster, the head first."""
+    spec = cluster_spec(thing)
+    assert spec
+    # The operator copies a RayJob's annotations to its cluster.
+    kept = thing["metadata"].get("annotations", {}).get("ray.io/overwrite-container-cmd") == "true"
+    pods = [_pod(f"{name}-head", "head", spec["headGroupSpec"], name, namespace, config_maps, kept)]
     for group in spec["workerGroupSpecs"]:
         for i in range(group["replicas"]):
             pod = f"{name}-{group['groupName']}-worker-{i}"
-            pods.append(_pod(pod, group["groupName"], group, name, namespace, config_maps))
+            pods.append(_pod(pod, group["groupName"], group, name, namespace, config_maps, kept))
     return pods
 
 
@@ -88,11 +115,20 @@ def _pod(
     cluster: str,
     namespace: str,
     config_maps: dict[str, dict[str, str]],
+    keeps_command: bool,
 ) -> Pod:
     spec = group["template"]["spec"]
     container = spec["containers"][0]
     service = head_service(cluster, namespace)
     start = ray_start(group, None if which == "head" else service)
+    # BuildPod leaves the command alone where the annotation of the cluster says so.
+    command = f"ulimit -n 65536; {start}"
+    if keeps_command:
+        assert container["command"] == ["/bin/bash", "-c", "--"]
+        (command,) = container["args"]
+    else:
+        assert not container.get("command"), "the operator would append its start to it"
+        assert not container.get("args")
     env = {}
     for source in container.get("envFrom", ()):
         env |= config_maps[source["configMapRef"]["name"]]
@@ -121,7 +157,7 @@ def _pod(
     return Pod(
         name,
         which,
-        f"ulimit -n 65536; {start}",
+        command,
         env,
         int(quantity(shm)),
         int(quantity(memory)),
@@ -187,7 +223,7 @@ class Operator:
         }
         for name, text in maps.get(f"{job['metadata']['name']}-config", {}).items():
             (self.machine.config / name).write_text(text)
-        pods = pods_of(cluster, namespace, job["spec"]["rayClusterSpec"], maps)
+        pods = pods_of(cluster, namespace, job, maps)
         secret = {
             "data": {"auth_token": base64.b64encode(TOKEN.encode()).decode()},
             "metadata": {"name": cluster},

@@ -18,6 +18,7 @@ from tests.harness.axes import equal, final, require_one_process, run
 from tests.harness.elastic import run_elastic
 from tests.harness.planted_hybrid import BUGS
 from tests.harness.ranks import make_spec, records, run_ranks, series
+from tests.ranks import test_own_models
 from tests.ranks.conftest import Pools
 from tests.ranks.test_mirror import (
     NORM,
@@ -232,9 +233,8 @@ def test_a_step_that_one_rank_has_done_is_finished_by_the_others(
     assert finished == [False, True, True, False]
 
 
-@pytest.mark.parametrize(
-    "mode", ["zero1", *(pytest.param(m, marks=pytest.mark.full) for m in MODES[1:])]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
 def test_a_run_that_shrinks_drops_whole_groups(
     text: Path, tmp_path: Path, clean: Clean, mode: str
 ) -> None:
@@ -340,6 +340,7 @@ def test_a_flipped_bit_in_a_share_is_healed_by_two_others(
 # Checkpoints.
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_other_groups_and_modes(
     text: Path, tmp_path: Path, clean: Clean
 ) -> None:
@@ -373,3 +374,17 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
     whole = clean(4, **settings)
     assert series(spec) == series(whole)
     assert equal(final(spec), final(whole))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", MODES)
+def test_a_model_of_a_script_trains_in_groups(tmp_path: Path, mode: str) -> None:
+    """With running statistics, which are means over all ranks and equal on them."""
+    how = partial(test_own_models.images, how="trained")
+    settings = {"hash_every": 1, "replicas": 2}
+    ours = test_own_models.trained(tmp_path / "groups", 4, how, dp_mode=mode, **settings)
+    whole = test_own_models.trained(tmp_path / "whole", 4, how, dp_mode="ddp_by_hand")
+    assert series(ours) == pytest.approx(series(whole), abs=1e-5)
+    weights = final(ours).model
+    for name, tensor in final(whole).model.items():
+        assert torch.allclose(weights[name], tensor, atol=1e-4), name

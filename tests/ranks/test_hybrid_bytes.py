@@ -1,4 +1,4 @@
-"""What each axis of a real step carries, against the formula of the forecast."""
+"""What each axis of a real step carries, and what a rank keeps in a group, against the formulas."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from nanoray.bench.simulate import VOCAB
-from nanoray.bench.strategies import MODES, configuration
+from nanoray.bench.strategies import HYBRID, KEPT, MODES, configuration
 from nanoray.config import resolve_batch
 from nanoray.forecast.scale import job_of
 from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.layout import Layout
+from nanoray.models.costs import count_parameters
+from nanoray.models.gpt import ModelShape
 from tests.ranks.conftest import Pools
 
 RANKS = 4
@@ -23,8 +25,7 @@ ARMS: dict[str, dict[str, Any]] = {
     f"{mode}, {replicas} replicas, {accum} micro batches": MODES[mode]
     | {"replicas": replicas, "grad_accum_steps": accum}
     for mode in SHARDED
-    for replicas in (1, 2)
-    for accum in (1, 2)
+    for replicas, accum in ((1, 1), (2, 1), (2, 2))
 }
 
 
@@ -60,3 +61,25 @@ def test_each_axis_carries_what_the_formula_says(pools: Pools) -> None:
         assert carried == pytest.approx(formula(order, own)), arm
         axes = {key.split()[0] for key in carried}
         assert axes == ({"dp"} if own["replicas"] == 1 else {"shard", "replica"}), arm
+
+
+def test_a_rank_keeps_its_share_of_a_group(pools: Pools) -> None:
+    """Weights, gradients and optimizer, by the storages that are alive at the end of a step."""
+    for mode, own in HYBRID.items():
+        order = {"model": "gpt", "preset": "tiny", "overrides": SIZES, "arms": {mode: own}}
+        (found,) = pools(RANKS).run("nanoray.bench.strategies:memory_rank", order)
+        formula = found["formula"]
+        assert "mirror" not in formula
+        held = found["held"][-1]
+        for part in KEPT[:3]:
+            assert held[part] == pytest.approx(formula[part], rel=0.02), (mode, part)
+        # A rank of a group of two keeps half of what the mode shards.
+        assert formula["optimizer"] == pytest.approx(8 * parameters_of_the_model() / 2, rel=0.02), (
+            mode
+        )
+
+
+def parameters_of_the_model() -> int:
+    """Return the parameters of the model."""
+    config = configuration({"model": "gpt", "preset": "tiny", "overrides": SIZES}, {}, RANKS)
+    return count_parameters(ModelShape.of(config, VOCAB[config.tokenizer]))

@@ -47,7 +47,7 @@ def ranks() -> Iterator[dict[int, LastingRanks]]:
 
     class Groups(dict[int, LastingRanks]):
         def __missing__(self, world: int) -> LastingRanks:
-            groups[world] = LastingRanks(world).__enter__()
+            groups[world] = LastingRanks(world, timeout_s=150).__enter__()
             self[world] = groups[world]
             return self[world]
 
@@ -74,9 +74,9 @@ def run(ranks: dict[int, LastingRanks], text: Path, tmp_path: Path) -> Run:
 
 
 def simulated(
-    spec: RunSpec, replicas: int, replaced: Collection[tuple[int, int, int]] = ()
+    spec: RunSpec, replicas: int, replaced: Collection[tuple[int, int, int]] = (), group: int = 1
 ) -> Simulation:
-    simulation = Simulation(spec, replicas)
+    simulation = Simulation(spec, replicas, group)
     simulation.train(spec.config.max_steps, replaced)
     return simulation
 
@@ -360,3 +360,35 @@ def test_a_lost_replica_costs_its_part_of_a_round(text: Path, tmp_path: Path) ->
     # repeated, so the replacement begins after the step before the meeting.
     replaced = [(2, 1, 0), (5, 0, 1), (-8, 1, 0), (11, 1, 0), (12, 0, 1)]
     require_the_simulated(spec, simulated(spec, 2, replaced))
+
+
+SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero1": (2, {"replicas": 2, "dp_mode": "zero1"}),
+    "fsdp": (2, {"replicas": 2, "dp_mode": "fsdp", "sync_fragments": 2}),
+    "tp": (1, {"tp": 2}),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", SHARDED)
+def test_a_replica_that_shards_its_state_begins_anew(text: Path, tmp_path: Path, case: str) -> None:
+    """Its other rank cannot go on without the one that is lost: both take over another replica."""
+    group, settings = SHARDED[case]
+    plan = "kill@rank=1,step=2,phase=forward;kill@rank=2,step=8,phase=exchange_rounds"
+    replaced = [(2, 0, 1), (-8, 1, 0)]
+    if "sync_fragments" in settings:
+        plan = plan.split(";")[0]
+        replaced = replaced[:1]
+    spec = make_spec(text, tmp_path, **LOST | settings | {"faults": plan})
+    outcome = run_elastic(spec, 4)
+    assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
+    assert len(outcome.left) == len(replaced)
+    require_the_simulated(spec, simulated(spec, 2, replaced, group))
+
+
+def test_replicas_of_which_each_has_lost_a_rank_start_again(text: Path, tmp_path: Path) -> None:
+    plan = "kill@rank=1,step=2,phase=forward;kill@rank=2,step=2,phase=forward"
+    settings = {"replicas": 2, "dp_mode": "zero1", "faults": plan}
+    outcome = run_elastic(make_spec(text, tmp_path, **LOST | settings), 4)
+    assert {rank["error"] for rank in outcome.ranks.values()} == {"StateLost"}
+    assert "each replica has lost a rank" in outcome.ranks[0]["message"]

@@ -303,6 +303,7 @@ def test_folders_without_hashes_are_refused(
     [
         ({"model": "own"}, "model = own: a script brings the model"),
         ({"model": "resnet"}, "model = resnet: one process cannot play"),
+        ({"cp": 2}, "cp = 2: one process cannot play 2 rank(s) of it; add --processes"),
         (
             {"grad_compress": "topk"},
             "grad_compress = topk: one process cannot play 2 rank(s) of it; add --processes",

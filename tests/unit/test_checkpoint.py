@@ -486,7 +486,8 @@ def test_disk_full_is_seen_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", lambda path: Full)
     with pytest.raises(
         CheckpointError,
-        match=r"^cannot write checkpoint step_00000020 in .*: disk full: need 0\.80 MB, have 0\.20 MB \(.*\); free "
+        match=r"^cannot write checkpoint step_00000020 in .*: disk full: need 0\.80 MB and "
+        r"0\.07 MB for manifest and rounding, have 0\.20 MB \(.*\); free "
         r"space, raise the limit or lower keep_checkpoints, or set another out_dir; older "
         r"checkpoints are untouched$",
     ):

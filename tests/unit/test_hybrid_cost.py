@@ -236,7 +236,9 @@ def test_groups_send_as_much_to_other_places() -> None:
 
 
 def test_the_search_offers_groups_that_fill_nodes() -> None:
-    some = job(64, dp_mode="zero1")
+    # Long enough for cp: a rank keeps 128 tokens of a sequence or more.
+    long = replace(SHAPE, block_size=512)
+    some = replace(job(64, dp_mode="zero1"), shape=long)
     offered = {one for one in candidates(some, 16, 4) if one.replicas > 1}
     assert Layout(dp=16, replicas=4) in offered
     assert Layout(dp=16, replicas=2) in offered, "two nodes each"
@@ -245,8 +247,8 @@ def test_the_search_offers_groups_that_fill_nodes() -> None:
     assert Layout(dp=16, replicas=8) not in offered, "half a node"
     assert all(one.shard_size > 1 for one in offered)
     # Where nothing is sharded, and where no node is known, there are none.
-    plain = [*factorizations(16, tokens=SHAPE.block_size)]
-    assert [*candidates(job(64), 16, 4)] == plain
+    plain = [*factorizations(16, tokens=long.block_size)]
+    assert [*candidates(replace(job(64), shape=long), 16, 4)] == plain
     assert [*candidates(some, 16)] == plain
 
     found = search(some, 16, 1, OnTopology(NODES), Speed(1e12, 1e12), None, 4)

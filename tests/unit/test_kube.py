@@ -23,6 +23,7 @@ import yaml
 from nanoray.config import load_config, make_config
 from nanoray.errors import ConfigError
 from nanoray.kube.__main__ import main
+from nanoray.kube.claims import claim_templates, gpu_requests
 from nanoray.kube.kustomize import build, containers, json_patch, to_yaml
 from nanoray.kube.render import KUBE_DIR, entrypoint, job_name, render
 from nanoray.kube.rules import DRAIN, cluster_spec, groups, problems, quantity, templates
@@ -33,13 +34,14 @@ OVERLAYS = sorted(path.name for path in (KUBE_DIR / "overlays").iterdir())
 FOLDERS = [f"overlays/{name}/{form}" for name in OVERLAYS for form in ("cluster", "job")]
 WITHOUT_RAY = [
     "statefulset",
+    "statefulset-dra",
     "statefulset-gpu",
     "statefulset-mig",
     "statefulset-rdma",
     "torchrun",
     "torchrun-gpu",
 ]
-FOLDERS += WITHOUT_RAY
+FOLDERS += [*WITHOUT_RAY, "nightly-bench"]
 OPTIONS = ["storageclass", "monitoring"]  # components that no folder uses
 Object = dict[str, Any]
 
@@ -52,12 +54,14 @@ def of_kind(objects: list[Object], kind: str) -> Object:
 # The folders themselves.
 
 
-def test_overlays_are_the_nine() -> None:
+def test_overlays_are_the_eleven() -> None:
     assert OVERLAYS == [
         "cpu",
         "gcs-ft",
+        "gpu-dra",
         "kueue",
         "laptop",
+        "mig-dra",
         "mig-mixed",
         "mig-single",
         "multi-pod",
@@ -84,7 +88,7 @@ def test_five_lines_on_top(path: Path) -> None:
         "# Delete",
     ]
     own = str(path.parent.relative_to(ROOT))
-    if "overlays" in own or path.parent.name in WITHOUT_RAY:
+    if own.removeprefix("kuberay/") in FOLDERS:
         assert f"kubectl apply --server-side -k {own}" in head[1]
         assert f"kubectl delete --ignore-not-found -k {own}" in head[4]
 
@@ -101,11 +105,12 @@ def test_the_job_holds_the_very_cluster(name: str) -> None:
 def test_what_each_overlay_asks_for() -> None:
     asked = {}
     for name in OVERLAYS:
-        (group,) = of_kind(build(KUBE_DIR / "overlays" / name / "cluster"), "RayCluster")["spec"][
-            "workerGroupSpecs"
-        ]
+        objects = build(KUBE_DIR / "overlays" / name / "cluster")
+        (group,) = of_kind(objects, "RayCluster")["spec"]["workerGroupSpecs"]
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
         devices = {k.rpartition("/")[2]: v for k, v in limits.items() if k not in ("cpu", "memory")}
+        for request in gpu_requests(group["template"]["spec"], claim_templates(objects)):
+            devices[request.device_class] = (request.count, request.profile)
         asked[name] = (
             group["replicas"],
             devices,
@@ -117,6 +122,8 @@ def test_what_each_overlay_asks_for() -> None:
         "kueue": (2, {}, "cpu"),
         "laptop": (1, {}, "cpu"),
         "single-pod": (1, {"gpu": "4"}, "cuda"),
+        "gpu-dra": (4, {"gpu.nvidia.com": (1, "")}, "cuda"),
+        "mig-dra": (7, {"mig.nvidia.com": (1, "1g.18gb")}, "cuda"),
         "multi-pod": (4, {"gpu": "1"}, "cuda"),
         "mig-single": (7, {"gpu": "1"}, "cuda"),
         "mig-mixed": (7, {"mig-1g.18gb": "1"}, "cuda"),
@@ -164,6 +171,7 @@ def test_entrypoints_are_commands_of_nanoray_and_fit_the_pods(name: str) -> None
         ("statefulset", 3, 1, {}, "cpu"),
         ("statefulset-gpu", 3, 1, {"nvidia.com/gpu": "1"}, "cuda"),
         ("statefulset-mig", 3, 1, {"nvidia.com/mig-1g.18gb": "1"}, "cuda"),
+        ("statefulset-dra", 3, 1, {"gpu.nvidia.com": "1"}, "cuda"),
         (
             "statefulset-rdma",
             3,
@@ -206,11 +214,14 @@ def test_without_ray_the_ranks_fit_their_devices_and_their_batch(
     config = parse_args(flags, "x", "y").config
     assert resolve_batch(config, pods * per_pod).micro > 0
     assert (count, container["image"].rpartition("-")[2]) == (pods, image)
-    assert {k: v for k, v in container["resources"]["limits"].items() if "/" in k} == devices
-    assert config.out_dir == f"/data/runs/{re.sub('mig|rdma', 'gpu', folder)}"
-    assert (
-        (config.device == "cuda") == bool(devices) == ("affinity" in pod) == ("tolerations" in pod)
-    )
+    asked = {k: v for k, v in container["resources"]["limits"].items() if "/" in k}
+    for request in gpu_requests(pod, claim_templates(objects)):
+        asked[request.device_class] = str(request.count)
+    assert asked == devices
+    assert config.out_dir == f"/data/runs/{re.sub('mig|rdma|dra', 'gpu', folder)}"
+    assert (config.device == "cuda") == bool(devices) == ("tolerations" in pod)
+    # A claim finds its node, so it needs no label of the node.
+    assert ("affinity" in pod) == (config.device == "cuda" and folder != "statefulset-dra")
 
 
 def test_rdma_is_an_option_of_the_statefulset() -> None:
@@ -319,7 +330,11 @@ def _strict(schema: Any) -> Any:
 def test_ray_objects_fit_kuberays_schemas(crds: dict[str, Object], folder: str) -> None:
     import jsonschema
 
-    (thing,) = [thing for thing in build(KUBE_DIR / folder) if thing["kind"] in crds]
+    objects = build(KUBE_DIR / folder)
+    (thing,) = [thing for thing in objects if thing["apiVersion"] == "ray.io/v1"]
+    if thing["kind"] == "RayCronJob":  # its own definition is none of those; its jobs are RayJobs
+        assert thing["spec"].keys() == {"schedule", "jobTemplate"}
+        thing = {"kind": "RayJob", "spec": thing["spec"]["jobTemplate"]}
     jsonschema.Draft7Validator(crds[thing["kind"]]).validate(thing)
 
 
@@ -417,6 +432,8 @@ def _pod(job: Object) -> Object:
 BREAKS: list[tuple[Callable[[Object], Any], str]] = [
     (lambda j: j["metadata"].update(name="a" * 48), "at most 47"),
     (lambda j: j["metadata"].update(name="Run_1"), "lower case letters"),
+    (lambda j: j["metadata"].pop("annotations"), "the operator would append another start"),
+    (lambda j: _container(j).pop("args"), "does not run $KUBERAY_GEN_RAY_START_CMD"),
     (lambda j: j["spec"]["rayClusterSpec"].pop("rayVersion"), "rayVersion ''"),
     (lambda j: j["spec"]["rayClusterSpec"].update(rayVersion="2.52.0"), "2.53 or newer"),
     (lambda j: j["spec"]["rayClusterSpec"].pop("authOptions"), "authOptions.mode is not token"),
@@ -861,7 +878,10 @@ def test_render_mig_and_storage_class() -> None:
     [
         ({"workers": "auto"}, "give --workers N"),
         ({"device": "auto"}, "give --workers N --device"),
-        ({"kube": {"overlay": "gpu"}}, "there is no overlay 'gpu'; one of cpu, gcs-ft, kueue"),
+        (
+            {"kube": {"overlay": "gpu"}},
+            "there is no overlay 'gpu'; one of cpu, gcs-ft, gpu-dra, kueue",
+        ),
         ({"workers": 3, "global_batch_size": 3, "kube": {"ranks_per_pod": 2}}, "use --workers 4"),
         (
             {"device": "mig", "kube": {"ranks_per_pod": 2}},
@@ -982,7 +1002,15 @@ DRY_RUNS = {
     "install.sh gpu": [
         "helm upgrade --install kuberay-operator",
         "helm upgrade --install gpu-operator",
+        "--set devicePlugin.enabled=true",
+        "image.sh cuda; ",
         "-o 1000 -g 1000",
+    ],
+    "install.sh gpu-dra": [
+        "--set devicePlugin.enabled=false",
+        "helm upgrade --install nvidia-dra-driver-gpu",
+        "--set nvidiaDriverRoot=/run/nvidia/driver --set gpuResourcesEnabledOverride=true",
+        "/try.sh gpu-dra",
     ],
     "image.sh cuda 2.32.3": ["--build-arg NCCL=2.32.3", "k3s ctr images import"],
     "mig.sh node-1 all-1g.18gb": [
@@ -993,8 +1021,13 @@ DRY_RUNS = {
     "mig.sh": ["get configmap default-mig-parted-config"],
     "try.sh cpu statefulset-is-none": ["kubectl apply --server-side -k"],
     "try.sh cpu mig-mixed": ["overlays/cpu/job", "overlays/mig-mixed/job", "kubectl delete -k"],
-    "bundle.sh x.tar.gz": ["kubectl describe nodes", "tar -czf x.tar.gz"],
+    "bundle.sh x.tar.gz": [
+        "kubectl describe nodes",
+        "get deviceclasses\\,resourceslices",
+        "tar -czf x.tar.gz",
+    ],
     "cleanup.sh everything": [
+        "delete raycronjobs --all",
         "delete rayjobs\\,rayclusters --all",
         "helm uninstall gpu-operator",
         "k3s-uninstall.sh",
@@ -1111,6 +1144,59 @@ def test_cleanup_deletes_the_volume_of_its_own_namespace(namespace: str, volume:
     assert f"kubectl delete persistentvolume {volume} --ignore-not-found \n" in done.stdout
 
 
+# A `ray` that fails as often as $FAILS says, and then runs until it gets a signal.
+_RAY = """#!/bin/bash
+echo "$@" >> "$FOLDER/calls"
+[ "$1" = start ] || exit 0
+[ "$(grep -c ^start "$FOLDER/calls")" -gt "$FAILS" ] || exit 7
+trap 'echo drained >> "$FOLDER/calls"; exit 0' TERM
+touch "$FOLDER/runs"
+while :; do /bin/sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize("which", ["head", "worker"])
+def test_a_pod_starts_ray_again_when_a_busy_node_was_too_slow(which: str, tmp_path: Path) -> None:
+    """The command of each pod, with a ray that fails: its start is repeated in the container, a
+    SIGTERM reaches it, and what fails six times ends the container with Ray's exit code.
+    """
+    (job,) = [o for o in build(KUBE_DIR / "overlays" / "cpu" / "job") if o["kind"] == "RayJob"]
+    group = _head(job) if which == "head" else _worker(job)
+    container = group["template"]["spec"]["containers"][0]
+    for name, text in (("ray", _RAY), ("sleep", "#!/bin/bash\n")):  # pauses take no time
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def start(fails: int) -> subprocess.Popen[str]:
+        (tmp_path / "calls").unlink(missing_ok=True)
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "FOLDER": str(tmp_path), "FAILS": str(fails)}
+        env["KUBERAY_GEN_RAY_START_CMD"] = "ray start --block"
+        command = [*container["command"], *container["args"]]
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+    process = start(fails=2)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "runs").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.terminate()
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, "the code of the drained node"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == ["start --block", "stop --force"] * 2 + ["start --block", "drained"]
+    assert re.fullmatch(r"ray start ended with 7 after \d s: try 2 of 6", printed.splitlines()[1])
+
+    process = start(fails=9)
+    process.communicate(timeout=60)
+    assert process.returncode == 7
+    assert (tmp_path / "calls").read_text().splitlines().count("start --block") == 6
+
+
 @pytest.mark.slow
 def test_a_dataset_job_without_internet_says_so_once_and_takes_a_cache_that_comes(
     shakespeare: Path, tmp_path: Path, forked: dict[str, str]
@@ -1153,7 +1239,7 @@ def test_a_dataset_job_without_internet_says_so_once_and_takes_a_cache_that_come
         said = log.read_text()
         assert said.count("error: cannot get Shakespeare from") == 1
         assert said.count(f"cp input.txt dataset-pod:{tmp_path}/cache/nanoray/shakespeare.txt") == 1
-        (tmp_path / "cache" / "nanoray").mkdir(parents=True)
+        # As kubectl cp does: it writes into a folder that must exist.
         shutil.copy(shakespeare, tmp_path / "cache" / "nanoray" / "shakespeare.txt")
         assert process.wait(120) == 0, log.read_text()
     finally:

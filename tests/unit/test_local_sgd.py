@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoray.launch.shares import Shares
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.mesh.wire import decode, encode
 from nanoray.models.precision import LossScaler
@@ -396,6 +397,23 @@ def test_where_all_that_had_begun_a_round_are_lost_one_stands_for_them(
     ranks.outer(1).joined = 5
     ranks.meet(source=1)
     assert [ranks.outer(rank).counting for rank in range(3)] == [[False], [True], [False]]
+
+
+def test_groups_that_rarely_communicate_go_on_as_a_whole(text: Path, tmp_path: Path) -> None:
+    """One of them that has lost a rank holds nothing that another one could use."""
+    settings = {"dp_mode": "zero1", "replicas": 2, "sync_every": 4, "global_batch_size": 8}
+    config = make_spec(text, tmp_path, **settings).config
+    shares = Shares.of(config, "gloo", range(4), range(4), 4)
+    assert shares.lost([1]) == shares.lost([0, 1]) == ""
+    assert shares.lost([1, 2]).startswith("each replica has lost a rank")
+    done = {0: 5, 2: 6, 3: 6}
+    assert shares.whole_replicas(config, 4, [0, 2, 3], done) == [2, 3]
+    assert shares.whole_replicas(config, 4, [0, 2, 3], done, saves=True) == [2, 3]
+    assert shares.whole_replicas(config, 4, [0, 1, 2, 3], done) == [0, 1, 2, 3]
+    assert shares.whole_replicas(config, 4, [0, 3], {0: 5, 3: 5}, saves=True) == []
+    whole = Shares.of(config.model_copy(update={"dp_mode": "ddp"}), "gloo", range(4), range(4), 4)
+    assert whole.lost([0, 2, 3]) == ""
+    assert whole.lost([0, 1, 2, 3])
 
 
 # ---- planted bugs --------------------------------------------------------------------------------

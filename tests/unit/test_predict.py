@@ -640,8 +640,8 @@ def test_every_factorization_once(ranks: int) -> None:
     }
     assert len(found) == len(set(found))
     assert set(found) == brute
-    # A rank of cp takes two equal parts of a sequence: 24 tokens are cut into 2, 4, 6, 8, 12, 24.
-    parts = {one.cp for one in factorizations(ranks, tokens=24)}
+    # A rank of cp takes two equal parts of a sequence, together 128 tokens or more.
+    parts = {one.cp for one in factorizations(ranks, tokens=1536)}
     assert parts == {cp for cp in (1, 2, 3, 4, 6, 12) if ranks % cp == 0}
     assert {one.ep for one in factorizations(ranks, experts=True)} == set(divisors(ranks))
 
@@ -659,7 +659,7 @@ def test_the_best_is_never_slower_than_what_it_lists(
         found, said = [], str(error)
     if not found:
         assert "does not fit" in said
-        for layout in factorizations(ranks):
+        for layout in factorizations(ranks, tokens=SHAPE.block_size):
             one = try_layout(some, layout, 16, OnTopology(NODES), SPEED, memory_gb)
             assert one.best is None, layout
         return

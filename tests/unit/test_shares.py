@@ -180,8 +180,8 @@ def test_what_is_said() -> None:
     )
     groups = config(dp_mode="fsdp", replicas=2)
     assert smaller(groups, 4, [2, 3], [0], 4) == (
-        "4 -> 2 rank(s) = dp 2 with the same global batch, until rank 0, 1 is back; no other group "
-        "has its shares now, so a further loss restarts the run; rank 0 has no part in that and ends"
+        "4 -> 2 rank(s) = dp 2 with the same global batch, until rank 0, 1 is back; rank 0 has no "
+        "part in that and ends; no other group has its shares now, so a further loss restarts the run"
     )
     assert "no whole number of groups of the size that replicas = 2 gives them has every share" in (
         no_replica(groups, [0])

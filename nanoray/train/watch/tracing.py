@@ -57,8 +57,11 @@ class Tracing:
 
     def end_step(self) -> None:
         """End a traced step; now and then time a backward without communication. (all ranks)"""
-        # Sharded weights are gathered in every forward: no backward can do without communication.
-        unsynced = None if self._state.shards_weights else self._backward_alone
+        # Sharded weights are gathered in every forward, and attention to other parts of a sequence
+        # needs their keys: then no backward can do without communication.
+        unsynced = None
+        if not self._state.shards_weights and self._plan.part is None:
+            unsynced = self._backward_alone
         self._pause(self._trace.end(unsynced))
 
     def _backward_alone(self, timed: AbstractContextManager[None]) -> None:

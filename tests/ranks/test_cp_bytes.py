@@ -1,0 +1,39 @@
+"""What the ranks that share sequences send in a real step, against the formula of the forecast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.ranks.conftest import Pools
+from tests.ranks.test_hybrid_bytes import RANKS, SIZES, formula
+
+ZERO1 = {"dp_mode": "zero1"}
+ARMS: dict[str, dict[str, Any]] = {
+    "cp 2": ZERO1 | {"cp": 2},
+    "cp 4, 2 micro batches": ZERO1 | {"cp": 4, "grad_accum_steps": 2},
+    "cp 4, block": ZERO1 | {"cp": 4, "activation_checkpointing": "block"},
+    "cp 2, gathered, selective": ZERO1
+    | {"cp": 2, "cp_attention": "all_gather", "activation_checkpointing": "selective"},
+    "cp 2, tp 2": {"cp": 2, "tp": 2} | ZERO1,
+    "cp 2, fsdp": {"cp": 2, "dp_mode": "fsdp"},
+}
+
+
+def test_each_axis_carries_what_the_formula_says(pools: Pools) -> None:
+    order = {"model": "gpt", "preset": "tiny", "overrides": SIZES, "arms": ARMS}
+    order |= {"rounds": 1, "steps": 1}
+    seen = {}
+    for event in pools(RANKS).run("nanoray.bench.strategies:time_rank", order):
+        if "on_axes" in event:
+            seen[event["arm"]] = event["on_axes"]
+    assert seen.keys() == ARMS.keys()
+    for arm, own in ARMS.items():
+        # A trace calls a message by both of its sides. All-reduces also have the norm, and tp's are
+        # tested with tp.
+        said = {key.replace("send", "send_recv"): size for key, size in formula(order, own).items()}
+        said = {key: size for key, size in said.items() if not key.endswith("all_reduce")}
+        found = {key: size for key, size in seen[arm].items() if not key.endswith("all_reduce")}
+        assert found == pytest.approx(said), arm
+        assert {key.split()[0] for key in found} == {"cp", "dp_cp"}, arm

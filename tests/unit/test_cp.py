@@ -1,0 +1,351 @@
+"""Context parallelism without process groups: who has which positions, what a rank computes with each
+block, masks of dropout, what is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanoray.config import Batch, make_config
+from nanoray.data.sequence_part import SequencePart
+from nanoray.data.tokens import MicroBatches
+from nanoray.errors import ConfigError
+from nanoray.mesh.axis import Axis
+from nanoray.mesh.layout import Layout
+from nanoray.mesh.mesh import Mesh
+from nanoray.models.dropout import draw_factors, dropout
+from nanoray.models.gpt import GPT, ModelShape
+from nanoray.models.resnet import ResNet, ResNetShape
+from nanoray.parallel import cp, cp_blocks, tp
+from nanoray.run import recovers_in_place
+from nanoray.trace.recorder import Collective, account
+
+RANKS = (2, 3, 4, 5)
+SHAPE = ModelShape(n_layer=1, n_head=2, n_embd=8, block_size=24, bias=True, vocab_size=65)
+
+
+def axis_of(index: int, ranks: int) -> Axis:
+    """An axis on which nothing may be sent."""
+    mesh = Mesh(index, ranks, index, torch.device("cpu"), "none", "test")
+    return Axis("cp", tuple(range(ranks)), index, None, mesh)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_each_position_is_on_one_rank_and_work_is_equal(ranks: int) -> None:
+    """Also by the masks: the pairs of query and key that a rank computes over all blocks are those
+    that attention needs, each once, and each rank has as many.
+    """
+    T = 2 * ranks * 2
+    positions = torch.arange(T)
+    parts = [SequencePart(index, ranks) for index in range(ranks)]
+    owned = [part.own(positions, 0) for part in parts]
+    assert torch.cat(owned).sort().values.tolist() == positions.tolist()
+
+    pairs = torch.zeros(T, T, dtype=torch.int64)
+    counts = []
+    for own in range(ranks):
+        before = pairs.sum()
+        for other in range(ranks):
+            work = cp.work_with(own, other, T // ranks)
+            queries = owned[own][work.queries]
+            keys = owned[other][work.keys]
+            seen = torch.ones(len(queries), len(keys), dtype=torch.int64)
+            if work.causal:
+                seen = seen.tril()
+            pairs[queries[:, None], keys[None, :]] += seen
+        counts.append(int(pairs.sum() - before))
+    assert torch.equal(pairs, torch.ones(T, T, dtype=torch.int64).tril())
+    assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_gathered_parts_come_in_the_order_of_the_sequence(ranks: int) -> None:
+    whole = torch.arange(2 * ranks * 3 * 2.0).view(1, -1, 2)  # (B, T, D)
+    parts = torch.stack([SequencePart(index, ranks).own(whole) for index in range(ranks)])
+    assert torch.equal(cp._in_order(parts), whole)
+
+
+@pytest.mark.parametrize("kernel", ["plain", "flash"])
+@pytest.mark.parametrize(("T", "S", "causal"), [(6, 6, True), (6, 6, False), (3, 6, False)])
+def test_a_block_is_torchs_attention(kernel: str, T: int, S: int, causal: bool) -> None:
+    """Result, sums, and gradients; the sums are the logarithms of the softmax's denominators."""
+    source = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 3, T, 8, generator=source, dtype=torch.float64, requires_grad=True)
+    k, v = (
+        torch.randn(2, 3, S, 8, generator=source, dtype=torch.float64, requires_grad=True)
+        for _ in range(2)
+    )
+    grad = torch.randn(2, 3, T, 8, generator=source, dtype=torch.float64)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    gradients = torch.autograd.grad(expected, (q, k, v), grad)
+    with torch.no_grad():
+        y, sums = cp_blocks.forward(q, k, v, causal, None, kernel)
+        found = cp_blocks.backward(grad, q, k, v, y, sums, causal, None, kernel)
+    for mine, its in zip((y, *found), (expected.detach(), *gradients), strict=True):
+        assert torch.allclose(mine, its, atol=1e-12)
+    if not causal:
+        scores = (q @ k.transpose(-2, -1)).detach() * 8**-0.5
+        assert torch.allclose(sums, scores.logsumexp(-1), atol=1e-12)
+
+
+def test_a_block_with_dropout_has_the_gradients_of_autograd() -> None:
+    source = torch.Generator().manual_seed(1)
+    q, k, v, grad = (
+        torch.randn(1, 2, 6, 4, generator=source, dtype=torch.float64, requires_grad=True)
+        for _ in range(4)
+    )
+    keep = (torch.rand(1, 2, 6, 6, generator=source) > 0.4).double() / 0.6
+    later = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    scores = (q @ k.transpose(-2, -1) * 0.5).masked_fill(later, float("-inf"))
+    expected = (scores.softmax(-1) * keep) @ v
+    gradients = torch.autograd.grad(expected, (q, k, v), grad)
+    with torch.no_grad():
+        y, sums = cp_blocks.forward(q, k, v, True, keep, "plain")
+        found = cp_blocks.backward(grad, q, k, v, y, sums, True, keep, "plain")
+    for mine, its in zip((y, *found), (expected.detach(), *gradients), strict=True):
+        assert torch.allclose(mine, its, atol=1e-12)
+
+
+def test_two_blocks_together_are_one() -> None:
+    """Also where one has scores that the other's are nothing beside."""
+    q, k, v = (torch.randn(1, 1, 4, 4, dtype=torch.float64) for _ in range(3))
+    k[:, :, 2:] *= 100
+    whole, sums = cp_blocks.forward(q, k, v, False, None, "plain")
+    halves = []
+    for half in (slice(0, 2), slice(2, 4)):
+        halves += cp_blocks.forward(q, k[:, :, half], v[:, :, half], False, None, "plain")
+    y, total = cp_blocks.combine(*halves)
+    assert torch.allclose(y, whole)
+    assert torch.allclose(total, sums)
+
+
+# Dropout: the masks of one process.
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("width", [4, 5])
+def test_the_streams_masks_are_those_of_one_process(ranks: int, width: int) -> None:
+    """Drawn a sequence at a time, or at once where a sequence is no multiple of four numbers."""
+    whole = torch.ones(3, 2 * ranks * 3, width)
+    torch.manual_seed(4)
+    expected = dropout(whole, 0.3)
+    after = torch.rand(1)
+    for index in range(ranks):
+        part = SequencePart(index, ranks)
+        torch.manual_seed(4)
+        assert torch.equal(cp.own_stream_factors(part.own(whole), 0.3, part), part.own(expected))
+        assert torch.equal(torch.rand(1), after), "later layers draw what they would have drawn"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_masks_of_attention_are_those_of_one_process(ranks: int) -> None:
+    T = 2 * ranks
+    torch.manual_seed(4)
+    expected = draw_factors(torch.empty(2, 3, T, T), 0.3)
+    after = torch.rand(1)
+    for index in range(ranks):
+        torch.manual_seed(4)
+        factors = cp.own_weight_factors(torch.empty(2, 3, 2, 8), 0.3, axis_of(index, ranks))
+        assert factors is not None
+        assert torch.equal(factors, SequencePart(index, ranks).own(expected, 2))
+        assert torch.equal(torch.rand(1), after)
+        for other in range(ranks):
+            work = cp.work_with(index, other, 2)
+            keep = cp._factors_of(factors, work, other, axis_of(index, ranks))
+            own = SequencePart(index, ranks).own(expected, 2)[:, :, work.queries]
+            block = SequencePart(other, ranks).own(own, 3)[..., work.keys]
+            assert keep is not None
+            assert torch.equal(keep, block)
+    assert cp.own_weight_factors(torch.empty(1, 1, 2, 8), 0.0, axis_of(0, 2)) is None
+
+
+# The model.
+
+
+def cut(index: int, ranks: int, sequence: int = 1, **more: Any) -> GPT:
+    """A model that tp has cut over `sequence` ranks and cp over `ranks`."""
+    torch.manual_seed(1)
+    model = GPT(SHAPE, **more)
+    if sequence > 1:
+        tp.cut(model, axis_of(0, sequence), sequence=True)
+    cp.cut(model, axis_of(index, ranks))
+    return model
+
+
+def test_a_cut_model_keeps_its_weights_and_their_names() -> None:
+    torch.manual_seed(1)
+    whole = dict(GPT(SHAPE).named_parameters())
+    for sequence in (1, 2):
+        own = dict(cut(1, 3, sequence).named_parameters())
+        assert own.keys() == whole.keys()
+    assert all(torch.equal(p, whole[name]) for name, p in cut(1, 3).named_parameters())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_learned_positions_are_those_of_the_whole_sequence(ranks: int) -> None:
+    """Of a shorter sequence, too; with sequence_parallel a rank of tp has its share of them."""
+    for index in range(ranks):
+        model = cut(index, ranks, dropout=0.1)
+        for T in (24, 12):
+            expected = SequencePart(index, ranks).own(model.pos_emb.weight[:T], 0)
+            assert torch.equal(model.pos_emb(0, T // ranks), expected)
+        shared = cut(index, ranks, 2, dropout=0.1)
+        expected = SequencePart(index, ranks).own(shared.pos_emb.weight, 0)
+        assert torch.equal(shared.pos_emb(0, 24 // ranks), expected[: 24 // ranks // 2])
+
+
+def test_rotary_positions_are_those_of_the_whole_sequence() -> None:
+    whole = torch.randn(2, 3, 12, 8)
+    for index in range(3):
+        part = SequencePart(index, 3)
+        expected = part.own(cp.rotate(whole), 2)
+        assert torch.allclose(cp.rotate_own(part.own(whole, 2), part), expected, atol=1e-6)
+
+
+def test_a_model_is_released_and_cut_again_for_the_next_group() -> None:
+    model = cut(0, 2)
+    attention = model.blocks[0].attn
+    cp.release(model)
+    with pytest.raises(AssertionError, match="the group of ranks was left"):
+        attention.heads(torch.zeros(1, 4, 8))
+    cp.cut(model, axis_of(1, 2), "all_gather")
+    assert attention.context.index == 1
+    assert model.pos_emb.part == SequencePart(1, 2)
+    assert attention.way == "all_gather"
+
+
+def test_only_a_gpt_is_cut() -> None:
+    with pytest.raises(ConfigError, match="cp = 2 cuts the sequences of a gpt, but the model is a"):
+        cp.cut(ResNet(ResNetShape(20, 10, 16)), axis_of(0, 2))
+
+
+# Samples.
+
+
+class Rows:
+    """Samples of 24 tokens: their own numbers."""
+
+    def train_batch(self, first_sample: int, count: int) -> tuple[Tensor, Tensor]:
+        x = torch.arange(first_sample * 24, (first_sample + count) * 24).view(count, 24)
+        return x, x + 1
+
+    def val_windows(self, limit: int) -> np.ndarray:
+        return np.arange(limit)
+
+    def val_batch(self, starts: np.ndarray) -> tuple[Tensor, Tensor]:
+        return self.train_batch(int(starts[0]), len(starts))
+
+
+def test_ranks_read_their_parts_of_the_same_samples() -> None:
+    """Of training, of evaluation, and of samples that are cut into shorter sequences first."""
+    batch = Batch(2, 1, 1)
+    for length_at, length in ((None, 24), (lambda step: 12, 12)):
+        whole = MicroBatches(Rows(), batch, 0, length_at)
+        for index in range(2):
+            part = SequencePart(index, 2)
+            own = MicroBatches(Rows(), batch, 0, length_at, part)
+            for mine, its in zip(own.get(4, 0), whole.get(4, 0), strict=True):
+                assert mine.shape == (2 * 24 // length, length // 2)
+                assert torch.equal(mine, part.own(its))
+    own = MicroBatches(Rows(), batch, 0, part=SequencePart(1, 2))
+    for mine, its in zip(
+        own.val_batch(np.array([3])), Rows().val_batch(np.array([3])), strict=True
+    ):
+        assert torch.equal(mine, SequencePart(1, 2).own(its))
+
+
+# Meshes, recovery, refusals.
+
+
+def test_axes_of_experts_do_not_mix_parts_of_sequences() -> None:
+    layout = Layout(dp=2, cp=2, tp=2)
+    assert layout.groups("ep") == [(rank,) for rank in range(8)]
+    assert layout.groups("cp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert layout.groups("dp_cp") == [(0, 2, 4, 6), (1, 3, 5, 7)]
+
+
+def test_torchs_ddp_takes_no_pipeline_of_several_parts() -> None:
+    """One data replica is not enough: two ranks with parts of its sequences share gradients, too."""
+    config = make_config({"micro_batch_size": 1, "cp": 2, "pp": 2})
+    with pytest.raises(ConfigError, match="dp_mode = ddp with pp = 2 and dp = 1 and cp = 2: torch"):
+        Layout.of(config, 4)
+    assert Layout.of(config.model_copy(update={"dp_mode": "zero1"}), 4).product.endswith("= 4")
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "recovers"),
+    [
+        ({"cp": 2}, 2, True),
+        ({"cp": 2, "dp_mode": "zero1"}, 2, True),
+        ({"cp": 2, "tp": 2}, 4, True),
+        ({"tp": 2, "dp_mode": "zero1"}, 2, False),
+        ({"cp": 2, "tp": 2, "dp_mode": "fsdp"}, 4, True),
+    ],
+)
+def test_ranks_with_other_parts_of_a_sequence_replace_each_others_state(
+    settings: dict[str, Any], ranks: int, recovers: bool
+) -> None:
+    config = make_config({"micro_batch_size": 1, **settings})
+    assert recovers_in_place(config, "gloo", ranks) is recovers
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "block_size = 32; use block_size 36": {"cp": 3, "block_size": 32},
+    "leaves a rank block_size/cp = 4 tokens, which sequence_parallel cannot cut over tp = 8": {
+        "cp": 2,
+        "block_size": 8,
+        "tp": 8,
+        "n_head": 8,
+        "n_embd": 64,
+        "sequence_parallel": True,
+    },
+    "does not divide the 8 tokens with which seq_warmup_steps begins; use cp 2 or 4": {
+        "cp": 8,
+        "block_size": 64,
+        "seq_warmup_steps": 10,
+    },
+    "cp = 2 with attention = flash: with dropout, a fused kernel would draw": {
+        "cp": 2,
+        "attention": "flash",
+        "dropout": 0.1,
+    },
+    "cp_attention = all_gather would be ignored: cp = 1 cuts no sequences": {
+        "cp_attention": "all_gather"
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_shared_is_refused(message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_config({"micro_batch_size": 1, **REFUSED[message]})
+    assert message in str(error.value)
+
+
+# The trace.
+
+
+def test_a_message_beside_compute_is_hidden_until_the_rank_waits_for_it() -> None:
+    def message(start: float, wait: float | None, end: float) -> Collective:
+        return Collective(
+            "send_recv", "keys_values", "cp", "forward", "float32", 8, start, start, end, "call",
+            wait=wait,
+        )  # fmt: skip
+
+    cost = account([message(0.0, 3.0, 4.0), message(5.0, 7.0, 6.0), message(8.0, None, 10.0)])
+    assert cost.busy == pytest.approx(4.0 + 1.0 + 2.0)
+    assert cost.exposed == pytest.approx(1.0 + 0.0 + 2.0)
+    assert cost.hidden == pytest.approx(4.0)
+
+
+def test_a_layer_that_is_not_a_gpts_stays_as_it_is() -> None:
+    """Dropout in a layer that cp does not know would draw masks of its own: there is none."""
+    kinds = {type(module) for module in GPT(SHAPE, dropout=0.1).modules()}
+    stochastic = {kind for kind in kinds if issubclass(kind, nn.Dropout)}
+    assert stochastic <= cp._KINDS.keys()

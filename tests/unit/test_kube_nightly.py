@@ -1,0 +1,129 @@
+"""components/nightly-bench: a RayCronJob made of an overlay's RayCluster, and its rules."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nanoray.bench.__main__ import _load
+from nanoray.bench.registry import BENCHMARKS
+from nanoray.kube.kustomize import build
+from nanoray.kube.render import KUBE_DIR
+from nanoray.kube.rules import cluster_spec, groups, problems
+from tests.unit.test_kube import _kustomize, _name
+
+Object = dict[str, Any]
+
+
+def cron_job_of(objects: list[Object]) -> Object:
+    (found,) = [thing for thing in objects if thing["apiVersion"] == "ray.io/v1"]
+    return found
+
+
+def cluster_of(thing: Object) -> Object:
+    spec = cluster_spec(thing)
+    assert spec is not None
+    return spec
+
+
+def test_a_night_is_the_overlays_cluster_without_its_commands() -> None:
+    """The operator starts Ray there: a RayCronJob has no annotation that would keep it from it."""
+    thing = cron_job_of(build(KUBE_DIR / "nightly-bench"))
+    spec = cluster_of(thing)
+    (cluster,) = [
+        thing
+        for thing in build(KUBE_DIR / "overlays" / "cpu" / "cluster")
+        if thing["kind"] == "RayCluster"
+    ]
+    for group in groups(cluster["spec"]):
+        container = group["template"]["spec"]["containers"][0]
+        del container["command"], container["args"]
+    assert spec == cluster["spec"]
+
+
+def test_the_benchmark_has_a_rank_for_each_pod_and_writes_onto_the_volume(tmp_path: Path) -> None:
+    thing = cron_job_of(build(KUBE_DIR / "nightly-bench"))
+    job = thing["spec"]["jobTemplate"]
+    command = shlex.split(job["entrypoint"])
+    assert command[:3] == ["exec", "bash", "-c"]
+    words = command[3].replace("$name", str(tmp_path / "report")).split()
+    start = words.index("nanoray.bench")
+    assert words[start - 3 : start] == ["exec", "python", "-m"]
+    name, *flags = words[start + 1 :]
+    _, args = _load(name, BENCHMARKS[name], flags)
+    (group,) = cluster_of(thing)["workerGroupSpecs"]
+    assert (args.launcher, args.workers) == ("ray", group["replicas"])
+    assert "name=/data/bench/$(date -u +%Y%m%d-%H%M%S)-collectives" in command[3]
+
+
+def test_a_night_on_gpus_that_are_claimed(tmp_path: Path) -> None:
+    """Any overlay will do; its claims are counted in the RayCronJob, and kustomize agrees."""
+    shutil.copytree(KUBE_DIR, tmp_path / "kuberay")
+    folder = tmp_path / "kuberay" / "nightly-bench"
+    path = folder / "kustomization.yaml"
+    entrypoint = "exec python -m nanoray.bench collectives --launcher ray --workers 4 --device cuda"
+    operation = {"op": "replace", "path": "/spec/jobTemplate/entrypoint", "value": entrypoint}
+    patch = {"target": {"kind": "RayCronJob"}, "patch": yaml.safe_dump([operation])}
+    rules = yaml.safe_load(path.read_text().replace("overlays/cpu", "overlays/gpu-dra"))
+    path.write_text(yaml.safe_dump(rules | {"patches": [patch]}))
+
+    objects = build(folder)
+    assert problems(objects) == []
+    worker = cluster_of(cron_job_of(objects))["workerGroupSpecs"][0]
+    worker["rayStartParams"]["num-gpus"] = "2"
+    assert any("claims ask for [1] GPUs, num-gpus = 2" in text for text in problems(objects))
+
+    done = subprocess.run([*_kustomize(), str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    theirs = {_name(thing): thing for thing in yaml.safe_load_all(done.stdout)}
+    assert theirs == {_name(thing): thing for thing in build(folder)}
+
+
+def _container(thing: Object) -> Object:
+    container: Object = cluster_of(thing)["headGroupSpec"]["template"]["spec"]["containers"][0]
+    return container
+
+
+BREAKS: list[tuple[Callable[[Object], Any], str]] = [
+    (lambda t: t["metadata"].update(name="a" * 42), "at most 41"),
+    (
+        lambda t: [
+            t["metadata"].update(annotations={"ray.io/overwrite-container-cmd": "true"}),
+            _container(t).update(args=["$KUBERAY_GEN_RAY_START_CMD"]),
+        ],
+        "drop command and args, because a RayCronJob has no annotations for its jobs",
+    ),
+    (lambda t: t["spec"].pop("schedule"), "schedule '' has not five fields"),
+    (lambda t: t["spec"].update(schedule="nightly"), "schedule 'nightly' has not five fields"),
+    (lambda t: t["spec"].update(schedule="TZ=UTC 0 3 * * *"), "without a time zone"),
+    (lambda t: t["spec"].update(schedule="TZ=UTC @daily"), "without a time zone"),
+    (
+        lambda t: t["spec"]["jobTemplate"].pop("activeDeadlineSeconds"),
+        "without activeDeadlineSeconds a job that hangs would still run when the next one starts",
+    ),
+    (lambda t: t["spec"]["jobTemplate"].update(submissionMode="K8sJobMode"), "use HTTPMode"),
+    (lambda t: t["spec"]["jobTemplate"].update(entrypoint="python x"), "write exec before it"),
+    (lambda t: cluster_of(t).pop("authOptions"), "authOptions.mode is not token"),
+    (lambda t: _container(t).update(image="nanoray:latest"), "no fixed tag"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), BREAKS, ids=[text for _, text in BREAKS])
+def test_each_rule_can_fail(change: Callable[[Object], Any], text: str) -> None:
+    objects = build(KUBE_DIR / "nightly-bench")
+    change(cron_job_of(objects))
+    assert any(text in problem for problem in problems(objects)), problems(objects)
+
+
+@pytest.mark.parametrize("schedule", ["0 3 * * *", "*/5 1-4 * * 1,3", "@daily", "@every 24h"])
+def test_schedules(schedule: str) -> None:
+    objects = build(KUBE_DIR / "nightly-bench")
+    cron_job_of(objects)["spec"]["schedule"] = schedule
+    assert problems(objects) == []
