@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from nanoray.checkpoint import files
 from nanoray.faults.progress import ProgressFile
-from nanoray.mesh.mesh import collectives_started
+from nanoray.mesh.mesh import Mesh, collectives_started
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.run import RunSpec
 from nanoray.state.outer import Outer
@@ -23,6 +24,7 @@ from tests.harness.elastic import run_elastic
 from tests.harness.lasting_ranks import LastingRanks, Train
 from tests.harness.ranks import make_spec, records, series
 from tests.harness.replicas import Simulation
+from tests.ranks.test_mirror import deaf
 
 RECIPE: dict[str, Any] = {
     "n_layer": 2,
@@ -360,6 +362,23 @@ def test_a_lost_replica_costs_its_part_of_a_round(text: Path, tmp_path: Path) ->
     # repeated, so the replacement begins after the step before the meeting.
     replaced = [(2, 1, 0), (5, 0, 1), (-8, 1, 0), (11, 1, 0), (12, 0, 1)]
     require_the_simulated(spec, simulated(spec, 2, replaced))
+
+
+@pytest.mark.parametrize("fragments", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_a_replica_that_is_behind_does_its_own_steps(
+    text: Path, tmp_path: Path, fragments: int
+) -> None:
+    """Rank 2 has not received the verdict of step 6, and the others are after step 7 when they
+    notice; it has no less to do, and no bit differs.
+    """
+    settings = {"sync_fragments": fragments, **SGD}
+    spec = make_spec(text, tmp_path, **LOST | settings)
+    # Meetings: logged steps 1, 3, 6 and the end of a round, 4.
+    outcome = run_elastic(spec, 3, patches={2: partial(deaf, Mesh, "all_reduce", "overflow", 4)})
+    assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
+    assert len(outcome.left) == 1
+    require_the_simulated(spec, simulated(spec, 3))
+    assert distance(spec, simulated(spec, 3)) == 0.0
 
 
 SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
