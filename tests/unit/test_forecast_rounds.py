@@ -10,7 +10,8 @@ from nanoray.forecast.links import Link, Topology
 from nanoray.forecast.memory import RankSizes, Sizes, exchanged, state_memory
 from nanoray.forecast.predict import OnTopology, predict
 from nanoray.forecast.scale import forecast_lines
-from nanoray.forecast.traffic import Talk, talks_of
+from nanoray.forecast.talks.talk import Talk
+from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.layout import Layout
 from nanoray.models.costs import count_parameters
 from tests.unit.test_predict import SHAPE, SPEED, job
