@@ -384,7 +384,7 @@ def test_a_replica_that_is_behind_does_its_own_steps(
 SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1": (2, {"replicas": 2, "dp_mode": "zero1"}),
     "fsdp": (2, {"replicas": 2, "dp_mode": "fsdp", "sync_fragments": 2}),
-    "tp": (1, {"tp": 2}),
+    "tp": (1, SGD | {"tp": 2}),
 }
 
 

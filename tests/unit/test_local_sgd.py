@@ -364,9 +364,10 @@ def test_a_finished_round_is_taken_from_a_replica_that_has_it(text: Path, tmp_pa
             for fragment in range(count):
                 ranks.outer(2).put_aside(ranks.states[2].shards, fragment)
             ranks.go_to(2, 9)
+            ranks.go_to(2, 10)
         since = ranks.weights(2) - sent
         ranks.finish(0, 8)
-        ranks.go_to(0, 9)
+        ranks.go_to(0, 11)
         before = ranks.anchor(2)
         ranks.meet(source=0)
         assert torch.equal(ranks.anchor(2), ranks.anchor(0))
