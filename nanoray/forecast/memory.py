@@ -170,10 +170,10 @@ def exchanged_bytes(config: Config) -> float:
 
 
 def travelling_bytes(config: Config) -> float:
-    """Return the bytes of a number while it travels: its move twice, and what is sent, what arrives,
-    and what comes back.
+    """Return the most bytes of a number while it travels: its move twice, what is sent, and what
+    arrives. Later, what comes back takes the place of one move.
     """
-    return 2 * 4 + 3 * exchanged_bytes(config)
+    return 2 * 4 + 2 * exchanged_bytes(config)
 
 
 def exchanged(config: Config, sizes: RankSizes, ranks: int) -> int:

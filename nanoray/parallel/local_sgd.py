@@ -172,7 +172,7 @@ class Exchange:
         counts: whether this replica's differences, `moved`, are a part of the mean.
         """
         self._axis = axis
-        self._moved = moved
+        self._shapes = [tensor.shape for tensor in moved]
         self._encode, self._decode = _codec(bits)
         self._unit = BLOCK if bits == 8 else 1
         padded = []
@@ -218,7 +218,10 @@ class Exchange:
         if self._gathers is not None:
             return
         self._gathers = []
-        for part, arrives in self._arrives:
+        # What a bucket needs is let go of bucket by bucket. The functions refer to this object, too,
+        # and would keep all of it alive until Python looks for cycles.
+        while self._arrives:
+            part, arrives = self._arrives.pop(0)
             rows = arrives()
             slices = self._decode(rows[:, :-FLAG])  # (ranks, share)
             flags = rows[:, -FLAG:].contiguous().view(torch.float32)  # (ranks, 1)
@@ -239,15 +242,17 @@ class Exchange:
     def result(self) -> list[Tensor]:
         """Wait for all means; return those of the tensors. (all ranks of the axis)"""
         self.gather()
-        for part, means, gathered in self._gathers or ():
+        while self._gathers:
+            part, means, gathered = self._gathers.pop(0)
             gathered()
             part.copy_(self._decode(means).view(-1)[: part.numel()])
 
         tensors = []
         start = 0
-        for moved in self._moved:
-            tensors.append(self._flat[start : start + moved.numel()].view_as(moved))
-            start += moved.numel() + -moved.numel() % self._unit
+        for shape in self._shapes:
+            numbers = shape.numel()
+            tensors.append(self._flat[start : start + numbers].view(shape))
+            start += numbers + -numbers % self._unit
         return tensors
 
 

@@ -172,6 +172,7 @@ PAGES = {
     "communication": ["collectives", "algorithms", "overlap", "scaling"],
     "parallelism": ["strategies", "equivalence", "pipeline", "layouts"],
     "precision": ["precision", "compression"],
+    "rarely": ["rarely", "rarely-rates"],
     "reliability": ["recovery", "checkpoint", "control", "soak"],
     "speedrun": ["speedrun", "speedrun-changes", "speedrun-lower"],
     "step": ["step", "step-pairs", "step-char", "step-threads", "step-gpt2"],
