@@ -57,7 +57,8 @@ class Shares:
         elif config.replicas > 1:
             rank_groups = layout.groups("replica")
         else:
-            rank_groups = layout.groups("edp")
+            # The ranks with the same part of the model: whatever samples or positions they have.
+            rank_groups = layout.groups("edp" if layout.ep > 1 else "dp_cp")
         held = [tuple(members[rank] for rank in ranks) for ranks in rank_groups]
         groups: dict[int, list[int]] = {}
         if layout.replicas > 1:

@@ -41,10 +41,10 @@ data replicas is one over parts of sequences as well, so every dp_mode shares we
 Every rank's loss is the mean over as many tokens, so the mean of these means is that of all tokens.
 
     positions  learned and rotary ones are those of the whole sequence
-    dropout    on a CPU masks are those of one process: every rank draws the masks of whole sequences, and
-               keeps its own rows. That takes the time of a whole mask, and in attention as much memory
-               as a mask of own queries and all keys. A GPU draws a mask of its own for each rank's weights
-               of attention, by the rank's number
+    dropout    on a CPU masks are those of one process that compiles nothing: every rank draws the masks of
+               whole sequences, and keeps its own rows. That takes the time of a whole mask, and in
+               attention the memory of a mask of own queries and all keys. A GPU draws the masks of the
+               weights of attention for each rank apart, by its number
 
 Source: Liu et al. 2023, Ring Attention; Brandon et al. 2023, Striped Attention, and the zigzag order
 of Llama 3 (2024) for the balance; the running softmax in cp_blocks.py.

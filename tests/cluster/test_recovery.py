@@ -229,7 +229,12 @@ def test_a_part_of_each_layer_is_replaced_from_the_other_replica(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "more"),
-    [("ddp", ("--cp_attention", "all_gather")), ("zero1", ()), ("fsdp", ("--tp", "2"))],
+    [
+        ("ddp", ("--cp_attention", "all_gather")),
+        ("zero1", ()),
+        ("fsdp", ("--tp", "2")),
+        ("ddp", ("--tp", "2")),
+    ],
 )
 def test_a_rank_with_a_part_of_the_sequences_is_replaced(
     cluster: Cluster, recipe: Path, tmp_path: Path, mode: str, more: tuple[str, ...]

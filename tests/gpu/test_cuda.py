@@ -15,6 +15,7 @@ from nanoray.bench.equivalence import ADAMW, ENTRY, MODES, SGD
 from nanoray.bench.harness.rank_pool import RankPool
 from nanoray.checkpoint.find import newest_valid
 from nanoray.models.precision import LossScaler
+from nanoray.parallel import cp_blocks
 from nanoray.state.train_state import StateDict
 from tests.gpu.conftest import backend
 from tests.harness import commands
@@ -238,3 +239,43 @@ def test_a_step_in_steady_state_leaves_no_memory_behind(
         for steps in ("12", "48")
     ]
     assert peaks[0] == pytest.approx(peaks[1], rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(48, 48, True), (24, 48, False)])
+def test_a_block_of_keys_is_the_same_by_the_fused_kernel(
+    dtype: torch.dtype, queries: int, keys: int, causal: bool
+) -> None:
+    """Of context parallelism: results, sums, and gradients, beside plain products in float64."""
+    source = torch.Generator("cuda").manual_seed(1)
+    sizes = {"q": queries, "k": keys, "v": keys, "grad": queries}
+    made = {}
+    for name, size in sizes.items():
+        made[name] = torch.randn(2, 3, size, 64, generator=source, device="cuda", dtype=dtype)
+
+    def block(kernel: str, **given: torch.Tensor) -> list[torch.Tensor]:
+        q, k, v = given["q"], given["k"], given["v"]
+        y, sums = cp_blocks.forward(q, k, v, causal, None, kernel)
+        result = y.to(q.dtype)
+        gradients = cp_blocks.backward(given["grad"], q, k, v, result, sums, causal, None, kernel)
+        return [y, sums, *gradients]
+
+    exact = block("plain", **{name: tensor.double() for name, tensor in made.items()})
+    far = 2e-3 if dtype == torch.float32 else 0.1
+    for mine, its in zip(block("flash", **made), exact, strict=True):
+        assert (mine.double() - its).abs().max() < far
+
+
+def test_parts_of_sequences_train_as_one_process_does(pair: RankPool) -> None:
+    arms = {
+        "ring": {"cp": 2},
+        "plain": {"cp": 2, "attention": "plain", "dp_mode": "zero1"},
+        "all_gather": {"cp": 2, "cp_attention": "all_gather"},
+    }
+    case = {"accum": 2, "settings": SGD}
+    found = [*pair.run(ENTRY, {"arms": arms, "cases": [case], "alone": True})]
+    assert len(found) == len(arms)
+    for each in found:
+        for rank in each["ranks"]:
+            assert rank["off"] < 1e-4, each["arm"]
+            assert rank["losses"] == pytest.approx(rank["alone"]["losses"], abs=1e-4), each["arm"]

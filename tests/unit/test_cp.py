@@ -16,6 +16,7 @@ from nanoray.config import Batch, make_config
 from nanoray.data.sequence_part import SequencePart
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import ConfigError
+from nanoray.launch.shares import Shares
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
@@ -293,6 +294,21 @@ def test_ranks_with_other_parts_of_a_sequence_replace_each_others_state(
 ) -> None:
     config = make_config({"micro_batch_size": 1, **settings})
     assert recovers_in_place(config, "gloo", ranks) is recovers
+
+
+@pytest.mark.parametrize(
+    ("settings", "held"),
+    [
+        ({}, [(0, 1, 2, 3)]),
+        ({"tp": 2}, [(0, 2), (1, 3)]),
+        ({"dp_mode": "zero1"}, [(0, 1), (1, 2), (2, 3), (3, 0)]),
+    ],
+)
+def test_a_share_is_lost_only_with_all_parts_of_the_sequences(
+    settings: dict[str, Any], held: list[tuple[int, ...]]
+) -> None:
+    config = make_config({"micro_batch_size": 1, "cp": 2, **settings})
+    assert [*Shares.of(config, "gloo", range(4), range(4), 4).held] == held
 
 
 REFUSED: dict[str, dict[str, Any]] = {
