@@ -715,7 +715,7 @@ def _tables(report: Report) -> list[list[tuple[str, ...]]]:
     tried = [row for row in report.rows if row.metric == TUNING]
     if tried:
         body = [(row.arm, f"{row.median:.4f}" if row.values else row.skipped) for row in tried]
-        tables.append([("tried on another seed", "loss"), *body])
+        tables.append([("tried on other seeds", "loss"), *body])
     return tables
 
 
@@ -746,7 +746,7 @@ def finding(report: Report) -> list[str]:
         sent = _sent_kb(report, arm)
         of_ddp = _sent_kb(report, DDP)
         fewer = ""
-        if sent and of_ddp:
+        if sent and of_ddp and of_ddp > 1.5 * sent:
             fewer = f" for {of_ddp / sent:.0f} x fewer bytes"
         lines.append(
             f"{arm}: {statistics.mean(row.values):+.3f} nat after equal tokens{fewer} (ddp's own "

@@ -122,11 +122,6 @@ def _slices(
     return {shard.piece.name: shard.piece for shard in buckets.shards or ()}
 
 
-def _data_index(layout: Layout, place: Coords) -> int:
-    """Return the number of a rank among those that sum their gradients."""
-    return place.dp * layout.cp + place.cp
-
-
 def _axis(name: str, size: int, index: int) -> Axis:
     """Return an axis without a process group: the other ranks do not exist."""
     mesh = Mesh(index, size, 0, torch.device("meta"), "none", "dry run")

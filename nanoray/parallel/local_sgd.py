@@ -39,9 +39,9 @@ from nanoray.config import Config
 from nanoray.mesh.axis import Axis
 from nanoray.parallel.compress import BLOCK, from_int8, to_int8
 from nanoray.parallel.ddp import default_bucket_mb
+from nanoray.state.outer import DELAY
 from nanoray.state.train_state import TrainState
 
-DELAY = 2  # steps for which a fragment travels beside training
 FLAG = 4  # bytes at the end of a row: a float32, 1 or 0
 
 
@@ -102,6 +102,7 @@ class Rounds:
         """
         assert state.outer
         step = state.step
+        state.outer.apply_later(state.shards, step)
         for fragment in range(self._fragments):
             # What was sent some steps ago must have arrived now.
             sent_at = self._newest_due(fragment, step - 1)
@@ -121,8 +122,12 @@ class Rounds:
                     yield self._receive(state, fragment, step)
 
     def keep(self, state: TrainState) -> None:
-        """Keep the weights of the fragments that are due after the newest step; nothing is sent."""
+        """Keep the weights of the fragments that are due after the newest step; nothing is sent.
+
+        What another replica has finished is applied, where it is due after this step.
+        """
         assert state.outer
+        state.outer.apply_later(state.shards, state.step)
         for fragment in range(self._fragments):
             is_due = self._newest_due(fragment, state.step) == state.step
             if is_due and self._travels_at(state.step):
@@ -167,7 +172,7 @@ class Exchange:
         counts: whether this replica's differences, `moved`, are a part of the mean.
         """
         self._axis = axis
-        self._moved = moved
+        self._shapes = [tensor.shape for tensor in moved]
         self._encode, self._decode = _codec(bits)
         self._unit = BLOCK if bits == 8 else 1
         padded = []
@@ -213,7 +218,10 @@ class Exchange:
         if self._gathers is not None:
             return
         self._gathers = []
-        for part, arrives in self._arrives:
+        # What a bucket needs is let go of bucket by bucket. The functions refer to this object, too,
+        # and would keep all of it alive until Python looks for cycles.
+        while self._arrives:
+            part, arrives = self._arrives.pop(0)
             rows = arrives()
             slices = self._decode(rows[:, :-FLAG])  # (ranks, share)
             flags = rows[:, -FLAG:].contiguous().view(torch.float32)  # (ranks, 1)
@@ -234,15 +242,17 @@ class Exchange:
     def result(self) -> list[Tensor]:
         """Wait for all means; return those of the tensors. (all ranks of the axis)"""
         self.gather()
-        for part, means, gathered in self._gathers or ():
+        while self._gathers:
+            part, means, gathered = self._gathers.pop(0)
             gathered()
             part.copy_(self._decode(means).view(-1)[: part.numel()])
 
         tensors = []
         start = 0
-        for moved in self._moved:
-            tensors.append(self._flat[start : start + moved.numel()].view_as(moved))
-            start += moved.numel() + -moved.numel() % self._unit
+        for shape in self._shapes:
+            numbers = shape.numel()
+            tensors.append(self._flat[start : start + numbers].view(shape))
+            start += numbers + -numbers % self._unit
         return tensors
 
 

@@ -125,15 +125,20 @@ class Engine:
         if rounds:
             par.send_weights()
         self.warm_up()
-        if state.step >= self.front:
-            if rounds:
-                self.end_round()
+        if rounds is None:
             self.finish_step()
         watch.begin_run()
 
+        # (all ranks) Replicas that had trained alone meet after the same step: one that is behind
+        # does its own steps first.
+        is_behind = state.step < self.front
+        if rounds and not is_behind:
+            self.end_round()
+            self.finish_step()
+
         # (all ranks) A group that has formed only to save a checkpoint does no step.
         order = Order.GO_ON
-        if self.regrouped:
+        if self.regrouped and not is_behind:
             order = mesh.start_vote(self.wanted()).result()
 
         last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
@@ -267,6 +272,7 @@ class Engine:
                 self.begin_record(mean_loss.item(), lr, norm.item())
 
             # (all ranks) Where a round ends, average by how much the replicas have moved.
+            # A replica that is behind only keeps what would have been sent.
             if rounds and step < self.front:
                 rounds.keep(state)
                 watch.end_step()
@@ -274,6 +280,8 @@ class Engine:
             if rounds:
                 self.end_round()
             self.finish_step()
+            if step == self.front:
+                vote = mesh.start_vote(self.wanted())  # as the others did when the group formed
             order = vote.result()
             watch.end_step()
 

@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanoray.errors import StateLost
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard
+from nanoray.state.optimizers import elements_of, put_element
 from nanoray.state.outer import OUTER_MOMENTUM, Outer
 from nanoray.state.train_state import Holding, Scalars, Session, TrainState, fetch
 from nanoray.train.mirror import deal, deal_frozen
@@ -154,9 +156,7 @@ def rejoin_shards(
 
     # A complete replica copies its own shards, from memory to memory.
     if is_complete:
-        alone = Mesh(0, 1, 0, mesh.device, "none", "one rank")
-        deal(alone, [old], [wanted])
-        deal_frozen(alone, [old], [wanted])
+        _copy(old, wanted)
         assert state.outer
         new = state.outer
     else:
@@ -173,8 +173,20 @@ def rejoin_shards(
     # Nothing communicates from here on.
     if is_complete and lacks_round:
         momentum = {f"{OUTER_MOMENTUM}.{name}": each for name, each in outer.momentum.items()}
-        new.follow(wanted.shards, outer.anchor, momentum, {"synced": finished})
+        new.follow(wanted.shards, outer.anchor, momentum, {"synced": finished}, state.step)
     return new, front
+
+
+@torch.no_grad()
+def _copy(old: Holding, wanted: Holding) -> None:
+    """Copy weights and optimizer state to shards of the same pieces, in the same order."""
+    for before, shard in zip(old.shards, wanted.shards, strict=True):
+        shard.param.copy_(before.param.view_as(shard.param))
+        kept = elements_of(old.optimizer.state.get(before.param, {}))
+        for key, tensor in kept.items():
+            put_element(wanted.optimizer.state[shard.param], key, tensor.clone())
+    for before, shard in zip(old.frozen, wanted.frozen, strict=True):
+        shard.param.copy_(before.param.view_as(shard.param))
 
 
 def _pieces(holding: Holding) -> list[Piece]:

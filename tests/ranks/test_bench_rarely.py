@@ -75,7 +75,7 @@ else:
 @needs_links
 def test_a_link_delays_and_carries_what_it_should() -> None:
     speed = Speed(delay_ms=40, mbit_per_s=8)
-    large = 300_000
+    large = 1_000_000  # a second at this speed; the start of TCP alone takes a third of it
     with scratch_folder() as folder:
         began = time.time()
         with ThinLinks(2, speed, folder) as links:
@@ -95,6 +95,7 @@ def test_a_link_delays_and_carries_what_it_should() -> None:
     assert large < sent < 1.1 * large, "with headers, and what is acknowledged"
 
 
+@pytest.mark.full
 @needs_links
 def test_an_arm_is_timed_while_its_links_get_thinner(tmp_path: Path) -> None:
     """Real ranks in namespaces; the bytes that the relay counts are those of an all-reduce."""
@@ -150,7 +151,7 @@ def test_arms_are_tuned_and_trained_in_turn(
     assert len(firsts) == 1
     rare = report.row("H 1 averaged", OFF)
     assert rare
-    assert max(map(abs, rare.values)) < 0.1
+    assert max(map(abs, rare.values)) < 0.5
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_arms_are_tuned_and_trained_in_turn(
         (["--links", "1-100"], "links = 1-100: 1-100 is no MS/MBIT; write for example 0.1/1000"),
         (["--links", "1/0"], "links = 1/0: 1/0 is no link; a delay is at least 0 ms"),
         (["--links", "nan/1"], "nan/1 is no link"),
-        (["--lrs", "1e-3,x"], "lrs = 1e-3,x: not numbers; write for example 2e-3"),
+        (["--lrs", "1e-3,x"], "lrs = 1e-3,x: not numbers; write for example 6e-3"),
         (["--lrs", "0"], "lrs = 0: a learning rate is above 0"),
         (["--outers", "0.7"], "outers = 0.7: 0.7 is no LR:MOMENTUM; write for example 1:0"),
         (["--steps", "0"], "steps = 0, seeds = 1, tuning_seeds = 2; each must be above 0"),

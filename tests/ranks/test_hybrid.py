@@ -304,7 +304,7 @@ def test_a_flipped_bit_in_a_share_is_found(
     message = outcome.ranks[0]["message"]
     assert "after step 3 ranks that hold the same piece of the state differ in 1 of " in message
     assert "on rank 1, 3 of [1, 3]" in message, "the twins"
-    assert "which takes three groups (replicas 3)" in message
+    assert "No majority of its holders agrees, and with replicas 3 there would be one" in message
 
 
 @pytest.mark.parametrize(
@@ -379,12 +379,14 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(
 @pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_of_a_script_trains_in_groups(tmp_path: Path, mode: str) -> None:
-    """With running statistics, which are means over all ranks and equal on them."""
+    """With running statistics, which are means over all ranks and equal on them.
+
+    Losses alone are compared: a norm takes its input's mean away, so the bias before it has a
+    gradient of rounding errors, which AdamW turns into steps of any sign.
+    """
     how = partial(test_own_models.images, how="trained")
     settings = {"hash_every": 1, "replicas": 2}
     ours = test_own_models.trained(tmp_path / "groups", 4, how, dp_mode=mode, **settings)
     whole = test_own_models.trained(tmp_path / "whole", 4, how, dp_mode="ddp_by_hand")
+    assert len(series(ours)) == 8
     assert series(ours) == pytest.approx(series(whole), abs=1e-5)
-    weights = final(ours).model
-    for name, tensor in final(whole).model.items():
-        assert torch.allclose(weights[name], tensor, atol=1e-4), name

@@ -17,7 +17,7 @@ from tests.unit.test_predict import job
 
 def test_a_round_keeps_and_sends_what_the_formulas_say(pools: Pools) -> None:
     for momentum, bits in ((0.9, 32), (0.0, 32), (0.9, 8)):
-        order = {"momentum": momentum > 0, "bits": bits}
+        order = {"momentum": momentum > 0, "bits": bits, "bucket_mb": 8.0}
         (found,) = pools(2).run("tests.harness.rounds:count_rank", order)
         weights = found["weights"]
         count = weights // 4
@@ -27,12 +27,14 @@ def test_a_round_keeps_and_sends_what_the_formulas_say(pools: Pools) -> None:
         parts = state_memory(config, sizes, 1, 1, 8.0)
         assert found["kept"] == parts["rounds"], "anchor, and momentum where there is any"
         assert found["travelling"] == pytest.approx(
-            exchanged(config, RankSizes(sizes), 1), rel=0.02
+            exchanged(config, RankSizes(sizes), 1, bucket_mb=0.0), rel=0.02
         )
 
-        # A byte or four for each number, there and back; and a few bytes that say who takes part.
+        assert found["left"] == 0, "an exchange that is over keeps nothing"
+
+        # Two exchanges: a byte or four for each number, there and back; and a few bytes that say who takes part.
         each = exchanged_bytes(config)
         assert found["sent"] == {
-            "all_to_all": pytest.approx(each * count, abs=64),
-            "all_gather": pytest.approx(each * count, abs=64),
+            "all_to_all": pytest.approx(2 * each * count, abs=64),
+            "all_gather": pytest.approx(2 * each * count, abs=64),
         }

@@ -165,8 +165,9 @@ def _compare_pieces(
     differing = [place for place, held in pieces.items() if len(set(held.values())) > 1]
 
     # Where every rank has the whole weights, no rank has listed rows of them.
+    whole_weights = _whole_weights(state)
     for place, held in pieces.items():
-        if place in _whole_weights(state):
+        if place in whole_weights:
             (winner, _), *_ = Counter(held.values()).most_common()
             line["tensors"][place] = format_hash(winner)
     if not differing:
@@ -191,7 +192,9 @@ def _compare_pieces(
     if not can_heal:
         remedy = "A model that is cut is not healed"
         if state.copies > 1:
-            remedy = "No majority of its holders agrees, which takes three groups (replicas 3)"
+            remedy = "No majority of its holders agrees"
+        if state.copies == 2:
+            remedy += ", and with replicas 3 there would be one"
         raise StateDiverged(
             f"after step {state.step} ranks that hold the same piece of the state {found}: a "
             f"flipped bit, or a faulty device. {remedy}: resume from the newest checkpoint, which "
