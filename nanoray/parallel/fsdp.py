@@ -260,6 +260,12 @@ class FSDP(DataParallel):
             gradients.append(self._mirror_grad)
         clip_to(limit, gradients, norm)
 
+    def forget_gathered(self) -> None:
+        # The model's own unit keeps its weights after a forward, until a backward has ended.
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def zero_grad(self) -> None:
         self._computed.clear()
         if self._layers is not None:

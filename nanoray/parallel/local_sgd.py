@@ -39,9 +39,9 @@ from nanoray.config import Config
 from nanoray.mesh.axis import Axis
 from nanoray.parallel.compress import BLOCK, from_int8, to_int8
 from nanoray.parallel.ddp import default_bucket_mb
+from nanoray.state.outer import DELAY
 from nanoray.state.train_state import TrainState
 
-DELAY = 2  # steps for which a fragment travels beside training
 FLAG = 4  # bytes at the end of a row: a float32, 1 or 0
 
 
@@ -102,6 +102,7 @@ class Rounds:
         """
         assert state.outer
         step = state.step
+        state.outer.apply_later(state.shards, step)
         for fragment in range(self._fragments):
             # What was sent some steps ago must have arrived now.
             sent_at = self._newest_due(fragment, step - 1)
@@ -121,8 +122,12 @@ class Rounds:
                     yield self._receive(state, fragment, step)
 
     def keep(self, state: TrainState) -> None:
-        """Keep the weights of the fragments that are due after the newest step; nothing is sent."""
+        """Keep the weights of the fragments that are due after the newest step; nothing is sent.
+
+        What another replica has finished is applied, where it is due after this step.
+        """
         assert state.outer
+        state.outer.apply_later(state.shards, state.step)
         for fragment in range(self._fragments):
             is_due = self._newest_due(fragment, state.step) == state.step
             if is_due and self._travels_at(state.step):

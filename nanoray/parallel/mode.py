@@ -112,6 +112,9 @@ class DataParallel:
     def spread(self) -> None:
         """Start to send updated weights to ranks that have not updated them. (all ranks)"""
 
+    def forget_gathered(self) -> None:
+        """Free weights that a forward has gathered and kept: the shards have changed since."""
+
     def settle(self) -> None:
         """Wait until the weights are complete. A forward does this by itself."""
 

@@ -271,6 +271,7 @@ class Plan:
         """Send shards of weights that have changed outside of a step to the others. (all ranks)"""
         if self._shares_updates:
             self._mode.settle()
+            self._mode.forget_gathered()
             self._mode.spread()
 
     def undo(self) -> None:

@@ -26,6 +26,8 @@ SENT_WEIGHTS = "sent_weights"
 OUTER_MOMENTUM = "outer_momentum"
 KINDS = (REPLICA_WEIGHTS, SENT_WEIGHTS, OUTER_MOMENTUM)
 
+DELAY = 2  # steps for which a fragment travels beside training
+
 Tensors = dict[str, Tensor]
 
 
@@ -59,6 +61,9 @@ class Outer:
 
         # The weights of fragments that are on their way while training goes on
         self.sent: Tensors = {}
+        # What another replica has finished of a fragment that is to be applied some steps later: the
+        # step whose weights were averaged, anchor and momentum
+        self._later: dict[int, tuple[int, Tensors, Tensors]] = {}
         self._fragments = fragments
 
     def begin(self, shards: Sequence[Shard], step: int) -> None:
@@ -68,6 +73,7 @@ class Outer:
         for momentum in self.momentum.values():
             momentum.zero_()
         self.sent.clear()
+        self._later.clear()
         self.synced = [step] * len(self.synced)
         self.joined = step
 
@@ -209,25 +215,49 @@ class Outer:
             if saved is not None:
                 self.sent[name] = saved.view_as(shard.param).to(shard.param.device, copy=True)
 
-    @torch.no_grad()
     def follow(
-        self, shards: Sequence[Shard], model: Tensors, tensors: Tensors, values: Mapping[str, Any]
+        self,
+        shards: Sequence[Shard],
+        model: Tensors,
+        tensors: Tensors,
+        values: Mapping[str, Any],
+        step: int,
     ) -> None:
         """Take over the exchanges that another replica has finished and this one has not.
 
-        `model` has that replica's anchor; `tensors` and `values` are its `packed` and `values`.
+        `model` has that replica's anchor; `tensors` and `values` are its `packed` and `values`. What
+        travels beside training is applied after the step after which that replica has applied it;
+        this one is after `step`.
         """
         for fragment, synced in enumerate(values["synced"]):
             if synced <= self.synced[fragment]:
                 continue
+            anchor = {}
+            momentum = {}
             for shard in self.shards_of(shards, fragment):
                 name = shard.piece.name
-                self.anchor[name].copy_(model[name].view_as(shard.param))
+                anchor[name] = model[name].clone()
                 if name in self.momentum:
-                    momentum = tensors[f"{OUTER_MOMENTUM}.{name}"]
-                    self.momentum[name].copy_(momentum.view_as(shard.param))
+                    momentum[name] = tensors[f"{OUTER_MOMENTUM}.{name}"].clone()
+            self._later[fragment] = (synced, anchor, momentum)
+        self.apply_later(shards, step)
+
+    @torch.no_grad()
+    def apply_later(self, shards: Sequence[Shard], step: int) -> None:
+        """Apply what `follow` has taken over and is due after `step`; nothing is sent."""
+        for fragment, (synced, anchor, momentum) in list(self._later.items()):
+            of_fragment = self.shards_of(shards, fragment)
+            travels = any(shard.piece.name in self.sent for shard in of_fragment)
+            if travels and step < synced + DELAY:
+                continue
+            for shard in of_fragment:
+                name = shard.piece.name
+                self.anchor[name].copy_(anchor[name].view_as(self.anchor[name]))
+                if name in self.momentum:
+                    self.momentum[name].copy_(momentum[name].view_as(self.momentum[name]))
                 self._follow_anchor(shard)
             self.synced[fragment] = synced
+            del self._later[fragment]
 
     @contextmanager
     def in_model(

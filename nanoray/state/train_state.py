@@ -740,7 +740,8 @@ class TrainState:
         """Take over the rounds that another replica has finished; keep the own weights otherwise."""
         assert self.outer is not None
         _, of_replica = without_outer(packed.optimizer)
-        self.outer.follow(self.shards, packed.model, of_replica, packed.meta["outer"])
+        values = packed.meta["outer"]
+        self.outer.follow(self.shards, packed.model, of_replica, values, self.step)
 
     def rewind(self, saved: StateDict, samples: int) -> None:
         """Go back to `saved` and continue with the data from `samples`. Clock and guards keep their

@@ -173,7 +173,7 @@ def rejoin_shards(
     # Nothing communicates from here on.
     if is_complete and lacks_round:
         momentum = {f"{OUTER_MOMENTUM}.{name}": each for name, each in outer.momentum.items()}
-        new.follow(wanted.shards, outer.anchor, momentum, {"synced": finished})
+        new.follow(wanted.shards, outer.anchor, momentum, {"synced": finished}, state.step)
     return new, front
 
 
