@@ -151,7 +151,8 @@ class Arm:
         self.at_peak = peak_memory(*of_model, bucket_mb, batch.accum)
         # Replicas average their weights when there are no activations.
         between = sum(state.values()) - state["in_flight"]
-        between += exchanged(config, RankSizes.of(config, self.case.model), shared_by)
+        sizes = RankSizes.of(config, self.case.model)
+        between += exchanged(config, sizes, shared_by, bucket_mb)
         self.at_peak = max(self.at_peak, between)
         self.optimizer = make_optimizer(self.case.model, config, self.plan.shards)
         mirrored_shards = self.plan.mirror_shards

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from nanoray.forecast.job import Job
 from nanoray.forecast.links import placed, share_between_nodes
-from nanoray.forecast.traffic import Talk, talks_of
+from nanoray.forecast.talks.talk import Talk
+from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.layout import Layout
 
 MB = 1e6

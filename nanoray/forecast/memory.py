@@ -176,17 +176,20 @@ def travelling_bytes(config: Config) -> float:
     return 2 * 4 + 2 * exchanged_bytes(config)
 
 
-def exchanged(config: Config, sizes: RankSizes, ranks: int) -> int:
+def exchanged(config: Config, sizes: RankSizes, ranks: int, bucket_mb: float) -> int:
     """Return the bytes of one exchange of whole moves, at a time when there are no activations.
 
-    `ranks`: see `state_memory`. With fragments, `rounds` contains those of one fragment.
+    Its buckets are made one by one, with a copy of the bucket, and with 8 bits two. `ranks`: see
+    `state_memory`. With fragments, `rounds` contains those of one fragment.
     """
     if not config.sync_every or config.sync_fragments > 1:
         return 0
     updated = sizes.params
     if config.dp_mode in SHARDS_STATE and ranks > 1:
         updated = -(-updated // ranks)
-    return int(travelling_bytes(config) * updated)
+    copies = 2 if config.sync_bits == 8 else 1
+    bucket = min(bucket_mb * 2**20, 4 * updated)
+    return int(travelling_bytes(config) * updated + copies * bucket)
 
 
 def _moments_per_element(config: Config, sizes: Sizes) -> float:

@@ -45,7 +45,8 @@ from nanoray.forecast.links import (
 )
 from nanoray.forecast.rank_memory import AssumedDevice, rank_memory
 from nanoray.forecast.simulate import NOTHING, Bucket, Step, simulate
-from nanoray.forecast.traffic import Talk, talks_of
+from nanoray.forecast.talks.talk import Talk
+from nanoray.forecast.traffic import talks_of
 from nanoray.forecast.weights import Weights, layers_of, rank_sizes, tensors_of
 from nanoray.mesh.layout import Layout
 from nanoray.parallel.schedules import waited

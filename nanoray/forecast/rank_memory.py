@@ -80,7 +80,7 @@ def rank_memory(
     activations = stage_activations(config, shape, batch, device.precision, stage)
     # Replicas average their weights between two steps, in memory that a step has for activations.
     of_step = state["in_flight"] + sum(activations.values())
-    more = exchanged(config, sizes, shared_by) - of_step
+    more = exchanged(config, sizes, shared_by, device.bucket_mb) - of_step
     if more > 0:
         state["exchange"] = more
     return state | activations

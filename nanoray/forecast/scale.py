@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nanoray.forecast.links import Topology
     from nanoray.forecast.memory import RankSizes
     from nanoray.forecast.predict import Network, Prediction
-    from nanoray.forecast.traffic import Talk
+    from nanoray.forecast.talks.talk import Talk
 
 GB = 1e9
 MB = 1e6

@@ -10,7 +10,8 @@ from nanoray.forecast.links import Link, Topology
 from nanoray.forecast.memory import RankSizes, Sizes, exchanged, state_memory
 from nanoray.forecast.predict import OnTopology, predict
 from nanoray.forecast.scale import forecast_lines
-from nanoray.forecast.traffic import Talk, talks_of
+from nanoray.forecast.talks.talk import Talk
+from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.layout import Layout
 from nanoray.models.costs import count_parameters
 from tests.unit.test_predict import SHAPE, SPEED, job
@@ -79,14 +80,14 @@ def test_memory_of_rounds(settings: dict[str, object], ranks: int, tensors: floa
     sizes = Sizes(params=1000, outside=400, layer=300, tensor=200, trained=1000)
     assert state_memory(config, sizes, ranks, 1, 8.0)["rounds"] == 4 * 1000 * tensors
     # Whole moves are there four times while they are exchanged.
-    more = exchanged(config, RankSizes(sizes), ranks)
+    more = exchanged(config, RankSizes(sizes), ranks, bucket_mb=0.0)
     assert more == (0 if "sync_fragments" in settings else 16 * 1000 // ranks)
 
 
 def test_without_rounds_there_is_no_such_memory() -> None:
     sizes = Sizes(params=1000, outside=400, layer=300, tensor=200, trained=1000)
     assert "rounds" not in state_memory(job().config, sizes, 4, 1, 8.0)
-    assert exchanged(job().config, RankSizes(sizes), 4) == 0
+    assert exchanged(job().config, RankSizes(sizes), 4, 8.0) == 0
 
 
 def link_for(exchange_s: float) -> OnTopology:

@@ -18,7 +18,8 @@ from nanoray.forecast.layouts import candidates, factorizations, refusal, search
 from nanoray.forecast.links import Link, Topology, placed
 from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.forecast.predict import OnTopology, Speed, memory_of, predict
-from nanoray.forecast.traffic import Talk, talks_of
+from nanoray.forecast.talks.talk import Talk
+from nanoray.forecast.traffic import talks_of
 from nanoray.forecast.weights import tensors_of
 from nanoray.mesh.layout import Layout
 from nanoray.models.costs import count_parameters

@@ -20,7 +20,8 @@ from nanoray.forecast.links import Link, Topology, placed
 from nanoray.forecast.owners import holders_of, rank_model
 from nanoray.forecast.predict import OnTopology, Speed, predict, stage_memory
 from nanoray.forecast.scale import forecast_lines
-from nanoray.forecast.traffic import Talk, talks_of
+from nanoray.forecast.talks.talk import Talk
+from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh

@@ -170,7 +170,7 @@ def test_dry_run_of_the_large_preset(tmp_path: Path) -> None:
 
 PAGES = {
     "communication": ["collectives", "algorithms", "overlap", "scaling"],
-    "parallelism": ["strategies", "equivalence", "pipeline", "layouts"],
+    "parallelism": ["strategies", "strategies-rounds", "equivalence", "pipeline", "layouts"],
     "precision": ["precision", "compression"],
     "rarely": ["rarely", "rarely-rates"],
     "reliability": ["recovery", "checkpoint", "control", "soak"],
