@@ -178,7 +178,9 @@ class Exchange:
         padded = []
         for tensor in moved:
             padded += [tensor.view(-1), tensor.new_zeros(-tensor.numel() % self._unit)]
-        self._flat = torch.cat(padded)  # becomes the mean
+        # Becomes the mean. A slice of ZeRO, or a stage, may have nothing of a fragment: then its twins
+        # in the other replicas have nothing either, and nothing is sent.
+        self._flat = torch.cat(padded) if padded else torch.empty(0)
         # By bucket: where its mean belongs, and what waits for its slices
         self._arrives: list[tuple[Tensor, Callable[[], Tensor]]] = []
         self._gathers: list[tuple[Tensor, Tensor, Callable[[], None]]] | None = None
@@ -186,7 +188,8 @@ class Exchange:
         # Whole blocks in each bucket; 2^18 numbers of 4 bytes are 1 MB.
         numbers = int((bucket_mb or default_bucket_mb(self._flat.device)) * 2**18)
         bucket = max(1, numbers // self._unit) * self._unit
-        for part in self._flat.split(bucket):
+        parts = self._flat.split(bucket) if padded else ()
+        for part in parts:
             # A row for each rank: its slice in whole blocks, and whether this replica counts.
             share = -(-part.numel() // (axis.size * self._unit)) * self._unit
             slices = part.new_zeros(axis.size, share)

@@ -162,12 +162,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one step": (3, {"sync_every": 1}),
     "fragments": (2, {"sync_fragments": 3}),
     "one of each layer": (3, {"sync_every": 5, "sync_fragments": 5, "max_steps": 13}),
+    "empty fragments": (2, {"sync_every": 12, "sync_fragments": 12, "max_steps": 14}),
     "8 bits": (3, {"sync_bits": 8}),
     "fragments in 8 bits": (2, {"sync_fragments": 2, "sync_bits": 8}),
 }
 
 
-OFTEN = ("whole", "fragments", "8 bits")
+OFTEN = ("whole", "fragments", "empty fragments", "8 bits")
 
 
 @pytest.mark.parametrize(
@@ -186,6 +187,10 @@ def test_rounds_have_the_bits_of_the_simulation(text: Path, tmp_path: Path, case
         weights = dict(state.model.named_parameters())
         for name, right in simulation.replicas[index].weights.items():
             assert torch.equal(weights[name], right), name
+
+
+def test_some_fragments_of_a_small_model_are_empty() -> None:
+    assert [] in fragments_of({"emb": 40, "a": 10}, 5)
 
 
 def test_fragments_are_layers_that_follow_each_other() -> None:
