@@ -142,8 +142,12 @@ class Engine:
             order = mesh.start_vote(self.wanted()).result()
 
         last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
-        while (state.step < last and order <= Order.SAVE) or state.step < self.front:
-            if cfg.target_loss and self.on_target and state.step >= self.front:
+        while state.step < max(last, self.front):
+            # A replica that is behind the others first does the steps that they have done.
+            is_behind = state.step < self.front
+            if not is_behind and order > Order.SAVE:
+                break
+            if not is_behind and cfg.target_loss and self.on_target:
                 break
             # (all ranks) A script has asked for a checkpoint of the newest step.
             if order is Order.SAVE:
