@@ -106,10 +106,12 @@ class Arm:
         make: MakeCase,
         traced: bool = False,
         mirrored: bool = False,
+        drops: bool = False,
     ) -> None:
         """Make model, plan and optimizers, and warm them up. (all ranks)
 
-        `mirrored` sizes the buffers as with --mirror on one node.
+        `mirrored` sizes the buffers as with --mirror on one node. `drops`: with the dropout of the
+        configuration; else without any.
         """
         from functools import partial
 
@@ -122,12 +124,14 @@ class Arm:
         from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
         from nanoray.train.optim.groups import make_optimizer
 
-        config = config.model_copy(update={"dropout": 0.0})
+        if not drops:
+            config = config.model_copy(update={"dropout": 0.0})
         precision, _ = agree_on_precision(mesh, resolve_precision(config, mesh))
         config = resolved(config, mesh, precision, {})
         layout = Layout.of(config, mesh.world_size)
         batch = resolve_batch(config, layout.dp)
         self.mesh = mesh
+        self.config = config
         self.accum = batch.accum
         self.clip = config.grad_clip
         self.trained = 0
@@ -179,12 +183,21 @@ class Arm:
             return x, y
         return self.plan.part.own(x), self.plan.part.own(y)
 
+    def _seed_dropout(self, micro: int) -> None:
+        """Let a micro batch draw the masks that it draws in a run, in every arm."""
+        from nanoray.models.dropout import derive_seed, seed_generators
+
+        if self.config.dropout:
+            data_rank = self.plan.data_rank
+            seed = derive_seed(self.config.seed, self.trained, micro, data_rank)
+            seed_generators(seed, self.mesh.device)
+
     def step(self) -> None:
         """Train one step; the gradients stay. (all ranks)"""
         first = self.trained * self.accum
         micro_batches = (self._micro_batch(first + i) for i in range(self.accum))
         self.loss = self.plan.forward_backward(
-            micro_batches, self.recorder.phase, lambda micro: None
+            micro_batches, self.recorder.phase, self._seed_dropout
         )
         self.recorder.phase("optimizer")
         if self.plan.mirrors:

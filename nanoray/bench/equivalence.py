@@ -436,7 +436,8 @@ def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, An
     # The micro batch follows from the number of replicas, which the configuration decides.
     config = make_config(small | size | settings)
     size = {"micro_batch_size": samples // accum // Layout.of(config, mesh.world_size).dp}
-    arm = Arm(mesh, config.model_copy(update=size), small_gpt)
+    # The benchmark has no dropout; a test may ask for it.
+    arm = Arm(mesh, config.model_copy(update=size), small_gpt, drops="dropout" in settings)
     losses = []
     norms = []
     # Losses and norms of each step are compared, too: equal weights may hide two errors that

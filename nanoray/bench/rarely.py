@@ -235,14 +235,14 @@ class RarelyBenchmark(Benchmark):
         for head, *body in _tables(report):
             rows = [(*line, "") for line in (head, *body)]
             lines += [*aligned(rows, right=set(range(1, len(head)))), ""]
-        return [*lines, *finding(report)]
+        return [*lines, *report.findings(finding(report))]
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return the tables for a page, and what was found."""
         lines: list[str] = []
         for head, *body in _tables(report):
             lines += [*markdown(head, body), ""]
-        return [*lines, *finding(report)]
+        return [*lines, *report.findings(finding(report))]
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw loss over bytes, step time over links, and loss over time on the thinnest link."""

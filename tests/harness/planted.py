@@ -26,8 +26,8 @@ def share(patch: Any) -> None:
     for kind in (Buckets, FSDP):
         made = kind.__init__
 
-        def init(self: Any, *args: Any, made: Any = made) -> None:
-            made(self, *args)
+        def init(self: Any, *args: Any, made: Any = made, **more: Any) -> None:
+            made(self, *args, **more)
             self.divisor = 1
 
         patch.setattr(kind, "__init__", init)

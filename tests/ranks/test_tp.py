@@ -65,13 +65,15 @@ def test_activation_checkpointing_changes_no_bit_under_tp(pools: Pools, mode: st
     """
     hows = ("none", "selective", "block")
     settings = [ADAMW | {"dropout": 0.3, "activation_checkpointing": how} for how in hows]
-    found = run(
+    *found, undropped = run(
         pools,
         4,
         {"tp 2": {"tp": 2, "dp_mode": mode}},
-        [{"accum": 2, "settings": s} for s in settings],
+        [{"accum": 2, "settings": s} for s in [*settings, ADAMW]],
     )
-    assert len({rank["digest"] for each in found for rank in each["ranks"]}) == 1
+    digests = {rank["digest"] for each in found for rank in each["ranks"]}
+    assert len(digests) == 1
+    assert undropped["ranks"][0]["digest"] not in digests, "masks were drawn"
 
 
 def test_dropout_is_equal_where_it_must_be_and_differs_where_it_must(pools: Pools) -> None:
