@@ -267,6 +267,14 @@ class Plan:
         if self._shares_updates:
             self._mode.spread()
 
+    def forget_gathered(self) -> None:
+        """Free weights that forwards without a backward have gathered and kept.
+
+        Whatever changes shards afterwards, such as a replica that is healed, would be overlooked by
+        the next forward.
+        """
+        self._mode.forget_gathered()
+
     def send_weights(self) -> None:
         """Send shards of weights that have changed outside of a step to the others. (all ranks)"""
         if self._shares_updates:

@@ -75,6 +75,7 @@ def evaluate(
     finally:
         for module in training:
             module.training = True
+        par.forget_gathered()
 
     # (all ranks) A rank that could not read has evaluated other samples.
     if reading and reading.fails_in_evaluation():
