@@ -10,7 +10,6 @@ of `nanoray.forecast.by_link` stands beside it.
 from __future__ import annotations
 
 import argparse
-import math
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -161,17 +160,7 @@ def parse_links(text: str) -> list[Speed | None]:
         if part == "none":
             speeds.append(None)
             continue
-        try:
-            delay_ms, mbit_per_s = map(float, part.split("/"))
-        except ValueError:
-            raise ConfigError(
-                f"links = {text}: {part} is no MS/MBIT; write for example {LINKS}"
-            ) from None
-        if not (0 <= delay_ms < math.inf and 0 < mbit_per_s < math.inf):
-            raise ConfigError(
-                f"links = {text}: {part} is no link; a delay is at least 0 ms, and a speed above 0"
-            )
-        speeds.append(Speed(delay_ms, mbit_per_s))
+        speeds.append(Speed.parse(part, text, LINKS))
     return speeds
 
 

@@ -262,17 +262,7 @@ def parse_links(text: str) -> list[Speed]:
         return []
     speeds = []
     for part in text.split(","):
-        try:
-            delay_ms, mbit_per_s = map(float, part.split("/"))
-        except ValueError:
-            raise ConfigError(
-                f"links = {text}: {part} is no MS/MBIT; write for example {LINKS}"
-            ) from None
-        if not (0 <= delay_ms < math.inf and 0 < mbit_per_s < math.inf):
-            raise ConfigError(
-                f"links = {text}: {part} is no link; a delay is at least 0 ms, and a speed above 0"
-            )
-        speeds.append(Speed(delay_ms, mbit_per_s))
+        speeds.append(Speed.parse(part, text, LINKS))
     return speeds
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import fcntl
 import heapq
+import math
 import os
 import select
 import shutil
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanoray.bench.harness.processes import ChildFailed
+from nanoray.errors import ConfigError
 
 DEVICE = "link0"
 TUN = "/dev/net/tun"
@@ -57,6 +59,21 @@ class Speed:
 
     delay_ms: float
     mbit_per_s: float
+
+    @classmethod
+    def parse(cls, part: str, links: str, example: str) -> Speed:
+        """Return a link of MS/MBIT, one of the flag --links. Raises ConfigError."""
+        try:
+            delay_ms, mbit_per_s = map(float, part.split("/"))
+        except ValueError:
+            raise ConfigError(
+                f"links = {links}: {part} is no MS/MBIT; write for example {example}"
+            ) from None
+        if not (0 <= delay_ms < math.inf and 0 < mbit_per_s < math.inf):
+            raise ConfigError(
+                f"links = {links}: {part} is no link; a delay is at least 0 ms, and a speed above 0"
+            )
+        return cls(delay_ms, mbit_per_s)
 
     def __str__(self) -> str:
         return f"{self.delay_ms:g} ms / {self.mbit_per_s:g} Mbit/s"
