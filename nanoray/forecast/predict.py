@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from nanoray.config import Batch
+from nanoray.config.optim import FRAGMENT_DELAY
 from nanoray.forecast.job import Job
 from nanoray.forecast.links import (
     Cost,
@@ -51,8 +52,6 @@ from nanoray.forecast.weights import Weights, layers_of, rank_sizes, tensors_of
 from nanoray.mesh.layout import Layout
 from nanoray.parallel.schedules import waited
 
-# Steps beside which a fragment travels: DELAY of parallel/local_sgd.py
-DELAY = 2
 # Simulated one by one; more are simulated in groups, each with the latency of its members
 MOST_BUCKETS = 64
 # The kinds of talks for which each pass waits
@@ -320,7 +319,7 @@ def _exposed_fragments(
     """
     travelling_s = sum(talk.times * price(talk).seconds for talk in talks if talk.when == "travels")
     fragments = job.config.sync_fragments
-    waited_s = max(0.0, travelling_s / fragments - DELAY * step_s)
+    waited_s = max(0.0, travelling_s / fragments - FRAGMENT_DELAY * step_s)
     return fragments * waited_s / max(1, job.config.sync_every)
 
 
@@ -333,7 +332,7 @@ def _exposed_gather(cost: Cost, count: float, forward_s: float, backward_s: floa
 
 
 def _buckets(
-    tensors: list[Weights],
+    tensors: tuple[Weights, ...],
     talks: list[Talk],
     passes: int,
     backward_s: float,

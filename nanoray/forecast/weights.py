@@ -6,11 +6,13 @@ A test compares these numbers with models that are really cut (tests/unit/test_p
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from nanoray.forecast.job import Experts, Job
 from nanoray.forecast.memory import RankSizes, Sizes
 from nanoray.mesh.layout import Layout
+from nanoray.models.gpt import ModelShape
 
 
 class Weights(NamedTuple):
@@ -21,15 +23,21 @@ class Weights(NamedTuple):
     expert: bool = False
 
 
-def tensors_of(job: Job, layout: Layout, stage: int) -> list[Weights]:
+def tensors_of(job: Job, layout: Layout, stage: int) -> tuple[Weights, ...]:
     """Return the parameters of a rank of `stage`, in the order of the model.
 
     The last of several stages has a copy of the embedding, because the head is tied to it.
     """
-    shape = job.shape
+    return _tensors_of(job.shape, job.experts, layout.tp, layout.pp, layout.ep, stage)
+
+
+@lru_cache(maxsize=64)  # a search asks for them again with every cp, replicas and micro batch
+def _tensors_of(
+    shape: ModelShape, experts: Experts | None, tp: int, pp: int, ep: int, stage: int
+) -> tuple[Weights, ...]:
     width = shape.n_embd
-    last_stage = layout.pp - 1
-    embedding = shape.padded_vocab * width // layout.tp
+    last_stage = pp - 1
+    embedding = shape.padded_vocab * width // tp
 
     tensors = []
     if stage == 0:
@@ -37,64 +45,64 @@ def tensors_of(job: Job, layout: Layout, stage: int) -> list[Weights]:
         if not shape.rotary:
             tensors.append(Weights(None, shape.block_size * width))
 
-    for layer in range(layers_of(shape.n_layer, layout.pp, stage)):
-        tensors += [Weights(layer, numel) for numel in _attention(job, layout.tp)]
-        if job.experts is None:
-            tensors += [Weights(layer, numel) for numel in _mlp(job, layout.tp, 4 * width)]
+    for layer in range(layers_of(shape.n_layer, pp, stage)):
+        tensors += [Weights(layer, numel) for numel in _attention(shape, tp)]
+        if experts is None:
+            tensors += [Weights(layer, numel) for numel in _mlp(shape, tp, 4 * width)]
         else:
-            tensors += _mixture(job, job.experts, layout, layer)
+            tensors += _mixture(shape, experts, tp, ep, layer)
 
     if stage == last_stage:
-        tensors += [Weights(None, numel) for numel in _norm(job)]
+        tensors += [Weights(None, numel) for numel in _norm(shape)]
         if last_stage > 0:
             tensors.append(Weights(None, embedding))
-    return tensors
+    return tuple(tensors)
 
 
-def _norm(job: Job) -> list[int]:
-    if job.shape.bias:
-        return [job.shape.n_embd, job.shape.n_embd]
-    return [job.shape.n_embd]
+def _norm(shape: ModelShape) -> list[int]:
+    if shape.bias:
+        return [shape.n_embd, shape.n_embd]
+    return [shape.n_embd]
 
 
-def _linear(job: Job, tp: int, rows: int, columns: int, cut_rows: bool) -> list[int]:
+def _linear(shape: ModelShape, tp: int, rows: int, columns: int, cut_rows: bool) -> list[int]:
     """Return weight and bias of a linear layer. Only rows that tp cuts also cut the bias."""
     sizes = [rows * columns // tp]
-    if job.shape.bias:
+    if shape.bias:
         sizes.append(rows // tp if cut_rows else rows)
     return sizes
 
 
-def _attention(job: Job, tp: int) -> list[int]:
+def _attention(shape: ModelShape, tp: int) -> list[int]:
     """Return both norms of a block and the matrices of its attention: qkv and proj."""
-    width = job.shape.n_embd
-    qkv = _linear(job, tp, 3 * width, width, cut_rows=True)
-    proj = _linear(job, tp, width, width, cut_rows=False)
-    return [*_norm(job), *qkv, *proj, *_norm(job)]
+    width = shape.n_embd
+    qkv = _linear(shape, tp, 3 * width, width, cut_rows=True)
+    proj = _linear(shape, tp, width, width, cut_rows=False)
+    return [*_norm(shape), *qkv, *proj, *_norm(shape)]
 
 
-def _mlp(job: Job, tp: int, hidden: int) -> list[int]:
-    width = job.shape.n_embd
-    up = _linear(job, tp, hidden, width, cut_rows=True)
-    down = _linear(job, tp, width, hidden, cut_rows=False)
+def _mlp(shape: ModelShape, tp: int, hidden: int) -> list[int]:
+    width = shape.n_embd
+    up = _linear(shape, tp, hidden, width, cut_rows=True)
+    down = _linear(shape, tp, width, hidden, cut_rows=False)
     return up + down
 
 
-def _mixture(job: Job, experts: Experts, layout: Layout, layer: int) -> list[Weights]:
+def _mixture(shape: ModelShape, experts: Experts, tp: int, ep: int, layer: int) -> list[Weights]:
     """Return the router, the experts of this rank and the shared experts of one block."""
-    width = job.shape.n_embd
-    mine = experts.count // layout.ep
-    hidden = experts.hidden // layout.tp
+    width = shape.n_embd
+    mine = experts.count // ep
+    hidden = experts.hidden // tp
 
     # All experts of a rank lie in one tensor for each of up, its bias, down, its bias.
     sizes = [hidden * width, width * hidden]
-    if job.shape.bias:
+    if shape.bias:
         sizes = [hidden * width, hidden, width * hidden, width]
 
     tensors = [Weights(layer, width * experts.count)]  # the router
     tensors += [Weights(layer, mine * numel, expert=True) for numel in sizes]
     if experts.shared:
-        shared = _mlp(job, layout.tp, experts.shared * experts.hidden)
+        shared = _mlp(shape, tp, experts.shared * experts.hidden)
         tensors += [Weights(layer, numel) for numel in shared]
     return tensors
 

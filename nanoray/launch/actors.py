@@ -168,7 +168,10 @@ class ActorPool:
                 # With shrink the others train meanwhile, so a new actor has the time to rehearse a
                 # step; otherwise they wait for it.
                 rehearse = replaces and self.spec.config.recovery == "shrink"
-                actor = self._actor_for(slot, rehearse)
+                where = self._strategy(slot)
+                if isinstance(where, NodeLabelSchedulingStrategy):
+                    self.displaced.add(slot)
+                actor = self._actor_for(slot, where, rehearse)
             # `ready` returns after the imports: an actor that dies in them costs another try, but
             # no rendezvous. At the start of a run all ranks import at once, and `describe` is
             # enough.
@@ -177,11 +180,8 @@ class ActorPool:
         self.starting[slot] = ready
         self._requested[slot] = (self.clock.monotonic(), PENDING_S)
 
-    def _actor_for(self, slot: int, rehearse: bool) -> Any:
+    def _actor_for(self, slot: int, where: Any, rehearse: bool) -> Any:
         """Create a new actor for a slot, with the slot's resources."""
-        where = self._strategy(slot)
-        if isinstance(where, NodeLabelSchedulingStrategy):
-            self.displaced.add(slot)
         return self.new_actor(
             slot,
             rehearse=rehearse,
@@ -197,9 +197,9 @@ class ActorPool:
 
         Without those on which a rank could not work, that are drained, or that have no node.
         """
-        if not self.head_answers() or not self.place.is_reserved(self.api):
+        if not self.head_answers():
             return {}
-        nodes = self.api.util.placement_group_table(self.place.group)["bundles_to_node_id"]
+        nodes = self.place.reserved_on(self.api)
         homes = {}
         for slot, bundle in enumerate(self.place.order):
             node = nodes.get(bundle)
@@ -209,13 +209,8 @@ class ActorPool:
 
     def prepare(self, slot: int) -> None:
         """Start a further actor for a slot, in its bundle, beside the one that trains elsewhere."""
-        actor = self.new_actor(
-            slot,
-            rehearse=True,
-            num_cpus=self.place.bundle["CPU"],
-            num_gpus=self.place.bundle.get("GPU", 0),
-            scheduling_strategy=strategy(self.place.group, self.place.order[slot]),
-        )
+        bundle = strategy(self.place.group, self.place.order[slot])
+        actor = self._actor_for(slot, bundle, rehearse=True)
         self.prepared[slot] = (actor, actor.ready.remote())
 
     def prepared_and_ready(self) -> set[int]:
@@ -266,7 +261,7 @@ class ActorPool:
             if not self.head_answers() or not is_pending(self.api, self.actors[slot]):
                 continue
             # Without a reserved bundle it waits for a node, rightly.
-            if self.place.is_reserved(self.api):
+            if self.place.reserved_on(self.api):
                 self.fill(slot)
                 self._requested[slot] = (now, 2 * patience_s)
                 again.append(slot)

@@ -326,12 +326,15 @@ class Placement:
     def workers(self) -> int:
         return len(self.order)
 
-    def is_reserved(self, api: Any) -> bool:
-        """Return whether all bundles are reserved now, on nodes that live.
+    def reserved_on(self, api: Any) -> dict[int, str]:
+        """Return the node of each bundle if all are reserved now, on nodes that live, else {}.
 
         When a node is lost, Ray reserves its bundles again on others, once these have room.
         """
-        return bool(api.util.placement_group_table(self.group)["state"] == "CREATED")
+        table = api.util.placement_group_table(self.group)
+        if table["state"] != "CREATED":
+            return {}
+        return dict(table["bundles_to_node_id"])
 
     @property
     def threads(self) -> int:
