@@ -178,10 +178,9 @@ class Arm:
 
     def _micro_batch(self, number: int) -> tuple[Tensor, Tensor]:
         """Return this rank's part of a micro batch."""
-        x, y = self.case.batch(number)
-        if self.plan.part is None:
-            return x, y
-        return self.plan.part.own(x), self.plan.part.own(y)
+        from nanoray.data.sequence_part import own_parts
+
+        return own_parts(self.plan.part, *self.case.batch(number))
 
     def _seed_dropout(self, micro: int) -> None:
         """Let a micro batch draw the masks that it draws in a run, in every arm."""

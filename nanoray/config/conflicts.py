@@ -18,6 +18,7 @@ from typing import Any, Literal
 from nanoray.config.data import IMAGES
 from nanoray.config.keys import Keys
 from nanoray.config.mesh import BY_HAND, SHARDS_STATE, WHOLE_MODELS
+from nanoray.config.optim import FRAGMENT_DELAY
 from nanoray.config.spellings import PART_OF_FIELD, spell
 from nanoray.errors import ConfigError
 
@@ -271,8 +272,8 @@ def _cp_divides_sequences(config: Keys) -> str:
 
 
 def _fragments_fit(config: Keys) -> str:
-    # A fragment travels for two steps, and must have arrived before it is sent again
-    least = max(3, config.sync_fragments)
+    # A fragment must have arrived before it is sent again
+    least = max(FRAGMENT_DELAY + 1, config.sync_fragments)
     if config.sync_fragments == 1 or config.sync_every >= least:
         return ""
     return (
@@ -443,66 +444,27 @@ def _only_whole_models(asked: Condition, why: str, remedy: str) -> list[Row]:
 ROUND_KEYS = ("outer_lr", "outer_momentum", "sync_fragments", "sync_bits")
 
 
-def _rounds() -> list[Row]:
-    """Rows of replicas that rarely communicate."""
-    asked = above("sync_every", 0)
+def _keys_of_rounds() -> list[Row]:
+    """Rows of keys that only replicas that rarely communicate have."""
     rows = []
     for key in ROUND_KEYS:
         remedy = f"give sync_every 50, or drop {key}"
         rows.append(Row(given(key), one_of("sync_every", 0), "", remedy, ignored=True))
+    return rows
 
-    # A script's model and a resnet have buffers, or parameters without a gradient, of each replica.
-    rows.append(
-        Row(
-            asked,
-            none_of("model", "gpt"),
-            "only the weights of a gpt are averaged, and other models have buffers, too",
-            "use sync_every 0",
-        )
-    )
-    rows.append(
-        Row(
-            asked,
-            one_of("precision", *PURE),
-            "what an outer optimizer adds is lost in weights of 16 bits",
-            "use precision bf16 or fp16, or sync_every 0",
-        )
-    )
-    rows.append(
-        Row(
-            asked,
-            above("ep", 1),
-            "experts are shared by all data ranks, which each of its steps would need",
-            "drop ep, or use sync_every 0",
-        )
-    )
-    rows.append(
-        Row(
-            above("audit_every", 0),
-            asked,
-            "the weights of another replica differ, so it cannot compute a gradient again",
-            "use audit_every 0, or sync_every 0",
-        )
-    )
-    rows.append(
-        Row(
-            one_of("mirror", "off"),
-            asked,
-            "mirrors nothing: a lost replica begins anew from another one",
-            "drop mirror",
+
+def _gradients_of_replicas() -> list[Row]:
+    """Rows of how replicas exchange gradients, which they do not where they rarely communicate."""
+    rows = []
+    for key, idle in (("grad_compress", "none"), ("allreduce", "backend")):
+        row = Row(
+            given(key),
+            above("sync_every", 0),
+            "sends no gradients from replica to replica",
+            f"use {key} {idle}; sync_bits 8 sends fewer bytes",
             ignored=True,
         )
-    )
-    for key, idle in (("grad_compress", "none"), ("allreduce", "backend")):
-        rows.append(
-            Row(
-                given(key),
-                asked,
-                "sends no gradients from replica to replica",
-                f"use {key} {idle}; sync_bits 8 sends fewer bytes",
-                ignored=True,
-            )
-        )
+        rows.append(row)
     return rows
 
 
@@ -829,7 +791,40 @@ TABLE: tuple[Row | Rule, ...] = (
         "drop one of the two",
     ),
     # Replicas that rarely communicate
-    *_rounds(),
+    *_keys_of_rounds(),
+    # A script's model and a resnet have buffers, or parameters without a gradient, of each replica
+    Row(
+        above("sync_every", 0),
+        none_of("model", "gpt"),
+        "only the weights of a gpt are averaged, and other models have buffers, too",
+        "use sync_every 0",
+    ),
+    Row(
+        above("sync_every", 0),
+        one_of("precision", *PURE),
+        "what an outer optimizer adds is lost in weights of 16 bits",
+        "use precision bf16 or fp16, or sync_every 0",
+    ),
+    Row(
+        above("sync_every", 0),
+        above("ep", 1),
+        "experts are shared by all data ranks, which each of its steps would need",
+        "drop ep, or use sync_every 0",
+    ),
+    Row(
+        above("audit_every", 0),
+        above("sync_every", 0),
+        "the weights of another replica differ, so it cannot compute a gradient again",
+        "use audit_every 0, or sync_every 0",
+    ),
+    Row(
+        one_of("mirror", "off"),
+        above("sync_every", 0),
+        "mirrors nothing: a lost replica begins anew from another one",
+        "drop mirror",
+        ignored=True,
+    ),
+    *_gradients_of_replicas(),
     Rule(
         ("sync_fragments", "sync_every"),
         "sync_fragments: at most sync_every, which is 3 or more",

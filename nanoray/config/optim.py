@@ -8,6 +8,8 @@ from pydantic import BeforeValidator
 
 from nanoray.config.fields import Group, Natural, Positive, digits, field, hidden
 
+FRAGMENT_DELAY = 2  # sync_fragments: steps for which a fragment travels beside training
+
 
 class Optim(Group):
     """The optimizer and its schedule, the number formats, and the kernels that compute a step."""

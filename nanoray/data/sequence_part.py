@@ -33,3 +33,13 @@ class SequencePart:
         """Return a copy of the own positions (T/ranks) of a tensor with T positions along `dim`."""
         size = whole.shape[dim] // (2 * self.ranks)
         return torch.cat([whole.narrow(dim, chunk * size, size) for chunk in self.chunks], dim)
+
+
+def own_parts(part: SequencePart | None, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a rank's positions of a batch (B, T): of the tokens x, and of their targets y.
+
+    Without a part they are all its own.
+    """
+    if part is None:
+        return x, y
+    return part.own(x), part.own(y)

@@ -18,7 +18,7 @@ import torch
 from nanoray.config import Batch
 from nanoray.data.dataset import DatasetInfo, TokenFile
 from nanoray.data.hashing import GOLDEN, mix
-from nanoray.data.sequence_part import SequencePart
+from nanoray.data.sequence_part import SequencePart, own_parts
 from nanoray.errors import DataError
 
 
@@ -164,20 +164,13 @@ class MicroBatches:
             length = self.length_at(samples // self.batch.global_size)
             x = x.view(-1, length)  # (B * T / length, length)
             y = y.view(-1, length)
-        if self.part is not None:
-            x = self.part.own(x)
-            y = self.part.own(y)
-        return x, y
+        return own_parts(self.part, x, y)
 
     def val_batch(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets (B, T) at some of the places that the data's `val_windows`
         returned.
         """
-        x, y = self.data.val_batch(starts)
-        if self.part is not None:
-            x = self.part.own(x)
-            y = self.part.own(y)
-        return x, y
+        return own_parts(self.part, *self.data.val_batch(starts))
 
     def describe(self, samples: int, micro: int | None) -> str:
         """Return this rank's samples of a step, or of one of its micro batches, as text."""

@@ -249,7 +249,7 @@ def placed(layout: Layout, axis: str, ranks_per_node: int) -> Place:
 
     `axis`: one of those that a layout has groups of.
     """
-    stride, size = layout.steps()[axis]
+    stride, size = layout.steps[axis]
     on_node = min(ranks_per_node, layout.world_size)
     if layout.world_size <= ranks_per_node or ranks_per_node % (stride * size) == 0:
         return Place(size, size, on_node // size)

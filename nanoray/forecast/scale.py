@@ -220,7 +220,7 @@ def _mesh(layout: Layout, topology: Topology | None, name: str | None) -> list[s
     # Groups of replicas divide the data axis.
     data_axes = layout.gradient_axes if layout.replicas > 1 else ("dp",)
     for axis in ("tp", "cp", *data_axes, "pp", "ep"):
-        stride, size = layout.steps()[axis]
+        stride, size = layout.steps[axis]
         if size == 1:
             continue
         # The ranks of one group: the first two and the last. Rank 0 is in the first group.

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -170,8 +171,9 @@ class Layout:
             return self.world_size // self.replicas
         return self.replica_ranks * self.ep
 
+    @cached_property
     def steps(self) -> dict[str, Steps]:
-        """Return every axis: a new one is a line here.
+        """Every axis: a new one is a line here.
 
         Ranks of an axis are `stride` apart, in each group of it. rank = ((p·dp + d)·cp + c)·tp + t.
         """
@@ -209,7 +211,7 @@ class Layout:
         """Return the ranks of a group along an axis."""
         if axis == "inside":
             return self.world_size // self.replicas
-        return self.steps()[axis].size
+        return self.steps[axis].size
 
     @property
     def product(self) -> str:
@@ -257,7 +259,7 @@ class Layout:
                 groups.append(tuple(members))
             return groups
 
-        stride, size = self.steps()[axis]
+        stride, size = self.steps[axis]
         for rank in range(self.world_size):
             is_first = rank // stride % size == 0
             if is_first:

@@ -36,10 +36,10 @@ import torch
 from torch import Tensor
 
 from nanoray.config import Config
+from nanoray.config.optim import FRAGMENT_DELAY
 from nanoray.mesh.axis import Axis
 from nanoray.parallel.compress import BLOCK, from_int8, to_int8
 from nanoray.parallel.ddp import default_bucket_mb
-from nanoray.state.outer import DELAY
 from nanoray.state.train_state import TrainState
 
 FLAG = 4  # bytes at the end of a row: a float32, 1 or 0
@@ -107,7 +107,7 @@ class Rounds:
             # What was sent some steps ago must have arrived now.
             sent_at = self._newest_due(fragment, step - 1)
             waits = sent_at > state.outer.synced[fragment]
-            if waits and (step - sent_at >= DELAY or self._ends_all(step)):
+            if waits and (step - sent_at >= FRAGMENT_DELAY or self._ends_all(step)):
                 yield self._receive(state, fragment, sent_at)
             elif waits and fragment in self._flight:
                 self._flight[fragment].gather()

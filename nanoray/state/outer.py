@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoray.config.optim import FRAGMENT_DELAY
 from nanoray.mesh.pieces import Shard
 
 # Kinds beside those of the optimizer: "KIND.PARAMETER"
@@ -25,8 +26,6 @@ REPLICA_WEIGHTS = "replica_weights"
 SENT_WEIGHTS = "sent_weights"
 OUTER_MOMENTUM = "outer_momentum"
 KINDS = (REPLICA_WEIGHTS, SENT_WEIGHTS, OUTER_MOMENTUM)
-
-DELAY = 2  # steps for which a fragment travels beside training
 
 Tensors = dict[str, Tensor]
 
@@ -248,7 +247,7 @@ class Outer:
         for fragment, (synced, anchor, momentum) in list(self._later.items()):
             of_fragment = self.shards_of(shards, fragment)
             travels = any(shard.piece.name in self.sent for shard in of_fragment)
-            if travels and step < synced + DELAY:
+            if travels and step < synced + FRAGMENT_DELAY:
                 continue
             for shard in of_fragment:
                 name = shard.piece.name

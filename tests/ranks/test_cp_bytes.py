@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.ranks.conftest import Pools
-from tests.ranks.test_hybrid_bytes import RANKS, SIZES, formula
+from tests.ranks.test_hybrid_bytes import carried_on_axes
 
 ZERO1 = {"dp_mode": "zero1"}
 ARMS: dict[str, dict[str, Any]] = {
@@ -22,18 +22,11 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 def test_each_axis_carries_what_the_formula_says(pools: Pools) -> None:
-    order = {"model": "gpt", "preset": "tiny", "overrides": SIZES, "arms": ARMS}
-    order |= {"rounds": 1, "steps": 1}
-    seen = {}
-    for event in pools(RANKS).run("nanoray.bench.strategies:time_rank", order):
-        if "on_axes" in event:
-            seen[event["arm"]] = event["on_axes"]
-    assert seen.keys() == ARMS.keys()
-    for arm, own in ARMS.items():
+    for arm, (found, said) in carried_on_axes(pools, ARMS).items():
         # A trace calls a message by both of its sides. All-reduces also have the norm, and tp's are
         # tested with tp.
-        said = {key.replace("send", "send_recv"): size for key, size in formula(order, own).items()}
+        said = {key.replace("send", "send_recv"): size for key, size in said.items()}
         said = {key: size for key, size in said.items() if not key.endswith("all_reduce")}
-        found = {key: size for key, size in seen[arm].items() if not key.endswith("all_reduce")}
+        found = {key: size for key, size in found.items() if not key.endswith("all_reduce")}
         assert found == pytest.approx(said), arm
         assert {key.split()[0] for key in found} == {"cp", "dp_cp"}, arm

@@ -41,24 +41,27 @@ def formula(order: dict[str, Any], own: dict[str, Any]) -> dict[str, float]:
     return dict(total)
 
 
-def test_each_axis_carries_what_the_formula_says(pools: Pools) -> None:
-    order = {
-        "model": "gpt",
-        "preset": "tiny",
-        "overrides": SIZES,
-        "arms": ARMS,
-        "rounds": 1,
-        "steps": 1,
-    }
+def carried_on_axes(
+    pools: Pools, arms: dict[str, dict[str, Any]]
+) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
+    """Return for each arm the bytes of a step by axis and operation: traced, and by the formula."""
+    order = {"model": "gpt", "preset": "tiny", "overrides": SIZES, "arms": arms}
+    order |= {"rounds": 1, "steps": 1}
     seen = {}
     for event in pools(RANKS).run("nanoray.bench.strategies:time_rank", order):
         if "on_axes" in event:
             seen[event["arm"]] = event["on_axes"]
-    assert seen.keys() == ARMS.keys()
+    assert seen.keys() == arms.keys()
+    return {arm: (seen[arm], formula(order, own)) for arm, own in arms.items()}
+
+
+def test_each_axis_carries_what_the_formula_says(pools: Pools) -> None:
+    both = carried_on_axes(pools, ARMS)
     for arm, own in ARMS.items():
+        found, said = both[arm]
         # The norm is a sum of one number.
-        carried = {key: size for key, size in seen[arm].items() if not key.endswith("all_reduce")}
-        assert carried == pytest.approx(formula(order, own)), arm
+        carried = {key: size for key, size in found.items() if not key.endswith("all_reduce")}
+        assert carried == pytest.approx(said), arm
         axes = {key.split()[0] for key in carried}
         assert axes == ({"dp"} if own["replicas"] == 1 else {"shard", "replica"}), arm
 

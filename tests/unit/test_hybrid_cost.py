@@ -155,7 +155,7 @@ def test_groups_on_nodes_by_hand() -> None:
     assert placed(layout, "shard", 4).inside
     across = placed(layout, "replica", 4)
     assert (across.ranks, across.local, across.sharing) == (2, 1, 4)
-    assert [layout.steps()[axis].stride for axis in ("shard", "replica")] == [1, 4]
+    assert [layout.steps[axis].stride for axis in ("shard", "replica")] == [1, 4]
     # On one node nothing leaves it.
     found = sent_by_link(talks_of(job(8, dp_mode="zero1"), layout, 1, 0), layout, 8)
     assert found.between == 0
