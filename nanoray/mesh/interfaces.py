@@ -1,17 +1,24 @@
-"""The network interfaces that the environment chooses for gloo and NCCL, checked on this host.
+"""The network interfaces of this host: those that the environment names, and the one gloo needs.
 
 A name that fits no interface fails in each rank, each time, with a text of C++ that names neither
 the variable nor what there is. So the ranks check it before they meet.
+
+Without a name gloo takes the address of the host's own name. On Debian and Ubuntu that is 127.0.1.1,
+where no other host can connect. So ranks of several hosts exchange their routes to the store, and
+choose the interface on that route where gloo would take the loopback.
 """
 
 from __future__ import annotations
 
 import fcntl
+import ipaddress
+import json
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from nanoray.errors import ConfigError
 
@@ -89,3 +96,110 @@ def _nccl_problem(value: str, own: Sequence[str]) -> str:
     if left:
         return ""
     return "leaves no interface" if excludes else "names no interface"
+
+
+# ---- the interface that gloo needs ---------------------------------------------------------------
+
+
+class Route(NamedTuple):
+    """The way from a rank's host to the host of the store: the addresses of both ends."""
+
+    own: str
+    store: str
+
+
+def route_to(host: str, port: int) -> Route:
+    """Return the route that packets to the store take. Nothing is sent. Raises OSError."""
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with closing(socket.socket(family, kind)) as probe, suppress(OSError):
+            probe.connect(address)  # of a datagram socket: the kernel looks up the route
+            return Route(probe.getsockname()[0], probe.getpeername()[0])
+    raise OSError(f"no route to {host}")
+
+
+def publish_route(store: Any, rank: int, host: str, port: int) -> None:
+    """Write this rank's route to the store's host into the store. (all ranks)"""
+    route = Route("", "")
+    with suppress(OSError):
+        route = route_to(host, port)
+    store.set(f"route/{rank}", json.dumps(route))
+
+
+def interface_for_gloo(store: Any, rank: int, world_size: int) -> str:
+    """Return the interface over which gloo reaches the ranks on other hosts. (all ranks)
+
+    "" where gloo's own choice will do: all ranks are on one host, or this host's name has an
+    address at which others can connect. All ranks have published their routes before.
+    """
+    own_choice = gloo_address()
+    if not is_loopback(own_choice):
+        return ""
+    values = store.multi_get([f"route/{other}" for other in range(world_size)])
+    return _interface_on([Route(*json.loads(value)) for value in values], rank)
+
+
+def _interface_on(routes: Sequence[Route], rank: int) -> str:
+    """Return the interface of this rank's host that the routes of all ranks need; "" if none."""
+    # The store's own host reaches it by the loopback. Only the others know its address on the network.
+    at_store = [route.store for route in routes if route.store and not is_loopback(route.store)]
+    own = routes[rank].own
+    if not own or is_loopback(own):
+        here = [address for address in at_store if is_own(address)]
+        own = here[0] if here else ""
+
+    # Ranks that have one address are on one host, where the loopback is right.
+    hosts = {route.own for route in routes if route.own and not is_loopback(route.own)}
+    hosts.update(at_store)
+    if len(hosts) < 2 or not own:
+        return ""
+    return interface_of(own)
+
+
+def gloo_address() -> str:
+    """Return the address that gloo takes without GLOO_SOCKET_IFNAME.
+
+    The first address of this host's name that can be bound, else the loopback
+    (torch/csrc/distributed/c10d/ProcessGroupGloo.cpp, createDefaultDevice).
+    """
+    with suppress(OSError):
+        for *_, address in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
+            if is_own(str(address[0])):
+                return str(address[0])
+    return "127.0.0.1"
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether packets to this address never leave the host."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def is_own(address: str) -> bool:
+    """Return whether this host has the address: whether it can be bound."""
+    with suppress(OSError):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+            probe.bind((address, 0))
+            return True
+    return False
+
+
+def interface_of(address: str) -> str:
+    """Return the interface whose first IPv4 address, or one of whose IPv6 addresses, this is.
+
+    "" if there is none. gloo takes the first address of an interface that is named to it.
+    """
+    wanted = ipaddress.ip_address(address.partition("%")[0])
+    if wanted.version == 6:
+        with suppress(OSError):
+            for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines():
+                digits, *_, name = line.split()
+                if int(digits, 16) == int(wanted):
+                    return name
+        return ""
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if found[20:24] == wanted.packed:
+                    return name
+    return ""

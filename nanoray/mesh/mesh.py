@@ -35,7 +35,12 @@ from nanoray.compat import (
 )
 from nanoray.errors import GroupNotFormed, NanorayError, RankDiffers, RendezvousError
 from nanoray.mesh import wire
-from nanoray.mesh.interfaces import own_interfaces, require_interfaces
+from nanoray.mesh.interfaces import (
+    interface_for_gloo,
+    own_interfaces,
+    publish_route,
+    require_interfaces,
+)
 from nanoray.mesh.memory import plain_memory
 from nanoray.mesh.rendezvous import PATIENCE_S, Order, Rendezvous, T, connect_store, public_name
 from nanoray.mesh.wire import SealedStore
@@ -353,7 +358,15 @@ def join(
     # Else a thread of NCCL's group ends the process when a collective fails.
     if r.abortable and is_nccl:
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    publish_route(sealed, r.rank, r.master_addr or store.host, r.master_port or store.port)
     _roll_call(sealed, r, facts, deadline)
+
+    reason = r.backend_reason
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        interface = interface_for_gloo(sealed, r.rank, r.world_size)
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+            reason += f", over {interface}: this host's own name is a loopback address"
 
     try:
         control_group, patient_group = _form_groups(r, sealed, plain, timeout_s, device)
@@ -373,7 +386,7 @@ def join(
         local_rank=r.local_rank,
         device=device,
         backend=r.backend,
-        backend_reason=r.backend_reason,
+        backend_reason=reason,
         control_group=control_group,
         patient_group=patient_group,
         store=store,
@@ -441,6 +454,10 @@ def _roll_call(store: Any, r: Rendezvous, facts: Mapping[str, str], deadline: fl
         raise RendezvousError(
             f"rank {verdict['absent']} of {r.world_size} was lost before the ranks had met"
         )
+    if "refused" in verdict:
+        raise RendezvousError(
+            f"rank {verdict['refused']} of {r.world_size} cannot take part: {verdict['why']}"
+        )
     if verdict:
         kind = RankDiffers if verdict["rank"] == r.rank else RendezvousError
         raise kind(
@@ -479,3 +496,14 @@ def break_meeting(store: Any, secret: str, absent: int) -> None:
     """End the roll call of the ranks that meet in `store`: rank `absent` will not come."""
     plain = dist.PrefixStore(f"nanoray/{public_name(secret)}", store)
     SealedStore(plain, secret).set("verdict", json.dumps({"absent": absent}))
+
+
+def refuse_meeting(store: Any, r: Rendezvous, why: str) -> None:
+    """End the roll call of the other ranks: this one cannot take part in the run, and says why.
+
+    Otherwise they would wait for it until their time is up, and could only name its rank.
+    """
+    plain = dist.PrefixStore(f"nanoray/{r.public}", store)
+    sealed = SealedStore(plain, r.secret)
+    sealed.set("verdict", json.dumps({"refused": r.rank, "why": why}))
+    _let_others_read(sealed, r)

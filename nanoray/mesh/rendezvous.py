@@ -20,6 +20,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nanoray.errors import ConfigError, RendezvousError
+from nanoray.mesh.interfaces import is_loopback
 from nanoray.mesh.launchers import place_of, whole_number
 
 if TYPE_CHECKING:
@@ -234,16 +235,19 @@ def public_name(secret: str) -> str:
     return hmac.digest(secret.encode(), b"name", "sha256").hex()[:16]
 
 
-def open_store(host: str, world_size: int, timeout_s: float, port: int = 0) -> TCPStore:
+def open_store(
+    host: str, world_size: int, timeout_s: float, port: int = 0, only_here: bool = True
+) -> TCPStore:
     """Serve the store in which the ranks meet. (rank 0 only)
 
     It listens on the address that the ranks use, and on no other, at a port that the kernel picks
-    unless one is given. Finding a free port first and binding it later is a race
-    (ray-project/ray#35907); binding port 0 is not. Raises OSError when the port is taken.
+    unless one is given. `only_here`: a loopback address will do, because all ranks are on this
+    host. Finding a free port first and binding it later is a race (ray-project/ray#35907); binding
+    port 0 is not. Raises OSError when the port is taken.
     """
     from torch.distributed import TCPStore
 
-    listener = _listen(host, port)
+    listener = _listen(host, port, only_here)
     port = listener.getsockname()[1]
     return TCPStore(
         host,
@@ -256,12 +260,16 @@ def open_store(host: str, world_size: int, timeout_s: float, port: int = 0) -> T
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Listen at the address of `host`, or at all addresses if it is none of this machine's.
+def _listen(host: str, port: int, only_here: bool = True) -> socket.socket:
+    """Listen at the address of `host`, or at all addresses if others could not connect there.
 
-    It is not behind a NAT.
+    That is so where it is none of this machine's (it is behind a NAT), and, unless all ranks are
+    `only_here`, where the machine's own name is a loopback address, as Debian and Ubuntu set it.
     """
+    by_name = host not in ("localhost", "127.0.0.1", "::1")
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        if by_name and not only_here and is_loopback(str(address[0])):
+            continue
         listener = socket.socket(family, kind)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -285,7 +293,8 @@ def connect_store(r: Rendezvous, timeout_s: float) -> TCPStore:
 
     def connect() -> TCPStore:
         if r.rank == 0 and not r.agent_store:
-            return open_store(r.master_addr, r.world_size, timeout_s, r.master_port)
+            only_here = r.local_world_size == r.world_size
+            return open_store(r.master_addr, r.world_size, timeout_s, r.master_port, only_here)
         patience = timedelta(seconds=timeout_s)
         if r.agent_store:
             _require_listener(r.master_addr, r.master_port)

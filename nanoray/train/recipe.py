@@ -33,7 +33,7 @@ from nanoray.errors import ConfigError, NanorayError
 from nanoray.faults.plan import Injector
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.mesh.layout import Layout, mirrored, split_groups
-from nanoray.mesh.mesh import Mesh, join
+from nanoray.mesh.mesh import Mesh, join, refuse_meeting
 from nanoray.mesh.pieces import whole_shards
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.models.build import shape_of
@@ -108,7 +108,12 @@ def train(
     continue with. `meet` forms the process groups. `task_of` returns model and data. Raises
     NanorayError when the run cannot start or continue.
     """
-    prepare_process(spec, rendezvous)
+    try:
+        prepare_process(spec, rendezvous)
+    except NanorayError as error:
+        if store is not None:  # without it this rank has not reached the others yet
+            refuse_meeting(store, rendezvous, str(error))
+        raise
     injector = Injector(spec.folder / "faults.jsonl")
     meet_others = partial(meet_group, injector, meet)
     mesh = meet_others(spec, rendezvous, store)

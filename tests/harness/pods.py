@@ -19,10 +19,13 @@ import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from nanoray.train.hardware import KERNEL_VARIABLES
 from tests.harness.cluster import goes_first
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -156,8 +159,37 @@ class RunningPod:
             )
 
 
+class Bridge:
+    """The network of one machine's pods: a bridge, and a pair of veth devices for each."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._count = 0
+
+    def open(self, gateway: str) -> None:
+        """Make the bridge, which has the gateway's address."""
+        ip("link", "add", self._name, "type", "bridge")
+        ip("addr", "add", f"{gateway}/24", "dev", self._name)
+        ip("link", "set", self._name, "up")
+
+    def connect(self, host: str, netns: str) -> None:
+        """Give a network namespace a device `eth0` on this network."""
+        self._count += 1
+        outside = f"{self._name}v{self._count}"
+        inside = ("peer", "name", "eth0", "netns", netns)
+        ip("link", "add", outside, "type", "veth", *inside)
+        ip("link", "set", outside, "master", self._name, "up")
+
+    def disconnect(self, host: str) -> None:
+        """Nothing: the devices go with the namespace."""
+
+    def close(self) -> None:
+        """Take the bridge away."""
+        ip("link", "del", self._name)
+
+
 class Machine:
-    """A bridge with pods on it, and their shared volume; a context manager that cleans up."""
+    """A network with pods on it, and their shared volume; a context manager that cleans up."""
 
     def __init__(self, volume: Path) -> None:
         self.volume = volume
@@ -169,11 +201,14 @@ class Machine:
         self._folder = Path(tempfile.mkdtemp(prefix="nr-pods-", dir="/tmp"))
         self.config = self._folder / "config"  # every pod sees it as /etc/nanoray
         self.config.mkdir()
+        self._network: Any = self._make_network(self._id)
 
-    def __enter__(self) -> Machine:
-        ip("link", "add", self._id, "type", "bridge")
-        ip("addr", "add", f"{self._net}.1/24", "dev", self._id)
-        ip("link", "set", self._id, "up")
+    def _make_network(self, name: str) -> Any:
+        """Return what connects the pods: an object with the methods of `Bridge`."""
+        return Bridge(name)
+
+    def __enter__(self) -> Self:
+        self._network.open(f"{self._net}.1")
         return self
 
     def __exit__(
@@ -184,7 +219,7 @@ class Machine:
     ) -> None:
         for name in list(self.pods):
             self.remove(name)
-        ip("link", "del", self._id)
+        self._network.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(
@@ -194,29 +229,22 @@ class Machine:
         env: dict[str, str],
         shm_bytes: int,
         aliases: tuple[str, ...] = (),
+        volume: Path | None = None,
     ) -> RunningPod:
-        """Start a pod; it can be found under `name` and `aliases` from now on."""
+        """Start a pod; it can be found under `name` and `aliases` from now on.
+
+        Its /data is `volume`, by default the machine's.
+        """
         self._count += 1
         address, netns = f"{self._net}.{self._count}", f"{self._id}-{self._count}"
         self._names |= dict.fromkeys((name, *aliases), address)
         ip("netns", "add", netns)
-        ip(
-            "link",
-            "add",
-            f"{self._id}v{self._count}",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            netns,
-        )
-        ip("link", "set", f"{self._id}v{self._count}", "master", self._id, "up")
+        self._network.connect(name, netns)
         ip("-n", netns, "addr", "add", f"{address}/24", "dev", "eth0")
         ip("-n", netns, "link", "set", "eth0", "up")
         ip("-n", netns, "link", "set", "lo", "up")
         ip("-n", netns, "route", "add", "default", "via", f"{self._net}.1")
+        self._prepare(name, netns)
         folder = self._folder / f"{name}-{self._count}"
         for part in ("root", "tmp", "bin"):
             (folder / part).mkdir(parents=True)
@@ -240,13 +268,24 @@ class Machine:
         (folder / "bin" / "environment").write_text("".join(exports))
         (folder / "hosts").touch()
         with (folder / "log").open("ab") as log:
-            process = self._spawn(netns, name, folder, shm_bytes, command, log)
+            where = volume or self.volume
+            process = self._spawn(netns, name, folder, shm_bytes, command, log, where)
         self.pods[name] = RunningPod(name, address, process, folder, netns)
         self._write_hosts()
         return self.pods[name]
 
+    def _prepare(self, name: str, netns: str) -> None:
+        """Change the pod's network before its first process starts."""
+
     def _spawn(
-        self, netns: str, name: str, folder: Path, shm_bytes: int, command: str, log: IO[bytes]
+        self,
+        netns: str,
+        name: str,
+        folder: Path,
+        shm_bytes: int,
+        command: str,
+        log: IO[bytes],
+        volume: Path,
     ) -> subprocess.Popen[Any]:
         inside = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child=SIGKILL"]
         script = f"hostname {name}\n{_INIT}"
@@ -265,7 +304,7 @@ class Machine:
             command,
         ]
         places = {
-            "VOLUME": str(self.volume),
+            "VOLUME": str(volume),
             "REPOSITORY": str(ROOT),
             "VENV": sys.prefix,
             "CONFIG": str(self.config),
@@ -281,11 +320,13 @@ class Machine:
         )
 
     def _write_hosts(self) -> None:
-        text = "127.0.0.1 localhost\n" + "".join(
-            f"{address} {name}\n" for name, address in self._names.items()
-        )
         for pod in self.pods.values():
-            (pod.folder / "hosts").write_text(text)
+            (pod.folder / "hosts").write_text(self._hosts_of(pod.name))
+
+    def _hosts_of(self, pod: str) -> str:
+        """Return the hosts file of one pod."""
+        lines = [f"{address} {name}\n" for name, address in self._names.items()]
+        return "127.0.0.1 localhost\n" + "".join(lines)
 
     def delete(self, name: str, grace_s: float, pre_stop: str = "") -> float:
         """Delete a pod as Kubernetes does: first from the network, then its processes.
@@ -306,6 +347,7 @@ class Machine:
         self._names = {
             alias: address for alias, address in self._names.items() if address != pod.address
         }
+        self._network.disconnect(name)
         subprocess.run(["ip", "netns", "del", pod.netns], check=False, capture_output=True)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from nanoray.errors import ConfigError, GroupNotFormed, RankDiffers, RendezvousError
 from nanoray.faults.cause import is_collective_error
-from nanoray.mesh.mesh import abandon_groups, break_meeting, join
+from nanoray.mesh.mesh import abandon_groups, break_meeting, join, refuse_meeting
 from nanoray.mesh.rendezvous import (
     BackendChoice,
     RankDevice,
@@ -250,6 +250,24 @@ def test_a_meeting_without_a_lost_rank_is_broken_at_once() -> None:
     assert time.monotonic() - start < 50, "not after init_timeout_s"
 
 
+def test_a_rank_that_cannot_take_part_says_why() -> None:
+    """Such as one without the run's folder: its own output is on another host."""
+    store, seen = open_store("127.0.0.1", 3, 10), list[str]()
+
+    def meet(rank: int) -> None:
+        with pytest.raises(RendezvousError) as caught:
+            join(rendezvous(rank, 3, store.port), {}, timeout_s=60, init_timeout_s=60)
+        seen.append(str(caught.value))
+
+    def refuse(_: int) -> None:
+        refuse_meeting(store, rendezvous(1, 3, store.port), "no run's folder on beta")
+
+    start = time.monotonic()
+    in_threads(meet, 0, 2, also=refuse)
+    assert seen == ["rank 1 of 3 cannot take part: no run's folder on beta"] * 2
+    assert time.monotonic() - start < 50, "not after init_timeout_s"
+
+
 def in_threads(
     meet: Callable[[int], None], *ranks: int, also: Callable[[int], None] | None = None
 ) -> None:
@@ -336,6 +354,7 @@ def test_groups_that_cannot_form_end_in_one_line_with_a_remedy(
     # The other rank's part of the roll call; it never gets as far as gloo.
     other = SealedStore(dist.PrefixStore(f"nanoray/{public_name('s')}", store), "s")
     other.set("facts/1", json.dumps({"WORLD_SIZE": "2", "backend": "gloo"}))
+    other.set("route/1", json.dumps(["", ""]))
     other.add("arrived", 1)
     try:
         with pytest.raises(GroupNotFormed) as error:

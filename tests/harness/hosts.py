@@ -1,0 +1,184 @@
+"""Two and more machines on this one: each has an address, a file system, a clock and processes of its
+own, and a link whose delay, rate and loss a test sets.
+
+A host is a pod (pods.py) that shares no volume with the others. What makes real machines differ
+from pods is there as well: the hosts file of Debian and Ubuntu, in which a machine's own name is
+127.0.1.1, and the bridge of Docker, which has the same address on every machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.harness import pods, switch
+from tests.harness.cluster import wait_for
+from tests.harness.pods import Machine, RunningPod, ip
+from tests.harness.switch import SwitchProcess
+
+# Adds CLOCK_OFFSET_S to the time of day, and to no other clock. A wait until a time of day ends in
+# the kernel, by the kernel's clock, so the offset is taken off again there.
+_CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+
+static long offset(void) {
+  const char *text = getenv("CLOCK_OFFSET_S");
+  return text ? atol(text) : 0;
+}
+int clock_gettime(clockid_t id, struct timespec *t) {
+  static int (*real)(clockid_t, struct timespec *);
+  if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+  int failed = real(id, t);
+  if (!failed && id == CLOCK_REALTIME) t->tv_sec += offset();
+  return failed;
+}
+int gettimeofday(struct timeval *t, void *zone) {
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  t->tv_sec = now.tv_sec;
+  t->tv_usec = now.tv_nsec / 1000;
+  return 0;
+}
+time_t time(time_t *t) {
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  if (t) *t = now.tv_sec;
+  return now.tv_sec;
+}
+int pthread_cond_timedwait(pthread_cond_t *c, pthread_mutex_t *m, const struct timespec *until) {
+  static int (*real)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
+  if (!real) real = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2");
+  struct timespec t = *until;
+  if (t.tv_sec > 1000000000) t.tv_sec -= offset(); /* less would be seconds since the boot */
+  return real(c, m, &t);
+}
+"""
+
+
+def missing() -> str:
+    """Return why there can be no hosts here; empty when there can."""
+    return pods.missing() or switch.missing()
+
+
+class _Network(SwitchProcess):
+    """The switch, with the methods that `Machine` asks of its network."""
+
+    def open(self, gateway: str) -> None:
+        """Start the switch. Nothing has the gateway's address: these hosts are alone."""
+        self.__enter__()
+
+    def close(self) -> None:
+        """End the switch."""
+        self.__exit__()
+
+
+class Hosts(Machine):
+    """Hosts on a switch; a context manager that ends them."""
+
+    def __init__(self, folder: Path, shared: bool = True) -> None:
+        """`shared`: /data is one folder, as with NFS; otherwise each host has its own."""
+        super().__init__(folder)
+        self.net: _Network = self._network
+        self._shared = shared
+
+    def _make_network(self, name: str) -> _Network:
+        return _Network()
+
+    def host(
+        self, name: str, command: str = "sleep infinity", clock_offset_s: int = 0, **env: str
+    ) -> RunningPod:
+        """Start a host whose first process is `command`.
+
+        `clock_offset_s`: how far its time of day is ahead of this machine's; needs a C compiler.
+        """
+        if clock_offset_s:
+            library = self._clock_library()
+            env = {"LD_PRELOAD": library, "CLOCK_OFFSET_S": str(clock_offset_s)} | env
+        host = self.start(name, command, env, 2**28, volume=self.data(name))
+        wait_for(lambda: _is_up(host), 60, said=lambda: host.log)
+        return host
+
+    def data(self, name: str) -> Path:
+        """Return a host's /data, as this machine sees it."""
+        if self._shared:
+            return self.volume
+        own = self.volume / name
+        own.mkdir(exist_ok=True)
+        return own
+
+    def _clock_library(self) -> str:
+        """Compile the library once; return its path inside of a host."""
+        built = self.config / "clock.so"
+        if not built.exists():
+            source = self.config / "clock.c"
+            source.write_text(_CLOCK)
+            command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(built), str(source), "-ldl"]
+            subprocess.run(command, check=True, capture_output=True)
+        return f"/etc/nanoray/{built.name}"
+
+    def _prepare(self, name: str, netns: str) -> None:
+        """Add the bridge of Docker, with the address that it has on every machine."""
+        ip("-n", netns, "link", "add", "docker0", "type", "bridge")
+        ip("-n", netns, "addr", "add", "172.17.0.1/16", "dev", "docker0")
+        ip("-n", netns, "link", "set", "docker0", "up")
+
+    def _hosts_of(self, pod: str) -> str:
+        """Return a hosts file as the installers of Debian and Ubuntu write it."""
+        others = [f"{address} {name}\n" for name, address in self._names.items() if name != pod]
+        return f"127.0.0.1 localhost\n127.0.1.1 {pod}\n{''.join(others)}"
+
+
+def has_compiler() -> bool:
+    """Return whether `clock_offset_s` works here."""
+    return shutil.which("cc") is not None
+
+
+def _is_up(host: RunningPod) -> bool:
+    """Return whether the first process has built its root and entered it."""
+    with contextlib.suppress(IndexError, OSError):
+        return Path(f"/proc/{host.init}/root/opt/bin/environment").exists()
+    return False
+
+
+def run_on(
+    host: RunningPod, command: str, timeout_s: float = 200.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a command on a host, as by ssh; return its exit code and output.
+
+    Raises subprocess.TimeoutExpired; the command is then ended with the host.
+    """
+    return subprocess.run(
+        inside(host, command),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def start_on(host: RunningPod, command: str, log: Path) -> subprocess.Popen[Any]:
+    """Start a command on a host; its output goes to `log`. It ends with the host."""
+    with log.open("wb") as stream:
+        return subprocess.Popen(inside(host, command), stdout=stream, stderr=subprocess.STDOUT)
+
+
+def inside(host: RunningPod, command: str) -> list[str]:
+    """Return the words that run a shell's command in the host's namespaces and file system."""
+    enter = ["nsenter", "--target", str(host.init), "--all", "--root", "--wd"]
+    whole = f". /opt/bin/environment; cd /opt/nanoray; {command}"
+    return [*enter, "/usr/bin/env", "-i", "/bin/bash", "-c", whole]
+
+
+def words(*parts: str) -> str:
+    """Return the parts as one command of a shell."""
+    return shlex.join(parts)
