@@ -125,34 +125,37 @@ def publish_route(store: Any, rank: int, host: str, port: int) -> None:
     store.set(f"route/{rank}", json.dumps(route))
 
 
-def interface_for_gloo(store: Any, rank: int, world_size: int) -> str:
-    """Return the interface over which gloo reaches the ranks on other hosts. (all ranks)
+def addresses_of_hosts(store: Any, world_size: int) -> list[str]:
+    """Return the address of each rank's host, on the network over which the ranks met. (all ranks)
 
-    "" where gloo's own choice will do: all ranks are on one host, or this host's name has an
-    address at which others can connect. All ranks have published their routes before.
+    Ranks of one host have the same address, which is "" if nobody knows it. All ranks have
+    published their routes before.
     """
-    own_choice = gloo_address()
-    if not is_loopback(own_choice):
-        return ""
-    values = store.multi_get([f"route/{other}" for other in range(world_size)])
-    return _interface_on([Route(*json.loads(value)) for value in values], rank)
+    values = store.multi_get([f"route/{rank}" for rank in range(world_size)])
+    routes = [Route(*json.loads(value)) for value in values]
 
-
-def _interface_on(routes: Sequence[Route], rank: int) -> str:
-    """Return the interface of this rank's host that the routes of all ranks need; "" if none."""
-    # The store's own host reaches it by the loopback. Only the others know its address on the network.
+    # The store's own host reaches it by the loopback. Only the others know its address.
     at_store = [route.store for route in routes if route.store and not is_loopback(route.store)]
-    own = routes[rank].own
-    if not own or is_loopback(own):
-        here = [address for address in at_store if is_own(address)]
-        own = here[0] if here else ""
+    addresses = []
+    for route in routes:
+        address = route.own
+        if not address or is_loopback(address):
+            address = at_store[0] if at_store else ""
+        addresses.append(address)
+    return addresses
 
-    # Ranks that have one address are on one host, where the loopback is right.
-    hosts = {route.own for route in routes if route.own and not is_loopback(route.own)}
-    hosts.update(at_store)
-    if len(hosts) < 2 or not own:
+
+def interface_for_gloo(hosts: Sequence[str], rank: int) -> str:
+    """Return the interface over which gloo reaches the ranks on other hosts.
+
+    `hosts`: the address of each rank's host. "" where gloo's own choice will do: all ranks are on
+    one host, or this host's name has an address at which others can connect.
+    """
+    if len(set(hosts)) < 2 or not hosts[rank]:
         return ""
-    return interface_of(own)
+    if not is_loopback(gloo_address()):
+        return ""
+    return interface_of(hosts[rank])
 
 
 def gloo_address() -> str:

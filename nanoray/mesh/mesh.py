@@ -36,6 +36,7 @@ from nanoray.compat import (
 from nanoray.errors import GroupNotFormed, NanorayError, RankDiffers, RendezvousError
 from nanoray.mesh import wire
 from nanoray.mesh.interfaces import (
+    addresses_of_hosts,
     interface_for_gloo,
     own_interfaces,
     publish_route,
@@ -100,6 +101,8 @@ class Mesh:
     slot: int = -1  # slot, slots and abortable are as in Rendezvous
     slots: int = 0
     abortable: bool = False
+    # The address of each rank's host, on the network over which the ranks met; () for one rank
+    hosts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.slot < 0:
@@ -361,9 +364,10 @@ def join(
     publish_route(sealed, r.rank, r.master_addr or store.host, r.master_port or store.port)
     _roll_call(sealed, r, facts, deadline)
 
+    hosts = addresses_of_hosts(sealed, r.world_size)
     reason = r.backend_reason
     if "GLOO_SOCKET_IFNAME" not in os.environ:
-        interface = interface_for_gloo(sealed, r.rank, r.world_size)
+        interface = interface_for_gloo(hosts, r.rank)
         if interface:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
             reason += f", over {interface}: this host's own name is a loopback address"
@@ -394,6 +398,7 @@ def join(
         slot=r.slot,
         slots=r.slots,
         abortable=r.abortable,
+        hosts=tuple(hosts),
     )
 
 

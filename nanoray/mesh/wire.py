@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -109,8 +110,10 @@ class SealedStore(dist.Store):
 
     def get(self, name: str) -> bytes:
         """Return a value, waiting for it. Raises RendezvousError if its proof is missing or wrong."""
+        return self._unseal(name, bytes(self._inner.get(name)))
+
+    def _unseal(self, name: str, sealed: bytes) -> bytes:
         # The proof comes first, and has a fixed length.
-        sealed = bytes(self._inner.get(name))
         tag, value = sealed[:TAG_BYTES], sealed[TAG_BYTES:]
         # In constant time: a comparison that stops early would show a stranger how much is right.
         if not hmac.compare_digest(tag, self._tag(name, value)):
@@ -122,8 +125,9 @@ class SealedStore(dist.Store):
         return value
 
     def multi_get(self, names: list[str]) -> list[bytes]:
-        """Return several values."""
-        return [self.get(name) for name in names]
+        """Return several values, waiting for them. Raises RendezvousError as `get` does."""
+        values = self._inner.multi_get(names)  # one request, however many ranks there are
+        return [self._unseal(name, bytes(value)) for name, value in zip(names, values, strict=True)]
 
     def multi_set(self, names: list[str], values: list[str | bytes]) -> None:
         """Store several values."""
@@ -176,19 +180,33 @@ class SealedStore(dist.Store):
         as if the other rank had left, also where it has yet to connect.
         """
         self.aborted = True
-        addresses = b" ".join(self._passed)
-
-        # Look at every descriptor of this process: torch gives no access to gloo's connections.
-        for name in os.listdir("/dev/fd"):
-            with suppress(OSError), _duplicate(int(name)) as connection:
+        for connection in _tcp_sockets():
+            with suppress(OSError):
                 # A listening socket has no connection yet, but gloo may wait for ranks there.
-                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                if _listens(connection):
                     self._answer(connection)
-                    continue
-                ends = connection.getpeername(), connection.getsockname()
-                # Other connections, such as Ray's, have no end at such an address, and stay open.
-                if any(_packed(connection.family, end) in addresses for end in ends):
+                elif self._is_gloos(connection):
                     connection.shutdown(socket.SHUT_RDWR)
+
+    def connections(self) -> Iterator[socket.socket]:
+        """Yield gloo's TCP connections in this process. (any thread)
+
+        Each is a copy that is closed when the next one is asked for: a copy that is kept would keep
+        the connection open after gloo has closed it.
+        """
+        for connection in _tcp_sockets():
+            with suppress(OSError):
+                if not _listens(connection) and self._is_gloos(connection):
+                    yield connection
+
+    def _is_gloos(self, connection: socket.socket) -> bool:
+        """Return whether one end is an address that a rank has written to this store.
+
+        Other connections, such as Ray's, have no end at such an address. Raises OSError.
+        """
+        addresses = b" ".join(self._passed)
+        ends = connection.getpeername(), connection.getsockname()
+        return any(_packed(connection.family, end) in addresses for end in ends)
 
     def _answer(self, listening: socket.socket) -> None:
         """Take the place of ranks for which gloo waits at its listening socket, and leave again.
@@ -216,6 +234,18 @@ class SealedStore(dist.Store):
     def has_extended_api(self) -> bool:
         """Return False: torch is not to bypass the seals by other calls."""
         return False
+
+
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """Yield copies of this process's TCP sockets, each closed when the next one is asked for."""
+    # Every descriptor of this process: torch gives no access to gloo's connections.
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError), _duplicate(int(name)) as connection:
+            yield connection
+
+
+def _listens(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _duplicate(fd: int) -> socket.socket:

@@ -74,6 +74,7 @@ from nanoray.train.rounds import rejoin, rejoin_shards
 from nanoray.train.saving import read_checkpoint
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
 from nanoray.train.watch.instruments import Watch
+from nanoray.train.watch.links import Links
 from nanoray.train.watch.memory_timeline import MemoryTimeline
 from nanoray.train.watch.observers import Callback, Observers
 from nanoray.train.watch.precision_stats import PrecisionStats
@@ -560,6 +561,9 @@ class Recipe:
             instruments.append(self.statistics)
         if self.memory.begin(spec, mesh, par, state, batches.batch):
             instruments.append(self.memory)
+        # On one host there is no link to measure.
+        if len(set(mesh.hosts)) > 1:
+            instruments.append(Links(mesh, note))
         if self.profile.begin(spec, mesh, state.step):
             instruments.append(self.profile)
         # These average over all ranks, so they are listed on every rank or on none.

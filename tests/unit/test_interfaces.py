@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from contextlib import closing, suppress
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from nanoray.errors import ConfigError
 from nanoray.mesh.interfaces import (
     Route,
-    _interface_on,
+    addresses_of_hosts,
     gloo_address,
+    interface_for_gloo,
     interface_of,
     is_loopback,
     is_own,
@@ -141,18 +143,33 @@ def address_here() -> str:
 def test_ranks_of_one_host_are_left_to_gloo(routes: list[Route]) -> None:
     here = address_here()
     routes = [Route(*(here if part == "here" else part for part in route)) for route in routes]
-    assert [_interface_on(routes, rank) for rank in range(2)] == ["", ""]
+    hosts = hosts_of(routes)
+    assert len(set(hosts)) == 1
+    assert [interface_for_gloo(hosts, rank) for rank in range(2)] == ["", ""]
 
 
-def test_ranks_of_two_hosts_take_the_interface_of_their_route() -> None:
+def hosts_of(routes: list[Route]) -> list[str]:
+    store = dist.HashStore()
+    for rank, route in enumerate(routes):
+        store.set(f"route/{rank}", json.dumps(route))
+    return addresses_of_hosts(store, len(routes))
+
+
+def test_ranks_of_two_hosts_take_the_interface_of_their_route(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rank 0 is beside the store and learns its own address from the other; then the other way."""
     here = address_here()
     name = interface_of(here)
     assert name in own_interfaces()
-    assert _interface_on([LOOP, Route(FAR, here)], 0) == name
-    assert _interface_on([LOOP, Route(here, FAR)], 1) == name
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")  # as Debian's 127.0.1.1
+    assert interface_for_gloo(hosts_of([LOOP, Route(FAR, here)]), 0) == name
+    assert interface_for_gloo(hosts_of([LOOP, Route(here, FAR)]), 1) == name
     # An address that no interface here has: nothing is set, and gloo's error names the variable.
-    assert _interface_on([LOOP, Route(here, FAR)], 0) == ""
+    assert interface_for_gloo(hosts_of([LOOP, Route(here, FAR)]), 0) == ""
+    # The host's name has an address that others can reach: gloo takes that one.
+    monkeypatch.setattr(socket, "gethostname", lambda: here)
+    assert interface_for_gloo(hosts_of([LOOP, Route(FAR, here)]), 0) == ""
 
 
 def test_gloos_own_address_is_the_one_that_gloo_offers() -> None:
