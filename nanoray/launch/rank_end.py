@@ -238,7 +238,9 @@ class RankEnd:
             how = "ended by Ray's memory monitor"
             failure.detail = str(error)
         elif isinstance(error, ActorDiedError):
-            record = self._exit_record(record_by)
+            # A record of a process on a node that is gone will not come any more.
+            node_end = _node_end(str(error))
+            record = self._exit_record(self.clock.monotonic() if node_end else record_by)
             failure.exit_record = record
             if record.get("oom"):
                 failure.cause = "out_of_memory"
@@ -247,6 +249,10 @@ class RankEnd:
                 how = f"killed by {record['signal']}"
             elif "exit_code" in record:
                 how = f"exited with code {record['exit_code']} and without a Python exception"
+            elif node_end:
+                failure.cause = "node_lost"
+                what = "is lost"
+                how = f"Ray has lost its node: {node_end}"
         elif isinstance(error, RayActorError):
             failure.cause = "node_lost"
             what = "is out of reach"
@@ -307,6 +313,19 @@ class RankEnd:
             if self.clock.monotonic() > record_by:
                 return {}
             self.clock.sleep(0.005)
+
+
+def _node_end(error: str) -> str:
+    """Return how Ray says that an actor's node ended; "" if it says nothing of a node.
+
+    Ray 2.50 to 2.60 have no other sign of it than this text.
+    """
+    if "its node has died" not in error:
+        return ""
+    reasons = [line for line in error.splitlines() if "the actor's node was" in line]
+    if not reasons:
+        return "no reason given"
+    return " ".join(reasons[0].partition("the actor's node was ")[2].split())
 
 
 def _rank_end(group: WorkerGroup, slot: int) -> RankEnd:

@@ -9,6 +9,7 @@ from pods is there as well: the hosts file of Debian and Ubuntu, in which a mach
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import shutil
 import subprocess
@@ -170,6 +171,18 @@ def start_on(host: RunningPod, command: str, log: Path) -> subprocess.Popen[Any]
     """Start a command on a host; its output goes to `log`. It ends with the host."""
     with log.open("wb") as stream:
         return subprocess.Popen(inside(host, command), stdout=stream, stderr=subprocess.STDOUT)
+
+
+def commands_on(host: RunningPod) -> list[str]:
+    """Return the command lines of a host's processes."""
+    own = os.readlink(f"/proc/{host.init}/ns/pid")
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(folder / "ns" / "pid") == own:
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                found.append(" ".join(word.decode(errors="replace") for word in words))
+    return found
 
 
 def inside(host: RunningPod, command: str) -> list[str]:

@@ -23,7 +23,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, OutOfMemoryError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    OutOfMemoryError,
+    RayActorError,
+)
 
 from nanoray.config import load_config
 from nanoray.data.prepare import DatasetInfo
@@ -47,6 +53,22 @@ STEP_S = 1.0
 GO_ON_S = 0.005  # until a waiting rank has taken the next attempt; it still answers that it waits
 DRIVER_NODE = "d" * 56
 RUN_S = 40.0  # a group that trains so long without a fault has finished
+
+
+class NodeDied(ActorDiedError):
+    """Ray's error for an actor whose node was declared dead, with Ray 2.60's words."""
+
+    def __init__(self) -> None:
+        RayActorError.__init__(
+            self,
+            None,
+            "The actor died unexpectedly before finishing this task.\n"
+            "The actor died because its node has died. Node Id: 7be334\n"
+            "\tthe actor's node was terminated unexpectedly: health check failed due to missing "
+            "too many heartbeats",
+            False,
+            False,
+        )
 
 
 class ScriptedTime:
@@ -547,10 +569,14 @@ class ScriptedRay:
         report_s: float = REPORT_S,
         how: str = "SIGKILL",
     ) -> None:
-        """End a rank's process by a signal, by Ray's memory monitor ("memory") or with its node."""
+        """End a rank's process by a signal, by Ray's memory monitor ("memory") or with its node.
+
+        Of a node Ray first says that it is unreachable ("node"), later that it is dead.
+        """
         error = {
             "memory": OutOfMemoryError("Memory on the node was low"),
             "node": ActorUnavailableError("unreachable", None),
+            "dead node": NodeDied(),
         }.get(how, ActorDiedError())
         self._die(self.actors[slot], notice_s, report_s, error)
 
@@ -559,7 +585,8 @@ class ScriptedRay:
             actor.write_progress()
         actor.alive, actor.trains_since = False, None
         actor.frozen = actor.stuck = False
-        if actor.slot is not None and isinstance(error, ActorDiedError):
+        leaves_record = isinstance(error, ActorDiedError) and not isinstance(error, NodeDied)
+        if actor.slot is not None and leaves_record:
             record = {
                 "pid": actor.pid,
                 "boot": exit_record.boot_id(),

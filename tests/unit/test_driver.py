@@ -124,6 +124,12 @@ def test_a_new_actor_that_waits_rightly_is_left_alone(tmp_path: Path, missing: s
     [
         ("memory", "out_of_memory", "died in backward of step 11: ended by Ray's memory monitor"),
         ("node", "node_lost", "is out of reach in backward of step 11: its node is lost or busy"),
+        (
+            "dead node",
+            "node_lost",
+            "is lost in backward of step 11: Ray has lost its node: terminated unexpectedly: "
+            "health check failed due to missing too many heartbeats",
+        ),
     ],
 )
 def test_deaths_are_told_apart(tmp_path: Path, how: str, cause: str, title: str) -> None:
