@@ -85,6 +85,8 @@ class RunSpec:
     notes: tuple[str, ...] = ()
     # Stays in the process that opened the run
     lock: RunLock | None = field(default=None, repr=False, compare=False)
+    # How far the clock of the run folder's storage is ahead of this command's: see `storage_clock`
+    storage_ahead_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-safe dict; `from_dict` reads it back."""
@@ -96,6 +98,7 @@ class RunSpec:
             "resume": self.resume,
             "attempt": self.attempt,
             "notes": list(self.notes),
+            "storage_ahead_s": self.storage_ahead_s,
             "nanoray": __version__,
             "command": sys.argv,
             "launcher": describe_start(os.environ),
@@ -113,6 +116,7 @@ class RunSpec:
             resume=values["resume"],
             attempt=values["attempt"],
             notes=tuple(values["notes"]),
+            storage_ahead_s=values.get("storage_ahead_s", 0.0),  # not in an older run.json
         )
 
     def next_attempt(self) -> RunSpec:
@@ -254,6 +258,19 @@ def write_attempt(spec: RunSpec) -> None:
         with path.open("r+", encoding="utf-8") as file:
             file.write(text)
             file.truncate()
+
+
+def storage_clock(path: Path) -> float | None:
+    """Return the Unix seconds of the storage's own clock when it last wrote `path`; None on error.
+
+    Hosts' clocks may differ by hours. Storage that they share, such as NFS, stamps files with its
+    own clock, so each host can compare its clock with that one. Storage that takes over the time of
+    the client says nothing, and does no harm.
+    """
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def read_attempt(folder: Path) -> tuple[int, float] | None:

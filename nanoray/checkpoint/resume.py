@@ -5,13 +5,15 @@ The driver uses this, so what imports torch is imported late.
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 from nanoray.atomic import write_json
 from nanoray.config import Config, read_yaml, recipe_of
 from nanoray.config.weights.source import find
 from nanoray.data.prepare import DatasetInfo
-from nanoray.run import RunSpec, lock_run, new_folder, write_attempt
+from nanoray.run import RunSpec, lock_run, new_folder, storage_clock, write_attempt
 
 
 def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
@@ -80,6 +82,9 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     spec = RunSpec(config, dataset, folder, started, resume, 0, tuple(notes), lock)
     # The attempt first: from then on, older processes of the run cannot commit a checkpoint.
     write_attempt(spec)
+    written_at = storage_clock(folder / "attempt")
+    if written_at is not None:
+        spec = replace(spec, storage_ahead_s=written_at - time.time())
     write_json(folder / "config.json", config.model_dump())
     write_json(folder / "run.json", spec.to_dict())
     return spec

@@ -8,8 +8,9 @@ has an account, too:
                                  the process dies            its successor's first step
 
 So the accounts of a slot sum to the wall time of the command. Seconds are the host's: with a GPU,
-the time in which the host waits for the device counts where the host waits, mostly in the log.
-Clocks of other hosts are not corrected.
+the time in which the host waits for the device counts where the host waits, mostly in the log. A
+host whose time of day is seconds away from that of the command's host is found by the time that the
+shared storage gives to the rank's file.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
 from nanoray.mapped import MappedFile
+from nanoray.run import storage_clock
 from nanoray.trace.__main__ import read_steps
 
 # The account of each phase
@@ -54,6 +56,8 @@ KEPT = (
     "checkpoint",
     "closing",
 )
+# Less between the clocks of two hosts is noise of the storage, and changes no account
+CLOCKS_DIFFER_S = 2.0
 # The file: started, created (Unix s), steps, closed, the seconds of each account; the first and the
 # newest step, and the number of steps that were repeated
 _FORMAT = struct.Struct(f"<ddq?{len(KEPT)}d3q")
@@ -87,11 +91,19 @@ USEFUL = ("data", "compute", "exposed communication", "idle")
 class Ledger:
     """One process' seconds per account, in a mapped file. A change of phase takes about 2 µs."""
 
-    def __init__(self, path: Path, started: float, takes_over: bool, clock: Any = time) -> None:
+    def __init__(
+        self,
+        path: Path,
+        started: float,
+        takes_over: bool,
+        clock: Any = time,
+        storage_ahead_s: float | None = None,
+    ) -> None:
         """Create the file.
 
         `started`: Unix seconds of the command. `takes_over`: this process replaces a lost rank.
         Until the first step, time counts as `start`, or as `recovery` if the process takes over.
+        `storage_ahead_s`: how far the storage's clock is ahead of the command's; None: unknown.
         """
         self._clock = clock
         self._seconds = dict.fromkeys(KEPT, 0.0)
@@ -111,6 +123,13 @@ class Ledger:
         # If the file cannot be created, the seconds stay in memory, and the reader reports the
         # time of this process as recovery. Training goes on.
         self._file = MappedFile(path, bytes(_FORMAT.size))
+
+        # What the command's host calls this moment, if this host's clock is far from it.
+        created_at = storage_clock(path)
+        if storage_ahead_s is not None and created_at is not None:
+            on_command_s_host = created_at - storage_ahead_s
+            if abs(on_command_s_host - self._created) > CLOCKS_DIFFER_S:
+                self._created = on_command_s_host
 
         # The file must be readable before the first phase begins.
         self._change(self._open)

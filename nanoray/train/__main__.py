@@ -194,8 +194,15 @@ def _lost_peer_in_one_line(spec: RunSpec, rank: int) -> Iterator[None]:
             raise
         log.exception("rank %d lost a peer", rank)
         reason = " ".join(str(error).split())[:200]
+        what = "lost another rank"
+        if "timed out" in reason.lower():
+            # No connection was closed: the other rank, or the way to it, may still be there.
+            what = (
+                f"had no answer from another rank for timeout_s = {spec.config.timeout_s:g} s: that "
+                "rank hangs, or the network between the hosts is cut"
+            )
         raise WorkerFailed(
-            f"rank {rank} lost another rank ({reason}); look at the output of the one that ended "
+            f"rank {rank} {what} ({reason}); look at the output of the one that ended "
             f"first, and at {spec.log(rank)}; then start the command again with --resume "
             f"{shlex.quote(str(spec.folder))}"
         ) from error

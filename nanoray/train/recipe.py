@@ -284,7 +284,12 @@ class Recipe:
         self.profile = Profile(cfg, note)
         self.progress = ProgressFile(spec.progress(mesh.slot))
         takes_over = group.source is not None or spec.attempt > 0
-        self.ledger = Ledger(spec.ledger(mesh.slot), spec.started, takes_over)
+        self.ledger = Ledger(
+            spec.ledger(mesh.slot),
+            spec.started,
+            takes_over,
+            storage_ahead_s=spec.storage_ahead_s,
+        )
 
         self.writer = CheckpointWriter(spec, note, self.observers.saved)
 

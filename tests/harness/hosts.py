@@ -99,12 +99,16 @@ class Hosts(Machine):
     ) -> RunningPod:
         """Start a host whose first process is `command`.
 
-        `clock_offset_s`: how far its time of day is ahead of this machine's; needs a C compiler.
+        `clock_offset_s`: how far its clocks are ahead of this machine's, the time of day and the
+        time since the boot; needs a C compiler.
         """
+        unshare: tuple[str, ...] = ()
         if clock_offset_s:
+            ahead = str(abs(clock_offset_s))  # the kernel lets no clock since the boot go below 0
+            unshare = ("--time", "--monotonic", ahead, "--boottime", ahead)
             library = self._clock_library()
             env = {"LD_PRELOAD": library, "CLOCK_OFFSET_S": str(clock_offset_s)} | env
-        host = self.start(name, command, env, 2**28, volume=self.data(name))
+        host = self.start(name, command, env, 2**28, volume=self.data(name), unshare=unshare)
         wait_for(lambda: _is_up(host), 60, said=lambda: host.log)
         return host
 
