@@ -99,7 +99,6 @@ class Links:
         self._hosts = list(dict.fromkeys(mesh.hosts))
         self._last: dict[str, Segments] = {}
         self._watch: LinkWatch | None = None
-        self._named: list[str] = []
 
     def begin_run(self) -> None:
         """Read the counters, and ask the hosts for their names. (all ranks)"""
@@ -132,12 +131,7 @@ class Links:
         metrics, messages = self._watch.add(by_host)
         for message in messages:
             self._note(message)
-        self._named += messages
         return metrics
-
-    def summary(self) -> dict[str, Any]:
-        """Return the slow links that were named, on rank 0."""
-        return {"slow_links": self._named} if self._named else {}
 
     def _window(self) -> Tensor:
         """Return the `Segments` of this window to each host: (hosts, 4), float64."""
