@@ -29,7 +29,7 @@ ABORTS: dict[str, Any] = {"backend": BACKEND, "abort_nccl": True}
 @pytest.mark.parametrize(
     ("world", "settings"),
     [
-        (3, {}),
+        pytest.param(3, {}, marks=pytest.mark.full),
         pytest.param(3, {"dp_mode": "ddp_by_hand"}, marks=pytest.mark.full),
         pytest.param(3, {"dp_mode": "zero1"}, marks=pytest.mark.full),
         pytest.param(3, {"dp_mode": "fsdp"}, marks=pytest.mark.full),
@@ -51,7 +51,7 @@ def test_a_healthy_run_has_the_bits_of_gloo(
 @pytest.mark.parametrize(
     ("plan", "recoveries"),
     [
-        ("kill@rank=1,step=5,phase=backward", 1),
+        pytest.param("kill@rank=1,step=5,phase=backward", 1, marks=pytest.mark.full),
         pytest.param("kill@rank=0,step=5,phase=backward", 1, marks=pytest.mark.full),
         pytest.param("kill@rank=1,step=4,phase=eval", 1, marks=pytest.mark.full),
         pytest.param("kill@rank=1,step=4,phase=checkpoint", 1, marks=pytest.mark.full),
