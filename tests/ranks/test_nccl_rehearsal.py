@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic
 from tests.harness.nccl_assumptions import rests_on
 from tests.harness.nccl_stand_in import BACKEND, REMOTE_ERROR
@@ -76,6 +77,23 @@ def test_ranks_are_lost(
     outcome = run_elastic(spec, 3, backend=BACKEND, timeout_s=100)
     assert len(fired(spec)) == plan.count("@")
     ended_well(spec, outcome, clean(3), recoveries)
+
+
+@rests_on("A1", "A2", "A3", "A9", "A13")
+def test_wrong_sums_reach_no_weight_in_a_step_that_is_not_logged(
+    text: Path, tmp_path: Path, clean: Clean
+) -> None:
+    """A logged step averages its loss before the update, which an aborted communicator refuses. In
+    other steps nothing communicates between the gradients and the update.
+    """
+    seldom = {"log_every": 4, "hash_every": 4}
+    faults = {"faults": "kill@rank=1,step=6,phase=backward"}
+    spec = make_spec(text, tmp_path, **RECIPE | ABORTS | PATIENT | seldom | faults)
+    outcome = run_elastic(spec, 3, backend=BACKEND, timeout_s=100)
+    assert fired(spec) == ["backward"]
+    assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
+    assert len(outcome.left) == 1, outcome.left
+    assert equal(final(spec), final(clean(3, **seldom)))
 
 
 @rests_on("A1", "A2", "A3", "A6", "A9", "A13")
