@@ -377,6 +377,7 @@ def join(
         for variable, value in settings_for_aborts(timeout_s).items():
             os.environ.setdefault(variable, value)
     _roll_call(sealed, r, facts, deadline)
+    reached("agreed")
 
     try:
         control_group, patient_group = _form_groups(r, name, sealed, plain, timeout_s, device)

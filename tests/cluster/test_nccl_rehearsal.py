@@ -63,7 +63,7 @@ def assert_in_place(found: Sequence[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("kind", "newcomer", "places"),
     [
-        pytest.param("kill", False, ["roll_call"], id="one place"),
+        pytest.param("kill", False, ["agreed"], id="one place"),
         pytest.param("kill", False, PLACES, id="kill", marks=pytest.mark.full),
         pytest.param("kill", True, NEWCOMER_PLACES, id="kill a newcomer", marks=pytest.mark.full),
         pytest.param("stop", False, PLACES, id="stop", marks=pytest.mark.full),
