@@ -9,8 +9,8 @@ what the driver imports at its top does not import this file.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
@@ -51,6 +51,7 @@ __all__ = [
     "foreach_mul_",
     "has_gradient_hooks",
     "mark_as_stepped",
+    "new_groups_meet_in",
     "node_sequence",
     "operator_of",
     "process_groups",
@@ -150,6 +151,20 @@ def abort_process_groups() -> None:
     from torch.distributed.distributed_c10d import _abort_process_group
 
     _abort_process_group()
+
+
+@contextmanager
+def new_groups_meet_in(store: dist.Store) -> Iterator[None]:
+    """Let groups that form inside meet in `store`, and not in the default group's."""
+    from torch.distributed.distributed_c10d import _get_default_group, _world
+
+    default = _get_default_group()
+    name, usual = _world.pg_map[default]
+    _world.pg_map[default] = (name, store)
+    try:
+        yield
+    finally:
+        _world.pg_map[default] = (name, usual)
 
 
 def restart_group_names() -> None:

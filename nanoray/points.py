@@ -39,6 +39,7 @@ MEETING = {
     "wait": "it waits for the driver's orders",
     "meet": "a survivor or a new rank goes to the others",
     "roll_call": "it has written its facts, and reads the verdict",
+    "agreed": "the roll call is over, and no group is formed",
     "groups": "the group of all ranks is formed, the two others are not",
     "met": "all groups are formed, nothing has been sent",
     "shared": "the state was received, and no engine was built",

@@ -41,6 +41,7 @@ from nanoray.atomic import replace_text, write_json
 from nanoray.config import Config
 from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
+from nanoray.mesh.backends import reports_lost_peers
 from nanoray.mesh.launchers import describe_start
 
 log = logging.getLogger("nanoray.rank")
@@ -162,7 +163,7 @@ def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
         return False
 
     # With NCCL the survivors see no error: they abort by the driver's order where it is allowed.
-    if backend != "gloo":
+    if not reports_lost_peers(backend):
         return config.abort_nccl and not config.sharded
 
     # A lost rank's shard is on disk only, unless another rank mirrors it or has the same one.

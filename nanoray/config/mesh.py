@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
+
+from pydantic import field_validator
 
 from nanoray.config.fields import Group, Natural, Positive, field, hidden
 
@@ -32,9 +35,11 @@ class Mesh(Group):
     device: Literal["auto", "cuda", "mig", "cpu"] = field("auto", "dist")
     """cuda (whole GPUs) | mig (slices) | cpu | auto (the first of these that exists)"""
 
-    backend: Literal["auto", "nccl", "gloo"] = field("auto", "dist")
-    """process group: auto = NCCL on distinct GPUs, gloo on CPU and where NCCL does not support a
-    shared GPU"""
+    backend: Literal["auto", "nccl", "gloo"] | str = field("auto", "dist")
+    """process group: auto (NCCL on distinct GPUs, gloo on CPU and where NCCL does not support a
+    shared GPU) | nccl | gloo | MODULE:NAME (one that MODULE, imported on each rank, registers as
+    NAME with torch.distributed.Backend.register_backend; after a lost rank it is treated as
+    NCCL)"""
 
     placement: Literal["pack", "spread"] = field("pack", "dist")
     """pack ranks on few nodes, or spread them over many"""
@@ -138,6 +143,17 @@ class Mesh(Group):
     def replica_ranks(self) -> int:
         """The ranks that read the same samples: each has a part of them, or of the model."""
         return self.cp * self.tp * self.pp
+
+    @field_validator("backend")
+    @classmethod
+    def _check_backend(cls, backend: str) -> str:
+        """Raise ValueError for a backend of an unknown form."""
+        if not re.fullmatch(r"auto|nccl|gloo|[\w.]+:\w+", backend):
+            raise ValueError(
+                f"{backend!r} is none of auto, nccl, gloo, MODULE:NAME; NAME alone does not say "
+                "which module registers it"
+            )
+        return backend
 
     @property
     def sharded(self) -> bool:

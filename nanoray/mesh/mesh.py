@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -30,11 +31,13 @@ from torch.distributed import ProcessGroup, TCPStore, Work
 from nanoray.compat import (
     abort_process_groups,
     collectives_of,
+    new_groups_meet_in,
     process_groups,
     restart_group_names,
 )
 from nanoray.errors import GroupNotFormed, NanorayError, RankDiffers, RendezvousError
 from nanoray.mesh import wire
+from nanoray.mesh.backends import NCCL, load_backend, reports_lost_peers, settings_for_aborts
 from nanoray.mesh.interfaces import (
     addresses_of_hosts,
     interface_for_gloo,
@@ -241,7 +244,8 @@ class Mesh:
         An aborted collective of NCCL ends like any other. So where the driver may order an abort,
         this waits for the device.
         """
-        if self.abortable and self.backend == "nccl":
+        is_late = self.device.type == "cuda" and not reports_lost_peers(self.backend)
+        if self.abortable and is_late:
             torch.cuda.current_stream(self.device).synchronize()
         if self.sealed is not None and self.sealed.aborted:
             raise RuntimeError(
@@ -284,7 +288,8 @@ def _decoded(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
 def abandon_groups() -> None:
     """Abort and destroy all process groups of this process, also those of a failed `join`."""
     _MEETINGS.clear()
-    for end in (abort_process_groups, dist.destroy_process_group):
+    # First all communicators at once: torch aborts one after the other.
+    for end in (_abort_together, abort_process_groups, dist.destroy_process_group):
         with suppress(Exception):  # a broken group may raise; close what can be closed
             end()
     restart_group_names()  # which must be equal on all ranks of the next meeting
@@ -300,9 +305,27 @@ def abort_groups() -> None:
     # used, and `require_unbroken` reads this mark.
     for meeting in list(_MEETINGS):
         meeting.abort()
+    _abort_together()
+
+
+def _abort_together() -> None:
+    """Abort all groups of this process at the same time.
+
+    The abort of a communicator of NCCL may wait for all kernels of the device, also for those of
+    another group that waits for a lost peer (pytorch/pytorch#119797). So none waits for its turn.
+    """
+    threads = []
     for group in process_groups():
-        with suppress(RuntimeError):  # it is being closed
-            group.abort()
+        threads.append(threading.Thread(target=_abort, args=(group,), daemon=True))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _abort(group: Any) -> None:
+    with suppress(RuntimeError):  # it is being closed
+        group.abort()
 
 
 def collectives_started() -> int:
@@ -340,7 +363,6 @@ def join(
     """
     r = rendezvous
     device = torch.device(r.device)
-    is_nccl = r.backend == "nccl"
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if r.world_size == 1:
@@ -349,6 +371,7 @@ def join(
 
     # What fails in the same way each time is refused before anyone waits for this rank.
     require_interfaces(os.environ, r.backend)
+    name = load_backend(r.backend, device.type)
 
     # Meet in the store, under a name and with a seal that only ranks of this run can make.
     deadline = time.monotonic() + init_timeout_s
@@ -358,22 +381,22 @@ def join(
     sealed = SealedStore(plain, r.secret)
     _MEETINGS.add(sealed)
 
-    # Else a thread of NCCL's group ends the process when a collective fails.
-    if r.abortable and is_nccl:
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    if r.abortable and not reports_lost_peers(r.backend):
+        for variable, value in settings_for_aborts(timeout_s).items():
+            os.environ.setdefault(variable, value)
     publish_route(sealed, r.rank, r.master_addr or store.host, r.master_port or store.port)
     _roll_call(sealed, r, facts, deadline)
-
-    hosts = addresses_of_hosts(sealed, r.world_size)
-    reason = r.backend_reason
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
-        interface = interface_for_gloo(hosts, r.rank)
-        if interface:
-            os.environ["GLOO_SOCKET_IFNAME"] = interface
-            reason += f", over {interface}: this host's own name is a loopback address"
+    reached("agreed")
 
     try:
-        control_group, patient_group = _form_groups(r, sealed, plain, timeout_s, device)
+        hosts = addresses_of_hosts(sealed, r.world_size)
+        why_backend = r.backend_reason
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            interface = interface_for_gloo(hosts, r.rank)
+            if interface:
+                os.environ["GLOO_SOCKET_IFNAME"] = interface
+                why_backend += f", over {interface}: this host's own name is a loopback address"
+        control_group, patient_group = _form_groups(r, name, sealed, plain, timeout_s, device)
     except NanorayError:
         raise
     except Exception as error:  # torch raises several types here, with texts of C++
@@ -390,7 +413,7 @@ def join(
         local_rank=r.local_rank,
         device=device,
         backend=r.backend,
-        backend_reason=reason,
+        backend_reason=why_backend,
         control_group=control_group,
         patient_group=patient_group,
         store=store,
@@ -404,29 +427,33 @@ def join(
 
 def _form_groups(
     r: Rendezvous,
+    name: str,
     sealed: SealedStore,
     plain: dist.PrefixStore,
     timeout_s: float,
     device: torch.device,
 ) -> tuple[ProcessGroup, ProcessGroup]:
     """Form the default group; return the control group and the patient group. (all ranks)"""
-    # The group of all ranks, for gradients. Its addresses are sealed, too, but for NCCL, whose
-    # threads call the store even at exit: it gets the plain one.
-    is_nccl = r.backend == "nccl"
+    # The group of all ranks, for gradients. gloo's addresses are sealed. NCCL gets the plain store,
+    # because its threads call it even at exit.
     timeout = timedelta(seconds=timeout_s)
+    meeting = dist.PrefixStore("default", sealed)
     dist.init_process_group(
-        r.backend,
-        store=dist.PrefixStore("default", plain if is_nccl else sealed),
+        name,
+        store=meeting if reports_lost_peers(r.backend) else dist.PrefixStore("default", plain),
         rank=r.rank,
         world_size=r.world_size,
         timeout=timeout,
-        device_id=device if is_nccl else None,
+        device_id=device if r.backend == NCCL else None,
     )
     reached("groups")
 
+    # Votes and small values travel over gloo. Its addresses are sealed, so that an order to abort
+    # finds the connections.
     patience = timedelta(seconds=max(timeout_s, PATIENCE_S))
-    control_group = dist.new_group(backend="gloo", timeout=timeout)
-    patient_group = dist.new_group(backend="gloo", timeout=patience)
+    with new_groups_meet_in(meeting):
+        control_group = dist.new_group(backend="gloo", timeout=timeout)
+        patient_group = dist.new_group(backend="gloo", timeout=patience)
     return control_group, patient_group
 
 

@@ -146,6 +146,10 @@ def choose_backend(
     and MIG slices from 2.31, with an environment variable (NCCL release notes; NVIDIA/nccl#1716).
     Raises ConfigError when `requested` cannot work.
     """
+    # A user's own backend checks the devices itself.
+    if ":" in requested:
+        return BackendChoice(requested, "asked for", {})
+
     # NCCL has no CPU tensors.
     if any(r.kind == "cpu" for r in ranks):
         if requested == "nccl":
