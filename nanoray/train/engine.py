@@ -292,6 +292,10 @@ class Engine:
         if order is Order.REGROUP:
             raise Regroup
 
+        # No step is under way any more, also where this group formed only to save the state of one
+        # that lost a rank in the middle of a step. What follows belongs to the last completed step.
+        state.session.current = state.step
+
         # (all ranks) On a GPU the newest steps have not been judged yet.
         samples_before = state.samples - samples_per_step
         verdict = self.guards.decide(True, self.explain, samples_before, agree)

@@ -19,6 +19,7 @@ from nanoray.bench.equivalence import WEIGHT_LIMIT
 from nanoray.checkpoint.find import newest_valid
 from nanoray.config import resolve_batch
 from nanoray.errors import NanorayError, StateDiverged, TrainingDiverged
+from nanoray.faults.progress import ProgressFile
 from nanoray.mesh.rendezvous import Order
 from nanoray.models.precision import LossScaler
 from nanoray.run import RunSpec
@@ -300,6 +301,23 @@ def test_a_stop_between_logged_steps_saves_nothing_bad(text: Path, tmp_path: Pat
         engine.fit()
     assert engine.state.step == 5, "it stopped before a logged step"
     assert not list(spec.checkpoints.iterdir())
+
+
+def test_a_group_that_forms_only_to_save_is_at_the_step_that_is_done(
+    text: Path, tmp_path: Path
+) -> None:
+    """A rank was lost in the middle of step 5. What the rest announces while it saves is of step 4:
+    the driver would count step 5 as done, and then as repeated.
+    """
+    spec = make_spec(text, tmp_path)
+    engine = engine_of(spec, lambda: Order.STOP if engine.state.step >= 3 else Order.GO_ON)
+    engine.fit()
+    assert ProgressFile.read(spec.progress(0)) == (4, "done")
+    engine.state.session.current = 5
+    engine.regrouped = True
+    engine.fit()
+    assert engine.state.step == 4
+    assert ProgressFile.read(spec.progress(0)) == (4, "done")
 
 
 def guards_of(spec: RunSpec) -> Guards:
