@@ -43,6 +43,7 @@ from tests.harness.cluster import (
 from tests.harness.commands import ROOT, Command
 
 
+@pytest.mark.full
 def test_ranks_without_a_driver_stop_with_a_checkpoint(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
@@ -183,6 +184,7 @@ def gcs_server(cluster: Cluster) -> int:
     return found
 
 
+@pytest.mark.full
 def test_a_head_that_does_not_answer_stops_the_run_with_a_checkpoint(
     recipe: Path, tmp_path: Path
 ) -> None:

@@ -142,9 +142,8 @@ def test_ctrl_c_once_checkpoints_and_exits_130(
         assert no_actors_left(cluster)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_whole_group_spares_a_ray_of_ones_own_until_all_is_saved(
     recipe: Path, tmp_path: Path, forked_ray: dict[str, str], number: signal.Signals
 ) -> None:

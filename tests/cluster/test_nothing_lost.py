@@ -77,6 +77,7 @@ def end_node(node: subprocess.Popen[bytes]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_a_stop_while_no_node_has_room_for_a_lost_rank(recipe: Path, tmp_path: Path) -> None:
     with ray_head("--num-cpus=1", **FAST_HEALTH) as cluster, ray_node(cluster) as node:
         driver = start(cluster, recipe, tmp_path, *ONE_EACH, "--replace_timeout", "300")
@@ -283,12 +284,13 @@ def test_a_stop_while_resources_are_awaited(cluster: Cluster, recipe: Path, tmp_
     assert no_actors_left(cluster)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("signum", "seconds"),
     [
         (signal.SIGTERM, 2.0),
-        pytest.param(signal.SIGTERM, 0.3, marks=pytest.mark.full),
-        pytest.param(signal.SIGINT, 3.0, marks=pytest.mark.full),
+        (signal.SIGTERM, 0.3),
+        (signal.SIGINT, 3.0),
     ],
 )
 def test_a_stop_while_ray_starts(

@@ -71,7 +71,8 @@ def launched(cluster: Cluster, folder: Path, out: Path, **settings: object) -> s
     return done.stdout
 
 
-@pytest.mark.parametrize("mode", ["ddp", pytest.param("zero1", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
 def test_a_killed_rank_of_a_script_is_replaced(cluster: Cluster, tmp_path: Path, mode: str) -> None:
     """The losses and the weights are those of a run without the kill, to the bit."""
     launched(cluster, tmp_path, tmp_path / "clean", dp_mode=mode)

@@ -51,6 +51,7 @@ def collectives(out: Path, *flags: str, env: dict[str, str], ranks: int) -> dict
     return report["conditions"]
 
 
+@pytest.mark.full
 def test_a_local_ray_leaves_nothing(tmp_path: Path, forked_ray: dict[str, str]) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     env |= {"HOME": str(tmp_path)} | forked_ray

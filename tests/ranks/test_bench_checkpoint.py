@@ -41,6 +41,7 @@ from nanoray.mesh.mesh import Mesh
 FLAGS = ["checkpoint", "--preset", "tiny", "--device", "cpu", "--rounds", "2", "--quick"]
 
 
+@pytest.mark.full
 def test_a_real_measurement_reads_back_every_bit_and_leaves_nothing(
     tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,9 +54,10 @@ def rows_of(report: dict[str, Any]) -> dict[tuple[str, str], Any]:
     return {(r["arm"], r["metric"]): r for r in report["rows"] if r["unit"] != "ratio"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arms",
-    [(PEER, FAST), pytest.param(tuple(ARMS), marks=pytest.mark.full)],
+    [(PEER, FAST), tuple(ARMS)],
     ids=["two", "all"],
 )
 def test_every_record_runs_and_stops_at_its_loss(

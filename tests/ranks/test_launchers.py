@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from nanoray.checkpoint.find import newest_valid
 from nanoray.faults.proc import start_time, stat_of
 from tests.harness.commands import Command, torchrun
@@ -50,6 +52,7 @@ def test_two_tasks_of_srun_are_two_ranks_of_one_run(recipe: Path, tmp_path: Path
     assert summary["world_size"] == 2
 
 
+@pytest.mark.full
 def test_the_ranks_of_a_torchrun_that_was_killed_save_and_end(recipe: Path, tmp_path: Path) -> None:
     """They were still training 25 s later, with nobody to end them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

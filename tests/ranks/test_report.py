@@ -120,6 +120,7 @@ def test_runs_beside_each_other(runs: dict[str, Path], tmp_path: Path) -> None:
     assert all(folder.name in page.text for folder in runs.values())
 
 
+@pytest.mark.full
 def test_layers_and_memory_of_a_run_that_looked(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +302,7 @@ def test_a_comparison_marks_each_cell_that_differs(runs: dict[str, Path], tmp_pa
     assert f"{change:+.1f} %</span>" in html
 
 
+@pytest.mark.full
 @in_chromium
 def test_a_browser_shows_it_without_overflow(runs: dict[str, Path], tmp_path: Path) -> None:
     """On a phone, too, with the newest points of each chart and each account of the ledger."""

@@ -71,6 +71,7 @@ def train_and_count(spec: RunSpec, rendezvous: Rendezvous) -> dict[str, Any]:
     return {"pages": resource.getrusage(resource.RUSAGE_SELF).ru_minflt}
 
 
+@pytest.mark.full
 def test_a_step_takes_no_new_memory_from_the_system(text: Path, tmp_path: Path) -> None:
     """Its tensors, of up to 1.5 MB, lie where those of the step before it were."""
     settings = {

@@ -105,6 +105,7 @@ def only_run(folder: Path) -> Any:
     return client, found
 
 
+@pytest.mark.full
 def test_both_trackers_have_all_metrics_of_a_run_and_of_its_resume(tmp_path: Path) -> None:
     """On two ranks: one run in each tracker, also after a resume at another number of ranks."""
     env = {"TOKEN": SECRET}

@@ -286,6 +286,7 @@ def test_a_loss_that_is_not_finite_names_the_samples(text: Path, tmp_path: Path)
     assert "samples 12 to 23); repeated, it is not finite again: lower lr" in outcomes[1]["message"]
 
 
+@pytest.mark.full
 def test_a_slow_disk_is_no_failed_collective(text: Path, tmp_path: Path) -> None:
     """Rank 0 takes longer than the collectives' timeout to write: the others wait where patience is
     long.

@@ -278,6 +278,7 @@ def test_training_waits_for_the_copy_and_the_next_checkpoint_for_the_disk(
     assert time.monotonic() - start < 0.8, "it is there already"
 
 
+@pytest.mark.full
 def test_a_run_on_a_slow_disk(text: Path, tmp_path: Path) -> None:
     """A checkpoint a step: every pause is the one before's write, and no part of a step."""
     spec = make_spec(text, tmp_path, checkpoint_every=1, keep_checkpoints=9, max_steps=5)

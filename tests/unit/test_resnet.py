@@ -201,6 +201,7 @@ def test_the_estimate_of_activations_is_what_backward_keeps(depth: int) -> None:
     assert estimate["activations"] == pytest.approx(sum(kept.values()), rel=0.03)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_it_learns_the_generated_images(tmp_path: Path) -> None:
     """Chance is 0.1; a hundred steps of 32 images reach far more on images that it has not seen."""

@@ -147,6 +147,7 @@ def too_wide(tab: Tab, page: Path) -> list[str]:
     return found
 
 
+@pytest.mark.full
 @in_chromium
 def test_no_page_scrolls_to_the_side(site: Path, tab: Tab) -> None:
     """On a screen and on a phone, each document; and each kind of page with code."""
