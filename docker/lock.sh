@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 [ "$#" = 1 ] || { echo "usage: docker/lock.sh SHA256_OF_TORCH_CPU_WHEEL" >&2; exit 2; }
 {
   echo "# Made by docker/lock.sh. Python 3.11, Linux x86_64."
-  uv pip compile pyproject.toml --extra gpt2 --constraint constraints.txt --python-version 3.11 \
+  uv pip compile pyproject.toml --extra gpt2 --extra s3 --constraint constraints.txt --python-version 3.11 \
     --python-platform x86_64-manylinux_2_28 --generate-hashes --no-header --no-annotate --quiet
 } >docker/requirements-cuda.txt
 awk -v hash="$1" '

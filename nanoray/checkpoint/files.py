@@ -30,9 +30,9 @@ from typing import Any
 from torch import Tensor
 
 from nanoray.checkpoint import parts
+from nanoray.checkpoint.manifest import MANIFEST, STEP_NAME, Damage, Sums, manifest_json
 from nanoray.checkpoint.tensorfile import (
     GONE,
-    Damage,
     as_bytes,
     damage_of,
     fsync_folder,
@@ -51,7 +51,6 @@ from nanoray.state.train_state import StateDict
 WHOLE = 1  # whole tensors, of one writer
 SHARDED = 2  # pieces, of several writers
 
-MANIFEST = "manifest.json"
 STATE = "state.json"
 MODEL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -61,9 +60,7 @@ TENSOR_FILES = (MODEL, OPTIMIZER, RNG)
 # Bytes on a disk besides the tensors: the manifest, and files rounded up to blocks
 RESERVE = 1 << 16
 
-STEP_NAME = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(tmp|old|del)-(step_\d{8,})-[\w.]*-\d+")
-Sums = dict[str, dict[str, Any]]  # bytes and sha256 of each file
 Pieces = Mapping[str, Piece]  # by parameter
 
 
@@ -166,7 +163,7 @@ class Draft:
     def commit(self, sums: Sums, version: int) -> None:
         """Write the manifest, and rename the folder to its name."""
         # The manifest last: a folder without one is not a checkpoint.
-        write_file(self.temp / MANIFEST, [as_bytes(_manifest_json(sums, version))])
+        write_file(self.temp / MANIFEST, [as_bytes(manifest_json(sums, version))])
         # A rename may reach the disk before the files do, unless these are synced first.
         fsync_folder(self.temp)
         self._fence()  # again, because writing may have taken minutes
@@ -227,10 +224,6 @@ def _flat_rng(state: StateDict) -> dict[str, Tensor]:
         for key, value in generators.items():
             flat[f"{rank}.{key}"] = value
     return flat
-
-
-def _manifest_json(sums: Sums, version: int) -> bytes:
-    return json.dumps({"format": version, "files": sums}, indent=1).encode()
 
 
 def _prune(folder: Path, saved: Path, keep: int) -> None:
@@ -407,7 +400,7 @@ def open_checkpoint(path: Path) -> tuple[Sums, dict[str, Any]]:
             name: {"bytes": sums[name]["bytes"], "sha256": sums[name]["sha256"]} for name in names
         }
         # The manifest has no checksum of its own. Written anew, it must have the same bytes.
-        if _manifest_json(sums, version) != raw:
+        if manifest_json(sums, version) != raw:
             raise ValueError("not byte for byte what these sums give")
 
     # Sizes are compared without reading; checksums when a file is read.

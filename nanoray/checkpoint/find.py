@@ -29,8 +29,7 @@ from nanoray.checkpoint.files import (
 )
 from nanoray.config.load import same_weights
 from nanoray.errors import CheckpointError
-
-_RUN = re.compile(r"\d{4}-\d{2}-\d{2}_\d{6}_.+")
+from nanoray.storage.remote_run import is_run_name
 
 
 @dataclass
@@ -128,7 +127,7 @@ def _find_newest(
     out_dir: Path, model_shape: dict[str, Any], recipe: Mapping[str, Any], notes: list[str]
 ) -> Resume | None:
     # A note here means that out_dir cannot be read.
-    runs = [out_dir / name for name in names_in(out_dir, notes) if _RUN.fullmatch(name)]
+    runs = [out_dir / name for name in names_in(out_dir, notes) if is_run_name(name)]
     damaged = bool(notes)
     for run_dir in sorted(runs, key=_sort_key, reverse=True):
         unreadable = _unreadable(run_dir)
@@ -206,8 +205,18 @@ def other_recipe(run_dir: Path, recipe: Mapping[str, Any]) -> dict[str, str]:
     try:
         config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
         run = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return differences(config, run, recipe)
+
+
+def differences(
+    config: Mapping[str, Any], run: Mapping[str, Any], recipe: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the same for the contents of a run's config.json and run.json."""
+    try:
         tokens = run["dataset"]["tokens_sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return {}
     changed = {}
     for key, value in recipe.items():

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nanoray.checkpoint.manifest import Damage
 from nanoray.errors import CheckpointError
 from nanoray.mesh.memory import bytes_of
 
@@ -45,10 +46,6 @@ DTYPES = {
     "I64": torch.int64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class Damage(Exception):
-    """Why a folder is not a valid checkpoint: "FILE: reason"."""
 
 
 @contextmanager

@@ -43,6 +43,7 @@ COMMANDS = {
     ),
     "experts": ("nanoray.trace.experts", "draw the load of a run's experts over its steps"),
     "checkpoint": ("nanoray.checkpoint.__main__", "list, verify, show or export checkpoints"),
+    "upload": ("nanoray.upload.__main__", "send a run to object storage: s3://, gs://, file://"),
     "faults": ("nanoray.faults.__main__", "list a run's faults: cause, recovery, cost"),
     "check": ("nanoray.check", "check that this machine is ready, and show what would run where"),
     "kube": (

@@ -19,10 +19,13 @@ from nanoray.config import (
     refuse_unknown_key,
 )
 from nanoray.config.data import exists
-from nanoray.config.load import keep_init_from, lay_over, read_mapping, run_folder_of
+from nanoray.config.load import flatten, keep_init_from, lay_over, read_mapping, run_folder_of
 from nanoray.config.nanogpt import translate_file
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError
+from nanoray.storage.remote_run import RunUrl
+from nanoray.storage.store import StorageError
+from nanoray.storage.url import is_url, problem_of
 
 # Flags that have an effect only with certain values of another key. Their keys have defaults that
 # presets change, so these rules are about what was typed, not about values: they cannot stand in
@@ -166,7 +169,11 @@ def _load(
     """Return the configuration of file, preset and flags, or of the run that is resumed."""
     if file or preset:
         return load_config(file, preset, flags, elsewhere=elsewhere)
-    resumed = _config_of_run(flags.get("resume", "none"))
+    resume = str(flags.get("resume", "none"))
+    if is_url(resume):
+        resumed = {} if elsewhere else _config_at(resume)
+    else:
+        resumed = _config_of_run(resume)
     if not resumed:
         return load_config(file, preset, flags, elsewhere=elsewhere)
     if flags.get("init_from"):
@@ -183,14 +190,33 @@ def _config_of_run(resume: str) -> dict[str, Any]:
     if folder is None:
         return {}
     values = read_yaml(folder / "config.json")
-    inherited = {key: value for key, value in values.items() if key not in _NOT_INHERITED}
-    return inherited | _found_from_here(inherited, folder)
-
-
-def _found_from_here(values: dict[str, Any], folder: Path) -> dict[str, str]:
-    """Return the keys with a path that was relative to the working folder of the run's command."""
     record = folder / "run.json"
-    cwd = read_mapping(record).get("cwd") if record.is_file() else None
+    return _inherited(values, read_mapping(record) if record.is_file() else {})
+
+
+def _config_at(url: str) -> dict[str, Any]:
+    """Return the inherited keys of the run at a URL; {} if that is a folder of several runs.
+
+    Every rank reads these two small files. Raises ConfigError.
+    """
+    problem = problem_of("resume", url)
+    if problem:
+        raise ConfigError(problem)
+    try:
+        values, record = RunUrl.of(url).settings()
+    except StorageError as error:
+        raise ConfigError(f"resume = {url}: {error}") from None
+    return _inherited(flatten(values), record)
+
+
+def _inherited(values: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a resume takes from a run's config.json; `record` is its run.json."""
+    inherited = {key: value for key, value in values.items() if key not in _NOT_INHERITED}
+    return inherited | _found_from_here(inherited, record.get("cwd"))
+
+
+def _found_from_here(values: dict[str, Any], cwd: Any) -> dict[str, str]:
+    """Return the keys with a path that was relative to the working folder of the run's command."""
     if not isinstance(cwd, str):  # an older version wrote it
         return {}
     paths = {}

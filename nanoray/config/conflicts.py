@@ -21,6 +21,7 @@ from nanoray.config.mesh import BY_HAND, SHARDS_STATE, WHOLE_MODELS
 from nanoray.config.optim import FRAGMENT_DELAY
 from nanoray.config.spellings import PART_OF_FIELD, spell
 from nanoray.errors import ConfigError
+from nanoray.storage.url import is_secret, is_url
 
 AXES = ("tp", "pp", "ep")
 PURE = ("bf16_pure", "fp16_pure")  # values of precision whose weights have 16 bits
@@ -374,6 +375,18 @@ def _profile_is_reached(config: Keys) -> str:
         f"profile = {config.profile}, but the run ends at step {config.last_step}; use steps up "
         "to it"
     )
+
+
+def _env_has_no_secret(config: Keys) -> str:
+    if not config.upload and not is_url(config.resume):
+        return ""
+    for name, value in config.env.items():
+        if value is not None and is_secret(name):
+            return (
+                f"env {name}=... would be written into config.json and sent to the storage; export "
+                f"{name} in this command's shell, and give --env {name} alone if ranks need it"
+            )
+    return ""
 
 
 # ---- rows that several keys share ----------------------------------------------------------------
@@ -1095,6 +1108,19 @@ TABLE: tuple[Row | Rule, ...] = (
         given("comm_trace"),
         "both need torch.profiler, of which a process has one",
         "drop one of the two",
+    ),
+    # Object storage
+    Row(
+        given("upload_timeout"),
+        one_of("upload", ""),
+        "is empty",
+        "give upload a URL, or drop upload_timeout",
+        ignored=True,
+    ),
+    Rule(
+        ("env", "upload", "resume"),
+        "env: without values of credentials of object storage",
+        _env_has_no_secret,
     ),
     # Known with the number of ranks. `workers = 1` decides them early; with `auto` a plan asks again
     *_single_rank(),

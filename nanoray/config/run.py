@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import field_validator
+from pydantic import ValidationInfo, field_validator
 
 from nanoray.config.fields import Group, Integer, field
 from nanoray.config.variables import parse_variables
+from nanoray.errors import ConfigError
+from nanoray.storage.url import is_url, problem_of
 
 
 class Run(Group):
@@ -22,8 +24,20 @@ class Run(Group):
     PATH names stays where it is, unless this is given"""
 
     resume: str = field("none", "run", min_length=1)
-    """none | auto (the newest run in out_dir with this name and recipe) | PATH of a run folder or
-    of one checkpoint"""
+    """none | auto (the newest run with this name and recipe in out_dir, or at --upload) | PATH or
+    URL of a run folder or of one checkpoint | URL of several runs (the newest with this name and
+    recipe)"""
+
+    # A copy in object storage
+    upload: str = field("", "run")
+    """URL below which a process beside the training puts a copy of the run: each checkpoint,
+    records and reports; s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER. Credentials come
+    from the environment (AWS_*, GOOGLE_*) or the machine's role. No failure of it ends a run, and
+    nothing is removed there"""
+
+    upload_timeout: float = field(300.0, "run", ge=0)
+    """seconds that the end of a run waits for what --upload has not sent yet; 20 at most after a
+    signal. Then a line says what is missing there, and the command that sends it"""
 
     # What the processes of the ranks find in their environment
     env: dict[str, str | None] = field({}, "run")
@@ -34,6 +48,20 @@ class Run(Group):
     # One seed for all random numbers: a resume repeats them from seed and step
     seed: Integer = field(1337, "run", ge=0, lt=2**63)
     """seed of the initial weights, of the sample order and of dropout"""
+
+    @field_validator("upload", "resume", mode="before")
+    @classmethod
+    def _refuse_urls(cls, value: Any, info: ValidationInfo) -> Any:
+        """Raise ConfigError for what is no URL of object storage.
+
+        No ValueError: pydantic would print the value, which may contain credentials.
+        """
+        text = str(value)
+        is_checked = is_url(text) or (info.field_name == "upload" and text)
+        problem = problem_of(str(info.field_name), text) if is_checked else ""
+        if problem:
+            raise ConfigError(problem)
+        return value
 
     @field_validator("env", mode="before")
     @classmethod

@@ -43,6 +43,8 @@ from nanoray.run import summary_on_failure, write_summary
 from nanoray.train.report import closing_lines
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
+from nanoray.upload.fetch import fetch_fitting, fetch_named
+from nanoray.upload.process import Upload
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -109,43 +111,57 @@ def launch(
     script = Script.pack(main, loaded.given) if main else None
     dataset = prepare(config)
 
-    # Take devices, train, and give everything back, whatever happens.
-    session = using(attached) if attached else None
-    with catch_signals() as stop, session or connected(address, slots, stop, last):
-        place = Placement.make(config, stop.check)
-        try:
-            config, notes = plan(replace(loaded, config=config), place.workers, dataset)
-            spec = open_run(config, dataset, started)
-            spec = replace(spec, notes=(*notes, *spec.notes))
-            console = choose_console(config.max_steps, loaded.quiet)
-            with summary_on_failure(spec), JobReport(spec) as report, closing(console):
-                Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
-                # Time in which this process is frozen is no silence of head or ranks.
-                with OwnTime() as clock:
-                    driver = Driver(
-                        spec,
-                        place,
-                        stop,
-                        clock=clock,
-                        script=script,
-                        cluster_clock=clock,
-                        variables=variables,
-                    )
-                    driver.console = console
-                    report.count_steps = lambda: console.max_steps
-                    outcome = driver.run()
-                report.state = outcome["exit_reason"]
-        finally:
-            bounded(lambda: remove_placement_group(place.group))
+    # Storage that refuses, or that lacks what is to be resumed, is found out before a device is taken.
+    with Upload(config.upload, config.upload_timeout, variables) as upload:
+        upload.begin()
+        with environment(variables):
+            fetched = fetch_named(config)
+        loaded = replace(loaded, config=fetched.config)
 
-    # Ray is gone: report what the run came to.
-    summary = write_summary(spec, outcome, len(driver.faults.causes))
-    if not outcome.get("ok"):
-        error = WorkerFailed(outcome["message"])
-        error.exit_code = outcome["exit_code"]
-        raise error
-    say("\n".join(closing_lines(spec, summary, loaded.quiet)))
-    return outcome["exit_code"]
+        # Take devices, train, and give everything back, whatever happens.
+        session = using(attached) if attached else None
+        with catch_signals() as stop, session or connected(address, slots, stop, last):
+            place = Placement.make(loaded.config, stop.check)
+            try:
+                config, notes = plan(loaded, place.workers, dataset)
+                with environment(variables):
+                    fitting = fetch_fitting(config, dataset)
+                config = fitting.config
+                spec = open_run(config, dataset, started)
+                notes += [*fetched.notes, *fitting.notes]
+                spec = replace(spec, notes=(*notes, *spec.notes))
+                upload.follow(spec)
+                console = choose_console(config.max_steps, loaded.quiet)
+                with summary_on_failure(spec), JobReport(spec) as report, closing(console):
+                    Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
+                    # Time in which this process is frozen is no silence of head or ranks.
+                    with OwnTime() as clock:
+                        driver = Driver(
+                            spec,
+                            place,
+                            stop,
+                            clock=clock,
+                            script=script,
+                            cluster_clock=clock,
+                            variables=variables,
+                        )
+                        driver.console = console
+                        driver.recoverer.each_second = upload.say_news
+                        report.count_steps = lambda: console.max_steps
+                        outcome = driver.run()
+                    report.state = outcome["exit_reason"]
+            finally:
+                bounded(lambda: remove_placement_group(place.group))
+
+        # Ray is gone: report what the run came to.
+        summary = write_summary(spec, outcome, len(driver.faults.causes))
+        if not outcome.get("ok"):
+            error = WorkerFailed(outcome["message"])
+            error.exit_code = outcome["exit_code"]
+            raise error
+        say("\n".join(closing_lines(spec, summary, loaded.quiet)))
+        upload.stopped = outcome["exit_code"] >= 128
+        return outcome["exit_code"]
 
 
 def ray_address(config: Config) -> str:

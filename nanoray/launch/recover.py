@@ -12,7 +12,7 @@ Which of these comes next is decided in situation.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -75,6 +75,7 @@ class Recoverer:
     saving: Saving | None = None
     forming: Forming | None = None
     headless: bool = False  # the head did not answer when a rank was lost
+    each_second: Callable[[], None] = lambda: None  # called with each look at the folder
 
     _keeper: FolderKeeper = field(init=False)
     _folder_checked_at: float = -math.inf  # monotonic seconds
@@ -119,6 +120,7 @@ class Recoverer:
         if not at_once and now < self._folder_checked_at + FOLDER_CHECK_S:
             return
         self._folder_checked_at = now
+        self.each_second()
         line = self._keeper.check(self.spec)
         if line:
             say(line)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ from nanoray.train.report import closing_lines
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
 from nanoray.train.watch.observers import Callback
+from nanoray.upload.fetch import fetch_fitting, fetch_named
+from nanoray.upload.process import Upload
 
 log = logging.getLogger("nanoray.rank")
 
@@ -138,23 +141,41 @@ def _train_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | Non
         store = connect_store(rendezvous, config.init_timeout_s)
         rendezvous = _apart_from_earlier_runs(rendezvous, store)
     rendezvous = _with_backend(rendezvous, config, store)
-    spec = _shared_spec(loaded, rendezvous, store, started)
-    if place:
-        spec = replace(spec, notes=(place.describe(), *spec.notes))
+    # Rank 0 sends the run to object storage, from a process of its own.
+    url = config.upload if rendezvous.rank == 0 else ""
+    with Upload(url, config.upload_timeout) as upload:
+        spec = _shared_spec(loaded, rendezvous, store, started, upload)
+        upload.follow(spec, spec.attempt)
+        if place:
+            spec = replace(spec, notes=(place.describe(), *spec.notes))
+        stop = StopSignals(ends_process=main is None or ranks > 1)
+        watch_launcher(place, stop.launcher_ended)
+        run = partial(run_rank, spec, rendezvous, wanted=stop.wanted, store=store)
+        ended = _train(run, spec, rendezvous, stop, upload, loaded.quiet)
+        upload.stopped = ended.code >= 128
+    return ended
 
-    # Train. Rank 0 prints, and writes a summary also when the run fails.
-    stop = StopSignals(ends_process=main is None or rendezvous.world_size > 1)
-    watch_launcher(place, stop.launcher_ended)
+
+def _train(
+    run: Callable[..., dict[str, Any]],
+    spec: RunSpec,
+    rendezvous: Rendezvous,
+    stop: StopSignals,
+    upload: Upload,
+    quiet: bool,
+) -> Ended:
+    """Train. Rank 0 prints, and writes a summary also when the run fails. (all ranks)"""
     is_first = rendezvous.rank == 0
     watchers: list[Callback] = []
     if is_first:
-        watchers = [FolderWatch(spec), choose_console(spec.config.max_steps, loaded.quiet)]
+        console = choose_console(spec.config.max_steps, quiet)
+        watchers = [FolderWatch(spec), UploadNews(upload), console]
     with (
         stop_signals(stop),
         summary_on_failure(spec) if is_first else nullcontext(),
         _lost_peer_in_one_line(spec, rendezvous.rank),
     ):
-        outcome = run_rank(spec, rendezvous, watchers, stop.wanted, store)
+        outcome = run(watchers)
 
     # All ranks report a stop by signal, also those without one, so that a supervisor treats them in
     # the same way.
@@ -163,8 +184,8 @@ def _train_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | Non
         code = stop.exit_code or 128 + signal.SIGTERM
     if is_first:
         summary = write_summary(spec, outcome | {"exit_code": code}, restarts=spec.attempt)
-        say("\n".join(closing_lines(spec, summary, loaded.quiet)))
-    return Ended(code, outcome, ranks)
+        say("\n".join(closing_lines(spec, summary, quiet)))
+    return Ended(code, outcome, rendezvous.world_size)
 
 
 def _apart_from_earlier_runs(rendezvous: Rendezvous, store: Any) -> Rendezvous:
@@ -223,7 +244,9 @@ def print_dry_run(
         print("\n".join(dry_run_lines(config, notes, batch, dataset, where)))
 
 
-def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: float) -> RunSpec:
+def _shared_spec(
+    loaded: Loaded, rendezvous: Rendezvous, store: Any, started: float, upload: Upload
+) -> RunSpec:
     """Return the record of the run, which rank 0 opens, or reopens after a restart. (all ranks)
 
     The other ranks receive it through `store`. Raises RendezvousError there when rank 0 could not
@@ -237,6 +260,7 @@ def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: fl
             raise RendezvousError(f"rank 0 refused the run: {values['refused']}")
         return RunSpec.from_dict(values)
     try:
+        upload.begin()
         # torchrun has restarted the ranks. Its store outlives them, and contains their run.
         if rendezvous.restarts and store and store.check([run_key]):
             spec = RunSpec.from_dict(json.loads(store.get(run_key)))
@@ -245,9 +269,13 @@ def _shared_spec(loaded: Loaded, rendezvous: Rendezvous, store: Any, started: fl
             write_attempt(spec)
             store.set(key, json.dumps(spec.to_dict()))
             return spec
+        fetched = fetch_named(loaded.config)
+        loaded = replace(loaded, config=fetched.config)
         dataset = prepare(loaded.config)
         config, notes = plan(loaded, rendezvous.world_size, dataset)
-        spec = open_run(config, dataset, started)
+        fitting = fetch_fitting(config, dataset)
+        spec = open_run(fitting.config, dataset, started)
+        notes += [*fetched.notes, *fitting.notes]
     except NanorayError as error:
         if store:
             store.set(key, json.dumps({"refused": str(error)}))
@@ -331,6 +359,23 @@ class FolderWatch:
     def close(self) -> None:
         """Look once more: the last checkpoint needs the run's configuration beside it."""
         self.on_record({})
+
+
+class UploadNews:
+    """An observer that prints what the upload has to say."""
+
+    def __init__(self, upload: Upload) -> None:
+        self._upload = upload
+
+    def on_note(self, text: str) -> None:
+        """Print with the records alone."""
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        """Print the lines since the last record."""
+        self._upload.say_news()
+
+    def close(self) -> None:
+        """Leave the rest to the end of the run."""
 
 
 class StopSignals:

@@ -73,6 +73,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "outer_momentum": (0.9, 0.5),
     "sync_fragments": (1, 2),
     "sync_bits": (32, 8),
+    "upload_timeout": (300.0, 10.0),
+    "upload": ("", "file:///x"),
 }
 # What a key needs beside it, so that its own row is the only one
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
@@ -117,6 +119,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "takes micro batches in groups of pp = 2",
     ),
     "_memory_is_reached": ({"memory_at": 2001}, "memory_at = 2001 would record nothing"),
+    "_env_has_no_secret": (
+        {"env": {"AWS_SECRET_ACCESS_KEY": "x"}, "upload": "file:///x"},
+        "env AWS_SECRET_ACCESS_KEY=... would be written into config.json",
+    ),
     "_profile_is_reached": ({"profile": "1999:2002"}, "but the run ends at step 2000"),
 }
 ROWS = [row for row in TABLE if isinstance(row, Row)]

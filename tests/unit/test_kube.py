@@ -42,7 +42,7 @@ WITHOUT_RAY = [
     "torchrun-gpu",
 ]
 FOLDERS += [*WITHOUT_RAY, "nightly-bench"]
-OPTIONS = ["storageclass", "monitoring"]  # components that no folder uses
+OPTIONS = ["storageclass", "monitoring", "object-storage"]  # components that no folder uses
 Object = dict[str, Any]
 
 
@@ -243,6 +243,16 @@ def _with_component(name: str, tmp_path: Path) -> Path:
     with (path / "kustomization.yaml").open("a") as file:
         file.write(f"components:\n  - ../../../components/{name}\n")
     return path
+
+
+def test_the_head_alone_has_the_credentials_of_object_storage(tmp_path: Path) -> None:
+    cluster = of_kind(build(_with_component("object-storage", tmp_path)), "RayCluster")["spec"]
+    (head,) = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    secret = {"secretRef": {"name": "nanoray-storage", "optional": True}}
+    assert secret in head["envFrom"]
+    for group in cluster["workerGroupSpecs"]:
+        for container in group["template"]["spec"]["containers"]:
+            assert secret not in container["envFrom"]
 
 
 def test_versions_are_the_same_everywhere() -> None:

@@ -16,12 +16,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # same picture.
 ROWS = [
     {"errors", "atomic", "compat", "environment", "mapped", "metrics", "output", "points"},
+    {"storage"},
     {"config"},
     {"cli"},
     {"data", "devices", "mesh"},
     {"faults", "models", "run", "state"},
     {"checkpoint", "parallel"},
-    {"trace"},
+    {"trace", "upload"},
     {"forecast"},
     {"sample", "train"},
     {"check", "kube", "launch", "mig", "replay", "report"},

@@ -1,0 +1,305 @@
+"""Resume from object storage: bring the newest whole checkpoint of a run into its local folder.
+
+    --resume URL/RUN                        that run; config.json there has its settings
+    --resume URL/RUN/checkpoints/step_...   a new run from that checkpoint
+    --resume URL                            the newest run there that fits, as auto does
+    --resume auto --upload URL              the newest run that fits, here or there
+
+Afterwards the run is continued as one that was always here. Called by the driver or by rank 0, before
+any rank starts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nanoray.checkpoint.manifest import (
+    MANIFEST,
+    STEP_NAME,
+    Damage,
+    Sums,
+    manifest_json,
+    parse_manifest,
+)
+from nanoray.config import Config, recipe_of
+from nanoray.data.prepare import DatasetInfo
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.run import lock_run
+from nanoray.storage.remote_run import RunUrl, is_run_name
+from nanoray.storage.store import StorageError, Store
+from nanoray.storage.url import is_url, join
+from nanoray.upload.records import LOCAL, NOT_SENT
+
+T = TypeVar("T")
+TRIES = 4  # of an object that cannot be read
+BACK_OFF_S = 1.0  # before the second try; twice as long before each further one
+
+
+class NothingWhole(CheckpointError):
+    """No checkpoint at a URL is whole."""
+
+
+@dataclass
+class Fetched:
+    """A configuration whose `resume` is local, with a note for each thing that was done for it."""
+
+    config: Config
+    notes: list[str] = field(default_factory=list)
+
+
+def fetch_named(config: Config) -> Fetched:
+    """Fetch the run or the checkpoint that `resume` names, if it is a URL of one.
+
+    Raises CheckpointError when no checkpoint there is whole, ConfigError when the storage refuses or
+    another process uses the run's local folder.
+    """
+    if not is_url(config.resume):
+        return Fetched(config)
+    try:
+        where = RunUrl.find(config.resume)
+        if where is None:
+            return Fetched(config)
+        notes: list[str] = []
+        path = fetch_run(where, Path(config.out_dir).expanduser().resolve(), notes)
+    except StorageError as error:
+        raise _refusal(config.resume, error) from None
+    return Fetched(config.model_copy(update={"resume": str(path)}), notes)
+
+
+def fetch_fitting(config: Config, dataset: DatasetInfo) -> Fetched:
+    """Fetch the newest run that fits, for the URL of several runs and for `auto` with `upload`.
+
+    Raises as fetch_named. For auto a run that is here and has as many steps is not fetched.
+    """
+    is_auto = config.resume == "auto" and bool(config.upload)
+    url = config.upload if is_auto else config.resume
+    if not is_auto and not is_url(url):
+        return Fetched(config)
+    out_dir = Path(config.out_dir).expanduser().resolve()
+    recipe = recipe_of(config) | {"tokens_sha256": dataset.tokens_sha256}
+    notes: list[str] = []
+    try:
+        found = newest_fitting(url, recipe, notes)
+        if is_auto and (found is None or found[0] < _started_here(out_dir, recipe)):
+            return Fetched(config)
+        if found is None:
+            raise CheckpointError(
+                f"no run at {url} fits this one{''.join(f'; {note}' for note in notes)}; give "
+                "--resume the URL of a run"
+            )
+        path = fetch_run(RunUrl(join(url, found[1])), out_dir, notes)
+    except StorageError as error:
+        # What is needed may be here. A run that began anew would hide a loss.
+        if is_auto and _started_here(out_dir, recipe):
+            return Fetched(config, [f"warning  auto looks only in {out_dir}: {error}"])
+        raise _refusal(config.resume, error) from None
+    except NothingWhole as error:
+        # A run that ended before its first checkpoint had arrived.
+        if not is_auto:
+            raise
+        return Fetched(config, [f"resume  {error}"])
+    if not is_auto:
+        config = config.model_copy(update={"resume": str(path)})
+    return Fetched(config, notes)
+
+
+def _refusal(resume: str, error: StorageError) -> Exception:
+    text = f"resume = {resume}: {error}"
+    if error.refused and not error.missing:
+        return ConfigError(f"{text}; correct the URL, or the credentials of this command")
+    return CheckpointError(f"{text}; try again when the storage answers, or --resume none")
+
+
+def newest_fitting(
+    url: str, recipe: Mapping[str, Any], notes: list[str]
+) -> tuple[float, str] | None:
+    """Return the newest run at a URL with this recipe: when its newest command started, its name.
+
+    None if there is none.
+    """
+    from nanoray.checkpoint.find import differences  # imports torch
+
+    found: list[tuple[float, str]] = []
+    for name in Store(url).folders():
+        if not is_run_name(name):
+            continue
+        config, record = RunUrl(join(url, name)).settings()
+        if not config:
+            notes.append(f"resume  run {name} at {url} has no config.json; skipped")
+            continue
+        changed = differences(config, record, recipe)
+        if changed:
+            notes.append(
+                f"resume  run {name} at {url} is another experiment "
+                f"({', '.join(changed.values())}); skipped"
+            )
+            continue
+        found.append((float(record.get("started") or 0.0), name))
+    return max(found, default=None)
+
+
+def _started_here(out_dir: Path, recipe: Mapping[str, Any]) -> float:
+    """Return when the newest run here with this recipe and a checkpoint started; 0 without one."""
+    from nanoray.checkpoint.find import other_recipe
+
+    newest = 0.0
+    for run in out_dir.glob("*"):
+        has_steps = any((run / "checkpoints").glob("step_*"))
+        if is_run_name(run.name) and has_steps and not other_recipe(run, recipe):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                newest = max(newest, float(json.loads((run / "run.json").read_text())["started"]))
+    return newest
+
+
+def fetch_run(where: RunUrl, out_dir: Path, notes: list[str]) -> Path:
+    """Bring a run's newest whole checkpoint, or the one that `where` names, below `out_dir`.
+
+    Returns what to resume: the run's folder, or the folder of that checkpoint. Adds a note for each
+    damaged one. Raises CheckpointError without a whole one, ConfigError when the run is in use.
+    """
+    store = Store(where.run)
+    names = steps_there(store)
+    if where.step:
+        names = [name for name in names if name == where.step]
+    if not names:
+        raise NothingWhole(
+            f"no checkpoint at {where.url} is whole: looked for checkpoints/step_*/{MANIFEST} "
+            f"below {where.run}"
+        )
+    folder = out_dir / where.name
+    is_new = not folder.exists()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock, _ = lock_run(folder)
+    damages: list[str] = []
+    fetched = ""
+    try:
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        for name in names:
+            try:
+                fetched, is_newer = _fetch_checkpoint(
+                    store, name, folder / "checkpoints", where.step
+                )
+            except Damage as damage:
+                damages.append(f"checkpoint {name} at {where.run} is damaged ({damage})")
+                continue
+            break
+        else:
+            raise NothingWhole(f"no checkpoint at {where.url} is whole: {'; '.join(damages)}")
+        _fetch_records(store, folder, is_newer)
+    except BaseException:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        del lock  # open_run locks it again
+    notes += [f"resume  {damage}; using {name}" for damage in damages]
+    notes.append(f"resume  {fetched}")
+    if where.step:
+        return folder / "checkpoints" / where.step
+    return folder
+
+
+def steps_there(store: Store) -> list[str]:
+    """Return the names of checkpoints of a run that have a manifest, newest first."""
+    names = []
+    for name in _again(lambda: store.sizes("checkpoints")):
+        step, _, file = name.partition("/")
+        if file == MANIFEST and STEP_NAME.fullmatch(step):
+            names.append(step)
+    return sorted(names, key=lambda step: int(step.removeprefix("step_")), reverse=True)
+
+
+def _fetch_checkpoint(store: Store, name: str, folder: Path, wanted: str) -> tuple[str, bool]:
+    """Fetch a checkpoint unless it is here. Raises Damage.
+
+    Returns what was done, and whether it is newer than all that were here. It appears by a rename,
+    as one that was saved here. `wanted`: this very one is needed, and not a newer one that is here.
+    """
+    from nanoray.checkpoint.files import Draft, open_checkpoint, steps_in  # imports torch
+
+    step = int(name.removeprefix("step_"))
+    raw = _again(lambda: store.read(f"checkpoints/{name}/{MANIFEST}"))
+    sums, version = parse_manifest(raw)
+
+    # What is here and has the right sizes is not fetched. Its sums are compared when it is loaded.
+    steps = steps_in(folder, [])
+    for path, here in steps.items():
+        with suppress(Damage):
+            found, _ = open_checkpoint(path)
+            is_same = here == step and manifest_json(found, version) == raw
+            if is_same or (here > step and not wanted):
+                return f"{path.name} is here already; {name} is at {store.url}", False
+
+    began = time.monotonic()
+    size = sum(entry["bytes"] for entry in sums.values())
+    draft = Draft(folder, step, "fetched", None)
+    with draft.errors():
+        draft.begin(size)
+        _fetch_files(store, name, sums, draft.temp)
+        draft.commit(sums, version)
+    seconds = time.monotonic() - began
+    is_newer = all(here < step for here in steps.values())
+    return f"{name} fetched from {store.url}: {size / 1e6:.1f} MB in {seconds:.1f} s", is_newer
+
+
+def _fetch_files(store: Store, name: str, sums: Sums, folder: Path) -> None:
+    """Fetch the files of a checkpoint, and compare their sums. Raises Damage."""
+    for file, entry in sums.items():
+        fetch = partial(_fetch_anew, store, f"checkpoints/{name}/{file}", folder / file)
+        try:
+            size, digest = _again(fetch)
+        except StorageError as error:
+            if error.missing:
+                raise Damage(f"{file}: missing") from None
+            raise
+        if size != entry["bytes"]:
+            raise Damage(f"{file}: {size} bytes instead of {entry['bytes']}")
+        if digest != entry["sha256"]:
+            raise Damage(f"{file}: sha256 differs")
+
+
+def _fetch_records(store: Store, folder: Path, replace: bool) -> None:
+    """Fetch the files of a run that are not here, or with `replace` all, but no machine's logs."""
+    for name in _again(lambda: store.sizes("")):
+        parts = Path(name).parts
+        # A user who may write there must not choose where this process writes.
+        is_outside = Path(name).is_absolute() or any(part.startswith(".") for part in parts)
+        if is_outside or parts[0] in (*NOT_SENT, *LOCAL, "logs"):
+            continue
+        path = folder / name
+        if path.exists() and not replace:
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.fetched")
+        try:
+            _again(partial(_fetch_anew, store, name, temporary))
+            temporary.rename(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _fetch_anew(store: Store, name: str, target: Path) -> tuple[int, str]:
+    """Fetch an object into a file, in place of what a try before has left."""
+    target.unlink(missing_ok=True)
+    return store.get(name, target)
+
+
+def _again(do: Callable[[], T]) -> T:
+    """Return what `do` returns; after an error that may pass, try a few times more."""
+    tried = 0
+    while True:
+        try:
+            return do()
+        except StorageError as error:
+            tried += 1
+            if error.refused or tried == TRIES:
+                raise
+            time.sleep(BACK_OFF_S * 2 ** (tried - 1))

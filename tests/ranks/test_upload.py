@@ -1,0 +1,564 @@
+"""Runs that send themselves to a server that speaks S3, and continue from there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.checkpoint.files import load, peek
+from nanoray.checkpoint.manifest import MANIFEST
+from nanoray.config import load_config
+from nanoray.storage.store import Store
+from nanoray.upload.__main__ import main as upload_by_hand
+from nanoray.upload.fetch import fetch_named
+from tests.harness.commands import Command, run
+from tests.harness.ports import closed_port
+from tests.harness.s3 import (
+    BUCKET,
+    S3Server,
+    proxy_before,
+    records_of,
+    s3_server,
+    secrets_in,
+    shell,
+    variables,
+)
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+
+URL = f"s3://{BUCKET}/my runs"
+# The run waits in step 13, so that what was saved before is sent meanwhile
+WAITS = "slow@rank=0,step=13,seconds={0}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def _credentials(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the server, for what this process does itself."""
+    for name, value in variables(server.url).items():
+        monkeypatch.setenv(name, value)
+
+
+def train(recipe: Path, out: Path, *flags: str, endpoint: str) -> tuple[Path, str]:
+    """Run `nanoray train`; return the run's folder and the output."""
+    command = ["nanoray.train", "--config", str(recipe), "--out_dir", str(out), *flags]
+    done = run(*command, env=shell(endpoint), cwd=out.parent)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = out.iterdir()
+    return folder, done.stdout + done.stderr
+
+
+def start(recipe: Path, out: Path, *flags: str, endpoint: str) -> Command:
+    command = ["nanoray.train", "--config", str(recipe), "--out_dir", str(out), *flags]
+    return Command(*command, env=shell(endpoint), cwd=out.parent)
+
+
+def wait_until(is_true: Callable[[], object], seconds: float = 90.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def whole_there(store: Store, run_name: str) -> list[str]:
+    """Return the checkpoints of a run that have a manifest in the store."""
+    names = store.sizes(f"{run_name}/checkpoints")
+    return sorted(name.partition("/")[0] for name in names if name.endswith(MANIFEST))
+
+
+def losses(folder: Path) -> list[tuple[int, float, float]]:
+    return [(r["step"], r["train/loss"], r["train/grad_norm"]) for r in records_of(folder)]
+
+
+def uploaders() -> set[int]:
+    """Return the pids of processes that send runs."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"nanoray.upload.worker" in (process / "cmdline").read_bytes():
+                found.add(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def sent(server: S3Server, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 12 steps whose checkpoints of steps 4, 8 and 12 are at the URL; its folder."""
+    flags = ["--stop_at", "12", "--checkpoint_every", "4", "--upload", URL]
+    folder, output = train(
+        recipe, tmp_path_factory.mktemp("sent") / "here", *flags, endpoint=server.url
+    )
+    assert "warning" not in output, output
+    assert f"upload   {URL}/{folder.name}: " in output, output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: S3Server, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of 20 steps without any of this."""
+    out = tmp_path_factory.mktemp("undisturbed") / "here"
+    folder, _ = train(recipe, out, "--stop_at", "20", "--checkpoint_every", "4", endpoint="")
+    return folder
+
+
+def test_a_resume_from_there_changes_no_bit_and_no_credentials_are_anywhere(
+    sent: Path, undisturbed: Path, server: S3Server, tmp_path: Path
+) -> None:
+    """On a machine that has nothing of the run: also its recipe comes from there."""
+    out = tmp_path / "other machine"
+    out.mkdir()
+    url = f"{URL}/{sent.name}"
+    done = run(
+        *("nanoray.train", "--resume", url, "--out_dir", str(out), "--stop_at", "20"),
+        env=shell(server.url),
+        cwd=tmp_path,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert f"resume  step_00000012 fetched from {url}" in output
+    folder = out / sent.name
+    assert losses(folder) == losses(undisturbed)
+    mine = load(folder / "checkpoints" / "step_00000020")
+    theirs = load(undisturbed / "checkpoints" / "step_00000020")
+    for name, tensor in theirs.model.items():
+        assert mine.model[name].equal(tensor), name
+
+    # It went on with the upload, into the same run; a plain download is a run as well.
+    store = Store(f"{URL}/{sent.name}")
+    copy = tmp_path / "download" / sent.name
+    for name in store.sizes(""):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        store.get(name, copy / name)
+    peek(copy / "checkpoints" / "step_00000020")
+    assert losses(copy) == losses(undisturbed)
+    assert (copy / "summary.json").is_file()
+
+    for written in (sent, folder, copy):
+        assert secrets_in(written) == []
+    for text in (output, done.args):
+        assert not [word for word in variables("").values() if word and word in str(text)]
+
+
+@pytest.mark.full
+def test_auto_finds_the_run_there_but_takes_what_is_newer_here(
+    server: S3Server, undisturbed: Path, recipe: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "runs"
+    url = f"s3://{BUCKET}/auto"
+    flags = ["--checkpoint_every", "4", "--upload", url, "--resume", "auto"]
+    first, output = train(recipe, out, "--stop_at", "8", *flags, endpoint=server.url)
+    assert f"nothing to resume in {out}" in output
+    shutil.rmtree(out)
+    second, output = train(recipe, out, "--stop_at", "16", *flags, endpoint=server.url)
+    assert second == first
+    assert f"step_00000008 fetched from {url}/{first.name}" in output
+
+    # The upload of the newest step is gone: what is here counts.
+    there = Store(f"{url}/{first.name}")
+    for name in there.sizes("checkpoints/step_00000016"):
+        there.remove(f"checkpoints/step_00000016/{name}")
+    third, output = train(recipe, out, "--stop_at", "20", *flags, endpoint=server.url)
+    assert third == first
+    assert "fetched" not in output
+    assert "from step 16 of" in output
+    assert losses(third) == losses(undisturbed)
+
+    # Another recipe begins anew, and says why.
+    done = run(
+        *("nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path / "other")),
+        *(*flags, "--stop_at", "2", "--lr", "0.5"),
+        env=shell(server.url),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "nothing to resume in" in done.stdout
+    # And so does the URL of several runs; with the same recipe it is that of the run.
+    done = run(
+        *("nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path / "other")),
+        *("--resume", f"s3://{BUCKET}/auto", "--lr", "0.25"),
+        env=shell(server.url),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 4
+    assert f"error: no run at s3://{BUCKET}/auto fits this one" in done.stderr
+    assert "is another experiment" in done.stderr
+
+
+@pytest.mark.full
+def test_a_checkpoint_that_is_torn_there_is_named_and_the_one_before_is_used(
+    server: S3Server, undisturbed: Path, recipe: Path, tmp_path: Path
+) -> None:
+    url = f"s3://{BUCKET}/torn"
+    flags = ["--checkpoint_every", "4", "--keep_checkpoints", "9", "--upload", url]
+    first, _ = train(recipe, tmp_path / "a", "--stop_at", "16", *flags, endpoint=server.url)
+    store = Store(f"{url}/{first.name}")
+    model = bytearray(store.read("checkpoints/step_00000016/model.safetensors"))
+    model[-9] ^= 1
+    store.put("checkpoints/step_00000016/model.safetensors", bytes(model))
+    store.put("checkpoints/step_00000012/model.safetensors", bytes(model[:-1]))
+    store.remove("checkpoints/step_00000008/state.json")
+    store.put("checkpoints/step_00000020/model.safetensors", bytes(model))  # without a manifest
+
+    done = run(
+        *("nanoray.train", "--resume", f"{url}/{first.name}", "--out_dir", str(tmp_path / "b")),
+        *("--stop_at", "20", "--upload", ""),
+        env=shell(server.url),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    where = f"{url}/{first.name} is damaged"
+    for line in (
+        f"resume  checkpoint step_00000016 at {where} (model.safetensors: sha256 differs)",
+        f"resume  checkpoint step_00000012 at {where} (model.safetensors: {len(model) - 1} bytes",
+        f"resume  checkpoint step_00000008 at {where} (state.json: missing); using step_00000004",
+    ):
+        assert line in done.stdout
+    assert losses(tmp_path / "b" / first.name) == losses(undisturbed)
+    assert not list((tmp_path / "b" / first.name / "checkpoints").glob(".*"))
+
+    # None is whole, or there is nothing.
+    for wrong, words in (
+        (f"{url}/{first.name}/checkpoints/step_00000012", "is whole: checkpoint step_00000012"),
+        (f"{url}/{first.name}/checkpoints/step_00000020", "is whole: looked for checkpoints/"),
+        (f"{url}/none", "there is no run at"),
+    ):
+        done = run(
+            *("nanoray.train", "--config", str(recipe), "--resume", wrong),
+            *("--out_dir", str(tmp_path / "c")),
+            env=shell(server.url),
+            cwd=tmp_path,
+        )
+        assert done.returncode == 4, done.stderr
+        assert words in done.stderr
+
+
+@pytest.mark.full
+def test_the_url_of_one_checkpoint_begins_a_new_run(
+    sent: Path, server: S3Server, tmp_path: Path
+) -> None:
+    done = run(
+        *("nanoray.train", "--resume", f"{URL}/{sent.name}/checkpoints/step_00000008"),
+        *("--out_dir", str(tmp_path / "b"), "--stop_at", "10", "--upload", ""),
+        env=shell(server.url),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "from step 8 of" in done.stdout
+    assert len(list((tmp_path / "b").iterdir())) == 2
+
+
+@pytest.mark.full
+def test_what_cannot_work_is_refused_before_a_run_begins(
+    server: S3Server, recipe: Path, tmp_path: Path
+) -> None:
+    done = run(
+        *("nanoray.train", "--config", str(recipe), "--upload", "s3://no-such-bucket/x"),
+        *("--out_dir", str(tmp_path / "runs")),
+        env=shell(server.url),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: upload = s3://no-such-bucket/x cannot be used: cannot wr")
+    assert "The specified bucket does not exist" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.full
+def test_without_credentials_it_is_refused(server: S3Server, recipe: Path, tmp_path: Path) -> None:
+    env = {name: value for name, value in shell(server.url).items() if "ACCESS_KEY" not in name}
+    env |= {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
+    for flags in (["--upload", URL], ["--resume", f"{URL}/x"]):
+        done = run(
+            *("nanoray.launch", "--config", str(recipe), "--out_dir", str(tmp_path / "runs")),
+            *flags,
+            env=env,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 2, done.stderr
+        assert "NoCredentialsError" in done.stderr
+        assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.full
+def test_a_server_that_is_gone_for_good_costs_a_warning_and_the_command_sends_the_rest(
+    recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://{BUCKET}/gone-{os.getpid()}"
+    with s3_server() as server, proxy_before(server) as proxy:
+        flags = ["--checkpoint_every", "4", "--upload", url, "--upload_timeout", "15"]
+        command = start(
+            recipe,
+            tmp_path / "a",
+            *(*flags, "--stop_at", "20", "--faults", WAITS.format(6)),
+            endpoint=proxy.url,
+        )
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        there = Store(url)
+        wait_until(lambda: any("step_00000012/manifest" in name for name in there.sizes("")))
+        proxy.cut()
+        code = command.wait(120)
+        output = command.output
+        assert code == 0, output
+        (folder,) = (tmp_path / "a").iterdir()
+        assert losses(folder) == losses(undisturbed)
+        (line,) = [line for line in output.splitlines() if line.startswith("warning  after")]
+        assert f"not yet at {url}/{folder.name}: step_00000020, " in line
+        assert "(newest checkpoint there: step_00000012)" in line
+        assert "it is tried again, and training goes on" in output
+        assert uploaders_of(url) == set()
+
+        # What the line says.
+        written = re.search(r"; nanoray (upload .*) sends the rest", line)
+        assert written
+        _, *words = shlex.split(written[1])
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        assert upload_by_hand(words) == 0
+        assert whole_there(there, folder.name)[-1] == "step_00000020"
+        assert "summary.json" in Store(f"{url}/{folder.name}").sizes("")
+        assert not list(folder.glob(".upload*"))
+
+        # By hand to a server that is gone, without a URL, and for what is no run.
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        monkeypatch.setattr("nanoray.upload.__main__.TRIES", 1)
+        assert upload_by_hand([str(folder)]) == 1
+
+
+def uploaders_of(url: str) -> set[int]:
+    """Return the processes that send to a URL."""
+    found = set()
+    for pid in uploaders():
+        try:
+            if url.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.full
+def test_a_server_killed_in_the_middle_of_a_checkpoint_has_it_whole_afterwards(
+    recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL; this server forgets all that it had, also what had arrived of the checkpoint."""
+    url = f"s3://{BUCKET}/killed"
+    with s3_server() as server, proxy_before(server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        there = Store(url)
+        proxy.bytes_per_s = 100e3
+        flags = ["--checkpoint_every", "12", "--upload", url, "--stop_at", "20"]
+        command = start(
+            recipe, tmp_path / "a", *flags, "--faults", WAITS.format(8), endpoint=proxy.url
+        )
+        wait_until(lambda: any("step_00000012/" in name for name in there.sizes("")))
+        names = list(there.sizes(""))
+        server.kill()
+        assert not [name for name in names if name.endswith(MANIFEST)], "it was killed too late"
+        proxy.bytes_per_s = float("inf")
+        time.sleep(1.5)
+        server.start()
+        assert command.wait(120) == 0, command.output
+        (folder,) = (tmp_path / "a").iterdir()
+        assert losses(folder) == losses(undisturbed)
+        assert "upload   works again" in command.output
+        assert "; all records" in command.output
+        there = Store(url)
+        for step in ("step_00000012", "step_00000020"):
+            assert step in whole_there(there, folder.name)
+            files = there.sizes(f"{folder.name}/checkpoints/{step}")
+            here = folder / "checkpoints" / step
+            assert files == {path.name: path.stat().st_size for path in here.iterdir()}
+
+
+@pytest.mark.full
+def test_a_slow_server_slows_no_step_and_what_was_removed_here_arrives_whole(
+    recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With keep_checkpoints 1 a checkpoint is removed while it is sent."""
+    url = f"s3://{BUCKET}/slow"
+    with s3_server() as server, proxy_before(server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        there = Store(url)
+        proxy.bytes_per_s = 60e3
+        flags = ["--checkpoint_every", "4", "--keep_checkpoints", "1", "--eval_every", "0"]
+        flags += ["--upload", url, "--stop_at", "20"]
+        faults = "slow@rank=0,step=5,seconds=6"
+        command = start(recipe, tmp_path / "a", *flags, "--faults", faults, endpoint=proxy.url)
+        wait_until(lambda: any("step_00000004/" in name for name in there.sizes("")))
+        (folder,) = (tmp_path / "a").iterdir()
+        assert not whole_there(there, folder.name), "the server was not slow"
+        # All further steps are done while the first checkpoint is on its way.
+        wait_until(lambda: len(records_of(folder)) == 20)
+        assert not whole_there(there, folder.name), "steps waited for the server"
+        assert not (folder / "checkpoints" / "step_00000004").exists()
+        assert list(folder.glob(".upload-*/step_00000004"))
+        proxy.bytes_per_s = float("inf")
+        assert command.wait(120) == 0, command.output
+        assert losses(folder) == losses(undisturbed)
+        assert "step_00000004" in whole_there(there, folder.name)
+        assert "step_00000020" in whole_there(there, folder.name)
+        assert not list(folder.glob(".upload*"))
+
+
+@pytest.mark.full
+def test_the_memory_of_the_process_does_not_grow_with_the_file(
+    server: S3Server, tmp_path: Path
+) -> None:
+    """The most that it ever had, for 150 MB and for nothing."""
+    run_folder = tmp_path / "2026-11-26_125419_big"
+    (run_folder / "logs").mkdir(parents=True)
+    (run_folder / "attempt").write_text("0 1.5\n")
+    peaks = []
+    for size in (10, 150 << 20):
+        with (run_folder / "big.bin").open("wb") as file:
+            file.truncate(size)
+        order = f'{{"run": "{run_folder}", "started": 1.5, "attempt": 0}}\n{{"end": true}}\n'
+        process = subprocess.Popen(
+            [sys.executable, "-m", "nanoray.upload.worker", f"s3://{BUCKET}/big"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=shell(server.url),
+            text=True,
+        )
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(order)
+        process.stdin.flush()
+        peak = 0
+        for line in process.stdout:
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            found = re.search(r"VmHWM:\s+(\d+) kB", status)
+            peak = max(peak, int(found[1]) if found else 0)
+            if "done" in line:
+                break
+        process.kill()
+        process.wait()
+        assert Store(f"s3://{BUCKET}/big/{run_folder.name}").sizes("")["big.bin"] == size
+        peaks.append(peak)
+    assert peaks[1] - peaks[0] < 60_000, peaks
+
+
+@pytest.mark.full
+def test_rank_0_of_a_launcher_killed_during_an_upload_leaves_nothing_and_a_resume_sends_the_rest(
+    recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"s3://{BUCKET}/rank0-{os.getpid()}"  # no other test run has it
+    with s3_server() as server, proxy_before(server) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        there = Store(url)
+        proxy.bytes_per_s = 60e3
+        flags = ["--checkpoint_every", "12", "--upload", url, "--stop_at", "20"]
+        command = start(
+            recipe, tmp_path / "a", *flags, "--faults", WAITS.format(30), endpoint=proxy.url
+        )
+        wait_until(lambda: any("step_00000012/" in name for name in there.sizes("")))
+        assert len(uploaders_of(url)) == 1
+        os.kill(command.pid, signal.SIGKILL)
+        command.wait(30)
+        wait_until(lambda: not uploaders_of(url), 10)
+        (folder,) = (tmp_path / "a").iterdir()
+        assert not whole_there(there, folder.name)
+        assert not list(folder.glob(".upload-*"))
+        proxy.bytes_per_s = float("inf")
+        done = run(
+            *("nanoray.train", "--resume", str(folder), "--stop_at", "20"),
+            env=shell(server.url),
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        assert whole_there(there, folder.name) == ["step_00000012", "step_00000020"]
+        assert losses(folder) == losses(undisturbed)
+
+
+SCRIPT = """
+import sys
+import torch
+import nanoray
+from torch.utils.data import TensorDataset
+
+def main(run: nanoray.Run) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(48, 3)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = nanoray.RuntimeEngine(model, optimizer, run, torch.nn.functional.mse_loss)
+    engine.fit(TensorDataset(x, x.sum(1, keepdim=True)), steps=int(sys.argv[1]))
+
+config = {"global_batch_size": 12, "checkpoint_every": 3, "out_dir": sys.argv[2], "timeout_s": 20}
+config |= {"upload": sys.argv[3], "resume": sys.argv[4], "tensorboard": False, "log_every": 1}
+raise SystemExit(nanoray.launch(main, config, ray=False))
+"""
+
+
+@pytest.mark.full
+def test_a_script_of_a_users_own_in_a_folder_with_a_space(tmp_path: Path) -> None:
+    """Plain Python, and file://: no server and no package."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    url = f"file://{tmp_path}/a bucket/my runs"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+
+    def call(steps: int, out: str, resume: str, where: str = url) -> Any:
+        words = [str(script), str(steps), str(tmp_path / out), where, resume]
+        done = run(*words, env=env, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        (folder,) = (tmp_path / out).iterdir()
+        return folder, done.stdout
+
+    first, output = call(6, "here", "none")
+    assert f"upload   {url}/{first.name}: 2 checkpoint(s), newest step_00000006" in output
+    second, output = call(9, "there", f"{url}/{first.name}")
+    assert f"step_00000006 fetched from {url}/{first.name}" in output
+    third, _ = call(9, "straight", "none", "")
+    assert losses(second) == losses(third)
+    assert second.name == first.name
+
+
+def test_words_of_the_command_by_hand_are_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert upload_by_hand([str(tmp_path)]) == 2
+    (tmp_path / "config.json").write_text('{"upload": ""}')
+    assert upload_by_hand([str(tmp_path)]) == 2
+    assert upload_by_hand([str(tmp_path), "s3://a:b@c"]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert "is no run's folder: it has no config.json" in errors[0]
+    assert "has no key upload; give the URL, too" in errors[1]
+    assert "credentials in a URL would be written" in errors[2]
+
+
+@pytest.mark.full
+def test_a_resume_from_a_server_that_does_not_answer_is_refused(
+    recipe: Path, tmp_path: Path
+) -> None:
+    with closed_port() as port:
+        done = run(
+            *("nanoray.train", "--config", str(recipe), "--resume", f"{URL}/x"),
+            *("--out_dir", str(tmp_path / "runs")),
+            env=shell(f"http://127.0.0.1:{port}"),
+            cwd=tmp_path,
+        )
+    assert done.returncode == 4, done.stderr
+    assert "try again when the storage answers, or --resume none" in done.stderr
+
+
+def test_a_local_path_is_left_alone() -> None:
+    config = load_config(preset="tiny", overrides={"resume": "runs/x"})
+    assert fetch_named(config).config is config
