@@ -264,9 +264,9 @@ def write_attempt(spec: RunSpec) -> None:
 def storage_clock(path: Path) -> float | None:
     """Return the Unix seconds of the storage's own clock when it last wrote `path`; None on error.
 
-    Hosts' clocks may differ by hours. Storage that they share, such as NFS, stamps files with its
-    own clock, so each host can compare its clock with that one. Storage that takes over the time of
-    the client says nothing, and does no harm.
+    Hosts' clocks may differ by hours. Storage that they share, such as NFS, dates files by its own
+    clock, so each host can compare its clock with that one. Storage that takes over the time of the
+    client says nothing, and does no harm.
     """
     try:
         return path.stat().st_mtime

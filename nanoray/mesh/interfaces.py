@@ -128,7 +128,7 @@ def publish_route(store: Any, rank: int, host: str, port: int) -> None:
 def addresses_of_hosts(store: Any, world_size: int) -> list[str]:
     """Return the address of each rank's host, on the network over which the ranks met. (all ranks)
 
-    Ranks of one host have the same address, which is "" if nobody knows it. All ranks have
+    Ranks of one host have the same address, which is "" if it is unknown. All ranks have
     published their routes before.
     """
     values = store.multi_get([f"route/{rank}" for rank in range(world_size)])

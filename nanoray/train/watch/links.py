@@ -33,7 +33,7 @@ _DATA_SEGMENTS = 156
 _DELIVERY_RATE = 160
 _SIZE = 168
 
-# A link is slow in a window if it is so many times slower than the others, and by so many ms
+# A link is slow in a window if it is slower than the others by this factor and by this difference
 SLOW_TIMES = 4.0
 SLOW_MS = 2.0
 LOSS_PERCENT = 1.0  # packets sent again; datacenter links lose less than one in a thousand
