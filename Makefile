@@ -1,14 +1,17 @@
 # make train | make test | make test-all | make test-fast | make test-gpu | make test-kube | make test-versions |
-# make lint | make bench | make bench-gpu.
-# Each sets up .venv first; the second time that takes no time.
+# make lint | make bench | make bench-gpu | make bench-gpu-bundle.
+# Each but the last two sets up .venv first; the second time that takes no time.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
 	"$$p" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo "$$p" && break; done)
 PY := .venv/bin/python
+# For bench-gpu: the first Python that has torch.
+GPU_PYTHON ?= $(shell for p in python3 .venv/bin/python python; do \
+	"$$p" -c 'import sys, importlib.util as u; sys.exit(u.find_spec("torch") is None)' 2>/dev/null && echo "$$p" && break; done)
 # The stamp's name holds what the environment depends on: this folder, the pins and the interpreter.
 STAMP := .venv/installed-$(shell { pwd; cat pyproject.toml constraints.txt; "$(PYTHON)" -V; } 2>/dev/null | cksum | cut -d' ' -f1)
 
-.PHONY: train test test-all test-fast test-gpu test-kube test-versions compiled lint bench bench-gpu docs site setup clean
+.PHONY: train test test-all test-fast test-gpu test-kube test-versions compiled lint bench bench-gpu bench-gpu-bundle docs site setup clean
 
 train: setup
 	@$(PY) examples/train_shakespeare.py $(ARGS)
@@ -57,15 +60,15 @@ lint: setup
 bench: setup
 	@$(PY) -m nanoray.bench $(or $(ARGS),--help)
 
-# Check and time this machine's GPU in about ten minutes: its tests, two ranks against one process, the ladder of a step
-# and the seconds to a loss. The results are docs/results/*-<device>.json.
-bench-gpu: setup
-	@device=$$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr 'A-Z ' 'a-z-'); \
-	[ -n "$$device" ] || { echo "bench-gpu: nvidia-smi shows no GPU" >&2; exit 1; }; \
-	failed=0; $(MAKE) --no-print-directory test-gpu || failed=1; set -x; \
-	$(PY) -m nanoray.bench equivalence --quick --workers 2 --share_devices --json "docs/results/equivalence-$$device.json" || failed=1; \
-	$(PY) -m nanoray.bench gpu --json "docs/results/gpu-$$device.json" --figure "docs/results/gpu-$$device.png" $(ARGS) || failed=1; \
-	exit $$failed
+# Check and time this machine's GPU in ten minutes: kernels, the ladder of a step, seconds to a loss, two ranks, tests.
+# Nothing is installed: it takes a Python that has torch. ARGS="--device cpu" tries it out. Writes docs/results/gpu-*.json.
+bench-gpu:
+	@test -n "$(GPU_PYTHON)" || { echo "bench-gpu: no python3 here has torch; make bench-gpu GPU_PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(GPU_PYTHON)" -m nanoray.bench.gpu_day $(ARGS)
+
+# Where pip works, for a GPU machine without a package index: what may be missing there, as build/gpu-day.tar.
+bench-gpu-bundle:
+	@"$(PYTHON)" -m nanoray.bench.gpu_bundle $(ARGS)
 
 # The generated pages of docs/, and with `make site` all of it as a website in build/site, which opens without a server.
 docs: setup

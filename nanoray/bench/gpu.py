@@ -7,19 +7,25 @@ have, but for those in brackets:
     + tf32               --precision tf32: the tensor cores' products of float32, with 10 bits of each factor
     + bf16               --precision bf16
     + fused attention    --attention flash: the kernel that torch prefers
-    (cuDNN attention)    --attention cudnn in its place
     + fused AdamW        one kernel for all parameters
-    + compile            --compile
+    + compile            --compile: the blocks and the loss
+    (cuDNN attention)    --attention cudnn in its place
     (CUDA graphs)        --compile cuda_graphs in its place
-    + chunked loss       --loss_chunk 4096
+    (fp8), (fp8 by row)  --precision fp8 and fp8:row in the place of bf16
+    (chunked loss)       --loss_chunk 4096
     (larger heads)       half as many heads, each of twice the size
     + batch x 2, x 4     micro batches of 2 and 4 times the preset's
+    + best of these      the fastest batch, with each of cuDNN, CUDA graphs and chunked loss that gained 1 %
+    + accumulation       8 micro batches a step, so that the update counts for as little as in a real run
 
-One rung after the other has the device for itself, because they do not fit on it together, and a
-cache of compiled kernels of its own. `products` are large matrix products, timed before each
-ladder: what this device can do at most. Then `seconds to 1.47` trains nanoGPT's baby GPT by the
-command, from its start to an evaluation at that loss, and compiles each time. What does not fit, or
-what an older GPU lacks, is skipped. --device cpu runs all that a CPU has.
+One rung after the other has the device for itself, because they do not fit on it together. They run
+in another order, the most wanted ones first: with --budget_s those that no time is left for are
+skipped by name, and the JSON file is written after each rung. A ladder has a cache of compiled
+kernels: only its first compiled rung waits for all of them. `products` are large matrix products,
+timed before each ladder: what this device can do at most. Then `seconds to 1.47` trains nanoGPT's
+baby GPT by the command, compiled and with CUDA graphs, from its start to an evaluation at that
+loss, and compiles each time. What does not fit, or what an older GPU lacks, is skipped. --device
+cpu runs all that a CPU has.
 """
 
 from __future__ import annotations
@@ -65,6 +71,12 @@ BASE = "float32"
 TF32 = "+ tf32"
 CHAR = "shakespeare-char"
 GPT2 = "gpt2-124m"
+COMPILED = "+ compile"
+CUDNN = "(cuDNN attention)"
+GRAPHS = "(CUDA graphs)"
+CHUNKED = "(chunked loss)"
+BEST = "+ best of these"
+LONG = "+ accumulation"
 RUNGS: dict[str, dict[str, Any]] = {  # what each adds; keys with "_" are not the configuration's
     BASE: {
         "precision": "fp32",
@@ -76,25 +88,53 @@ RUNGS: dict[str, dict[str, Any]] = {  # what each adds; keys with "_" are not th
     TF32: {"precision": "tf32"},
     "+ bf16": {"precision": "bf16"},
     "+ fused attention": {"attention": "flash"},
-    "(cuDNN attention)": {"attention": "cudnn"},
     "+ fused AdamW": {"_unfused": False},
-    "+ compile": {"compile": True},
-    "(CUDA graphs)": {"compile": "cuda_graphs"},
-    "+ chunked loss": {"loss_chunk": 4096},
+    COMPILED: {"compile": True},
+    CUDNN: {"attention": "cudnn"},
+    GRAPHS: {"compile": "cuda_graphs"},
+    "(fp8)": {"precision": "fp8"},
+    "(fp8 by row)": {"precision": "fp8:row"},
+    CHUNKED: {"loss_chunk": 4096},
     "(larger heads)": {"_larger": 2},
     "+ batch x 2": {"_batch": 2},
     "+ batch x 4": {"_batch": 4},
+    BEST: {"_best": True},
+    LONG: {"_accum": 8},
 }
+# The order in which they run: what the aims need, what has never run, then what it is compared with
+BY_VALUE = (
+    COMPILED,
+    "+ batch x 4",
+    CUDNN,
+    GRAPHS,
+    "+ batch x 2",
+    BEST,
+    LONG,
+    "(fp8)",
+    TF32,
+    BASE,
+    "(fp8 by row)",
+    "+ bf16",
+    CHUNKED,
+    "(larger heads)",
+    "+ fused attention",
+    "+ fused AdamW",
+)
+assert sorted(BY_VALUE) == sorted(RUNGS)
+BATCHES = (COMPILED, "+ batch x 2", "+ batch x 4")
+GAIN = 1.01  # over "+ compile", from which on a change is one of the best
 LADDERS: dict[str, dict[str, Any]] = {
     CHAR: {},
     GPT2: {"tokenizer": "auto", "micro_batch_size": 12, "global_batch_size": 12},
 }
 GPT2_TOKENS = 50257
 BABY = "seconds to 1.47"
+BABY_GRAPHS = f"{BABY} {GRAPHS}"
+BABIES = {BABY: "true", BABY_GRAPHS: "cuda_graphs"}  # --compile of each
+BABY_SEEDS = 3
 BABY_LOSS = 1.47
 BABY_S = 60.0
 BABY_FLAGS: dict[str, Any] = {
-    "compile": "true",
     "eval_every": 250,
     "sample_tokens": 0,
     "tensorboard": "false",
@@ -110,7 +150,7 @@ SECONDS = "seconds"
 PRODUCTS = "products"
 SIZES = {"cuda": 8192, "cpu": 512}
 # Relative, to that of the base, at the same batch
-SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2}
+SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2, "fp8": 5e-2}
 BLOCK_MS = 2000.0  # of steps whose times are averaged
 MFU_AIM = 50.0  # percent, of gpt2-124m's fastest rung
 AIMED_AT = ("H100", "H200")  # both aims
@@ -119,7 +159,10 @@ AIMED_AT = ("H100", "H200")  # both aims
 class GPUBenchmark(Benchmark):
     """Measure what each option gains a step on one GPU."""
 
-    wrong = "rungs whose loss is not the base's, to 0.1 % in float32, 0.5 % in tf32 and 2 % in bf16"
+    wrong = (
+        "rungs whose loss is not the base's, to 0.1 % in float32, 0.5 % in tf32, 2 % in bf16 and "
+        "5 % in fp8"
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -136,7 +179,7 @@ class GPUBenchmark(Benchmark):
             "--arms",
             default="all",
             metavar="A,B",
-            help=f"which of {', '.join([*RUNGS, BABY])} [all]",
+            help=f"all | ladder | baby, or which of {', '.join([*RUNGS, *BABIES])} [all]",
         )
         parser.add_argument(
             "--rounds", type=int, metavar="N", help="blocks of steps of a rung [5; 2 with --quick]"
@@ -145,16 +188,23 @@ class GPUBenchmark(Benchmark):
         add_data_flags(parser)
         late = "seconds after which a rung that says nothing has failed [%(default)g]"
         parser.add_argument("--timeout_s", type=float, default=300, help=late)
+        block = "milliseconds of steps whose times are averaged [%(default)g]"
+        parser.add_argument("--block_ms", type=float, default=BLOCK_MS, help=block)
+        budget = "seconds for everything; what no time is left for is skipped [as long as it takes]"
+        parser.add_argument("--budget_s", type=float, default=math.inf, help=budget)
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Climb the ladder of every preset, then train to the loss. Nothing that it starts outlives it."""
         # Refuse what cannot be measured before anything is prepared.
         args.rounds = args.rounds or (2 if args.quick else 5)
-        arms = chosen(args.arms, [*RUNGS, BABY])
+        args.deadline = time.monotonic() + args.budget_s
+        groups = {"ladder": [*RUNGS], "baby": [*BABIES]}
+        arms = groups.get(args.arms) or chosen(args.arms, [*RUNGS, *BABIES])
+        babies = [arm for arm in BABIES if arm in arms]
         presets = chosen(args.presets, list(LADDERS), "preset")
         gpus = discover_gpus()
         overrides = settings_of(args)
-        if args.rounds < 1 or (BASE not in arms and arms != [BABY]):
+        if args.rounds < 1 or (BASE not in arms and arms != babies):
             raise ConfigError(
                 f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and {BASE}, are needed"
             )
@@ -171,7 +221,7 @@ class GPUBenchmark(Benchmark):
         report.conditions["device"] = f"{gpu.name} {gpu.profile}".strip() if gpu else "cpu"
         # Runs, caches of compilers and tokens live in a folder that is deleted afterwards.
         with scratch_folder() as folder:
-            if arms == [BABY]:
+            if arms == babies:
                 ladders = []
             else:
                 ladders = presets
@@ -193,9 +243,9 @@ class GPUBenchmark(Benchmark):
                     values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
                 config = load_config(preset=name, overrides=values | overrides)
                 ladder = Ladder(args, name, config, prepare(config), folder, gpu)
-                _measure_ladder(ladder, [arm for arm in RUNGS if arm in arms], report)
-            if BABY in arms and CHAR in presets:
-                _train_baby(args, gpu, overrides, folder, report)
+                _measure_ladder(ladder, [arm for arm in BY_VALUE if arm in arms], report)
+            if babies and CHAR in presets:
+                _train_babies(args, babies, gpu, overrides, folder, report)
         _add_targets(report, presets)
 
     def format_text(self, report: Report) -> list[str]:
@@ -212,9 +262,10 @@ class GPUBenchmark(Benchmark):
                 for row in products
             ),
         ]
-        baby = report.row(BABY, SECONDS)
-        if baby:
-            found.append(f"{BABY}: {report.cell(BABY, SECONDS, 'range')} s, {baby.note}")
+        for arm in BABIES:
+            baby = report.row(arm, SECONDS)
+            if baby and not baby.skipped:
+                found.append(f"{arm}: {report.cell(arm, SECONDS, 'range')} s, {baby.note}")
         return found + [f"skipped  {row.arm}: {row.skipped}" for row in report.rows if row.skipped]
 
     def format_markdown(self, report: Report) -> list[str]:
@@ -251,10 +302,17 @@ class Ladder:
     folder: Path
     gpu: Device | None  # None: the CPU
     peaks: dict[str, float] = field(default_factory=dict)  # FLOP/s of products, by precision
+    configs: dict[str, Config] = field(default_factory=dict)  # of the rungs that have run
+    losses: dict[str, dict[int, float]] = field(default_factory=dict)  # their logged steps'
 
     @property
     def device(self) -> str:
         return "cuda" if self.gpu else "cpu"
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until this benchmark's budget is used up."""
+        return float(self.args.deadline - time.monotonic())
 
     def say(self, text: str) -> None:
         say(f"{self.name}: {text}")
@@ -287,11 +345,13 @@ def before(rungs: list[str]) -> dict[str, str]:
 
 
 def _measure_ladder(ladder: Ladder, rungs: list[str], report: Report) -> None:
-    """Measure products of matrices in each precision, then every rung, and add their rows."""
-    losses: dict[str, dict[int, float]] = {}
+    """Measure products of matrices in each precision, then the rungs in this order; add their rows."""
     # What the device reaches with large products is the peak that a step can be compared with.
-    for precision, dtype in (("fp32", "float32"), ("tf32", "float32"), ("bf16", "bfloat16")):
+    for precision, dtype in (("bf16", "bfloat16"), ("tf32", "float32"), ("fp32", "float32")):
         if precision == "tf32" and not (ladder.gpu and ladder.gpu.bf16):
+            continue
+        # The aims are in bf16, and each product takes the start of a process.
+        if precision != "bf16" and math.isfinite(ladder.args.budget_s):
             continue
         size = SIZES[ladder.device]
         order = {
@@ -311,22 +371,59 @@ def _measure_ladder(ladder: Ladder, rungs: list[str], report: Report) -> None:
             report.failures.append(f"{arm}: {error}")
         found = tuple(value / 1e12 for value in values)
         report.rows.append(Row(arm, PRODUCTS, "TFLOP/s", found, f"matrices of {size} x {size}"))
-    # From the base on, each rung in a process of its own, which compiles anew.
+
     for rung in rungs:
         settings = settings_at(rung)
+        if settings.get("_best"):
+            settings |= _best_settings(ladder, report)
         why = _reason_to_skip(ladder, settings)
         if why:
             report.rows.append(Row(_arm_name(ladder, rung), TOKENS, "1/s", (), skipped=why))
-            continue
-        _measure_rung(ladder, rung, settings, losses, report)
+        else:
+            _measure_rung(ladder, rung, settings, report)
+        # A run that is cut off keeps what it has measured.
+        if ladder.args.json:
+            report.write(ladder.args.json)
+
+    # The rungs ran by value; a reader climbs from the base.
+    _compare_losses(ladder, report)
+    place = {_arm_name(ladder, rung): number for number, rung in enumerate(RUNGS)}
+    report.rows.sort(key=lambda row: place.get(row.arm, -1))
+
+
+def _best_settings(ladder: Ladder, report: Report) -> dict[str, Any]:
+    """Return the fastest batch, and the changes that gained on `+ compile`; {} if that has no speed.
+
+    fp8 and larger heads are left out: they are another arithmetic, and another model.
+    """
+    speeds = {}
+    for rung in RUNGS:
+        row = report.row(_arm_name(ladder, rung), TOKENS)
+        if row and row.values:
+            speeds[rung] = row.median
+    if COMPILED not in speeds:
+        return {}
+    fastest = max((rung for rung in BATCHES if rung in speeds), key=lambda rung: speeds[rung])
+    best: dict[str, Any] = {"_batch": RUNGS[fastest].get("_batch", 1), "_chosen": [fastest]}
+    for rung in (CUDNN, GRAPHS, CHUNKED):
+        if speeds.get(rung, 0.0) > GAIN * speeds[COMPILED]:
+            best |= RUNGS[rung]
+            best["_chosen"] = [*best["_chosen"], rung]
+    return best
 
 
 def _reason_to_skip(ladder: Ladder, settings: Mapping[str, Any]) -> str:
     """Return why this device has no such rung, or ""."""
+    if ladder.left_s <= 0:
+        return f"no time was left of budget_s = {ladder.args.budget_s:g}"
+    if settings.get("_best") and "_chosen" not in settings:
+        return f"{COMPILED} has no speed to choose by"
     # Options that a device does not have are skipped by name, not measured as something else.
     if ladder.device == "cpu":
         for key, of_gpus in (
             ("precision", "tf32"),
+            ("precision", "fp8"),
+            ("precision", "fp8:row"),
             ("attention", "cudnn"),
             ("compile", "cuda_graphs"),
         ):
@@ -342,7 +439,6 @@ def _measure_rung(
     ladder: Ladder,
     rung: str,
     settings: Mapping[str, Any],
-    losses: dict[str, dict[int, float]],
     report: Report,
 ) -> None:
     """Run one rung and add its rows. Its failure is recorded, and the other rungs continue."""
@@ -353,10 +449,10 @@ def _measure_rung(
     times = settings.get("_batch", 1)
     larger = settings.get("_larger", 1)
     own = {key: value for key, value in settings.items() if not key.startswith("_")}
-    sizes = {
-        key: times * getattr(ladder.config, key)
-        for key in ("micro_batch_size", "global_batch_size")
-    }
+    whole = ladder.config.global_batch_size
+    micro = ladder.config.micro_batch_size or whole
+    accum = settings.get("_accum", whole // micro)
+    sizes = {"micro_batch_size": times * micro, "global_batch_size": accum * times * micro}
     sizes["n_head"] = ladder.config.n_head // larger
     name = rung.strip("+ ()").replace(" ", "-")
     arm = _arm_name(ladder, rung)
@@ -381,7 +477,10 @@ def _measure_rung(
     rate = [1e3 * tokens / ms for ms in found["step_ms"]]
     ladder.say(f"{rung:<20} {found['step_ms'][-1]:.2f} ms, {rate[-1]:,.0f} tokens/s")
     flops = flops_per_token(ModelShape.of(config, ladder.data.vocab_size))
-    report.rows.append(Row(arm, TOKENS, "1/s", tuple(rate), f"{tokens} tokens a step"))
+    note = f"{tokens} tokens a step"
+    if "_chosen" in settings:
+        note += f", {' '.join(settings['_chosen'])}"
+    report.rows.append(Row(arm, TOKENS, "1/s", tuple(rate), note))
 
     # Shares of the device's peak: of the data sheet's, and of the one measured with products
     stated = peak_flops(ladder.gpu, config.precision) if ladder.gpu else None
@@ -401,18 +500,27 @@ def _measure_rung(
     )
     # The loss of each logged step, for the comparison with the base.
     records = read_json_lines(spec.folder / "metrics.jsonl")
-    losses[rung] = {r["step"]: r["train/loss"] for r in records if "train/loss" in r}
+    ladder.losses[rung] = {r["step"]: r["train/loss"] for r in records if "train/loss" in r}
+    ladder.configs[rung] = config
 
-    # Compare the loss with the base's, at the last step that both have logged
-    step = min(max(losses[rung], default=0), max(losses.get(BASE, {0: 0.0})))
-    if step and step in losses[rung] and step in losses[BASE]:
-        loss = losses[rung][step]
+
+def _compare_losses(ladder: Ladder, report: Report) -> None:
+    """Compare each rung's loss with the base's, at the last step that both have logged."""
+    base = ladder.losses.get(BASE, {})
+    for rung, losses in ladder.losses.items():
+        step = min(max(losses, default=0), max(base, default=0))
+        if not step or step not in losses or step not in base:
+            continue
+        config = ladder.configs[rung]
+        settings = settings_at(rung)
         wrong = None
         # Only for the same model and batch; and with dropout other kernels draw other masks
-        if times == larger == 1 and not config.dropout:
-            same = math.isclose(loss, losses[BASE][step], rel_tol=SAME_LOSS[config.precision])
-            wrong = 0 if same else 1
-        report.rows.append(Row(arm, LOSS, "", (loss,), f"of step {step}", wrong=wrong))
+        same_sizes = not settings.keys() & {"_batch", "_larger", "_best", "_accum"}
+        if same_sizes and not config.dropout:
+            tolerance = SAME_LOSS[config.precision]
+            wrong = 0 if math.isclose(losses[step], base[step], rel_tol=tolerance) else 1
+        arm = _arm_name(ladder, rung)
+        report.rows.append(Row(arm, LOSS, "", (losses[step],), f"of step {step}", wrong=wrong))
 
 
 def _run_process(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, Any]:
@@ -420,11 +528,12 @@ def _run_process(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, A
     # The order travels as JSON on the command line.
     order |= {"device": ladder.device, "threads": max(1, int(available_cpus()))}
     name = re.sub("[^a-zA-Z0-9+]+", "-", arm)
-    env = _make_environment(ladder.gpu, ladder.folder, name)
+    env = _make_environment(ladder.gpu, ladder.folder, ladder.name)
     log = ladder.folder / f"{name}.log"
     begin = time.monotonic()
     argv = [sys.executable, "-m", "nanoray.bench.step_rank", json.dumps(order)]
-    timeout_s = ladder.args.timeout_s
+    # Of the budget, some seconds more, so that the last rung need not be wasted
+    timeout_s = min(ladder.args.timeout_s, max(10.0, ladder.left_s))
     # The child says when it is ready, then times as many steps as it is asked for.
     with Child(argv, env, log, pipes=True) as child:
         child.answer(timeout_s)
@@ -437,13 +546,16 @@ def _run_process(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, A
             answers.append(child.answer(timeout_s))
             # Blocks of equal time: a fast rung does more steps in a block.
             if turn < 0 and not ladder.args.quick:
-                steps = max(3, round(BLOCK_MS / answers[0]["step_ms"]))
+                steps = max(3, round(ladder.args.block_ms / answers[0]["step_ms"]))
     found = [answer["step_ms"] for answer in answers[1:]]
     return {"step_ms": found, "ready_s": ready_s, "peak_bytes": answers[-1].get("peak_bytes", 0)}
 
 
 def _make_environment(gpu: Device | None, folder: Path, name: str) -> dict[str, str]:
-    """Return the environment of a process that sees the one device, and compiles anew."""
+    """Return the environment of a process that sees the one device.
+
+    Processes of one name share a cache of compiled kernels, which is empty at first.
+    """
     env = arm_environment() | {
         "TMPDIR": str(folder / "tmp"),
         "CUDA_VISIBLE_DEVICES": gpu.uuid if gpu else "",
@@ -451,14 +563,15 @@ def _make_environment(gpu: Device | None, folder: Path, name: str) -> dict[str, 
     return env | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor" / name)}
 
 
-def _train_baby(
+def _train_babies(
     args: argparse.Namespace,
+    arms: list[str],
     gpu: Device | None,
     overrides: Mapping[str, Any],
     folder: Path,
     report: Report,
 ) -> None:
-    """Train the baby GPT by its command until an evaluation reaches the loss.
+    """Train the baby GPT by its command until an evaluation reaches the loss, in each arm.
 
     Each run has a seed of its own.
     """
@@ -468,44 +581,66 @@ def _train_baby(
     report.conditions["data"] = info.note
     flags = BABY_FLAGS | {"device": gpu.kind if gpu else "cpu", "target_loss": target}
     flags |= data_flags(args) | dict(overrides)
-    if info.name == "shakespeare":
+    if args.dataset == "auto" and info.name == "shakespeare":
         flags["dataset"] = info.name  # which `auto` would look for again
-    runs = list[Found]()
-    error = ""
-    # Three seeds, because one run may reach the loss by luck.
-    for seed in range(1 if args.quick else 3):
-        own = folder / f"baby-{seed}"
-        try:
+    if gpu is None and BABY_GRAPHS in arms:
+        arms = [arm for arm in arms if arm != BABY_GRAPHS]
+        why = "compile = cuda_graphs is for GPUs"
+        report.rows.append(Row(BABY_GRAPHS, SECONDS, "s", (), skipped=why))
+
+    # Three seeds, because one run may reach the loss by luck. The arms take turns: where the budget
+    # ends early, each has as many.
+    runs: dict[str, list[Found]] = {arm: [] for arm in arms}
+    errors: dict[str, str] = {}
+    longest_s = 0.0
+    for seed in range(1 if args.quick else BABY_SEEDS):
+        for arm in (arm for arm in arms if arm not in errors):
+            left_s = args.deadline - time.monotonic()
+            if left_s < 1.2 * longest_s:
+                continue
+            own = folder / f"baby-{arms.index(arm)}-{seed}"
             env = _make_environment(gpu, folder, own.name)
-            runs.append(
-                run_once(BABY_RECORD, flags | {"seed": seed}, env, own, max(args.timeout_s, 1800.0))
-            )
-        except ChildFailed as failed:
-            error = f"{BABY}: {failed}"
-            report.failures.append(error)
-            break
-        say(f"{BABY}: {runs[-1].seconds:.1f} s, {runs[-1].steps} steps, {runs[-1].loss:.4f}")
-    seconds, losses = (
-        [] if error else [getattr(run, key) for run in runs] for key in ("seconds", "loss")
-    )
+            compiled = {"compile": BABIES[arm]} | dict(overrides)
+            begun = time.monotonic()
+            try:
+                limit_s = min(max(args.timeout_s, 1800.0), max(10.0, left_s))
+                found = run_once(BABY_RECORD, flags | compiled | {"seed": seed}, env, own, limit_s)
+            except ChildFailed as failed:
+                errors[arm] = f"{arm}: {failed}"
+                report.failures.append(errors[arm])
+                continue
+            runs[arm].append(found)
+            longest_s = max(longest_s, time.monotonic() - begun)
+            say(f"{arm}: {found.seconds:.1f} s, {found.steps} steps, {found.loss:.4f}")
+    for arm in arms:
+        _add_baby(arm, runs[arm], errors.get(arm, ""), target, info.name, args, report)
+
+
+def _add_baby(
+    arm: str,
+    runs: list[Found],
+    error: str,
+    target: float,
+    text: str,
+    args: argparse.Namespace,
+    report: Report,
+) -> None:
+    """Add the rows of one arm's runs to the loss."""
+    if not runs and not error:
+        why = f"no time was left of budget_s = {args.budget_s:g}"
+        report.rows.append(Row(arm, SECONDS, "s", (), skipped=why))
+        return
     # A run that ends above the loss must not look fast.
-    missed = sum(loss > target for loss in losses)
+    missed = sum(run.loss > target for run in runs)
+    note = "from the command"
     if missed:
-        note = f"from the command; {missed} of {len(losses)} ended above the loss"
-    else:
-        note = "from the command"
-    report.rows.append(
-        Row(
-            BABY,
-            SECONDS,
-            "s",
-            tuple(seconds),
-            note,
-            error.partition("\n")[0],
-            extra={"missed": missed, "text": info.name},
-        )
-    )
-    report.rows.append(Row(BABY, LOSS, "", tuple(losses), "validation"))
+        note += f"; {missed} of {len(runs)} ended above the loss"
+    seconds = tuple(run.seconds for run in runs)
+    first_line = error.partition("\n")[0]
+    extra = {"missed": missed, "text": text}
+    report.rows.append(Row(arm, SECONDS, "s", seconds, note, first_line, extra=extra))
+    if runs:
+        report.rows.append(Row(arm, LOSS, "", tuple(run.loss for run in runs), "validation"))
 
 
 def _arm_name(ladder: Ladder, rung: str) -> str:
@@ -526,17 +661,20 @@ def _add_targets(report: Report, presets: list[str]) -> None:
     else:
         other = "the aim is for an H100 or H200"
     # By tokens, because each precision's MFU is a share of another peak.
-    rows = measured(report, [f"{GPT2}: {rung}" for rung in RUNGS], TOKENS)
+    # fp8 is left out: it is another arithmetic, and its peak is in no table.
+    rungs = [rung for rung in RUNGS if not rung.startswith("(fp8")]
+    rows = measured(report, [f"{GPT2}: {rung}" for rung in rungs], TOKENS)
     fastest = max(rows, key=lambda row: row.median, default=None)
     mfu = report.row(fastest.arm, MFU) if fastest else None
     if fastest and mfu:
         report.targets.append(Target(f"MFU, {fastest.arm}, %", mfu, ">=", MFU_AIM, other))
-    baby = report.row(BABY, SECONDS)
-    if baby and baby.values and report.conditions["device"] != "cpu":
+    babies = measured(report, list(BABIES), SECONDS)
+    baby = min(babies, key=lambda row: row.median, default=None)
+    if baby and report.conditions["device"] != "cpu":
         excuse = "a run ended above the loss" if baby.extra["missed"] else other
         if baby.extra["text"] != "shakespeare":
             excuse = f"the loss is tiny Shakespeare's, and the text is {baby.extra['text']}"
-        report.targets.append(Target(f"{BABY}, s", baby, "<=", BABY_S, excuse))
+        report.targets.append(Target(f"{baby.arm}, s", baby, "<=", BABY_S, excuse))
 
 
 def _build_table(report: Report, spread: str) -> list[tuple[str, ...]]:

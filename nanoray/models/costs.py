@@ -336,7 +336,7 @@ def with_kernels(
         # float32 logits of one chunk; under autocast also the product's 2-byte result.
         chunk = min(kernels.loss_chunk, tokens)
         per_logit = 4 if compute == 4 else 4 + 2
-        parts["logits"] = chunk * shape.vocab_size * per_logit
+        parts["logits"] = chunk * shape.logit_columns * per_logit
         parts["logits"] += 2 * 4 * shape.padded_vocab * shape.n_embd
     return parts
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,5 +67,8 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 def seed_host_generators(seed: int) -> None:
     """Seed the generators of Python and numpy."""
+    # Only a script's own model needs it, and the kernels alone should run with torch alone.
+    import numpy as np
+
     random.seed(seed)
     np.random.seed(seed % 2**32)

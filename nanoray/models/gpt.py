@@ -14,6 +14,7 @@ vocab_size. There are no buffers: the parameters are the whole state of the mode
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from nanoray.models.kernels import (
     Kernels,
     chunked_cross_entropy,
     fused_attention,
+    padded_logits,
     plain_attention,
     rotate,
 )
@@ -380,26 +382,37 @@ class LMHead(nn.Linear):
         self.vocab_size = shape.vocab_size
         self.columns = shape.logit_columns
         self.loss_chunk = loss_chunk
+        # kernels.cross_entropy, where parallel/compile.py has compiled it
+        self.compiled_loss: Callable[..., Tensor] | None = None
+
+    def columns_on(self, device: torch.device) -> int:
+        """Return the columns that are computed: on a GPU all of them, padding included.
+
+        Its tensor cores take rows of 16 bytes or more: 65 numbers of 16 bits would be multiplied by
+        slower units. A CPU has no such limit.
+        """
+        if device.type == "cuda":
+            return self.weight.shape[0]
+        return self.columns
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.columns == self.vocab_size:
-            return F.linear(x, self.weight[: self.vocab_size])  # (..., V)
-        # A bias of -inf costs nothing inside the product; slicing the logits would copy gigabytes
-        # on a GPU.
-        no_bias = x.new_zeros(self.vocab_size)
-        bias = F.pad(no_bias, (0, self.columns - self.vocab_size), value=-math.inf)
-        return F.linear(x, self.weight, bias)  # (..., padded_vocab)
+        return padded_logits(x, self.weight, self.vocab_size, self.columns_on(x.device))
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross entropy (float32 scalar) of x (B, T, C), given targets (B, T)."""
+        targets = targets.flatten()  # (B·T,)
+        flat = x.flatten(0, 1)  # (B·T, C)
+        columns = self.columns_on(x.device)
         # In chunks, the logits of all tokens never exist at once.
         if self.loss_chunk:
             return chunked_cross_entropy(
-                x.flatten(0, 1), self.weight, targets.flatten(), self.vocab_size, self.loss_chunk
+                flat, self.weight, targets, self.vocab_size, self.loss_chunk, columns
             )
+        if self.compiled_loss is not None:
+            return self.compiled_loss(flat, self.weight, targets, self.vocab_size, columns)
         # In float32, because 16-bit probabilities would round away small differences.
-        logits = self(x)  # (B, T, logit_columns)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        logits = self(x)  # (B, T, columns)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets)
 
 
 class KVCache:

@@ -107,19 +107,48 @@ def rotate(x: Tensor, start: int = 0) -> Tensor:
     return torch.addcmul(x * own, x.roll(D // 2, -1), partner)  # (B, H, T, D)
 
 
-def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int
+def padded_logits(x: Tensor, weight: Tensor, vocab_size: int, columns: int) -> Tensor:
+    """Return x (..., C) times the first `columns` rows of weight, as (..., columns).
+
+    Those from vocab_size on are padding, and become -inf: no probability, and no gradient.
+    """
+    if columns == vocab_size:
+        return F.linear(x, weight[:vocab_size])
+    # A bias of -inf costs nothing inside the product; slicing the logits would copy gigabytes on a
+    # GPU.
+    no_bias = x.new_zeros(vocab_size)
+    bias = F.pad(no_bias, (0, columns - vocab_size), value=-math.inf)
+    return F.linear(x, weight, bias)
+
+
+def cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, columns: int
 ) -> Tensor:
     """Return the mean cross entropy (float32 scalar) of x (N, C), given targets (N,).
 
-    Logits are x times the first vocab_size rows of weight (V, C). They are computed `chunk` tokens
-    at a time, so at most (chunk, vocab_size) of them exist.
+    The logits are those of `padded_logits`. It is meant to be compiled (parallel/compile.py). Run
+    operation by operation, it writes the logits in 16 bits, in float32, and their log softmax, and
+    reads these again in backward. Compiled, only the first copy exists.
+    """
+    logits = padded_logits(x, weight, vocab_size, columns)  # (N, columns)
+    # In float32, because 16-bit probabilities would round away small differences.
+    return F.cross_entropy(logits.float(), targets)
+
+
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int, columns: int = 0
+) -> Tensor:
+    """Return the mean cross entropy (float32 scalar) of x (N, C), given targets (N,).
+
+    Logits are x times the first `columns` rows of weight (V, C), by default vocab_size; rows from
+    vocab_size on are padding. They are computed `chunk` tokens at a time, so at most
+    (chunk, columns) of them exist.
     """
     device = x.device.type
     dtype = x.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    settings = (vocab_size, chunk, dtype, torch.is_grad_enabled())
+    settings = (vocab_size, columns or vocab_size, chunk, dtype, torch.is_grad_enabled())
     loss: Tensor = _ChunkedCrossEntropy.apply(x, weight, targets, settings)
     return loss
 
@@ -133,13 +162,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
-        settings: tuple[int, int, torch.dtype, bool],
+        settings: tuple[int, int, int, torch.dtype, bool],
     ) -> Tensor:
-        vocab_size, chunk, dtype, with_gradients = settings
+        vocab_size, columns, chunk, dtype, with_gradients = settings
         N = len(x)
         sum_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         with torch.autocast(x.device.type, enabled=False):
-            w = weight[:vocab_size].to(dtype)  # (V, C)
+            # With its padding: 50257 columns of 16 bits do not begin at multiples of 16 bytes, which
+            # a GPU's tensor cores need.
+            w = weight[:columns].to(dtype)  # (columns, C)
             total = torch.zeros((), dtype=sum_dtype, device=x.device)
             # Gradients of the sum, not of the mean: 16-bit gradients of single tokens are at most 1
             # here. 1/N follows in backward, in the precision of the sums.
@@ -151,11 +182,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 target = targets[start : start + chunk, None]  # (chunk, 1)
 
                 # -log softmax of the target, with the largest logit subtracted against overflow.
-                logits = (x_chunk @ w.T).to(sum_dtype)  # (chunk, V)
+                logits = (x_chunk @ w.T).to(sum_dtype)  # (chunk, columns)
+                logits[:, vocab_size:] = -math.inf
                 target_logit = logits.gather(1, target)  # (chunk, 1)
                 largest = logits.amax(1, keepdim=True)  # (chunk, 1)
                 target_logit = target_logit - largest
-                exps = logits.sub_(largest).exp_()  # (chunk, V), in place of the logits
+                exps = logits.sub_(largest).exp_()  # (chunk, columns), in place of the logits
                 sums = exps.sum(1, keepdim=True)  # (chunk, 1)
                 total += (sums.log() - target_logit).sum()
                 if dx is None or dw is None:
@@ -164,9 +196,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 # d loss / d logits = softmax - one_hot(target), in place of the exponentials.
                 minus_one = exps.new_full((len(target), 1), -1.0)
                 exps.div_(sums).scatter_add_(1, target, minus_one)
-                d_logits = exps.to(dtype)  # (chunk, V)
+                d_logits = exps.to(dtype)  # (chunk, columns)
                 dx[start : start + chunk] = d_logits @ w
-                dw[:vocab_size] += d_logits.T @ x_chunk
+                dw[:columns] += d_logits.T @ x_chunk
 
         if dx is not None and dw is not None:
             ctx.save_for_backward(dx, dw)

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from nanoray.config import Config
+from nanoray.models.gpt import LMHead
+from nanoray.models.kernels import cross_entropy
 from nanoray.parallel.fsdp import units_of
 
 COMPILED_VERSIONS = 64
@@ -20,6 +22,8 @@ def compile_layers(model: nn.Module, config: Config) -> None:
     share their code, and torch keeps only 8 versions of it by default: a ResNet's blocks are of 5
     kinds, each in training, in evaluation, and in a last, smaller batch. Their sizes are few, so
     each gets a version with fixed sizes, in any order of calls.
+
+    A GPT's loss is compiled, too: it is no layer, but as it is it moves more bytes than a block.
     """
     limit = max(COMPILED_VERSIONS, torch.compiler.config.recompile_limit)
     torch.compiler.config.recompile_limit = limit
@@ -28,6 +32,12 @@ def compile_layers(model: nn.Module, config: Config) -> None:
     dynamic = False if config.model == "resnet" else None
     for layer in units_of(model) or [model]:
         layer.compile(dynamic=dynamic, mode=mode)
+
+    # Without CUDA graphs of its own: its logits are the largest tensor of a step, and a graph would
+    # keep their memory for itself.
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, LMHead):
+        head.compiled_loss = torch.compile(cross_entropy, dynamic=dynamic)
     if uses_graphs:
         model.register_forward_pre_hook(_reuse_graph_memory)
 

@@ -5,6 +5,8 @@ NCCL allows it.
 from __future__ import annotations
 
 import os
+import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +29,13 @@ def _gpu() -> None:
         pytest.skip(reason)
 
 
+@pytest.fixture(autouse=True)
+def _in_time() -> None:
+    """Skip what begins too late in `make bench-gpu`, which has ten minutes for everything."""
+    if time.time() > float(os.environ.get("NANORAY_TEST_GPU_UNTIL", "inf")):
+        pytest.skip("no time was left of make bench-gpu")
+
+
 @pytest.fixture(scope="session", params=["nccl", "gloo"])
 def pair(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Two ranks on GPUs, with each backend."""
@@ -46,6 +55,16 @@ def backend(name: str) -> str:
     ):
         pytest.skip(f"one GPU, and NCCL {version} refuses two ranks on it (2.30.3 allows it)")
     return name
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text with something to learn, as tests/conftest.py has one, which wants Ray."""
+    source = random.Random(0)
+    words = ["".join(source.choices("abcdefgh", k=source.randint(2, 6))) for _ in range(40)]
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_text(" ".join(source.choices(words, k=12000)) + "\n", encoding="utf-8")
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,13 @@ from nanoray.bench import __main__ as bench
 from nanoray.bench import gpu
 from nanoray.bench.gpu import (
     BABY,
+    BABY_GRAPHS,
     BASE,
+    BEST,
+    COMPILED,
+    CUDNN,
+    GRAPHS,
+    LONG,
     LOSS,
     MFU,
     PEAK,
@@ -32,6 +40,8 @@ from nanoray.errors import ConfigError
 TINY = "n_layer=1,n_head=2,n_embd=16,block_size=16,dropout=0.0,target_loss=9.0,max_steps=40,eval_every=20,compile=false"
 
 ONLY_GPUS = {
+    "(fp8)": "precision = fp8 is for GPUs",
+    "(fp8 by row)": "precision = fp8:row is for GPUs",
     "(cuDNN attention)": "attention = cudnn is for GPUs",
     "(CUDA graphs)": "compile = cuda_graphs is for GPUs",
 }
@@ -40,7 +50,7 @@ ONLY_GPUS = {
 @pytest.mark.parametrize(
     ("presets", "arms"),
     [
-        ("shakespeare-char", (BASE, TF32, *ONLY_GPUS, "+ fused AdamW", BABY)),
+        ("shakespeare-char", (BASE, TF32, *ONLY_GPUS, "+ fused AdamW", BEST, BABY, BABY_GRAPHS)),
         pytest.param("shakespeare-char,gpt2-124m", (*RUNGS, BABY), marks=pytest.mark.full),
     ],
 )
@@ -69,10 +79,13 @@ def test_rungs_and_the_baby_on_a_cpu(
         (r["arm"], r["metric"], r["unit"]): r for r in json.loads(out.read_text())["rows"]
     }
     for preset in presets.split(","):
-        for rung in (arm for arm in arms if arm not in (TF32, BABY)):
+        for rung in (arm for arm in arms if arm not in (TF32, BABY, BABY_GRAPHS)):
             name = f"{preset}: {rung}"
             if rung in ONLY_GPUS:
                 assert rows[name, TOKENS, "1/s"]["skipped"] == ONLY_GPUS[rung]
+                continue
+            if rung in (BEST, LONG) and COMPILED not in arms:
+                assert rows[name, TOKENS, "1/s"]["skipped"] == "+ compile has no speed to choose by"
                 continue
             if settings_at(rung)["compile"] and any(letter.isspace() for letter in sys.prefix):
                 assert rows[name, TOKENS, "1/s"]["skipped"].startswith(
@@ -84,12 +97,15 @@ def test_rungs_and_the_baby_on_a_cpu(
             assert rows[name, READY, "s"]["median"] > 0
             assert (name, MFU, "%") not in rows, "no table has a CPU's peak"
             assert rows[name, LOSS, ""].get("wrong") == (
-                None if "batch" in rung or "heads" in rung else 0
+                None if "batch" in rung or rung in (BEST, LONG, "(larger heads)") else 0
             )
         assert rows[f"{preset}: {TF32}", TOKENS, "1/s"]["skipped"] == "precision = tf32 is for GPUs"
         assert rows[f"{preset}: {PRODUCTS} bf16", PRODUCTS, "TFLOP/s"]["median"] > 0
     other = "+ fused attention" if "+ fused attention" in arms else BASE
     assert (f"shakespeare-char: + fused AdamW / shakespeare-char: {other}", TOKENS, "ratio") in rows
+    if BABY_GRAPHS in arms:
+        skipped = rows[BABY_GRAPHS, SECONDS, "s"]["skipped"]
+        assert skipped == "compile = cuda_graphs is for GPUs"
     assert rows[BABY, SECONDS, "s"]["n"] == 1
     assert rows[BABY, LOSS, ""]["median"] < 9
     assert figure.read_bytes()[:4] == b"\x89PNG"
@@ -103,18 +119,17 @@ def test_a_rung_keeps_what_those_before_it_have() -> None:
         "precision": "bf16",
         "attention": "flash",
         "compile": True,
-        "loss_chunk": 4096,
+        "loss_chunk": 0,
         "_unfused": False,
         "_batch": 4,
     }
     assert settings_at("+ bf16")["_unfused"]
-    assert settings_at("(cuDNN attention)") == settings_at("+ fused attention") | {
-        "attention": "cudnn"
-    }
+    assert settings_at("(cuDNN attention)") == settings_at("+ compile") | {"attention": "cudnn"}
     assert settings_at("(CUDA graphs)") == settings_at("+ compile") | {"compile": "cuda_graphs"}
     others = gpu.before(list(RUNGS))
-    assert others["(cuDNN attention)"] == others["+ fused AdamW"] == "+ fused attention"
-    assert others["(CUDA graphs)"] == others["+ chunked loss"] == "+ compile"
+    assert others["+ fused AdamW"] == "+ fused attention"
+    assert others["(cuDNN attention)"] == others["(CUDA graphs)"] == "+ compile"
+    assert others["(chunked loss)"] == others["+ batch x 2"] == "+ compile"
     assert BASE not in others
 
 
@@ -175,3 +190,59 @@ def test_what_cannot_be_measured_is_refused(
     monkeypatch.setattr(gpu, "discover_gpus", list)
     assert bench.main(["gpu", *flags]) == ConfigError.exit_code
     assert re.search(re.escape(message), capsys.readouterr().err)
+
+
+def ladder_of(budget_s: float = 1e9) -> gpu.Ladder:
+    now = time.monotonic()
+    args = argparse.Namespace(deadline=now + budget_s, budget_s=budget_s, json=None)
+    anything: Any = None
+    return gpu.Ladder(args, "gpt2-124m", anything, anything, Path(), None)
+
+
+def test_the_best_rung_has_the_fastest_batch_and_what_gained() -> None:
+    report = Report("gpu", {"device": "NVIDIA H100 80GB HBM3"})
+    assert gpu._best_settings(ladder_of(), report) == {}
+    speeds = {COMPILED: 100.0, CUDNN: 104.0, GRAPHS: 100.5, "+ batch x 2": 120.0}
+    for rung, speed in speeds.items():
+        report.rows.append(Row(f"gpt2-124m: {rung}", TOKENS, "1/s", (speed,) * 5))
+    report.rows.append(Row("gpt2-124m: + batch x 4", TOKENS, "1/s", (), skipped="does not fit"))
+    assert gpu._best_settings(ladder_of(), report) == {
+        "_batch": 2,
+        "attention": "cudnn",
+        "_chosen": ["+ batch x 2", CUDNN],
+    }
+
+
+def test_a_rung_without_time_left_is_skipped_by_name() -> None:
+    why = gpu._reason_to_skip(ladder_of(0), settings_at(BASE))
+    assert why == "no time was left of budget_s = 0"
+    report = Report("gpu", {"device": "cpu"})
+    gpu._add_baby(BABY, [], "", 1.47, "shakespeare", argparse.Namespace(budget_s=0), report)
+    assert report.rows[0].skipped == "no time was left of budget_s = 0"
+    assert not report.failed
+
+
+def test_a_rung_that_fails_costs_its_own_row_and_the_others_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report is also written after each rung, so a run that is cut off keeps what it has."""
+    written: list[int] = []
+    whole = Report.write
+
+    def write(report: Report, path: Path) -> None:
+        whole(report, path)
+        written.append(len(json.loads(path.read_text())["rows"]))
+
+    monkeypatch.setattr(Report, "write", write)
+    monkeypatch.setitem(gpu.RUNGS, TF32, {"precision": "bf16_pure", "loss_chunk": 1})
+    out = tmp_path / "g.json"
+    flags = ["--device", "cpu", "--quick", "--settings", TINY, "--dataset", str(text)]
+    flags += ["--presets", "shakespeare-char", "--arms", f"{TF32},{BASE}", "--json", str(out)]
+    assert bench.main(["gpu", *flags, "--data_dir", str(tmp_path / "cache")]) == 1
+    report = json.loads(out.read_text())
+    rows = {(row["arm"], row["metric"]): row for row in report["rows"]}
+    assert "loss_chunk = 1 with precision = bf16_pure" in report["failures"][0]
+    assert rows[f"shakespeare-char: {TF32}", TOKENS]["error"]
+    assert rows[f"shakespeare-char: {BASE}", TOKENS]["median"] > 0
+    assert written[0] < written[1] < written[2]
+    assert f"FAILED  shakespeare-char: {TF32}" in capsys.readouterr().out

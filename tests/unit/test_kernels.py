@@ -18,7 +18,13 @@ from nanoray.errors import ConfigError
 from nanoray.models.build import gpt_of, kernels_of
 from nanoray.models.costs import activation_memory, count_parameters, flops_per_token, with_kernels
 from nanoray.models.gpt import GPT, KVCache, ModelShape
-from nanoray.models.kernels import Kernels, chunked_cross_entropy, plain_attention, rotate
+from nanoray.models.kernels import (
+    Kernels,
+    chunked_cross_entropy,
+    padded_logits,
+    plain_attention,
+    rotate,
+)
 from nanoray.models.moe import RouterTraining
 from nanoray.models.sampling import generate
 from nanoray.parallel.compile import compile_layers
@@ -68,6 +74,58 @@ def test_plain_attention_is_attention(T: int, S: int) -> None:
         found.append([y, *torch.autograd.grad((y * weight).sum(), inputs)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("vocab_size", [65, 60])
+def test_a_compiled_loss_is_the_loss(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced with the graphs of autograd, without generated code: that takes half a minute here."""
+    compiled: list[str] = []
+
+    def trace(function: Any, **settings: Any) -> Any:
+        compiled.append(function.__name__)
+        return whole(function, backend="aot_eager", **settings)
+
+    whole = torch.compile
+    monkeypatch.setattr(torch, "compile", trace)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
+    expected = learned(made(vocab_size=vocab_size))
+    model = made(vocab_size=vocab_size)
+    compile_layers(model, load_config(preset="tiny", overrides={"compile": True}))
+    calls: list[tuple[Any, ...]] = []
+    head: Any = model.lm_head
+    inner = head.compiled_loss
+    head.compiled_loss = lambda *given: calls.append(given) or inner(*given)
+    loss, grads = learned(model)
+    assert (compiled, len(calls)) == (["cross_entropy"], 1)
+    torch.testing.assert_close((loss, grads), expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("chunk", [7, 100])
+def test_padded_columns_of_a_chunked_loss_have_no_part_in_it(chunk: int) -> None:
+    """As on a GPU, where all rows of the embedding are multiplied."""
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(24, 16, generator=source, dtype=torch.float64)
+    w = torch.randn(64, 16, generator=source, dtype=torch.float64)
+    targets = torch.randint(60, (24,), generator=source)
+    found = []
+    for columns in (60, 64):
+        inputs = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        loss = chunked_cross_entropy(*inputs, targets, 60, chunk, columns)
+        found.append([loss, *torch.autograd.grad(loss, inputs)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-12)
+    assert not found[1][2][60:].any()
+
+
+def test_a_gpu_multiplies_whole_rows() -> None:
+    """65 characters are padded there, because its tensor cores need rows of 16 bytes."""
+    head: Any = made().lm_head
+    rows = head.weight.shape[0]
+    assert head.columns_on(torch.device("cpu")) == 65
+    assert head.columns_on(torch.device("cuda", 0)) == rows == 128
+    x = torch.randn(3, 32, dtype=torch.float64)
+    padded = padded_logits(x, head.weight, 65, rows)
+    assert torch.equal(padded[:, :65].softmax(-1), head(x).softmax(-1))
+    assert not padded.softmax(-1)[:, 65:].any()
 
 
 @pytest.mark.parametrize("kernels", [PLAIN, CHUNKED], ids=["plain", "chunked"])

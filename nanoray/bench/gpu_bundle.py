@@ -1,0 +1,96 @@
+"""Collect what a GPU machine without a package index may lack: `make bench-gpu-bundle`.
+
+    python3 -m nanoray.bench.gpu_bundle [--python 3.12] [--text input.txt]
+
+It needs Python with pip, and a package index. build/gpu-day then has wheels of numpy, pydantic,
+PyYAML, nvidia-ml-py and pytest with all that they need, and tiny Shakespeare.
+build/gpu-day.tar has that and this tree: unpack it on the GPU machine, and run `make bench-gpu`
+there. gpu_day.py takes from it only what cannot be imported there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build" / "gpu-day"
+ARCHIVE = ROOT / "build" / "gpu-day.tar"
+PACKAGES = ("numpy", "pydantic", "pyyaml", "nvidia-ml-py", "pytest")
+# pip matches them exactly, and each package was built for another one
+PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
+MOST_MIB = 64
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+
+
+def download(python: str, machine: str) -> None:
+    """Fill the folder of wheels. Raises subprocess.CalledProcessError."""
+    wheels = FOLDER / "wheels"
+    shutil.rmtree(wheels, ignore_errors=True)
+    wheels.mkdir(parents=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
+    for platform in PLATFORMS:
+        command += ["--platform", f"{platform}_{machine}"]
+    command += ["-c", str(ROOT / "constraints.txt"), "-d", str(wheels), *PACKAGES]
+    subprocess.run(command, check=True)
+
+
+def copy_text(given: str) -> str:
+    """Put tiny Shakespeare into the folder; return why it is not there, or ""."""
+    from nanoray.data.download import FetchFailed, fetch
+
+    try:
+        (FOLDER / "shakespeare.txt").write_bytes(fetch(given or URL, tries=2, total_s=30))
+    except FetchFailed as error:
+        return f"no text: {error}; give --text FILE, or the baby GPT trains on another text"
+    return ""
+
+
+def archive() -> float:
+    """Write the tree and the folder into one file; return its MiB."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    with tarfile.open(ARCHIVE, "w") as tar:
+        for name in filter(None, listed.stdout.split("\0")):
+            if (ROOT / name).is_file():
+                tar.add(ROOT / name, f"nanoray/{name}")
+        tar.add(FOLDER, "nanoray/build/gpu-day")
+    return ARCHIVE.stat().st_size / 2**20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make the folder and the archive; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    which = "version of the GPU machine's Python [%(default)s]"
+    parser.add_argument("--python", default="3.12", help=which)
+    parser.add_argument("--machine", default="x86_64", help="its processor [%(default)s]")
+    parser.add_argument("--text", default="", help="file or URL of tiny Shakespeare [downloaded]")
+    args = parser.parse_args(argv)
+    try:
+        download(args.python, args.machine)
+    except subprocess.CalledProcessError as error:
+        print(
+            f"gpu_bundle: pip ended with exit code {error.returncode}; see above", file=sys.stderr
+        )
+        return 1
+    why = copy_text(args.text)
+    if why:
+        print(f"gpu_bundle: {why}", file=sys.stderr)
+    mib = archive()
+    wheels = sorted(path.name for path in (FOLDER / "wheels").iterdir())
+    print("\n".join(wheels))
+    print(f"{ARCHIVE}: {mib:.0f} MiB for Python {args.python}; unpack it, then make bench-gpu")
+    if mib > MOST_MIB:
+        print(f"gpu_bundle: that is more than {MOST_MIB} MiB", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,429 @@
+r"""What a GPU can do, one feature after the other, with torch alone: no data set, no configuration.
+
+    printf 'tf32\nfp8\n' | python -m nanoray.bench.gpu_features cuda
+
+Each feature is compared with a plain way to compute the same, and both are timed, at the sizes of
+GPT-2 124M with micro batches of 12. After a line that says that torch is there, each line of stdin
+names a feature, and its answer is a JSON line:
+
+    {"feature": ..., "rows": [[metric, unit, value], ...], "wrong": 0 or 1, "note": ...}
+
+or {"feature": ..., "skipped": why}, or {"feature": ..., "error": ...}. gpu_day.py starts it. A
+feature that ends the process costs no other one: the rest is asked of a new process.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from nanoray.bench.harness.processes import answers_only
+from nanoray.models.fp8 import Fp8Linear, in_hardware
+from nanoray.models.kernels import chunked_cross_entropy, cross_entropy, fused_attention
+
+REPEATS = 10  # of what is timed, after one that is not
+OF_GPUS = ("tf32", "flash attention", "cuDNN attention", "fp8", "CUDA graphs")
+
+
+class Sizes(NamedTuple):
+    """The sizes of one micro batch."""
+
+    square: int  # rows and columns of a large product
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    vocab: int
+    padded: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.length
+
+
+GPT2 = Sizes(8192, 12, 12, 1024, 64, 50257, 50304)
+SMALL = Sizes(256, 2, 2, 32, 16, 60, 64)  # for a CPU
+
+
+class Found(NamedTuple):
+    """What a feature came to."""
+
+    rows: list[tuple[str, str, float]]
+    wrong: int | None = None  # whether the result is not that of the plain way
+    note: str = ""
+
+
+class Skipped(Exception):
+    """This device, or this torch, lacks the feature."""
+
+
+class Bench:
+    """A device, the sizes for it, and a clock."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+        self.sizes = GPT2 if device == "cuda" else SMALL
+        torch.manual_seed(0)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return normal random numbers."""
+        return torch.randn(*shape, device=self.device, dtype=dtype)
+
+    def ms(self, work: Callable[[], object]) -> float:
+        """Return the milliseconds of one call, the median of REPEATS."""
+        work()
+        times = []
+        for _ in range(REPEATS):
+            self.wait()
+            start = time.perf_counter()
+            work()
+            self.wait()
+            times.append(1e3 * (time.perf_counter() - start))
+        return sorted(times)[len(times) // 2]
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+
+def far(found: Tensor, expected: Tensor) -> float:
+    """Return the distance of two tensors, as a share of the second one's norm."""
+    difference = (found.double() - expected.double()).norm()
+    return float(difference / expected.double().norm().clamp(min=1e-30))
+
+
+def judge(distance: float, least: float, most: float) -> int:
+    """Return 0 if a distance is in a range, 1 if not, as also for NaN."""
+    return 0 if least <= distance <= most else 1
+
+
+# ---- features ------------------------------------------------------------------------------------
+
+
+def facts(bench: Bench) -> Found:
+    """Versions and the device, as a note."""
+    words = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
+    if bench.is_cuda:
+        properties = torch.cuda.get_device_properties(bench.device)
+        words += [
+            properties.name,
+            f"compute capability {properties.major}.{properties.minor}",
+            f"{properties.multi_processor_count} multiprocessors",
+            f"{properties.total_memory / 2**30:.1f} GiB",
+            f"CUDA {torch.version.cuda}",
+            f"cuDNN {torch.backends.cudnn.version()}",
+            f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))} (as torch was built)",
+        ]
+    compilers = [name for name in ("gcc", "g++", "nvcc") if shutil.which(name)]
+    words.append(f"compilers: {', '.join(compilers) or 'none'}")
+    return Found([], None, " · ".join(words))
+
+
+def tf32(bench: Bench) -> Found:
+    """TF32 products of float32 numbers: faster than float32, and wrong in the fourth digit."""
+    size = bench.sizes.square
+    a, b = bench.random(size, size), bench.random(size, size)
+    found = {}
+    for setting in ("highest", "high"):
+        torch.set_float32_matmul_precision(setting)
+        found[setting] = (a @ b, bench.ms(lambda: a @ b))
+    rows = []
+    for name, setting in (("float32", "highest"), ("tf32", "high")):
+        rows.append((f"product, {name}", "TFLOP/s", 2 * size**3 / found[setting][1] / 1e9))
+    distance = far(found["high"][0], found["highest"][0])
+    rows.append(("distance", "", distance))
+    # Not 0: then the setting would have had no effect.
+    return Found(rows, judge(distance, 1e-6, 5e-3))
+
+
+def bf16(bench: Bench) -> Found:
+    """bf16 products."""
+    size = bench.sizes.square
+    a, b = bench.random(size, size), bench.random(size, size)
+    a16, b16 = a.bfloat16(), b.bfloat16()
+    ms = bench.ms(lambda: a16 @ b16)
+    distance = far(a16 @ b16, a @ b)
+    rows = [("product, bf16", "TFLOP/s", 2 * size**3 / ms / 1e9), ("distance", "", distance)]
+    return Found(rows, judge(distance, 1e-6, 2e-2))
+
+
+def attention_by(cudnn: bool) -> Callable[[Bench], Found]:
+    """Return the feature of a fused attention, forward and backward, beside torch's plain one."""
+
+    def attention(bench: Bench) -> Found:
+        sizes = bench.sizes
+        shape = (sizes.batch, sizes.heads, sizes.length, sizes.head_dim)
+        # As the model has them: views of one product (B, T, 3, H, D)
+        fused = bench.random(sizes.batch, sizes.length, 3, sizes.heads, sizes.head_dim)
+        parts = [part.transpose(1, 2) for part in fused.bfloat16().unbind(2)]
+        dy = bench.random(*shape, dtype=torch.bfloat16)
+
+        def run(of: list[Tensor], dy: Tensor, plain: bool = False) -> list[Tensor]:
+            q, k, v = (part.detach().requires_grad_() for part in of)
+            if cudnn and not plain:
+                y = fused_attention(q, k, v, cudnn=True)
+            else:
+                with sdpa_kernel(SDPBackend.MATH if plain else SDPBackend.FLASH_ATTENTION):
+                    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return [y, *torch.autograd.grad(y, (q, k, v), dy)]
+
+        # The plain one has a matrix for each head, in float32: two sequences are enough.
+        found = run(parts, dy)
+        expected = run([part[:2].float() for part in parts], dy[:2].float(), plain=True)
+        distances = [far(a[:2], b) for a, b in zip(found, expected, strict=True)]
+        ms = bench.ms(lambda: run(parts, dy))
+        rows = [("forward and backward", "ms", ms), ("distance", "", max(distances))]
+        return Found(rows, judge(max(distances), 1e-6, 2e-2))
+
+    return attention
+
+
+def fused_adamw(bench: Bench) -> Found:
+    """AdamW as one kernel over all parameters, beside torch's default one."""
+    sizes = bench.sizes
+    shapes = [(4 * sizes.width, sizes.width)] * 24 + [(sizes.padded, sizes.width)]
+    rows = []
+    results = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(bench.random(*shape)) for shape in shapes]
+        for weight in weights:
+            weight.grad = bench.random(*weight.shape)
+        optimizer = torch.optim.AdamW(weights, lr=1e-3, fused=fused or None)
+        name = "fused" if fused else "default"
+        rows.append((f"update, {name}", "ms", bench.ms(optimizer.step)))
+        results.append(weights[0].detach().clone())
+    distance = far(*results)
+    return Found([*rows, ("distance", "", distance)], judge(distance, 0.0, 1e-4))
+
+
+def loss_arms(bench: Bench) -> tuple[Tensor, Tensor, Tensor]:
+    """Return inputs (N, C), the output layer's weight (V, C), and targets (N,)."""
+    sizes = bench.sizes
+    x = bench.random(sizes.tokens, sizes.width).requires_grad_()
+    weight = (0.02 * bench.random(sizes.padded, sizes.width)).requires_grad_()
+    targets = torch.randint(sizes.vocab, (sizes.tokens,), device=bench.device)
+    return x, weight, targets
+
+
+def compiled_loss(bench: Bench) -> Found:
+    """The loss of a micro batch: operation by operation, compiled, and in chunks."""
+    require_compiler(bench)
+    x, weight, targets = loss_arms(bench)
+    vocab, padded = bench.sizes.vocab, bench.sizes.padded
+    compiled = torch.compile(cross_entropy)
+    arms: dict[str, Callable[[], Tensor]] = {
+        "plain": lambda: cross_entropy(x, weight, targets, vocab, padded),
+        "compiled": lambda: compiled(x, weight, targets, vocab, padded),
+        "chunked": lambda: chunked_cross_entropy(x, weight, targets, vocab, 4096, padded),
+    }
+
+    def run(name: str) -> list[Tensor]:
+        with torch.autocast(bench.device.type, torch.bfloat16):
+            loss = arms[name]()
+        return [loss.detach(), *torch.autograd.grad(loss, (x, weight))]
+
+    rows = []
+    distances = []
+    expected = run("plain")
+    for name in arms:
+        if bench.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        found = run(name)
+        bench.wait()
+        first_s = time.perf_counter() - start
+        if name == "compiled":
+            rows.append(("first call, compiled", "s", first_s))
+        rows.append((f"forward and backward, {name}", "ms", bench.ms(lambda name=name: run(name))))  # type: ignore[misc]
+        if bench.is_cuda:
+            rows.append((f"memory, {name}", "MiB", torch.cuda.max_memory_allocated() / 2**20))
+        distances += [far(a, b) for a, b in zip(found, expected, strict=True)]
+    rows.append(("distance", "", max(distances)))
+    return Found(rows, judge(max(distances), 0.0, 2e-2))
+
+
+class _Layer(nn.Module):
+    """A pre-norm MLP, as a block has one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def compiled_layer(bench: Bench) -> Found:
+    """A layer, compiled, and with CUDA graphs on a GPU."""
+    require_compiler(bench)
+    sizes = bench.sizes
+    x = bench.random(sizes.tokens, sizes.width)
+    modes = {"eager": None, "compiled": "default"}
+    if bench.is_cuda:
+        modes["CUDA graphs"] = "reduce-overhead"
+    rows = []
+    results: list[list[Tensor]] = []
+    for name, mode in modes.items():
+        torch.manual_seed(0)
+        layer = _Layer(sizes.width).to(bench.device)
+        if mode:
+            layer.compile(mode=mode)
+
+        def run(layer: nn.Module = layer) -> list[Tensor]:
+            torch.compiler.cudagraph_mark_step_begin()
+            with torch.autocast(bench.device.type, torch.bfloat16):
+                y = layer(x)
+            gradients = torch.autograd.grad(y.square().mean(), list(layer.parameters()))
+            return [y.detach(), *gradients]
+
+        # The first calls record a graph, and a replay writes over what the last one returned.
+        for _ in range(3):
+            found = run()
+        results.append([tensor.clone() for tensor in found])
+        rows.append((f"forward and backward, {name}", "ms", bench.ms(run)))
+    distances = [far(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True)]
+    rows.append(("distance", "", max(distances)))
+    return Found(rows, judge(max(distances), 0.0, 2e-2))
+
+
+def cuda_graphs(bench: Bench) -> Found:
+    """A step of a small network, captured by hand and launched as one."""
+    width, layers = 384, 12
+    torch.manual_seed(0)
+    network = nn.Sequential(*[_Layer(width) for _ in range(layers)]).to(bench.device)
+    x = bench.random(256, width)
+
+    def step() -> None:
+        network.zero_grad(set_to_none=False)
+        network(x).square().mean().backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    expected = [p.grad.clone() for p in network.parameters() if p.grad is not None]
+    eager_ms = bench.ms(step)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph_ms = bench.ms(graph.replay)
+    found = [p.grad for p in network.parameters() if p.grad is not None]
+    distance = max(far(a, b) for a, b in zip(found, expected, strict=True))
+    rows = [("step, eager", "ms", eager_ms), ("step, graph", "ms", graph_ms)]
+    return Found([*rows, ("distance", "", distance)], judge(distance, 0.0, 1e-3))
+
+
+def fp8(bench: Bench) -> Found:
+    """A linear layer in 8 bits, compiled, beside bf16."""
+    if not in_hardware(bench.device):
+        raise Skipped("this GPU has no products of 8 bits, which need compute capability 8.9")
+    sizes = bench.sizes
+    x = bench.random(sizes.tokens, sizes.width, dtype=torch.bfloat16)
+    rows = []
+    distances = []
+    layer = nn.Linear(sizes.width, 4 * sizes.width, bias=False).to(bench.device)
+
+    def run(layer: nn.Linear) -> list[Tensor]:
+        inputs = x.detach().requires_grad_()
+        with torch.autocast(bench.device.type, torch.bfloat16):
+            y = layer(inputs)
+        return [y, *torch.autograd.grad(y, (inputs, layer.weight), torch.ones_like(y))]
+
+    expected = run(layer)
+    rows.append(("forward and backward, bf16", "ms", bench.ms(lambda: run(layer))))
+    for per_row in (False, True):
+        quantized = Fp8Linear(sizes.width, 4 * sizes.width, bias=False).to(bench.device)
+        quantized.load_state_dict(layer.state_dict())
+        quantized.per_row = per_row
+        name = "fp8 by row" if per_row else "fp8"
+        found = run(quantized)
+        distances += [far(a, b) for a, b in zip(found, expected, strict=True)]
+        rows.append((f"forward and backward, {name}", "ms", bench.ms(lambda q=quantized: run(q))))  # type: ignore[misc]
+        quantized.compile()
+        timed = bench.ms(lambda q=quantized: run(q))  # type: ignore[misc]
+        rows.append((f"forward and backward, {name}, compiled", "ms", timed))
+    rows.append(("distance", "", max(distances)))
+    return Found(rows, judge(max(distances), 1e-4, 0.15))
+
+
+def require_compiler(bench: Bench) -> None:
+    """Raise Skipped where torch cannot compile."""
+    # Imported here: it is the one line that needs more than torch.
+    from nanoray.devices.choose import cannot_compile
+
+    why = cannot_compile(bench.device.type)
+    if why:
+        raise Skipped(f"compile {why}")
+
+
+FEATURES: dict[str, Callable[[Bench], Found]] = {
+    "facts": facts,
+    "bf16": bf16,
+    "tf32": tf32,
+    "compiled loss": compiled_loss,
+    "compiled layer": compiled_layer,
+    "flash attention": attention_by(cudnn=False),
+    "cuDNN attention": attention_by(cudnn=True),
+    "CUDA graphs": cuda_graphs,
+    "fp8": fp8,
+    "fused AdamW": fused_adamw,
+}
+
+
+def answer(name: str, bench: Bench) -> dict[str, Any]:
+    """Return the answer of one feature."""
+    if name in OF_GPUS and not bench.is_cuda:
+        return {"feature": name, "skipped": f"{name}: only on GPUs"}
+    try:
+        found = FEATURES[name](bench)
+    except Skipped as why:
+        return {"feature": name, "skipped": str(why)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"feature": name, "error": f"{type(error).__name__}: {error}"}
+    rows = [list(row) for row in found.rows]
+    return {"feature": name, "rows": rows, "wrong": found.wrong, "note": found.note}
+
+
+def main() -> int:
+    """Answer the features that stdin names, on the device of the command line."""
+    say = answers_only()
+    bench = Bench(sys.argv[1])
+    say({"ready": True})
+    for line in sys.stdin:
+        say(answer(line.strip(), bench))
+        if bench.is_cuda:
+            torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    # Compilers leave threads and locks that an orderly end may wait for.
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,34 @@
+"""gpu_features with features that end badly: a test of gpu_day asks for them among good ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from nanoray.bench import gpu_features
+from nanoray.bench.gpu_features import Bench, Found
+
+
+def crash(bench: Bench) -> Found:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    raise AssertionError("it lives on")
+
+
+def hang(bench: Bench) -> Found:
+    time.sleep(600)
+    raise AssertionError("nobody ended it")
+
+
+def wrong(bench: Bench) -> Found:
+    return Found([("distance", "", 1.0)], 1)
+
+
+def broken(bench: Bench) -> Found:
+    raise RuntimeError("no kernel for these shapes")
+
+
+gpu_features.FEATURES |= {"crash": crash, "hang": hang, "wrong": wrong, "broken": broken}
+
+if __name__ == "__main__":
+    raise SystemExit(gpu_features.main())

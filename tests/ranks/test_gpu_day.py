@@ -1,0 +1,263 @@
+"""make bench-gpu on a CPU: with hidden packages, with parts and features that end badly."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.bench import gpu, gpu_bundle, gpu_day, gpu_features
+from nanoray.bench.gpu_day import Day, Part, Place
+from nanoray.bench.harness.processes import scratch_folder
+from nanoray.bench.harness.report import Report, conditions
+from tests.harness import planted_features
+
+ROOT = Path(__file__).resolve().parents[2]
+HIDDEN = ROOT / "tests" / "harness" / "hidden"
+
+
+def run(
+    tmp_path: Path, *flags: str, hidden: str = "", timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Run the day in a Python without some packages, from a folder with a space."""
+    out = tmp_path / "the results"
+    command = [sys.executable, "-m", "nanoray.bench.gpu_day", "--device", "cpu"]
+    env = os.environ | {"PYTHONPATH": str(HIDDEN), "NANORAY_TEST_HIDDEN": hidden}
+    return subprocess.run(
+        [*command, "--out", str(out), "--bundle", str(tmp_path / "none"), *flags],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def read(tmp_path: Path, name: str = "gpu-day-cpu.json") -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((tmp_path / "the results" / name).read_text())
+    return report
+
+
+def test_without_numpy_only_the_features_run_and_the_rest_is_skipped_by_name(
+    tmp_path: Path,
+) -> None:
+    few = "facts,bf16,fp8"  # compiling takes a minute on a CPU
+    done = run(
+        tmp_path, "--features", few, hidden="numpy,pydantic,yaml,pynvml,ray,pytest,matplotlib"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = read(tmp_path)
+    assert report["conditions"]["stand-ins"] == ["pydantic", "yaml", "pynvml"]
+    assert report["conditions"]["missing"] == ["numpy", "pytest", "matplotlib", "ray"]
+    rows = {row["arm"]: row for row in report["rows"]}
+    assert rows["bf16"]["wrong"] == 0
+    assert rows["fp8"]["skipped"] == "fp8: only on GPUs"
+    assert rows["seconds to 1.47"]["skipped"].startswith("needs numpy, which this Python lacks; ")
+    assert rows["tests/gpu"]["skipped"].startswith("needs numpy, pytest, which this Python lacks")
+
+
+def test_without_pydantic_and_ray_the_parts_run(tmp_path: Path, text: Path) -> None:
+    flags = ["--parts", "seconds to 1.47", "--dataset", str(text)]
+    done = run(tmp_path, *flags, hidden="pydantic,yaml,pynvml,ray,rich,tensorboard,matplotlib")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["n"] for row in read(tmp_path)["rows"]] == [1]
+    rows = {row["arm"]: row for row in read(tmp_path, "gpu-baby-cpu.json")["rows"]}
+    assert rows["seconds to 1.47 (CUDA graphs)"]["skipped"]
+
+
+@pytest.mark.full
+def test_the_whole_trial_runs_to_its_end(tmp_path: Path, text: Path) -> None:
+    done = run(tmp_path, "--dataset", str(text), hidden="pydantic,yaml,ray", timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["arm"]: row for row in read(tmp_path)["rows"] if row["metric"] == "seconds"}
+    ran = [name for name, row in rows.items() if row["n"]]
+    assert ran == [part.name for part in gpu_day.parts_of("cpu", True, "auto")][:-1]
+    assert rows["tests/gpu"]["skipped"] == "tests/gpu needs a GPU"
+    names = {path.name for path in (tmp_path / "the results").iterdir()}
+    assert names >= {"gpu-gpt2-cpu.json", "gpu-char-cpu.json", "equivalence-cpu.json"}
+
+
+def a_day(folder: Path, out: Path, **flags: Any) -> Day:
+    args = argparse.Namespace(**{"out": out, "budget_s": 60.0, "feature_s": 20.0} | flags)
+    report = Report("gpu_day", conditions("gpu_day", [], gpu_day.COMMAND) | {"device": "cpu"})
+    return Day(args, "cpu", Place(folder, folder / "none"), report)
+
+
+def test_a_part_that_fails_or_hangs_costs_its_own_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the report is on disk after each part."""
+    seen = tmp_path / "seen"
+    look = f"import shutil; shutil.copy({str(tmp_path / 'gpu-day-cpu.json')!r}, {str(seen)!r})"
+    scripts = {
+        "fails": "print('FAILED  a rung: no kernel'); raise SystemExit(1)",
+        "hangs": "import time; time.sleep(600)",
+        "good": look,
+    }
+    # The second part has a second, and what the first one has left of its five
+    shares = {"fails": 5.0, "hangs": 1.0, "good": 24.0}
+    parts = []
+    for name, script in scripts.items():
+        (tmp_path / f"{name}_part.py").write_text(script)
+        parts.append(Part(name, (f"{name}_part",), shares[name]))
+    monkeypatch.setattr(gpu_day, "LEAST_S", 0.5)
+    with scratch_folder() as folder:
+        day = a_day(folder, tmp_path, budget_s=30.0)
+        day.place.env["PYTHONPATH"] += f":{tmp_path}"
+        day.run(parts)
+    rows = {row.arm: row for row in day.report.rows}
+    assert rows["fails"].error == "ChildFailed: FAILED  a rung: no kernel", day.report.failures
+    assert rows["hangs"].error.startswith("ChildFailed: no end within")
+    assert not rows["good"].error
+    assert [text.partition(":")[0] for text in day.report.failures] == ["fails", "hangs"]
+    assert day.report.failed
+    assert [row["arm"] for row in json.loads(seen.read_text())["rows"]] == ["fails", "hangs"]
+
+
+def test_a_feature_that_crashes_hangs_or_errs_costs_its_own_row(tmp_path: Path) -> None:
+    names = ["facts", "wrong", "crash", "hang", "fp8", "bf16"]
+    with scratch_folder() as folder:
+        day = a_day(folder, tmp_path, feature_s=5.0)
+        day.ask_features(names, 200.0, "tests.harness.planted_features")
+    rows = {row.arm: row for row in day.report.rows if row.metric in ("distance", "feature")}
+    assert [*rows] == names[1:]
+    assert "torch " in day.report.conditions["facts"]
+    assert rows["bf16"].wrong == 0
+    assert rows["crash"].error == "exit code -11 before it answered"
+    assert rows["hang"].error == "no answer within 5 s"
+    assert rows["wrong"].wrong == 1
+    assert rows["fp8"].skipped
+    assert day.report.failed
+
+
+def test_an_error_of_a_feature_is_its_answer() -> None:
+    device = gpu_features.Bench("cpu")
+    assert gpu_features.answer("facts", device)["note"].startswith("torch ")
+    found = planted_features.gpu_features.answer("broken", device)
+    assert found == {"feature": "broken", "error": "RuntimeError: no kernel for these shapes"}
+
+
+def test_features_without_time_are_skipped_by_name(tmp_path: Path) -> None:
+    with scratch_folder() as folder:
+        day = a_day(folder, tmp_path)
+        day.ask_features(["bf16", "fp8"], 1.0)
+        day.run_part(Part("late", ("nothing",), 1.0), 1.0)
+    assert {row.skipped for row in day.report.rows} == {"no time was left of budget_s = 60"}
+    assert not day.report.failed
+
+
+@pytest.mark.parametrize(
+    ("flags", "hidden", "code", "message"),
+    [
+        ([], "torch", 2, "has no torch; name another one: make bench-gpu GPU_PYTHON="),
+        (["--device", "cuda"], "", 1, "shows no GPU here; ARGS="),
+        (["--features", "fp4"], "", 2, "unknown feature fp4; known: facts, bf16, tf32, compiled"),
+        (["--parts", "gpt2"], "", 2, "unknown part gpt2; known: features, ladder of gpt2-124m"),
+    ],
+)
+def test_what_cannot_run_is_said_in_one_line(
+    flags: list[str], hidden: str, code: int, message: str, tmp_path: Path
+) -> None:
+    if hidden:
+        # Its metadata, too, which a hidden module leaves
+        script = "import importlib.metadata as m, sys\nm.version = lambda name: m.distribution('no ' + name).version\n"
+        script += (
+            "from nanoray.bench import gpu_day\nraise SystemExit(gpu_day.main(['--device', 'cpu']))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True
+        )
+    else:
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "nanoray.bench.gpu_day", *flags, "--out", str(tmp_path)]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"2.10.1": "torch 2.10.1 is older than 2.11", "2.11.0+cu130": "", "3.0": ""}
+    for version, message in versions.items():
+        monkeypatch.setattr(gpu_day.importlib.metadata, "version", lambda name, v=version: v)
+        assert gpu_day.lacking_torch().startswith(message)
+        assert bool(gpu_day.lacking_torch()) == bool(message)
+
+
+def test_a_bundle_gives_only_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "wheels").mkdir()
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for name, tag in (
+        ("missing_here", "py3-none-any"),
+        ("numpy", f"{own}-{own}-manylinux_2_17_x86_64"),
+        ("other_python", "cp27-cp27m-manylinux1_x86_64"),
+        ("other_machine", f"{own}-{own}-win_amd64"),
+    ):
+        with zipfile.ZipFile(tmp_path / "wheels" / f"{name}-1.0-{tag}.whl", "w") as wheel:
+            wheel.writestr(f"{name}/__init__.py", "")
+            wheel.writestr(f"{name}-1.0.dist-info/METADATA", "")
+    with scratch_folder() as folder:
+        place = Place(folder, tmp_path)
+        assert place.bundled == ["missing_here"]
+        assert (folder / "lib" / "missing_here" / "__init__.py").is_file()
+        assert not place.lacks(["missing_here", "numpy"])
+        sys.path.remove(str(folder / "lib"))
+
+
+def test_the_bundle_says_what_it_could_not_get(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """pip itself fails here, because there is no Python 1.0."""
+    monkeypatch.setattr(gpu_bundle, "FOLDER", tmp_path / "gpu-day")
+    monkeypatch.setattr(gpu_bundle, "ARCHIVE", tmp_path / "gpu-day.tar")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    assert gpu_bundle.main(["--python", "3.12"]) == 1
+    assert "gpu_bundle: pip ended with exit code 1" in capsys.readouterr().err
+    why = gpu_bundle.copy_text(str(tmp_path / "nothing.txt"))
+    assert why.startswith("no text: ")
+    assert "the baby GPT trains on another text" in why
+    assert gpu_bundle.archive() > 1
+
+
+def test_make_installs_nothing_for_it() -> None:
+    told = subprocess.run(
+        ["make", "-n", "bench-gpu", "GPU_PYTHON=some python", "ARGS=--device cpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert told.stdout.splitlines()[-1] == '"some python" -m nanoray.bench.gpu_day --device cpu'
+    assert "venv" not in told.stdout
+    assert "pip" not in told.stdout
+
+
+def test_every_part_names_rungs_and_presets_that_exist() -> None:
+    for device in ("cuda", "cpu"):
+        for part in gpu_day.parts_of(device, False, "auto"):
+            if "--arms" not in part.command:
+                continue
+            arms = part.command[part.command.index("--arms") + 1]
+            known = {"ladder", "baby", *gpu.RUNGS, *gpu.BABIES}
+            assert set(arms.split(",")) <= known, arms
+            preset = part.command[part.command.index("--presets") + 1]
+            assert preset in gpu.LADDERS
+
+
+@pytest.mark.full
+def test_a_copy_of_shakespeare_under_any_name_is_trained_on(
+    shakespeare: Path, tmp_path: Path
+) -> None:
+    """It is recognised by its bytes, and must not be looked for again."""
+    copy = tmp_path / "a text.txt"
+    copy.write_bytes(shakespeare.read_bytes())
+    done = run(tmp_path, "--parts", "seconds to 1.47", "--dataset", str(copy))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = [r for r in read(tmp_path, "gpu-baby-cpu.json")["rows"] if r["n"] and r["unit"] == "s"]
+    assert row["text"] == "shakespeare"
