@@ -34,10 +34,11 @@ def compile_layers(model: nn.Module, config: Config) -> None:
         layer.compile(dynamic=dynamic, mode=mode)
 
     # Without CUDA graphs of its own: its logits are the largest tensor of a step, and a graph would
-    # keep their memory for itself.
+    # keep their memory for itself. With fixed sizes: where a second model of the process has another
+    # vocabulary, torch 2.13 would take its size for a variable, and generate code without it.
     head = getattr(model, "lm_head", None)
     if isinstance(head, LMHead):
-        head.compiled_loss = torch.compile(cross_entropy, dynamic=dynamic)
+        head.compiled_loss = torch.compile(cross_entropy, dynamic=False)
     if uses_graphs:
         model.register_forward_pre_hook(_reuse_graph_memory)
 

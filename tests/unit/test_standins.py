@@ -38,6 +38,13 @@ GIVEN: list[dict[str, Any]] = [
     {"kube": {"namespace": "A"}},
     {"expected_val_loss": 3},
     {"tp": 2, "loss_chunk": 8},
+    {"backend": "mpi"},
+    {"backend": "a.module:name"},
+    {"backend": 5},
+    {"upload": "s3://bucket/runs"},
+    {"upload": "s3:bucket"},
+    {"upload": "s3://key:secret@bucket"},
+    {"resume": "ftp://there"},
     {"micro_batch_size": 1, "seed": 2**63},
 ]
 SCRIPT = """

@@ -89,8 +89,14 @@ class _Marked(NamedTuple):
     function: Any
 
 
-def field_validator(*names: str, mode: str) -> Callable[[Any], Any]:
-    """Mark a class method that changes some fields' values before they are checked."""
+class ValidationInfo(NamedTuple):
+    """What a validator of several fields may ask for."""
+
+    field_name: str
+
+
+def field_validator(*names: str, mode: str = "after") -> Callable[[Any], Any]:
+    """Mark a class method that changes some fields' values before or after they are checked."""
     return lambda function: _Marked(names, mode, function)
 
 
@@ -287,15 +293,25 @@ def _checked(cls: type[BaseModel], key: str, field: FieldInfo, given: Mapping[st
         if field.default is _MISSING:
             raise _Bad("missing", "Field required")
         return copy.deepcopy(field.default)
-    value = given[key]
-    for name, marked in cls._validators.items():
-        if key in marked.names and marked.mode == "before":
-            try:
-                value = getattr(cls, name)(value)
-            except ValueError as error:
-                raise _Bad("value_error", f"Value error, {error}") from None
+    value = _validated(cls, key, "before", given[key])
     value = _annotated(field.annotation, field.metadata, value, cls.model_config)
     _require(value, field.limits)
+    return _validated(cls, key, "after", value)
+
+
+def _validated(cls: type[BaseModel], key: str, mode: str, value: Any) -> Any:
+    """Return the value of a field after its validators of this mode. Raises _Bad."""
+    for name, marked in cls._validators.items():
+        if key not in marked.names or marked.mode != mode:
+            continue
+        validator = getattr(cls, name)
+        arguments: list[Any] = [value]
+        if len(inspect.signature(validator).parameters) > 1:
+            arguments.append(ValidationInfo(key))
+        try:
+            value = validator(*arguments)
+        except ValueError as error:
+            raise _Bad("value_error", f"Value error, {error}") from None
     return value
 
 
