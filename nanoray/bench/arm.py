@@ -180,7 +180,10 @@ class Arm:
         """Return this rank's part of a micro batch."""
         from nanoray.data.sequence_part import own_parts
 
-        return own_parts(self.plan.part, *self.case.batch(number))
+        x, y = self.case.batch(number)
+        if self.plan.part is None:
+            return x, y
+        return own_parts(self.plan.part, x, y)
 
     def _seed_dropout(self, micro: int) -> None:
         """Let a micro batch draw the masks that it draws in a run, in every arm."""

@@ -35,11 +35,6 @@ class SequencePart:
         return torch.cat([whole.narrow(dim, chunk * size, size) for chunk in self.chunks], dim)
 
 
-def own_parts(part: SequencePart | None, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a rank's positions of a batch (B, T): of the tokens x, and of their targets y.
-
-    Without a part they are all its own.
-    """
-    if part is None:
-        return x, y
+def own_parts(part: SequencePart, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a rank's positions of a batch (B, T): of the tokens x, and of their targets y."""
     return part.own(x), part.own(y)

@@ -164,13 +164,18 @@ class MicroBatches:
             length = self.length_at(samples // self.batch.global_size)
             x = x.view(-1, length)  # (B * T / length, length)
             y = y.view(-1, length)
+        if self.part is None:
+            return x, y
         return own_parts(self.part, x, y)
 
     def val_batch(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return inputs and targets (B, T) at some of the places that the data's `val_windows`
         returned.
         """
-        return own_parts(self.part, *self.data.val_batch(starts))
+        x, y = self.data.val_batch(starts)
+        if self.part is None:
+            return x, y
+        return own_parts(self.part, x, y)
 
     def describe(self, samples: int, micro: int | None) -> str:
         """Return this rank's samples of a step, or of one of its micro batches, as text."""

@@ -228,7 +228,15 @@ def test_the_bundle_says_what_it_could_not_get(
 
 def test_make_installs_nothing_for_it() -> None:
     told = subprocess.run(
-        ["make", "-n", "bench-gpu", "GPU_PYTHON=some python", "ARGS=--device cpu"],
+        # In a test that make has started, it would say which folder it enters.
+        [
+            "make",
+            "--no-print-directory",
+            "-n",
+            "bench-gpu",
+            "GPU_PYTHON=some python",
+            "ARGS=--device cpu",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
