@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "step-by-step.md"
 MOST_FILES = 20
-MOST_FUNCTIONS = 60  # named ones
+MOST_FUNCTIONS = 62  # named ones
 # Each belongs to an option that a plain run leaves off, or to a step that is logged.
 OPTIONS = [
     "models/activation_checkpointing.py",
