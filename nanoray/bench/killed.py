@@ -142,14 +142,20 @@ class Run:
     """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], folder: Path, head: Child | None
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        folder: Path,
+        head: Child | None,
+        nodes: Mapping[str, Child] | None = None,
     ) -> None:
         """Start `command` with an --out_dir in `folder`.
 
-        `head` is the Ray head that may start its ranks.
+        `head` is the Ray head that may start its ranks, and so may its other `nodes`.
         """
         self.folder = folder
         self.head = head
+        self._nodes = nodes or {}
         self.done = Done()
         folder.mkdir(parents=True)
         self.child = Child([*command, "--out_dir", str(folder)], env, folder / "output.log")
@@ -166,7 +172,7 @@ class Run:
             # Remember the ranks' pids before the launcher ends: afterwards their parent is gone
             # and nothing shows that they are ours.
             for rank in range(len(list(self.folder.glob("*/logs/rank*.log")))):
-                self._find_process(rank)
+                self.process_of(rank)
             self.child.end()
         finally:
             self._end_ranks()
@@ -256,7 +262,7 @@ class Run:
     def kill(self, rank: int) -> float | None:
         """Send SIGKILL to a rank and return the moment; None when it has no process now."""
 
-        pid = self._find_process(rank)
+        pid = self.process_of(rank)
         if pid is None:
             return None
 
@@ -285,7 +291,7 @@ class Run:
             matches = [TORCHRUN_SAW.match(line) for line in lines]
             times = [f"{year}{match[1]}" for match in matches if match]
             moments = [datetime.strptime(text, "%Y%m%d %H:%M:%S.%f").timestamp() for text in times]
-        elif arm in ("torchtrainer", "torchft"):
+        elif arm in ("torchtrainer", "torchft", "torchft_defaults"):
             # Ray Train's controller writes its decisions to a log in the session's folder.
             session = self.head.log.with_suffix("") if self.head else self.folder
             logs = session.glob("session_2*/logs/train/ray-train-app-controller-*.log")
@@ -306,7 +312,7 @@ class Run:
 
     # The processes of ranks. Their logs name the pids, /proc names their parents and sessions.
 
-    def _find_process(self, rank: int) -> int | None:
+    def process_of(self, rank: int) -> int | None:
         """Return the pid of a rank, if that is a living process of this run."""
 
         # Each attempt of a rank writes its pid to the log; only the newest one counts.
@@ -327,6 +333,7 @@ class Run:
         roots = {str(starter)}
         if self.head:
             roots.add(str(self.head.process.pid))
+        roots |= {str(node.process.pid) for node in self._nodes.values()}
         if session not in roots and parent != str(starter):  # torchrun gives each rank a session
             return None
         self._seen[pid] = stat[19]

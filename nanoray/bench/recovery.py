@@ -6,6 +6,7 @@
     restart       nanoray.launch --recovery restart                         all ranks, from the newest checkpoint
     torchtrainer  Ray Train's TorchTrainer around the same recipe, FailureConfig(max_failures=...)
     torchft       the same trainer with torchft: the survivors go on at once, only the lost rank is replaced
+    torchft_defaults  the same, with the lighthouse of Ray's own example, which notices a loss after 5 s
     torchrun      torchrun --max-restarts ... -m nanoray.train
 
 Part one: one run per arm and round, in rotating order; one rank gets a SIGKILL between two given
@@ -13,6 +14,11 @@ steps, late enough for a spare to be warm. All arms of a round lose the same ran
 step. Part two: one longer run per arm, in which kills arrive by a Poisson process, the same moments
 and ranks for all arms. The arms on Ray share one head, which is up before any of them starts. The
 records of the runs say what happened (killed.py).
+
+Part three, with --drains: the node of a rank is announced to go, and goes (drained.py). The head and
+two nodes have room for three ranks, and there are two. in_place and spare move the rank before the end.
+torchtrainer has max_preemption_failures, and saves at the notice as Ray's documentation recommends.
+torchft has no use for a notice: Ray Train's watcher of such notices is off with replica groups.
 """
 
 from __future__ import annotations
@@ -24,6 +30,16 @@ import shutil
 import time
 from pathlib import Path
 
+from nanoray.bench.drained import (
+    NODES,
+    PEER_DRAINS,
+    WORLD,
+    Drain,
+    DrainedCluster,
+    run_drained,
+    run_undrained,
+    wrong_among,
+)
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import bars, figure, measured
 from nanoray.bench.harness.launchers import SAME_LOSS, command
@@ -39,7 +55,7 @@ from nanoray.bench.harness.plan import (
 from nanoray.bench.harness.processes import ChildFailed, python_in
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
 from nanoray.bench.killed import Goodput, Kill, Run, arrivals, goodput, outage, wrong_losses
-from nanoray.bench.peers.torchft import missing
+from nanoray.bench.peers.torchft import PEER_LIGHTHOUSE, missing
 from nanoray.devices.gpus import discover_gpus
 from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import local_slots
@@ -53,14 +69,20 @@ ON_NANORAY = {  # arm -> flags of nanoray.launch
 }
 PEER = "torchtrainer"
 TORCHFT = "torchft"
+TORCHFT_DEFAULTS = "torchft_defaults"
+ON_TORCHFT = {TORCHFT: {}, TORCHFT_DEFAULTS: {PEER_LIGHTHOUSE: "defaults"}}  # arm -> environment
 TORCHRUN = "torchrun"
-ARMS = (*ON_NANORAY, PEER, TORCHFT, TORCHRUN)
+ARMS = (*ON_NANORAY, PEER, TORCHFT, TORCHFT_DEFAULTS, TORCHRUN)
+DRAINED_ARMS = ("in_place", "spare", PEER, TORCHFT)
 STANDSTILL = "standstill"
 NOTICED = "of it: until noticed"
 REPEATED = "steps repeated"
 GOODPUT = "goodput"
 HITS = "kills that hit"
 REDONE = "steps repeated, all kills"
+DRAIN_STANDSTILL = "standstill, drained"
+DRAIN_REPEATED = "steps repeated, drained"
+DRAIN_AFTER = "over after, drained"
 # The target: a kill costs TorchTrainer this many times as much as recovery in place
 TIMES_FASTER = 5.0
 MAX_FAILURES = 1000
@@ -78,13 +100,21 @@ def start(plan: Plan, arm: str, steps: int, name: str) -> Run:
         "max_failures": MAX_FAILURES,
     }
     flags |= {"checkpoint_every": plan.args.checkpoint_every, "placement_timeout_s": 30}
-    starter = "ray" if arm in ON_NANORAY else arm
     recipe = plan.recipe(flags) + ON_NANORAY.get(arm, [])
-    argv = command(starter, plan.slots.workers, recipe, plan.address, python_in(plan.folder))
+    argv = command(
+        _starter_of(arm), plan.slots.workers, recipe, plan.address, python_in(plan.folder)
+    )
     if arm == TORCHRUN:
         # torchrun's own flags must come before `-m nanoray.train`.
         argv[3:3] = [f"--max-restarts={MAX_FAILURES}"]
-    return Run(argv, plan.env, plan.folder / name, plan.head)
+    return Run(argv, plan.env | ON_TORCHFT.get(arm, {}), plan.folder / name, plan.head)
+
+
+def _starter_of(arm: str) -> str:
+    """Return the launcher of an arm, by its name in launchers.py."""
+    if arm in ON_NANORAY:
+        return "ray"
+    return TORCHFT if arm in ON_TORCHFT else arm
 
 
 class RecoveryBenchmark(Benchmark):
@@ -127,6 +157,30 @@ class RecoveryBenchmark(Benchmark):
             help="mean seconds from kill to kill [10]",
         )
         parser.add_argument(
+            "--drains",
+            type=int,
+            default=0,
+            metavar="N",
+            help=f"rounds, with one drained node in each arm of {', '.join(DRAINED_ARMS)} [0]",
+        )
+        parser.add_argument(
+            "--notice_s",
+            type=float,
+            default=15.0,
+            metavar="S",
+            help="seconds from the notice to the end of a drained node [15]",
+        )
+        parser.add_argument(
+            "--watch_s",
+            type=float,
+            default=40.0,
+            metavar="S",
+            help="seconds for which a run is watched after the end of a node [40]",
+        )
+        parser.add_argument(
+            "--drain_at", type=int, default=800, metavar="N", help="step of the notice [800]"
+        )
+        parser.add_argument(
             "--checkpoint_every", type=int, default=50, metavar="N", help="steps [50]"
         )
         parser.add_argument(
@@ -149,10 +203,15 @@ class RecoveryBenchmark(Benchmark):
         else:
             window_s = args.goodput_s
         first, last = _parse_between(args)
-        if kills < 0 or window_s < 0 or not (kills or window_s):
+        if min(kills, window_s, args.drains) < 0 or not (kills or window_s or args.drains):
             raise ConfigError(
-                f"kills = {kills}, goodput_s = {window_s:g}: nothing to measure; leave them out for 5 "
-                "and 45"
+                f"kills = {kills}, goodput_s = {window_s:g}, drains = {args.drains}: nothing to "
+                "measure; leave them out for 5, 45 and 0"
+            )
+        if args.drains and min(args.drain_at, args.notice_s, args.watch_s) <= 0:
+            raise ConfigError(
+                f"drain_at = {args.drain_at}, notice_s = {args.notice_s:g}, watch_s = "
+                f"{args.watch_s:g}; all three must be above 0"
             )
         if args.checkpoint_every < 1 or args.mean_s <= 0:
             raise ConfigError(
@@ -160,6 +219,11 @@ class RecoveryBenchmark(Benchmark):
                 "above 0"
             )
         slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
+        if args.drains and (slots.devices or slots.workers != WORLD):
+            raise ConfigError(
+                f"drains = {args.drains} needs {WORLD} ranks on CPUs, but there are {slots.workers} on "
+                f"{slots.kind}; use --device cpu --workers {WORLD}"
+            )
         if slots.workers < 2:
             raise ConfigError(
                 f"workers = {slots.workers}: no rank would be left after a kill; use --workers 2 or "
@@ -177,12 +241,13 @@ class RecoveryBenchmark(Benchmark):
 
         # torchft is no dependency of nanoray: without it this arm is skipped, not failed.
         why = missing()
-        if TORCHFT in arms and why:
-            arms.remove(TORCHFT)
-            report.rows.append(Row(TORCHFT, STANDSTILL, "s", (), skipped=why))
-            say(f"skipped  {TORCHFT}: {why}")
-            if not arms:
-                return
+        for arm in ON_TORCHFT:
+            if arm in arms and why:
+                arms.remove(arm)
+                report.rows.append(Row(arm, STANDSTILL, "s", (), skipped=why))
+                say(f"skipped  {arm}: {why}")
+        if not arms:
+            return
         with planned(args, arms, slots) as (plan, stack):
             report.conditions["recipe"] = (
                 f"preset {args.preset}, {slots.workers} ranks on {slots.kind}, a record every step, a "
@@ -192,7 +257,8 @@ class RecoveryBenchmark(Benchmark):
             if kills:
                 between = f"one SIGKILL between steps {first} and {last}, seed {args.seed}"
                 report.conditions["kills"] = f"{kills} round(s) of {args.steps} steps, {between}"
-            plan.start_head(report, [arm for arm in arms if arm != TORCHRUN], stack)
+            if kills or window_s:
+                plan.start_head(report, [arm for arm in arms if arm != TORCHRUN], stack)
             if kills:
                 _measure_standstills(plan, report, (first, last))
             if window_s:
@@ -201,15 +267,30 @@ class RecoveryBenchmark(Benchmark):
                     + ", ".join(f"rank {rank} at {at:.1f} s" for at, rank in plan_of_kills)
                 )
                 _measure_goodputs(plan, report, plan_of_kills, window_s)
+            # The head of the other parts would take a share of the machine.
+            stack.close()
+            if args.drains:
+                report.conditions["drains"] = (
+                    f"{args.drains} round(s) on a head and {NODES} nodes of 1 CPU, the node of a rank "
+                    f"announced after step {args.drain_at}, killed {args.notice_s:g} s later, and "
+                    f"watched for {args.watch_s:g} s more"
+                )
+                _measure_drains(plan, report)
         _add_targets(report)
 
     def format_text(self, report: Report) -> list[str]:
         """Return a table with a line per arm: medians with their quartiles."""
-        return aligned([HEADER, *_build_lines(report)], right=set(range(1, 8)))
+        lines = []
+        for header, found in _build_tables(report):
+            lines += ["", *aligned([header, *found], right=set(range(1, len(header))))]
+        return lines[1:]
 
     def format_markdown(self, report: Report) -> list[str]:
-        """Return a table for a README: medians with their quartiles."""
-        return markdown(HEADER, _build_lines(report))
+        """Return the tables for a README: medians with their quartiles."""
+        lines = []
+        for header, found in _build_tables(report):
+            lines += ["", *markdown(header, found)]
+        return lines[1:]
 
     def draw(self, report: Report, path: Path) -> None:
         """Draw the standstills with their quartiles and every kill, and the goodputs."""
@@ -354,7 +435,7 @@ def _kill_once(
                 f"it ended at step {run.step} of {plan.args.steps}\n{run.child.tail()}"
             )
         exact = (
-            arm not in ("shrink", TORCHFT) and not plan.slots.devices
+            arm not in ("shrink", *ON_TORCHFT) and not plan.slots.devices
         )  # another number of ranks, or a GPU, sums in another order
         wrong = wrong_losses(run.losses(), reference, 0.0 if exact else SAME_LOSS)
         noticed_s = run.noticed_s(arm, killed)
@@ -441,8 +522,107 @@ def _train_under_kills(
     return found, hits
 
 
+# Part three: drained nodes.
+
+
+def _measure_drains(plan: Plan, report: Report) -> None:
+    """Take a node away from every arm once per round, after a notice, and add the rows."""
+    args = plan.args
+    arms = [arm for arm in DRAINED_ARMS if arm in plan.arms]
+    found: dict[str, list[Drain]] = {arm: [] for arm in arms}
+    broken: set[str] = set()
+    env = plan.env | {PEER_DRAINS: "1"}
+    try:
+        with DrainedCluster(plan.folder / "d", env) as cluster:
+            reference = _train_undrained(plan, cluster, arms[0])
+            for turn in range(args.drains):
+                rank = (turn + 1) % WORLD  # not always the one that writes
+                for arm in (arm for arm in rotated(arms, turn) if arm not in broken):
+                    try:
+                        drain = _drain_once(plan, cluster, arm, turn, rank, reference)
+                    except ChildFailed as error:
+                        broken.add(arm)
+                        report.failures.append(f"{arm}, drained: {error}")
+                        say(f"FAILED  {arm}, drained: {error}")
+                        continue
+                    found[arm].append(drain)
+                    say(
+                        f"drain {turn + 1}/{args.drains}  {arm:<12}  rank {rank}  stands still "
+                        f"{drain.standstill_s:.2f} s, over {drain.after_s:.1f} s after the notice  "
+                        f"{drain.repeated} steps repeated  {drain.wrong} wrong"
+                    )
+    except ChildFailed as error:
+        report.failures.append(f"drained nodes: {error}")
+        say(f"FAILED  drained nodes: {error}")
+    for arm in arms:
+        report.rows += _make_drain_rows(arm, [] if arm in broken else found[arm])
+
+
+def _start_on_nodes(plan: Plan, cluster: DrainedCluster, arm: str, name: str) -> Run:
+    """Start a run of an arm on the nodes of a cluster."""
+    flags = {
+        "max_steps": ENDLESS,
+        "log_every": 1,
+        "tensorboard": "false",
+        "max_failures": MAX_FAILURES,
+        "checkpoint_every": plan.args.checkpoint_every,
+        "placement_timeout_s": 60,
+        "cpus_per_worker": 1,
+    }
+    recipe = plan.recipe(flags) + ON_NANORAY.get(arm, [])
+    argv = command(_starter_of(arm), WORLD, recipe, cluster.address, python_in(plan.folder))
+    env = cluster.env | ON_TORCHFT.get(arm, {})
+    return Run(argv, env, plan.folder / name, cluster.head, cluster.nodes)
+
+
+def _train_undrained(plan: Plan, cluster: DrainedCluster, arm: str) -> dict[int, float]:
+    """Return step -> loss of a run without a notice. Raises ChildFailed."""
+    args = plan.args
+    with _start_on_nodes(plan, cluster, arm, "undrained") as run:
+        seconds = args.notice_s + args.watch_s
+        return run_undrained(run, args.drain_at, seconds, args.timeout_s)
+
+
+def _drain_once(
+    plan: Plan,
+    cluster: DrainedCluster,
+    arm: str,
+    turn: int,
+    rank: int,
+    reference: dict[int, float],
+) -> Drain:
+    """Run an arm whose node is taken away. Raises ChildFailed."""
+    args = plan.args
+    cluster.fill()
+    with _start_on_nodes(plan, cluster, arm, f"{arm}-drained-{turn}") as run:
+        seconds = (args.notice_s, args.watch_s, args.timeout_s)
+        pause = run_drained(run, cluster, rank, args.drain_at, *seconds)
+        tolerance = SAME_LOSS if arm in ON_TORCHFT else 0.0  # it goes on with one rank
+        wrong = wrong_among(run.losses(), reference, tolerance)
+    return Drain(turn, rank, pause.step, pause.seconds, pause.repeated, pause.end, wrong)
+
+
+def _make_drain_rows(arm: str, drains: list[Drain]) -> list[Row]:
+    if not drains:
+        return [Row(arm, DRAIN_STANDSTILL, "s", (), error=SEE_FAILED)]
+    raw = {"drains": [drain._asdict() for drain in drains]}
+    wrong = sum(drain.wrong for drain in drains)
+    note = "longest time without a new step, from the notice on"
+    standstills = tuple(drain.standstill_s for drain in drains)
+    repeated = tuple(float(drain.repeated) for drain in drains)
+    after = tuple(drain.after_s for drain in drains)
+    return [
+        Row(arm, DRAIN_STANDSTILL, "s", standstills, note, wrong=wrong, extra=raw),
+        Row(arm, DRAIN_REPEATED, "steps", repeated),
+        Row(arm, DRAIN_AFTER, "s", after, "from the notice to the end of the standstill"),
+    ]
+
+
 def _add_targets(report: Report) -> None:
     """Add the ratios to TorchTrainer, paired by round, and the target."""
+    for arm in DRAINED_ARMS:
+        if arm != PEER:
+            report.compare(PEER, arm, DRAIN_STANDSTILL, f"how many times shorter {arm}'s is")
     for arm in ARMS:
         if arm == PEER:
             row = None
@@ -464,6 +644,38 @@ HEADER = (
     "wrong",
     f"{GOODPUT}, %",
 )
+
+
+DRAIN_HEADER = (
+    "arm, a drained node",
+    f"{STANDSTILL}, s",
+    "over after, s",
+    REPEATED,
+    "times shorter",
+    "drains",
+    "wrong",
+)
+
+
+def _build_tables(report: Report) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
+    """Return header and lines of each part that was measured."""
+    tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = []
+    kills = _build_lines(report)
+    if kills:
+        tables.append((HEADER, kills))
+    drains = []
+    for arm in DRAINED_ARMS:
+        row = report.row(arm, DRAIN_STANDSTILL)
+        if row is None:
+            continue
+        metrics = (DRAIN_STANDSTILL, DRAIN_AFTER, DRAIN_REPEATED)
+        cells = [report.cell(arm, metric) for metric in metrics]
+        cells.append(report.cell(f"{PEER} / {arm}", DRAIN_STANDSTILL))
+        wrong = "" if row.wrong is None else str(row.wrong)
+        drains.append((arm, *cells, str(row.n), wrong))
+    if drains:
+        tables.append((DRAIN_HEADER, drains))
+    return tables
 
 
 def _build_lines(report: Report) -> list[tuple[str, ...]]:

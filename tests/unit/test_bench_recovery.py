@@ -201,7 +201,10 @@ def test_a_run_that_ends_too_soon_is_no_measurement(run: Run) -> None:
         (["--between", "5"], "between = 5: not two steps; write A,B like 800,950"),
         (["--between", "9,1100"], "between = 9,1100, steps = 1100; 1 <= A <= B < steps is needed"),
         (["--between", "0,9"], "between = 0,9, steps = 1100; 1 <= A <= B < steps is needed"),
-        (["--kills", "0", "--goodput_s", "0"], "kills = 0, goodput_s = 0: nothing to measure"),
+        (
+            ["--kills", "0", "--goodput_s", "0"],
+            "kills = 0, goodput_s = 0, drains = 0: nothing to measure",
+        ),
         (["--checkpoint_every", "0"], "checkpoint_every = 0, mean_s = 10; both must be above 0"),
         (["--mean_s", "-1"], "checkpoint_every = 50, mean_s = -1; both must be above 0"),
         (

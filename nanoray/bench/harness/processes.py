@@ -137,6 +137,12 @@ class Child:
             return "\n".join(lines[-TAIL_LINES:])
         return ""
 
+    def kill(self) -> None:
+        """Kill the child and everything in its session at once, as a lost machine ends."""
+        for pid in (self.process.pid, *session_members(self.process.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
     def end(self) -> None:
         """End the child with SIGTERM, and after GRACE_S kill what is left of its session."""
         for stream in (self.process.stdin, self.process.stdout):
@@ -307,18 +313,20 @@ HEAD_ENV = {
 
 @contextmanager
 def ray_head(
-    folder: Path, env: Mapping[str, str], slots: Slots, cpus: int = 0
+    folder: Path, env: Mapping[str, str], slots: Slots, cpus: int | None = None
 ) -> Iterator[tuple[str, Child]]:
     """Run a Ray head with `cpus` CPUs and `slots.devices`; yield its address and process.
 
-    `cpus` = 0 takes all CPUs of this machine. Ray listens on all interfaces even when it is given
+    Without `cpus` it takes all CPUs of this machine. Ray listens on all interfaces even when it is given
     127.0.0.1: the token in `env` keeps others out.
 
     `folder` must have a short path: Ray's sockets lie in it, and a socket's path has at most 107
     characters.
     """
+    if cpus is None:
+        cpus = max(1, int(available_cpus()))
     resources = [
-        f"--num-cpus={cpus or max(1, int(available_cpus()))}",
+        f"--num-cpus={cpus}",
         f"--num-gpus={len(slots.devices)}",
     ]
     command = head_command(folder, *resources, f"--object-store-memory={80 * 2**20}")

@@ -4,7 +4,8 @@ Each worker is a replica group of its own (Ray Train's TorchftConfig). When one 
 form a new quorum and continue; Ray Train replaces only the lost worker, which gets the weights over
 HTTP. As in nanoray the global batch is kept: the samples of a step are shared among those in the
 quorum, so the loop waits for it before it reads data. The quorum is set to notice a lost worker
-after a second instead of five. Model, data, optimizer, schedule and files are nanoray's; groups,
+after a second instead of five, unless NANORAY_PEER_LIGHTHOUSE=defaults: then its lighthouse is the
+one of Ray's own example. Model, data, optimizer, schedule and files are nanoray's; groups,
 sums and recovery are torchft's. A checkpoint is one file, read only when all workers were lost.
 """
 
@@ -30,6 +31,8 @@ LIGHTHOUSE = {
     "heartbeat_timeout_ms": 1000,
     "join_timeout_ms": 1000,
 }
+DEFAULTS = {"min_replicas": 1}  # as in Ray's example of torchft
+PEER_LIGHTHOUSE = "NANORAY_PEER_LIGHTHOUSE"
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -57,7 +60,9 @@ def torchft_config() -> Any:
         raise ConfigError(reason)
     from ray.train.v2.torch.torchft_config import TorchftConfig
 
-    return TorchftConfig(lighthouse_kwargs=LIGHTHOUSE, backend="gloo")
+    as_in_example = os.environ.get(PEER_LIGHTHOUSE) == "defaults"
+    lighthouse = DEFAULTS if as_in_example else LIGHTHOUSE
+    return TorchftConfig(lighthouse_kwargs=lighthouse, backend="gloo")
 
 
 def train_loop(args: dict[str, Any]) -> None:
