@@ -649,7 +649,7 @@ HEADER = (
 DRAIN_HEADER = (
     "arm, a drained node",
     f"{STANDSTILL}, s",
-    "over after, s",
+    "over, s after the notice",
     REPEATED,
     "times shorter",
     "drains",
