@@ -368,7 +368,9 @@ class Trial(NamedTuple):
             generator = torch.Generator().manual_seed(1000 * seed + number)
             probe.grad = torch.randn(probe.shape, generator=generator).to(probe.dtype)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # for an optimizer that draws random numbers
+            # For an optimizer that draws random numbers. The trial lies on the CPU:
+            # torch.manual_seed would seed the generators of all devices, which nobody restores.
+            torch.default_generator.manual_seed(seed)
             self.optimizer.step()
 
     @property

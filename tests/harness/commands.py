@@ -31,10 +31,14 @@ forkserver = multiprocessing.get_context("forkserver")
 # The first optimizer of a process imports torch._dynamo, which takes longer than torch itself and
 # than most tests. Ray is not among them: it reads its settings from the environment when it is
 # imported. But what it imports in turn is, which is two fifths of its time.
-_TORCH = ["torch._dynamo", "torch.distributed.nn.functional"]
+_TORCH = ["torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tensorboard"]
 _OF_RAY = ["requests", "jsonschema", "google.protobuf.internal.builder", "filelock", "msgpack"]
-_OURS = ["nanoray.train.recipe", "nanoray.train.report", "nanoray.cli", __name__]
-forkserver.set_forkserver_preload([*_TORCH, *_OF_RAY, *_OURS, "tests.harness.frozen"])
+_OURS = ["nanoray.train.recipe", "nanoray.train.report", "nanoray.cli", "nanoray.train.own.program"]
+_OF_BENCH = ["nanoray.bench.arm", "matplotlib.pyplot"]  # no module that `python -m` runs
+# A rank whose function stands in a file of tests imports that file, and what it imports.
+_OF_TESTS = ["pytest", "hypothesis", __name__]
+_OF_TESTS += [f"tests.harness.{name}" for name in ("elastic", "frozen", "ranks", "zoo_ranks")]
+forkserver.set_forkserver_preload([*_TORCH, *_OF_RAY, *_OURS, *_OF_BENCH, *_OF_TESTS])
 
 # Starting a process also looks at the ends of all others. Two threads that look at one end at the
 # same time both read its exit code from the same pipe, and the second, which finds nothing, reports

@@ -75,6 +75,19 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_disk(0.15)
 
 
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A disk that takes nothing of the thread which writes checkpoints until this is set."""
+    event, fsync, test = threading.Event(), os.fsync, threading.current_thread()
+
+    def gated(fd: int) -> None:
+        assert threading.current_thread() is test or event.wait(60)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", gated)
+    return event
+
+
 def make(step: int, numel: int = 64) -> StateDict:
     """Return a state whose every value follows from `step`."""
     values = torch.full((numel,), float(step))
@@ -612,13 +625,14 @@ def test_an_attempt_that_ends_in_mid_write_does_not_commit(
 
 
 def test_a_survivor_that_is_writing_commits_as_a_member_of_the_next_attempt(
-    text: Path, tmp_path: Path, slow: None
+    text: Path, tmp_path: Path, gate: threading.Event
 ) -> None:
     spec = make_spec(text, tmp_path)
     saver = saver_of(spec)
     saver.save(ALONE, make(1))
     saver.hold()  # its group broke
     write_attempt(replace(spec, attempt=1))  # the driver
+    gate.set()
     time.sleep(1.0)
     assert saver.busy
     assert steps(spec) == [], "it waits to learn whether it is in"
@@ -665,7 +679,7 @@ def test_a_part_is_no_checkpoint_of_the_rank_that_becomes_the_first(
 
 
 def test_a_part_that_was_lost_with_its_rank_is_not_waited_for(
-    text: Path, tmp_path: Path, slow: None
+    text: Path, tmp_path: Path, gate: threading.Event
 ) -> None:
     """Rank 0 still writes its own when its group breaks, and when the next one saves."""
     spec, notes = make_spec(text, tmp_path), list[str]()
@@ -675,6 +689,7 @@ def test_a_part_that_was_lost_with_its_rank_is_not_waited_for(
     write_attempt(replace(spec, attempt=1))
     saver.go_on(spec.next_attempt(), 0)
     assert saver.busy
+    gate.set()
     saver.save(seat(0, 1), part(5), final=True)
     assert steps(spec) == [5]
     (note,) = notes
@@ -695,13 +710,14 @@ def test_ranks_of_an_earlier_command_write_nothing(text: Path, tmp_path: Path) -
 
 
 def test_a_survivor_that_nobody_wants_back_does_not_commit(
-    text: Path, tmp_path: Path, slow: None
+    text: Path, tmp_path: Path, gate: threading.Event
 ) -> None:
     spec = make_spec(text, tmp_path)
     saver = saver_of(spec)
     saver.save(ALONE, make(1))
     saver.hold()
     write_attempt(replace(spec, attempt=1))
+    gate.set()
     saver.close()
     assert (steps(spec), hidden(spec)) == ([], [])
     assert not writers_at_work(), "nothing outlives the run"
