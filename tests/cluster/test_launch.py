@@ -345,6 +345,7 @@ def test_ray_job_submit_runs_the_example(
     assert float(told["loss"]) == pytest.approx(losses(tmp_path)[30], abs=1e-4)
 
 
+@pytest.mark.full
 def test_a_failing_job_has_its_exit_code(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     code, output = submit(cluster, recipe, tmp_path, "--n_head", "3")
     assert code != 0

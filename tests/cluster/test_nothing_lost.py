@@ -189,9 +189,8 @@ def run_in_shell(cluster: Cluster, recipe: Path, out: Path, tail: str) -> tuple[
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    "tail", ["> /dev/full", pytest.param("2>&1 | head -n 3", marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("tail", ["> /dev/full", "2>&1 | head -n 3"])
 def test_output_that_cannot_be_written_does_not_end_a_run(
     cluster: Cluster, recipe: Path, tmp_path: Path, tail: str
 ) -> None:

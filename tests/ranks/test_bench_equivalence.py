@@ -19,12 +19,11 @@ from tests.ranks.conftest import Wrong
 FLAGS = ["equivalence", "--device", "cpu"]
 
 
+# The files of each way of parallelism train in the same way, through the same function.
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cases", "checkpointing"),
-    [
-        (["SGD", "SGD, 2 micro batches"], False),
-        pytest.param([*CASES], True, marks=pytest.mark.full),
-    ],
+    [(["SGD", "SGD, 2 micro batches"], False), ([*CASES], True)],
     ids=["SGD", "all"],
 )
 def test_every_mode_trains_as_one_process_does(

@@ -121,6 +121,7 @@ def test_a_part_that_fails_or_hangs_costs_its_own_row(
     assert [row["arm"] for row in json.loads(seen.read_text())["rows"]] == ["fails", "hangs"]
 
 
+@pytest.mark.full
 def test_a_feature_that_crashes_hangs_or_errs_costs_its_own_row(tmp_path: Path) -> None:
     names = ["facts", "wrong", "crash", "hang", "fp8", "bf16"]
     with scratch_folder() as folder:
