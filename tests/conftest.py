@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from nanoray.bench.harness import processes
 from nanoray.output import as_command
+from tests.harness import commands
 from tests.harness.cluster import commands_end_here
 from tests.harness.commands import start_process
 from tests.harness.forked_python import forked_python
@@ -77,6 +78,12 @@ def _torchrun_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
     behind.
     """
     os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchrun"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _commands_leave_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The command of a fixture lives as long as its worker, which ends without removing files."""
+    commands.output_folder = str(tmp_path_factory.mktemp("output"))
 
 
 @pytest.fixture(scope="session")

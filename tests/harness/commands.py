@@ -44,6 +44,8 @@ forkserver.set_forkserver_preload([*_TORCH, *_OF_RAY, *_OURS, *_OF_BENCH, *_OF_T
 # same time both read its exit code from the same pipe, and the second, which finds nothing, reports
 # 255.
 _one_at_a_time = threading.Lock()
+# Of the output of all commands; where tests run it is one of pytest's, which are removed
+output_folder: str | None = None
 
 
 class Command:
@@ -63,8 +65,11 @@ class Command:
         self.args = args
         # The Ray cluster (tests.harness.cluster) that it uses, if that is known
         self.cluster: Any = None
-        # They go with this object.
-        self._files = [tempfile.NamedTemporaryFile(prefix="nr-out-") for _ in range(1 + apart)]  # noqa: SIM115
+        # They go with this object, or with `output_folder`.
+        self._files = [
+            tempfile.NamedTemporaryFile(prefix="nr-out-", dir=output_folder)  # noqa: SIM115
+            for _ in range(1 + apart)
+        ]
         names = self._files[0].name, self._files[-1].name
         streams = {1: names[0], 2: names[1]}
         self._process = fork(
