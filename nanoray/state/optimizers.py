@@ -369,7 +369,7 @@ class Trial(NamedTuple):
             probe.grad = torch.randn(probe.shape, generator=generator).to(probe.dtype)
         with torch.random.fork_rng(devices=[]):
             # For an optimizer that draws random numbers. The trial lies on the CPU:
-            # torch.manual_seed would seed the generators of all devices, which nobody restores.
+            # torch.manual_seed would seed the generators of GPUs as well, and leave them so.
             torch.default_generator.manual_seed(seed)
             self.optimizer.step()
 
