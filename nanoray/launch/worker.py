@@ -218,6 +218,7 @@ class Worker:
     def run(self, spec: dict[str, Any], rendezvous: Rendezvous) -> dict[str, Any]:
         """Train as one rank; return the outcome, or as data the failure and its kind."""
         self._importing.join()
+        from nanoray.train.agree import require_run_folder
         from nanoray.train.own.program import Program
         from nanoray.train.recipe import log, train
 
@@ -235,7 +236,9 @@ class Worker:
 
         try:
             if self._captures:
-                self._output = RankOutput(run.log(self._rank), self._send_line, self._is_first)
+                # First: a script would run, and its log be opened, in a folder that is not there.
+                require_run_folder(run.folder, self._rank)
+                self._output = self._keep_output(run.log(self._rank))
             require_compiler(run.config, rendezvous.device)
             self._metrics = RayMetrics(self._name, self._rank)
             watchers = [MessageQueue(self._messages, self._metrics)]
@@ -272,6 +275,19 @@ class Worker:
                 "step": step,
                 "phase": phase,
             }
+
+    def _keep_output(self, path: Path) -> RankOutput | None:
+        """Send what this process prints to the rank's log; None if that cannot be opened.
+
+        A full disk, or a log that another program has put something else in the place of, must not
+        end a rank.
+        """
+        try:
+            return RankOutput(path, self._send_line, self._is_first)
+        except OSError as error:
+            log = logging.getLogger("nanoray.rank")
+            log.warning("what rank %d prints is not kept: %s", self._rank, error)
+            return None
 
     def _rejoin(self, lost: str) -> tuple[RunSpec, Rendezvous]:
         """Wait, during `run`, for the driver's next attempt and return it.

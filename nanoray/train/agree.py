@@ -37,6 +37,15 @@ from nanoray.train.tasks import Task
 log = logging.getLogger("nanoray.rank")
 
 
+def require_run_folder(folder: Path, rank: int) -> None:
+    """Raise ConfigError when this node does not see the run's folder."""
+    if not (folder / "run.json").exists():
+        raise ConfigError(
+            f"rank {rank} on {platform.node()} does not see the run's folder {folder}; give an "
+            "--out_dir on storage that all nodes share"
+        )
+
+
 def require_shared_folder(
     folder: Path, dataset: DatasetInfo, prepare: Callable[[], DatasetInfo], rank: int
 ) -> None:
@@ -44,12 +53,8 @@ def require_shared_folder(
 
     `prepare` makes the dataset anew where its files are missing.
     """
+    require_run_folder(folder, rank)
     where = f"rank {rank} on {platform.node()}"
-    if not (folder / "run.json").exists():
-        raise ConfigError(
-            f"{where} does not see the run's folder {folder}; give an --out_dir on storage that "
-            "all nodes share"
-        )
     if dataset.path.exists():
         return
     if prepare().tokens_sha256 != dataset.tokens_sha256:

@@ -145,6 +145,33 @@ def test_the_position_of_an_earlier_process_in_the_slot_is_forgotten(spec: RunSp
     assert not spec.exit_record(1).exists()
 
 
+def test_without_the_runs_folder_a_rank_is_refused_before_its_script_runs(spec: RunSpec) -> None:
+    """As on a node without the shared storage. Nothing of the run's is opened there before."""
+
+    def train(*_: Any) -> dict[str, Any]:
+        raise AssertionError("it ran")
+
+    rank = worker(train)
+    rank._captures = True  # as on Ray
+    (spec.folder / "run.json").unlink(missing_ok=True)
+    shutil.rmtree(spec.log(1).parent, ignore_errors=True)
+    found = rank.run(spec.to_dict(), R)
+    assert (found["error"], found["kind"], found["exit_code"]) == ("ConfigError", "refused", 2)
+    assert "does not see the run's folder" in found["message"]
+
+
+def test_a_log_that_cannot_be_opened_ends_no_rank(
+    spec: RunSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = worker(lambda *_: {"step": 30})
+    rank._captures = True
+    (spec.folder / "run.json").touch()
+    spec.log(1).mkdir(parents=True)
+    assert rank.run(spec.to_dict(), R) == {"ok": True, "step": 30}
+    (record,) = caplog.records
+    assert record.getMessage().startswith("what rank 1 prints is not kept: [Errno 21]")
+
+
 def test_an_outcome_is_returned_and_messages_wait_for_a_poll(spec: RunSpec) -> None:
     def train(run: RunSpec, r: Rendezvous, watchers: list[Any], *_: Any) -> dict[str, Any]:
         watchers[0].on_note("first")
