@@ -18,7 +18,6 @@ from nanoray.bench.harness import processes
 from nanoray.output import as_command
 from tests.harness import commands
 from tests.harness.cluster import commands_end_here
-from tests.harness.commands import start_process
 from tests.harness.forked_python import forked_python
 from tests.harness.ranks import TINY
 from tests.harness.ray_workers import forked_workers
@@ -34,7 +33,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # The ranks of a benchmark, too, need not import torch again
-processes.start_process = start_process
+processes.start_process = commands.start_process
 # On a busy machine an example, and drawing it, may take long.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")

@@ -23,9 +23,9 @@ from nanoray.bench.harness.processes import (
     CLUSTER_START_S,
     Child,
     ChildFailed,
-    python_in,
+    is_up,
+    node_command,
     ray_head,
-    session_members,
 )
 from nanoray.devices.slots import Slots
 from nanoray.faults.cause import Failure
@@ -128,26 +128,12 @@ class Cluster:
             raise ChildFailed(
                 f"`ray start` of the second node ended by itself\n{self._node.tail()}"
             )
-        return "Ray runtime started" in self._node.log.read_text(encoding="utf-8", errors="replace")
+        return is_up(self._node)
 
     def _start_node(self) -> None:
         self.started += 1
         devices = [d.uuid for d in self._slots.devices[-1:]]
-        python = python_in(self._folder / "ray")
-        command = [
-            python,
-            "-m",
-            "ray.scripts.scripts",
-            "start",
-            f"--address={self.address}",
-            "--block",
-        ]
-        command += [
-            "--num-cpus=1",
-            f"--num-gpus={len(devices)}",
-            f"--object-store-memory={80 * 2**20}",
-        ]
-        command += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
+        command = node_command(self._folder / "ray", self.address, len(devices))
         env = self.env | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
         self._node = Child(command, env, self._folder / f"node{self.started}.log")
 
@@ -157,11 +143,11 @@ class Cluster:
         The node is started again in `back_s` seconds.
         """
         assert self._node
-        killed = _kill(list(session_members(self._node.process.pid)))
+        killed = self._node.kill()
         self._node.end()
         self._node = None
         self._back_at = time.monotonic() + back_s
-        return len(killed)
+        return killed
 
 
 @dataclass
@@ -380,7 +366,9 @@ class Chaos:
             return f"(pid {pid})"
         if self._next != KILL_ALL:
             ranks = [self._choices.choice(ranks)]
-        _kill([pid for _, pid in ranks], signal.SIGSTOP if self._next == FREEZE else signal.SIGKILL)
+        _signal(
+            [pid for _, pid in ranks], signal.SIGSTOP if self._next == FREEZE else signal.SIGKILL
+        )
         return ", ".join(f"{slot} (pid {pid})" for slot, pid in ranks)
 
     def driver_pause(self) -> float:
@@ -445,10 +433,7 @@ def fault_records(faults: list[Fault]) -> list[dict[str, Any]]:
     return [asdict(fault) for fault in faults]
 
 
-def _kill(pids: list[int], signum: int = signal.SIGKILL) -> list[int]:
-    hit = []
+def _signal(pids: list[int], signum: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signum)
-            hit.append(pid)
-    return hit

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nanoray.bench.harness.processes import (
-    CLUSTER_START_S,
     Child,
     ChildFailed,
-    python_in,
+    node_command,
     ray_head,
+    wait_until_up,
 )
-from nanoray.bench.killed import Run, wrong_losses
+from nanoray.bench.killed import Run, first_times, wrong_losses
 from nanoray.devices.slots import Slots
 from nanoray.faults.proc import stat_of
 
@@ -74,9 +74,7 @@ def longest_pause(done: Mapping[tuple[int, int], float], since: float) -> Pause 
 
     A step that is done a second time is none, and counts as repeated.
     """
-    first: dict[int, float] = {}
-    for (_, step), at in done.items():
-        first[step] = min(at, first.get(step, at))
+    first = first_times(done)
     repeated = sum(at > first[step] and at >= since for (_, step), at in done.items())
 
     # The last step before the moment begins the first pause.
@@ -128,9 +126,10 @@ class DrainedCluster:
         while len(self.nodes) < NODES:
             self._started += 1
             name = f"node{self._started}"
-            node = self._start_node(name)
+            command = [*node_command(self.folder / "ray", self.address), f"--node-name={name}"]
+            node = Child(command, self.env, self.folder / f"{name}.log")
             try:
-                self._wait_for(node)
+                wait_until_up(node, "a node")
             except ChildFailed:
                 node.end()
                 failed += 1
@@ -140,21 +139,6 @@ class DrainedCluster:
             self.nodes[name] = node
         if not self.nodes.keys() <= self._ids.keys():
             self._ids = json.loads(self._ask([sys.executable, "-c", ASK_NODES]))
-
-    def _wait_for(self, node: Child) -> None:
-        deadline = time.monotonic() + CLUSTER_START_S
-        while "Ray runtime started" not in node.log.read_text(errors="replace"):
-            if node.process.poll() is not None or time.monotonic() > deadline:
-                raise ChildFailed(f"a node did not come up\n{node.tail()}")
-            time.sleep(0.1)
-
-    def _start_node(self, name: str) -> Child:
-        python = python_in(self.folder / "ray")
-        command = [python, "-m", "ray.scripts.scripts", "start", f"--address={self.address}"]
-        command += ["--block", "--num-cpus=1", "--num-gpus=0", f"--node-name={name}"]
-        command += [f"--object-store-memory={80 * 2**20}", "--disable-usage-stats"]
-        command += ["--min-worker-port=0", "--max-worker-port=0"]
-        return Child(command, self.env, self.folder / f"{name}.log")
 
     def node_of(self, pid: int) -> str:
         """Return the name of the node that a process is on; "" for the head."""

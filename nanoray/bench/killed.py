@@ -83,6 +83,14 @@ def outage(done: Mapping[tuple[int, int], float], killed: float) -> Outage | Non
     return Outage(min(new) - killed, last, last + 1 - first)
 
 
+def first_times(done: Mapping[tuple[int, int], float]) -> dict[int, float]:
+    """Return when each step was done for the first time; all other times are repetitions."""
+    first: dict[int, float] = {}
+    for (_, step), at in done.items():
+        first[step] = min(at, first.get(step, at))
+    return first
+
+
 def goodput(
     done: Mapping[tuple[int, int], float], start: float, begin: float, end: float
 ) -> Goodput | None:
@@ -92,12 +100,8 @@ def goodput(
     step is done counts. None when no step was done without kills.
     """
 
-    # The first time of each step; all others are repetitions.
-    first: dict[int, float] = {}
-    for (_, step), at in done.items():
-        first[step] = min(at, first.get(step, at))
-
     # Steps per second without kills are the measure: what the same seconds would have given.
+    first = first_times(done)
     clean = sum(start < at <= begin for at in first.values()) / (begin - start)
     useful = sum(begin < at <= end for at in first.values())
     repeated = sum(begin < at <= end for at in done.values()) - useful

@@ -91,23 +91,33 @@ WARM_STEPS = 50  # of a run under a plan of kills before anything is counted
 CLEAN_SHARE = 6  # the time with kills, in multiples of the time without
 
 
-def start(plan: Plan, arm: str, steps: int, name: str) -> Run:
-    """Start a run of an arm; leaving its `with` block ends it."""
+def start(
+    plan: Plan, arm: str, steps: int, name: str, cluster: DrainedCluster | None = None
+) -> Run:
+    """Start a run of an arm, on the plan's head or on the nodes of a cluster.
+
+    Leaving its `with` block ends it.
+    """
     flags = {
         "max_steps": steps,
         "log_every": 1,
         "tensorboard": "false",
         "max_failures": MAX_FAILURES,
+        "checkpoint_every": plan.args.checkpoint_every,
+        "placement_timeout_s": 30,
     }
-    flags |= {"checkpoint_every": plan.args.checkpoint_every, "placement_timeout_s": 30}
+    if cluster:
+        flags |= {"placement_timeout_s": 60, "cpus_per_worker": 1}
+    place = cluster or plan
     recipe = plan.recipe(flags) + ON_NANORAY.get(arm, [])
     argv = command(
-        _starter_of(arm), plan.slots.workers, recipe, plan.address, python_in(plan.folder)
+        _starter_of(arm), plan.slots.workers, recipe, place.address, python_in(plan.folder)
     )
     if arm == TORCHRUN:
         # torchrun's own flags must come before `-m nanoray.train`.
         argv[3:3] = [f"--max-restarts={MAX_FAILURES}"]
-    return Run(argv, plan.env | ON_TORCHFT.get(arm, {}), plan.folder / name, plan.head)
+    env = place.env | ON_TORCHFT.get(arm, {})
+    return Run(argv, env, plan.folder / name, place.head, cluster.nodes if cluster else None)
 
 
 def _starter_of(arm: str) -> str:
@@ -558,27 +568,10 @@ def _measure_drains(plan: Plan, report: Report) -> None:
         report.rows += _make_drain_rows(arm, [] if arm in broken else found[arm])
 
 
-def _start_on_nodes(plan: Plan, cluster: DrainedCluster, arm: str, name: str) -> Run:
-    """Start a run of an arm on the nodes of a cluster."""
-    flags = {
-        "max_steps": ENDLESS,
-        "log_every": 1,
-        "tensorboard": "false",
-        "max_failures": MAX_FAILURES,
-        "checkpoint_every": plan.args.checkpoint_every,
-        "placement_timeout_s": 60,
-        "cpus_per_worker": 1,
-    }
-    recipe = plan.recipe(flags) + ON_NANORAY.get(arm, [])
-    argv = command(_starter_of(arm), WORLD, recipe, cluster.address, python_in(plan.folder))
-    env = cluster.env | ON_TORCHFT.get(arm, {})
-    return Run(argv, env, plan.folder / name, cluster.head, cluster.nodes)
-
-
 def _train_undrained(plan: Plan, cluster: DrainedCluster, arm: str) -> dict[int, float]:
     """Return step -> loss of a run without a notice. Raises ChildFailed."""
     args = plan.args
-    with _start_on_nodes(plan, cluster, arm, "undrained") as run:
+    with start(plan, arm, ENDLESS, "undrained", cluster) as run:
         seconds = args.notice_s + args.watch_s
         return run_undrained(run, args.drain_at, seconds, args.timeout_s)
 
@@ -594,7 +587,7 @@ def _drain_once(
     """Run an arm whose node is taken away. Raises ChildFailed."""
     args = plan.args
     cluster.fill()
-    with _start_on_nodes(plan, cluster, arm, f"{arm}-drained-{turn}") as run:
+    with start(plan, arm, ENDLESS, f"{arm}-drained-{turn}", cluster) as run:
         seconds = (args.notice_s, args.watch_s, args.timeout_s)
         pause = run_drained(run, cluster, rank, args.drain_at, *seconds)
         tolerance = SAME_LOSS if arm in ON_TORCHFT else 0.0  # it goes on with one rank

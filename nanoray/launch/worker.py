@@ -38,6 +38,8 @@ from nanoray.mapped import restore_missing
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.run import RunSpec, recovers_in_place
 
+log = logging.getLogger("nanoray.rank")
+
 # Imports take seconds, a rehearsal that compiles minutes. An actor that takes longer ends itself.
 START_S = 600.0
 REPLACE_TIMEOUT_S = 600.0  # a survivor that gets no order for this long ends by itself
@@ -220,7 +222,7 @@ class Worker:
         self._importing.join()
         from nanoray.train.agree import require_run_folder
         from nanoray.train.own.program import Program
-        from nanoray.train.recipe import log, train
+        from nanoray.train.recipe import train
 
         assert self._rank is not None
         run = RunSpec.from_dict(spec)
@@ -285,7 +287,6 @@ class Worker:
         try:
             return RankOutput(path, self._send_line, self._is_first)
         except OSError as error:
-            log = logging.getLogger("nanoray.rank")
             log.warning("what rank %d prints is not kept: %s", self._rank, error)
             return None
 
@@ -385,7 +386,7 @@ class Worker:
         if self._output:
             self._output.restore()
         for path in restore_missing():
-            logging.getLogger("nanoray.rank").warning("%s was removed; it is written anew", path)
+            log.warning("%s was removed; it is written anew", path)
         while True:
             # Read the spec before `waiting`: `_rejoin` clears `waiting` before it sets the next
             # spec, so no heartbeat says that a rank waits in the attempt that it has just joined.

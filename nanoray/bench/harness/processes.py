@@ -137,11 +137,13 @@ class Child:
             return "\n".join(lines[-TAIL_LINES:])
         return ""
 
-    def kill(self) -> None:
-        """Kill the child and everything in its session at once, as a lost machine ends."""
-        for pid in (self.process.pid, *session_members(self.process.pid)):
+    def kill(self) -> int:
+        """Kill all processes of the child's session at once; return their number."""
+        members = session_members(self.process.pid)
+        for pid in members:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        return len(members)
 
     def end(self) -> None:
         """End the child with SIGTERM, and after GRACE_S kill what is left of its session."""
@@ -157,13 +159,8 @@ class Child:
         # What it has started may still live. A process that is killed may just have started another
         # one: repeat until the session is empty.
         deadline = time.monotonic() + GRACE_S
-        left = session_members(self.process.pid)
-        while left and time.monotonic() < deadline:
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        while self.kill() and time.monotonic() < deadline:
             time.sleep(0.02)
-            left = session_members(self.process.pid)
 
         if self.process.poll() is None:  # where there is no /proc
             with contextlib.suppress(ProcessLookupError):
@@ -305,10 +302,35 @@ def without_client_server(params: Any, head: bool) -> None:
 
 # The environment of a `ray start`. Ray calls the hook with its parameters. A drain at SIGTERM would
 # take 30 s, and no benchmark needs it.
+FEW_OBJECTS = f"--object-store-memory={80 * 2**20}"  # the least that Ray takes is 75 MiB
 HEAD_ENV = {
     "RAY_START_HOOK": f"{__name__}.{without_client_server.__name__}",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
 }
+
+
+def node_command(folder: Path, address: str, gpus: int = 0) -> list[str]:
+    """Return the command for a node of one CPU that joins the head at `address`.
+
+    `folder` is the head's.
+    """
+    command = [python_in(folder), "-m", "ray.scripts.scripts", "start", f"--address={address}"]
+    command += ["--block", "--num-cpus=1", f"--num-gpus={gpus}", FEW_OBJECTS]
+    return [*command, "--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
+
+
+def is_up(ray: Child) -> bool:
+    """Return whether a `ray start` has come up."""
+    return "Ray runtime started" in ray.log.read_text(encoding="utf-8", errors="replace")
+
+
+def wait_until_up(ray: Child, what: str) -> None:
+    """Wait until a `ray start` has come up. Raises ChildFailed at its end, or in CLUSTER_START_S."""
+    deadline = time.monotonic() + CLUSTER_START_S
+    while not is_up(ray):
+        if ray.process.poll() is not None or time.monotonic() > deadline:
+            raise ChildFailed(f"{what} did not come up\n{ray.tail()}")
+        time.sleep(0.1)
 
 
 @contextmanager
@@ -329,14 +351,10 @@ def ray_head(
         f"--num-cpus={cpus}",
         f"--num-gpus={len(slots.devices)}",
     ]
-    command = head_command(folder, *resources, f"--object-store-memory={80 * 2**20}")
+    command = head_command(folder, *resources, FEW_OBJECTS)
     env = {**env, **HEAD_ENV}
     if slots.devices:
         env = {**env, "CUDA_VISIBLE_DEVICES": ",".join(d.uuid for d in slots.devices)}
     with Child(command, env, folder.with_suffix(".log")) as head:
-        deadline = time.monotonic() + CLUSTER_START_S
-        while "Ray runtime started" not in head.log.read_text(encoding="utf-8", errors="replace"):
-            if head.process.poll() is not None or time.monotonic() > deadline:
-                raise ChildFailed(f"`ray start --head` did not come up\n{head.tail()}")
-            time.sleep(0.1)
+        wait_until_up(head, "`ray start --head`")
         yield current_cluster(folder), head
