@@ -223,6 +223,11 @@ class RecoveryBenchmark(Benchmark):
                 f"drain_at = {args.drain_at}, notice_s = {args.notice_s:g}, watch_s = "
                 f"{args.watch_s:g}; all three must be above 0"
             )
+        if args.drains and not set(arms) & set(DRAINED_ARMS):
+            raise ConfigError(
+                f"drains = {args.drains}, but none of the arms {', '.join(arms)} can lose a drained "
+                f"node; name one of {', '.join(DRAINED_ARMS)}, or leave --drains out"
+            )
         if args.checkpoint_every < 1 or args.mean_s <= 0:
             raise ConfigError(
                 f"checkpoint_every = {args.checkpoint_every}, mean_s = {args.mean_s:g}; both must be "
@@ -539,6 +544,8 @@ def _measure_drains(plan: Plan, report: Report) -> None:
     """Take a node away from every arm once per round, after a notice, and add the rows."""
     args = plan.args
     arms = [arm for arm in DRAINED_ARMS if arm in plan.arms]
+    if not arms:  # the only one was torchft, which is not installed
+        return
     found: dict[str, list[Drain]] = {arm: [] for arm in arms}
     broken: set[str] = set()
     env = plan.env | {PEER_DRAINS: "1"}

@@ -179,6 +179,10 @@ def test_a_peer_asks_for_notices_only_where_ray_has_them(monkeypatch: pytest.Mon
         (["--drains", "-1"], "drains = -1: nothing to measure"),
         (["--kills", "0", "--goodput_s", "0"], "drains = 0: nothing to measure"),
         (["--drains", "1", "--watch_s", "0"], "drain_at = 800, notice_s = 15, watch_s = 0; all"),
+        (
+            ["--drains", "1", "--arms", "torchrun"],
+            "none of the arms torchrun can lose a drained node",
+        ),
         (["--drains", "1", "--workers", "3"], "drains = 1 needs 2 ranks on CPUs, but there are 3"),
     ],
 )
