@@ -38,6 +38,10 @@ __all__ = [
     "FLASH_ATTENTION_BACKWARD",
     "GPU_ATTENTIONS",
     "NO_BUFFER_SYNC",
+    "OPTIMIZER_HOOKS",
+    "STATE_HOOKS",
+    "STEP_POST_HOOKS",
+    "STEP_PRE_HOOKS",
     "BatchNormBase",
     "FakeTensorMode",
     "TorchDispatchMode",
@@ -49,7 +53,9 @@ __all__ = [
     "foreach_add",
     "foreach_add_",
     "foreach_mul_",
-    "has_gradient_hooks",
+    "global_module_hooks",
+    "global_optimizer_hooks",
+    "gradient_hooks",
     "mark_as_stepped",
     "new_groups_meet_in",
     "node_sequence",
@@ -65,6 +71,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "without_global_optimizer_hooks",
 ]
 
 # ---- newer than torch 2.11 ----
@@ -196,9 +203,49 @@ def transient_buffers(module: nn.Module) -> set[str]:
     return getattr(module, "_non_persistent_buffers_set", set())
 
 
-def has_gradient_hooks(p: Tensor) -> bool:
-    """Return whether a function would be called with the gradient of a parameter."""
-    return bool(p._backward_hooks or p._post_accumulate_grad_hooks)
+def gradient_hooks(p: Tensor) -> list[dict[Any, Any]]:
+    """Return the live dicts of the functions that are called with the gradient of a parameter."""
+    return [hooks for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
+
+
+def global_module_hooks() -> list[dict[Any, Any]]:
+    """Return the live dicts of the functions that are called with each module of this process."""
+    from torch.nn.modules import module
+
+    names = [name for name in vars(module) if name.startswith("_global_")]
+    return [vars(module)[name] for name in names if isinstance(vars(module)[name], dict)]
+
+
+# The hooks of one optimizer: around its step, and around what it saves and loads
+STEP_PRE_HOOKS = "_optimizer_step_pre_hooks"
+STEP_POST_HOOKS = "_optimizer_step_post_hooks"
+STATE_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+OPTIMIZER_HOOKS = (STEP_PRE_HOOKS, STEP_POST_HOOKS, *STATE_HOOKS)
+
+
+def global_optimizer_hooks() -> list[dict[Any, Any]]:
+    """Return the live dicts of the functions that are called around the step of each optimizer."""
+    from torch.optim import optimizer
+
+    return [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
+
+
+@contextmanager
+def without_global_optimizer_hooks() -> Iterator[None]:
+    """Step optimizers inside without the functions that are called around each one's step."""
+    saved = [dict(hooks) for hooks in global_optimizer_hooks()]
+    for hooks in global_optimizer_hooks():
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in zip(global_optimizer_hooks(), saved, strict=True):
+            hooks.update(before)
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

@@ -1,4 +1,4 @@
-"""The elements of a tensor as they are sent, hashed and written: in a row, without marks."""
+"""The elements of a tensor as they are sent, hashed, compared and written: in a row, without marks."""
 
 from __future__ import annotations
 
@@ -17,3 +17,32 @@ def plain_memory(tensor: Tensor) -> Tensor:
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return a tensor's elements as bytes, in a row."""
     return plain_memory(tensor).view(torch.uint8)
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same bits; NaN equals itself.
+
+    Tensors without plain memory (sparse, quantised, of another library) pass for equal.
+    """
+    if a.shape != b.shape:
+        return False
+    if not has_plain_memory(a):
+        return True
+    return torch.equal(bytes_of(a), bytes_of(b))
+
+
+def has_plain_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor's elements can be read and written as they are."""
+    is_strided = tensor.layout == torch.strided and not tensor.is_quantized
+    return is_strided and not tensor.is_meta and type(tensor.data) is Tensor
+
+
+@torch.no_grad()
+def assign(tensor: Tensor, value: Tensor) -> None:
+    """Overwrite a tensor in place; one of another shape, or with repeated elements, gets new memory."""
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    repeats = any(stride == 0 and size > 1 for stride, size in strides)
+    if tensor.shape == value.shape and not repeats:
+        tensor.copy_(value)
+        return
+    tensor.data = value.to(tensor.device, tensor.dtype, copy=True).contiguous()

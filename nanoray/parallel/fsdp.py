@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from nanoray.compat import all_gather_single, has_gradient_hooks, sum_unused_parameters
+from nanoray.compat import all_gather_single, gradient_hooks, sum_unused_parameters
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
@@ -421,7 +421,7 @@ def refuse_to_cut(model: nn.Module, gather: str) -> None:
                 f"dp_mode = fsdp cuts parameters by rows, but {names[p]} is a single number; give "
                 "it the shape (1,), or use dp_mode zero2"
             )
-        if has_gradient_hooks(p):
+        if gradient_hooks(p):
             raise ConfigError(
                 f"dp_mode = fsdp replaces parameters by their rows, and {names[p]} has a hook on "
                 "its gradient, which would be lost; use dp_mode zero2"

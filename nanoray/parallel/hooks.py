@@ -1,6 +1,6 @@
 """What optional features add to a step. The Plan holds a list of hooks, which a plain run leaves empty.
 
-begin ─► forward, backward of all micro batches ─► add_up ─► norm, clip, update ─► commit ─► drop
+begin ─► forward, backward of all micro batches ─► add_up ─► norm, clip, update ─► commit ─► sent ─► drop
 
 feature                                   class
 tied embedding of a pipeline              pp.TiedEmbedding
@@ -9,6 +9,7 @@ running statistics of batch norms         statistics.RunningStatistics
 buffers that a script's forward changes   loose_buffers.LooseBuffers
 error feedback of compressed gradients    compress.Compressor
 gradients that no rank has computed       absent.AbsentGradients
+hooks of a script's optimizer             script.AfterUpdate
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 
 class StepHook:
-    """Work that one feature does at four moments of a step. The defaults do nothing."""
+    """Work that one feature does at these moments of a step. The defaults do nothing."""
 
     def begin(self) -> None:
         """Forget forward passes that belong to no step; called before the first forward."""
@@ -27,6 +28,9 @@ class StepHook:
 
     def commit(self, left_out: Tensor | None = None) -> None:
         """Keep the step's results: the weights have changed, unless `left_out` is 1 on the device."""
+
+    def sent(self) -> None:
+        """Do what needs the updated weights: they are on their way to the ranks that lack them."""
 
     def undo(self) -> None:
         """Undo what the forwards of a step that is not committed have changed."""

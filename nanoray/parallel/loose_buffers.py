@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.errors import ConfigError
-from nanoray.mesh.memory import bytes_of
+from nanoray.mesh.memory import assign, bytes_of
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.batch_norm import BatchNorm
 from nanoray.parallel.hooks import StepHook
-from nanoray.state.modules import Undisturbed, assign, buffers_of, has_extra_state
+from nanoray.state.modules import Undisturbed, buffers_of, has_extra_state
 
 
 def is_loose(model: nn.Module) -> bool:
@@ -51,7 +51,7 @@ class LooseBuffers(StepHook):
 
     def begin(self) -> None:
         self.undo()  # a step that broke
-        self._before = Undisturbed(self._model, attributes=False)
+        self._before = Undisturbed(self._model, side_effects=False)
 
     @torch.no_grad()
     def add_up(self) -> None:

@@ -39,6 +39,7 @@ from nanoray.parallel.local_sgd import Rounds
 from nanoray.parallel.loose_buffers import LooseBuffers, is_loose
 from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import norm_of_owned
+from nanoray.parallel.script import AfterUpdate, Script
 from nanoray.parallel.statistics import RunningStatistics, has_statistics
 from nanoray.parallel.stream import PartialGradients
 from nanoray.parallel.weighted_flow import WeightedFlow
@@ -65,12 +66,13 @@ class Plan:
         loss: Loss,
         scale: Scale,
         mirror: int = 0,
+        script: Script | None = None,
     ) -> None:
         """Prepare `model` for this mesh. (all ranks)
 
         accum: micro batches per step. `scale` is applied to a loss before its backward (fp16).
         mirror: with ZeRO and fsdp, rank r + mirror keeps a second copy of rank r's share; 0: there
-        is none.
+        is none. script: for a model of a script.
 
         All ranks must hold equal weights, or receive them before the first step. Weights that are
         cut or sharded are sent here, by rank 0, because afterwards no rank has all of them.
@@ -142,9 +144,11 @@ class Plan:
             self._hooks.append(AbsentGradients(model, self._mode, mesh, self._compressor))
         elif config.model == "own" and any(not p.requires_grad for p in model.parameters()):
             self._hooks.append(FrozenParameters(model))
-        self._is_loose = is_loose(model)
-        if self._is_loose:
+        if is_loose(model):
             self._hooks.append(LooseBuffers(model, mesh))
+        self._script = script
+        if script and script.after_update:
+            self._hooks.append(AfterUpdate(script.after_update, self._mode.settle))
 
         # The losses that `forward_backward` has returned in the newest step
         self.own_losses: list[Tensor] = []
@@ -266,6 +270,8 @@ class Plan:
             hook.commit(left_out)
         if self._shares_updates:
             self._mode.spread()
+        for hook in self._hooks:
+            hook.sent()
 
     def forget_gathered(self) -> None:
         """Free weights that forwards without a backward have gathered and kept.
@@ -299,9 +305,15 @@ class Plan:
 
     # Other passes than those of a step. They leave the model's buffers as they were.
 
-    def undisturbed(self) -> AbstractContextManager[object]:
-        """Leave the model as it was: what forwards inside change is undone at the end."""
-        return Undisturbed(self.model) if self._is_loose else nullcontext()
+    def undisturbed(self, keep_collected: bool = False) -> AbstractContextManager[object]:
+        """Leave a script's model as it was: what forwards inside change is undone at the end.
+
+        keep_collected: but for what its code puts into lists, dicts, sets and arrays.
+        """
+        # nanoray's own models change nothing outside of a step.
+        if self._script is None:
+            return nullcontext()
+        return Undisturbed(self.model, self._script.code, keep_collected=keep_collected)
 
     def repeat(
         self, batch: Callable[[int], MicroBatch], seed: Seed, look: Callable[[int], None]
@@ -338,7 +350,11 @@ class Plan:
         warm-up also compiles the model, and detects a lack of
         memory, before the first step.
         """
-        with Undisturbed(self.model):
+        # The last group may have broken between its update and what a script does after it.
+        for hook in self._hooks:
+            hook.sent()
+        code = self._script.code if self._script else ()
+        with Undisturbed(self.model, code):
             self._flow.warm_up(self._mode, x, y)
             self._mode.learn()
             self.zero_grad()

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from nanoray.compat import transient_buffers
 from nanoray.errors import CheckpointError
+from nanoray.mesh.memory import assign
+from nanoray.state.side_effects import SideEffects
 from nanoray.state.values import Unsupported, put_together, take_apart
 
 EXTRA = "_extra_state"  # torch's name for the extra state of a module
-_SIMPLE = (bool, int, float, str, type(None), Tensor)  # attributes that a forward may replace
 
 
 class Named(NamedTuple):
@@ -151,26 +152,23 @@ def write_buffers(
                 module._buffers[key] = None
 
 
-@torch.no_grad()
-def assign(tensor: Tensor, value: Tensor) -> None:
-    """Overwrite a tensor in place; one of another shape, or with repeated elements, gets new memory."""
-    strides = zip(tensor.stride(), tensor.shape, strict=True)
-    repeats = any(stride == 0 and size > 1 for stride, size in strides)
-    if tensor.shape == value.shape and not repeats:
-        tensor.copy_(value)
-        return
-    tensor.data = value.to(tensor.device, tensor.dtype, copy=True).contiguous()
-
-
 class Undisturbed:
-    """A model's buffers, extra states, modes and simple attributes, to be restored.
+    """A model's buffers, extra states and modes, and side effects of its code, to be restored.
 
     It copies the buffers. As a context it restores them at the end.
     """
 
-    def __init__(self, model: nn.Module, attributes: bool = True) -> None:
-        """Copy what a forward may change. `attributes`: also numbers, text and tensors that are
-        attributes of modules, such as a counter; it takes a look at each.
+    def __init__(
+        self,
+        model: nn.Module,
+        code: Iterable[Any] = (),
+        side_effects: bool = True,
+        keep_collected: bool = False,
+    ) -> None:
+        """Copy what a forward may change, of the model and of `code` that is called with it.
+
+        side_effects: also attributes, variables and the like, see SideEffects; it takes a look at
+        each. keep_collected: but for what the code puts into lists, dicts, sets and arrays.
         """
         self._model = model
         self._modules = [*model.modules()]
@@ -190,16 +188,10 @@ class Undisturbed:
         tensors, self._values = split(extra_states(model))
         self._tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
-        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        if attributes:
-            for module in self._modules:
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue
-                simple = {}
-                for key, value in vars(module).items():
-                    if isinstance(value, _SIMPLE):
-                        simple[key] = value
-                self._attributes.append((vars(module), simple))
+        # Last, because get_extra_state is code of the script, too.
+        self._effects: SideEffects | None = None
+        if side_effects:
+            self._effects = SideEffects(model, code, keep_collected)
 
     def __enter__(self) -> Undisturbed:
         return self
@@ -209,11 +201,6 @@ class Undisturbed:
 
     def restore(self) -> None:
         """Bring the model back to where it was."""
-        for attributes, simple in self._attributes:
-            for key, value in simple.items():
-                if attributes.get(key) is not value:
-                    attributes[key] = value
-
         for module, buffers, transient in self._buffers:
             same = buffers.keys() == module._buffers.keys()
             if same and all(module._buffers[key] is buffers[key] for key in buffers):
@@ -236,3 +223,5 @@ class Undisturbed:
             set_extra_states(self._model, states)
         for module, training in zip(self._modules, self._modes, strict=True):
             module.training = training
+        if self._effects is not None:
+            self._effects.undo()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nanoray.compat import OPTIMIZER_HOOKS, STATE_HOOKS, without_global_optimizer_hooks
 from nanoray.errors import CheckpointError
 from nanoray.state.values import Unsupported, put_together, take_apart
 
@@ -50,11 +51,11 @@ def name_of(optimizer: Optimizer) -> str:
 
 
 def has_own_state_dict(optimizer: Optimizer) -> bool:
-    """Return whether the class decides itself what its state consists of."""
+    """Return whether the class, or a hook, decides what the optimizer's state consists of."""
     for name in ("state_dict", "load_state_dict"):
         if getattr(type(optimizer), name, None) is not getattr(Optimizer, name):
             return True
-    return False
+    return any(getattr(optimizer, hooks, None) for hooks in STATE_HOOKS)
 
 
 # What is kept for one parameter.
@@ -293,8 +294,8 @@ def copy_of(optimizer: Optimizer, swap: Mapping[Tensor, Tensor | None]) -> Optim
     """Return a copy of an optimizer, without its state, over other parameters.
 
     `swap` has the new parameter of each old one; None: the copy is without it. A group that loses
-    all of its parameters stays, empty. Nothing is constructed anew, so the arguments of the class
-    do not matter.
+    all of its parameters stays, empty. The copy has none of the script's hooks. Nothing is
+    constructed anew, so the arguments of the class do not matter.
     """
     # copy.deepcopy takes what stands in its memo for the copy of an object. So all references to a
     # parameter change, also those in attributes of the optimizer.
@@ -324,8 +325,11 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any], dropped: set[int]) -> Opti
         if isinstance(value, Optimizer) and id(value) not in memo:
             memo[id(value)] = _copy(value, memo, dropped)
     for name, value in vars(optimizer).items():
+        # A script's hooks belong to the steps of the original: a copy is tried, or steps shards.
+        if name in OPTIMIZER_HOOKS:
+            duplicate.__dict__[name] = OrderedDict()
         # A scheduler has replaced `step` by a function of the original.
-        if name != "step":
+        elif name != "step":
             duplicate.__dict__[name] = copy.deepcopy(value, memo)
     for group in duplicate.param_groups:
         group["params"] = [p for p in group["params"] if id(p) not in dropped]
@@ -371,6 +375,11 @@ class Trial(NamedTuple):
             # For an optimizer that draws random numbers. The trial lies on the CPU:
             # torch.manual_seed would seed the generators of GPUs as well, and leave them so.
             torch.default_generator.manual_seed(seed)
+            self.update()
+
+    def update(self) -> None:
+        """Do one step with the gradients that are there, which no hook of the script sees."""
+        with without_global_optimizer_hooks():
             self.optimizer.step()
 
     @property

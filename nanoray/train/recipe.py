@@ -457,7 +457,16 @@ class Recipe:
 
         accum = self.batch_for(mesh).accum
         loss = self.loss_on(mesh)
-        par = self.plan(self.model, mesh, self._cfg, accum, loss, self.scaler.scale, distance)
+        par = self.plan(
+            self.model,
+            mesh,
+            self._cfg,
+            accum,
+            loss,
+            self.scaler.scale,
+            distance,
+            self.task.script,
+        )
         state.take_left()
         # The residue of compression belongs to one group: with other ranks it is void.
         state.memory = par.memory

@@ -22,6 +22,7 @@ from nanoray.models.precision import autocast
 from nanoray.models.resnet import ResNetShape, loss_and_accuracy
 from nanoray.models.sampling import generate
 from nanoray.models.weighted import LossValue
+from nanoray.parallel.script import Script
 from nanoray.run import RunSpec
 from nanoray.state.train_state import Schedule
 from nanoray.train.optim.groups import make_optimizer
@@ -51,6 +52,10 @@ class Task(Protocol):
     @property
     def loss(self) -> Loss | None:
         """The function of a batch's mean loss, or of its sum and weight; None: the model's own."""
+
+    @property
+    def script(self) -> Script | None:
+        """What a step calls of a script besides the model; None: the model is nanoray's own."""
 
     def data(self, device: torch.device) -> Samples:
         """Open the dataset."""
@@ -86,6 +91,7 @@ class ConfiguredTask:
 
     loss: Loss | None = None  # the model returns its mean loss, given targets
     schedule: Schedule | None = None  # the configuration sets the rates
+    script: Script | None = None
 
     def __init__(self, spec: RunSpec) -> None:
         self.spec = spec

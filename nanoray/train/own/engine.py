@@ -50,6 +50,7 @@ from nanoray.train.own.schedule import (
     schedulers_of,
 )
 from nanoray.train.own.settings import loaded_of
+from nanoray.train.own.step_hooks import StepHooks, require_callable_hooks
 from nanoray.train.own.task import Given, LossFn, OwnTask
 from nanoray.train.own.trackers import require_different_trackers
 from nanoray.train.own.trial import fill_lazy_parameters, require_storable
@@ -160,7 +161,15 @@ class RuntimeEngine:
         return self._fit(run, train_data, val_data, steps)
 
     def _fit(self, run: Run, train_data: Any, val_data: Any, steps: int | None) -> dict[str, Any]:
-        given = Given(self.model, self._one, self.loss_fn, self._updated, run, self._schedule)
+        given = Given(
+            self.model,
+            self._one,
+            self.loss_fn,
+            self._updated,
+            run,
+            self._schedule,
+            StepHooks(self._one),
+        )
 
         def task_of(spec: RunSpec) -> OwnTask:
             return OwnTask(given, spec, train_data, val_data, steps)
@@ -178,6 +187,9 @@ class RuntimeEngine:
             require_no_draws(self._one)
         if run.config.sharded:
             require_elementwise(self._one, run.config.dp_mode)
+        trains_a_copy = run.config.dp_mode == "fsdp" and run.rejoin is not None
+        has_whole_model = run.world_size == 1 and not trains_a_copy
+        require_callable_hooks(self._one, run.config, has_whole_model)
 
         # A dry run, or `nanoray inspect`, ends the script here.
         if run.on_fit:

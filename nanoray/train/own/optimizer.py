@@ -174,7 +174,7 @@ def require_no_draws(optimizer: Optimizer) -> None:
                 probe.grad = torch.zeros_like(probe)
             before = torch.get_rng_state()
             with suppress(Exception):  # `require_resumable` has tried it
-                trial.optimizer.step()
+                trial.update()
             draws = not torch.equal(before, torch.get_rng_state())
         if draws:
             raise ConfigError(
@@ -209,14 +209,14 @@ def _compare_with_halves(optimizer: Optimizer, matrix: tuple[int, int]) -> str:
         nothing: dict[Tensor, Tensor | None] = {}
         for group in optimizer.param_groups:
             nothing |= dict.fromkeys(group["params"])
-        copy_of(optimizer, nothing).step()
+        Trial(copy_of(optimizer, nothing), []).update()
         for seed in range(TRIAL_STEPS + STEPS_AFTER):
             gradients = _uneven_gradients(whole, seed)
-            whole.optimizer.step()
+            whole.update()
             for side, half in enumerate(halves):
                 for probe, gradient in zip(half.probes, gradients, strict=True):
                     probe.grad = gradient.flatten().chunk(2)[side].clone()
-                half.optimizer.step()
+                half.update()
     except Exception as error:  # any class of optimizer may come from a user's script
         return f"fails on them ({_first_line(error)})"
 

@@ -18,11 +18,13 @@ from nanoray.forecast.own_models import own_lines
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.models.weighted import LossValue, Weighted, mean_of
+from nanoray.parallel.script import Script
 from nanoray.run import RunSpec
 from nanoray.train.own.call import loss_of
 from nanoray.train.own.run import Run
 from nanoray.train.own.schedule import OwnSchedule
 from nanoray.train.own.shards import cut_optimizer, follow_parameters
+from nanoray.train.own.step_hooks import StepHooks
 from nanoray.train.own.trial import Subject, try_model
 from nanoray.train.tasks import Loss, RankStates
 from nanoray.train.workload import Workload
@@ -44,6 +46,7 @@ class Given:
     updated: dict[str, nn.Parameter]  # the optimizer's parameters, by their names in the model
     run: Run
     schedule: OwnSchedule
+    step_hooks: StepHooks
 
 
 class OwnTask:
@@ -185,7 +188,13 @@ class OwnTask:
                 f"dp_mode = {self._spec.config.dp_mode} leaves rank {self._given.run.rank} no "
                 "element of this small model; use fewer ranks, or dp_mode ddp"
             )
-        return cut_optimizer(own, self._given.updated, held)
+        shards_optimizer = cut_optimizer(own, self._given.updated, held)
+        self._given.step_hooks.follow(shards_optimizer)
+        return shards_optimizer
+
+    @property
+    def script(self) -> Script:
+        return Script((self._given.loss_fn,), self._given.step_hooks.call)
 
     def loss(self, model: nn.Module, x: Any, y: Any) -> LossValue:
         """Return the loss of a batch. Raises ConfigError where a later one is of another kind."""

@@ -25,15 +25,16 @@ from torch.optim import Optimizer
 
 import nanoray
 from nanoray.checkpoint.storable import unstorable
-from nanoray.compat import has_gradient_hooks, tree_leaves, tree_map
+from nanoray.compat import gradient_hooks, tree_leaves, tree_map
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
+from nanoray.mesh.memory import equal_bits
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import autocast
 from nanoray.models.weighted import Weighted
 from nanoray.train.own.call import arguments_of, loss_in, loss_of
 from nanoray.train.own.checks import describe, lazy_parameters
-from nanoray.train.own.untouched import equal_bits, untouched
+from nanoray.train.own.untouched import untouched
 
 # Where the frames of a traceback lie that are not the script's
 LIBRARIES = (
@@ -96,7 +97,8 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
 
     with warnings.catch_warnings(record=True) as seen:
         # Eager: compiled layers are compiled in the warm-up, for the wrapped model.
-        with untouched(model, mesh.device) as traces, torch.compiler.set_stance("force_eager"):
+        eager = torch.compiler.set_stance("force_eager")
+        with untouched(model, mesh.device, [subject.loss_fn]) as traces, eager:
             with autocast(mesh.device.type, config.precision):
                 loss = _forward(subject, x, y)
             _backward(subject, loss, x)
@@ -131,7 +133,7 @@ def _try_on_this_rank(subject: Subject, config: Config, mesh: Mesh) -> list[str]
 
 def notes_on_hooks(model: nn.Module) -> list[str]:
     """Return a note where the script's hooks see the gradients of one rank."""
-    hooked = [name for name, p in model.named_parameters() if has_gradient_hooks(p)]
+    hooked = [name for name, p in model.named_parameters() if gradient_hooks(p)]
     if not hooked:
         return []
     return [

@@ -1,19 +1,17 @@
 """Run a model, and leave it as it was: the trial before step 1 may change nothing of a run.
 
-    weights       compared with a copy afterwards: a forward may write them, also through `.data`
-    gradients     those of before, usually None; and which weights require one
-    attributes    what a forward binds anew on a module, of any type
-    generators    also those that modules have
-    buffers, extra states, modes: state.modules.Undisturbed, as around every other pass
-
-What a forward changes inside of a list, a dict or another object of its own stays changed.
+weights       compared with a copy afterwards: a forward may write them, also through `.data`
+gradients     those of before, usually None; and which weights require one
+attributes    what a forward binds anew on a module, of any type
+generators    also those that modules have
+buffers, extra states, modes, side effects: state.modules.Undisturbed, as around every other pass
 """
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.data.seeding import generators_kept
-from nanoray.mesh.memory import bytes_of
-from nanoray.state.modules import Undisturbed, assign
+from nanoray.mesh.memory import assign, equal_bits
+from nanoray.state.modules import Undisturbed
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 # Of nn.Module itself; Undisturbed restores the buffers
@@ -40,8 +38,8 @@ class Traces:
 
 
 @contextmanager
-def untouched(model: nn.Module, device: torch.device) -> Iterator[Traces]:
-    """Restore the model and the random generators at the end.
+def untouched(model: nn.Module, device: torch.device, code: Iterable[Any] = ()) -> Iterator[Traces]:
+    """Restore the model, the random generators and the side effects of `code` at the end.
 
     Yields traces that are filled then. Costs a copy of the weights in host memory.
     """
@@ -52,7 +50,7 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[Traces]:
     modules = [_Attributes(name, module) for name, module in _plain_modules(model)]
     for p in model.parameters():
         p.grad = None
-    with generators_kept(device), Undisturbed(model):
+    with generators_kept(device), Undisturbed(model, code):
         try:
             yield traces
         finally:
@@ -67,17 +65,14 @@ def untouched(model: nn.Module, device: torch.device) -> Iterator[Traces]:
 
 
 class _Attributes:
-    """The attributes of one module, and the values of the tensors and generators among them."""
+    """The attributes of one module, and the states of the generators among them."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
         self._module = module
         self._before = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
-        self._tensors = {}
         self._generators = {}
         for key, value in self._before.items():
-            if isinstance(value, Tensor):
-                self._tensors[key] = value.detach().clone()
             if isinstance(value, GENERATORS):
                 self._generators[key] = _state_of(value)
 
@@ -94,9 +89,6 @@ class _Attributes:
         for key in attributes.keys() - self._before.keys() - set(_INTERNAL):
             del attributes[key]
         attributes.update(self._before)
-        for key, value in self._tensors.items():
-            if not equal_bits(self._before[key], value):
-                assign(self._before[key], value)
         return used
 
 
@@ -132,15 +124,3 @@ def _same_state(state: Any, other: Any) -> bool:
     # As text, because numpy's states are dicts with arrays. Long arrays would be shown in part.
     with np.printoptions(threshold=1 << 20):
         return repr(state) == repr(other)
-
-
-def equal_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same bits; NaN equals itself.
-
-    Tensors without plain memory (sparse, quantised, of another library) pass for equal.
-    """
-    if a.shape != b.shape:
-        return False
-    if a.layout != torch.strided or a.is_quantized or type(a.data) is not Tensor:
-        return True
-    return torch.equal(bytes_of(a), bytes_of(b))
