@@ -1,6 +1,6 @@
 """What a script's modules, hooks and loss change besides the tensors of the model, to be undone.
 
-A trial, a warm-up, an evaluation, a replay and an audit call the script's code although no step
+A trial, a warm-up, an evaluation and the replay of a bad step call the script's code although no step
 needs it. Such code counts its calls, collects values, and removes its own hooks:
 
     attributes of a module, a class or another object    self.calls += 1
@@ -16,6 +16,8 @@ installed packages, such as a logger or a tracker, keep what they have done. So 
 from __future__ import annotations
 
 import argparse
+import os
+import site
 import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -28,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import nanoray
 from nanoray.compat import global_module_hooks, gradient_hooks
 from nanoray.mesh.memory import assign, equal_bits, has_plain_memory
 
@@ -36,11 +39,19 @@ MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 COLLECTIONS = (*MAPPINGS, list, set, deque)
 NAMESPACES = (SimpleNamespace, argparse.Namespace)
 MOST_ELEMENTS = 10_000  # of a collection whose elements are looked at; a longer one is copied alone
+MOST_BYTES = 1 << 26  # of a tensor or an array that is copied: a larger one is data, and no count
 # Attributes of nn.Module in which the model's tensors and parts lie
 _PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-# Packages that are no part of a script, and the folders of those that pip has installed
-_LIBRARIES = {"torch", "nanoray", *sys.stdlib_module_names} - {"__main__"}
-_INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+# Folders whose modules are no part of a script: the standard library, what pip has installed
+_LIBRARIES = tuple(
+    f"{folder}{os.sep}"
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        site.getusersitepackages(),
+        os.path.dirname(torch.__file__),
+        os.path.dirname(nanoray.__file__),
+    )
+)
 
 
 class SideEffects:
@@ -57,7 +68,8 @@ class SideEffects:
         self._keep_collected = keep_collected
         self._undo: list[Callable[[], None]] = []
         # The packages whose modules make up the model are the script's, wherever they lie.
-        self._packages = {_package_of(type(module)) for module in model.modules()} - _LIBRARIES
+        packages = {_package_of(type(module)) for module in model.modules()}
+        self._packages = packages - {"torch", "nanoray"}
 
         # By identity; the objects are kept, because another one could get the same identity. The
         # model's own tensors are somebody else's task.
@@ -96,7 +108,7 @@ class SideEffects:
             pass
         elif isinstance(value, nn.Module):
             self._visit_module(value)
-        elif type(value) in COLLECTIONS:
+        elif self._is_collection(value):
             self._remember_collection(value)
         elif isinstance(value, tuple):
             self._todo.extend(value[:MOST_ELEMENTS])
@@ -126,11 +138,16 @@ class SideEffects:
                 names.append(name)
         # torch and nanoray may bind attributes of their own modules for good in the first forward.
         forget = attributes.pop if self._is_own(type(module)) else None
+        # What nanoray's modules keep in other objects and in tensors is known to nanoray.
+        if _package_of(type(module)) == "nanoray":
+            names = [name for name in names if isinstance(attributes[name], VALUES)]
+            self._seen |= {id(attributes[name]): attributes[name] for name in names}
         self._remember_names(attributes, attributes.__setitem__, forget, names)
         self._todo.append(type(module))
 
     def _visit_class(self, kind: type) -> None:
         """Remember attributes of a class and its bases, and look at their functions."""
+        self._todo.extend(kind.__bases__)
         if not self._is_own(kind):
             return
         names = [
@@ -142,7 +159,6 @@ class SideEffects:
             function = getattr(value, "__func__", value)  # of a static method or a class method
             if isinstance(function, FunctionType):
                 self._todo.append(function)
-        self._todo.extend(kind.__bases__)
 
     def _visit_function(self, function: FunctionType) -> None:
         if not self._is_own(function):
@@ -163,14 +179,21 @@ class SideEffects:
 
     def _is_own(self, thing: Any) -> bool:
         """Return whether a class, a function or a module is the script's, and not a library's."""
-        package = _package_of(thing)
-        if package in self._packages or thing in NAMESPACES:
+        if _package_of(thing) in self._packages or thing in NAMESPACES:
             return True
-        if package in _LIBRARIES:
-            return False
-        name = thing.__name__ if isinstance(thing, ModuleType) else thing.__module__
-        file = getattr(sys.modules.get(name or ""), "__file__", None) or ""
-        return not file.startswith(_INSTALLED)
+        name = _module_of(thing)
+        module = sys.modules.get(name)
+        # What the driver has sent by value belongs to no module here.
+        if module is None or name == "__main__":
+            return True
+        file = getattr(module, "__file__", None)
+        return file is not None and not file.startswith(_LIBRARIES)
+
+    def _is_collection(self, value: Any) -> bool:
+        """Return whether a value is a collection of Python, or of a class of the script like it."""
+        if type(value) in COLLECTIONS:
+            return True
+        return isinstance(value, (dict, list, set, deque)) and self._is_own(type(value))
 
     # What is remembered, and how it is put back.
 
@@ -188,8 +211,10 @@ class SideEffects:
 
         `forget` removes a name that is new; None: new ones stay.
         """
-        before = {name: namespace[name] for name in (namespace if names is None else names)}
-        known = set(namespace)
+        known = dict(namespace)  # a copy: a thread of the script may add to it meanwhile
+        before = known
+        if names is not None:
+            before = {name: known[name] for name in names if name in known}
         self._todo.extend(before.values())
 
         def undo() -> None:
@@ -199,7 +224,7 @@ class SideEffects:
                     bind(name, value)
             if forget is None:
                 return
-            for name in namespace.keys() - known:
+            for name in dict(namespace).keys() - known.keys():
                 value = namespace[name]
                 if _is_plain(value) and not self._is_kept(value):
                     forget(name)
@@ -226,9 +251,13 @@ class SideEffects:
             self._undo.append(undo)
 
     def _remember_collection(self, value: Any) -> None:
-        before = value.copy()
+        before: Any = dict(value) if isinstance(value, dict) else [*value]
         if len(before) <= MOST_ELEMENTS:
             self._todo.extend(before.values() if isinstance(before, dict) else before)
+        # A class of the script may have attributes, too.
+        if type(value) not in COLLECTIONS and hasattr(value, "__dict__"):
+            attributes = vars(value)
+            self._remember_names(attributes, attributes.__setitem__, attributes.pop)
 
         def undo() -> None:
             if not _is_same(value, before):
@@ -240,6 +269,8 @@ class SideEffects:
     def _remember_array(self, array: Any) -> None:
         if self._keep_collected or array.dtype.hasobject or not array.flags.writeable:
             return
+        if array.nbytes > MOST_BYTES:
+            return
         before = array.copy()
 
         def undo() -> None:
@@ -250,6 +281,8 @@ class SideEffects:
     def _remember_tensor(self, tensor: Tensor) -> None:
         """Remember the elements of a tensor that is no part of the model, nor of a graph."""
         if self._keep_collected or not tensor.is_leaf or not has_plain_memory(tensor):
+            return
+        if tensor.nbytes > MOST_BYTES:
             return
         before = tensor.detach().clone()
 
@@ -292,10 +325,13 @@ class SideEffects:
         return self._is_own(hook if isinstance(hook, FunctionType) else type(hook))
 
 
+def _module_of(thing: Any) -> str:
+    """Return the name of the module of a class or a function, or of a module."""
+    return str((thing.__name__ if isinstance(thing, ModuleType) else thing.__module__) or "")
+
+
 def _package_of(thing: Any) -> str:
-    """Return the first part of the name of the module that has a class, a function or a module."""
-    name = thing.__name__ if isinstance(thing, ModuleType) else thing.__module__
-    return str(name or "").partition(".")[0]
+    return _module_of(thing).partition(".")[0]
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -316,7 +352,7 @@ def _is_same(value: Any, before: Any) -> bool:
     if len(value) != len(before):
         return False
     if isinstance(value, set):
-        return bool(value == before)
+        return all(element in value for element in before)
     if isinstance(value, dict):
         pairs = zip(value.items(), before.items(), strict=True)
         return all(a is b and x is y for (a, x), (b, y) in pairs)

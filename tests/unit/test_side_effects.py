@@ -42,6 +42,10 @@ class Counting:
         return self.calls, [*self.seen], Counting.of_all
 
 
+class OwnList(list[int]):
+    """A class that derives from a collection."""
+
+
 def closure() -> tuple[Callable[..., None], Callable[[], Any]]:
     calls = 0
 
@@ -107,6 +111,7 @@ KINDS: dict[str, Callable[[], tuple[Callable[..., None], Callable[[], Any]]]] = 
     "OrderedDict": lambda: collected(OrderedDict(a=1, b=2), lambda v: v.move_to_end("a")),
     "Counter": lambda: collected(Counter("ab"), lambda v: v.update("abc")),
     "defaultdict": lambda: collected(defaultdict(int), lambda v: v.update(x=v["y"] + 1)),
+    "a list of the script's own": lambda: collected(OwnList([1]), lambda v: v.append(v.pop() + 1)),
     "set": lambda: collected({1}, lambda v: v.add(2)),
     "deque": lambda: collected(deque([1, 2], maxlen=2), lambda v: v.append(3)),
     "array": lambda: collected(np.zeros(3), add_one),
