@@ -73,6 +73,7 @@ class SideEffects:
 
         # By identity; the objects are kept, because another one could get the same identity. The
         # model's own tensors are somebody else's task.
+        self._modules = set(model.modules())
         self._seen: dict[int, Any] = {}
         for tensor in (*model.parameters(), *model.buffers()):
             self._seen[id(tensor)] = tensor
@@ -130,6 +131,12 @@ class SideEffects:
         if isinstance(module, torch.jit.ScriptModule):
             return
         attributes = vars(module)
+        # Beside the model: a moving average of its weights, or a metric, which an evaluation fills.
+        if module not in self._modules:
+            if self._keep_collected:
+                return
+            for part in _PARTS[:3]:
+                self._todo.extend(attributes[part].values())
         names = []
         for name, value in attributes.items():
             if "_hooks" in name and type(value) in MAPPINGS:
@@ -282,7 +289,7 @@ class SideEffects:
         """Remember the elements of a tensor that is no part of the model, nor of a graph."""
         if self._keep_collected or not tensor.is_leaf or not has_plain_memory(tensor):
             return
-        if tensor.nbytes > MOST_BYTES:
+        if tensor.nbytes > MOST_BYTES and not isinstance(tensor, nn.Parameter):
             return
         before = tensor.detach().clone()
 

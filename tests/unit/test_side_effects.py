@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import tests.harness.own_runs as other_module
 from nanoray.parallel.touch import touch
@@ -190,6 +191,24 @@ def test_an_evaluation_keeps_what_it_collects_and_nothing_else() -> None:
     calls, hidden, outputs, first = model.read()
     assert (calls, hidden, first) == (0, None, None)
     assert len(outputs) == 1
+
+
+def test_a_module_beside_the_model_is_undone_but_for_evaluations() -> None:
+    """A moving average that a hook updates, and a metric that an evaluation fills."""
+    model = nn.Linear(2, 2)
+    average = AveragedModel(model)
+    model.weight.register_post_accumulate_grad_hook(lambda p: average.update_parameters(model))
+    with torch.no_grad():
+        model.weight.add_(1)
+    before = {name: tensor.clone() for name, tensor in average.state_dict().items()}
+    with Undisturbed(model):
+        model(torch.ones(2)).sum().backward()
+        assert average.n_averaged == 1
+    after = average.state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    with Undisturbed(model, keep_collected=True):
+        model(torch.ones(2)).sum().backward()
+    assert average.n_averaged == 1
 
 
 def test_a_hook_that_removes_itself_is_there_again() -> None:
