@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -28,6 +29,7 @@ from nanoray.kube.kustomize import build, containers, json_patch, to_yaml
 from nanoray.kube.render import KUBE_DIR, entrypoint, job_name, render
 from nanoray.kube.rules import DRAIN, cluster_spec, groups, problems, quantity, templates
 from tests.harness.foreign import written_gpt2
+from tests.harness.pods import missing
 
 ROOT = KUBE_DIR.parent
 OVERLAYS = sorted(path.name for path in (KUBE_DIR / "overlays").iterdir())
@@ -1205,6 +1207,65 @@ def test_a_pod_starts_ray_again_when_a_busy_node_was_too_slow(which: str, tmp_pa
     process.communicate(timeout=60)
     assert process.returncode == 7
     assert (tmp_path / "calls").read_text().splitlines().count("start --block") == 6
+
+
+# A `ray` with the processes of a node. At SIGTERM it waits for the raylet's end, or asks a head that is gone.
+_NODE = """#!/bin/bash
+for name in /opt/raylet ray::IDLE ray::DashboardAgent ray::RuntimeEnvAgent ray::Worker.run; do
+  (exec -a "$name" /bin/sleep 1000) &
+  echo $! > "$FOLDER/${name##*/}"
+done
+trap 'echo drained >> "$FOLDER/calls"' TERM
+touch "$FOLDER/runs"
+while [ "$HEADLESS" ] || kill -0 "$(cat "$FOLDER/raylet")"; do /bin/sleep 0.05; done
+exit 1
+"""
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("headless", ["", "yes"])
+def test_a_pod_that_is_deleted_ends_when_no_rank_is_left_in_it(
+    headless: str, tmp_path: Path
+) -> None:
+    """While a rank is there, the notice is the rank's. Afterwards Ray alone would wait for its end:
+    the run's CPUs are still reserved on the node, or its head is gone.
+    """
+    (job,) = [o for o in build(KUBE_DIR / "overlays" / "cpu" / "job") if o["kind"] == "RayJob"]
+    container = _worker(job)["template"]["spec"]["containers"][0]
+    for name, text in (("ray", _NODE), ("sleep", "#!/bin/bash\nexec /bin/sleep 0.1\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "FOLDER": str(tmp_path), "HEADLESS": headless}
+    env["KUBERAY_GEN_RAY_START_CMD"] = "ray start --block"
+    own = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child=SIGKILL"]
+    # With a shell of its own in the namespace: its pids are those that the stand-in writes.
+    command = [*own, *container["command"], *container["args"]]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        _wait(lambda: (tmp_path / "runs").exists())
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        (init,) = [int(pid) for pid in children.read_text().split()]
+        os.kill(init, signal.SIGTERM)
+        _wait(lambda: (tmp_path / "calls").exists())
+        time.sleep(3.0)  # 30 of its seconds
+        assert process.poll() is None, "a rank is there, and may save"
+
+        rank = (tmp_path / "ray::Worker.run").read_text().strip()
+        enter = ["nsenter", "--target", str(init), "--pid", "--mount"]
+        subprocess.run([*enter, "/bin/bash", "-c", f"kill -KILL {rank}"], check=True)
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert printed == "nothing runs on this node any more: it ends before its notice\n"
+    assert process.returncode == (137 if headless else 1)
+
+
+def _wait(ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
