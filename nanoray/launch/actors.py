@@ -47,6 +47,7 @@ START_TRIES = 3  # how often a new actor may die before it is ready
 # Ray starts a process within seconds where its slot has room. Each further try waits twice as long:
 # on a very busy machine a process may be slow.
 PENDING_S = 20.0
+SPARES_LOOK_S = 2.0  # between two looks at the nodes of the spares: each is a question to the head
 
 
 class Spare(NamedTuple):
@@ -54,7 +55,7 @@ class Spare(NamedTuple):
 
     actor: Any
     ready: Any  # its pending `ready`
-    node: str  # on which it was started
+    node: str  # to which it is bound
 
 
 def _no_check() -> None:
@@ -100,6 +101,7 @@ class ActorPool:
 
         # Actors without a slot.
         self.spares: list[Spare] = []
+        self._spares_due_at = 0.0  # monotonic seconds of the next look at their nodes
         self.promoted: set[int] = set()  # slots that a spare took since the last fault
 
         # Slots whose actor may be on another node than the slot's bundle; and further actors for
@@ -368,33 +370,61 @@ class ActorPool:
         On CPUs they rehearse a step. On GPUs they must not: a backward pass would fix for the whole
         process that it has no GPU.
         """
-        on_cpus = self.place.kind == "cpu"
-        while len(self.spares) < count and self.head_answers():
-            node = self._node_for_spare()
+        now = self.clock.monotonic()
+        if not count or now < self._spares_due_at or not self.head_answers():
+            return
+        self._spares_due_at = now + SPARES_LOOK_S
+        nodes = [node for node in nodes_of(self.api) if node["id"] not in self.drained_nodes]
+        self._drop_lost_spares({node["id"] for node in nodes})
+
+        while len(self.spares) < count:
+            node = self._node_for_spare(nodes)
+            if not node:
+                break
+            # Ray places an actor that asks for nothing on a random node, unless its affinity is
+            # hard: then it ends with that node, or fails to start there, and the next look sees it.
             spare = self.new_actor(
                 None,
-                rehearse=on_cpus,
+                rehearse=self.place.kind == "cpu",
                 num_cpus=0,
                 num_gpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=on_cpus),
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
             )
             self.spares.append(Spare(spare, spare.ready.remote(), node))
 
-    def _node_for_spare(self) -> str:
-        """Return the node with the fewest ranks and spares for its size.
+    def _drop_lost_spares(self, nodes: Collection[str]) -> None:
+        """Forget the spares that died; end those that are on none of these nodes.
 
-        On CPUs also one without ranks: a spare holds nothing of it. A device is on its rank's node.
+        A drained node ends, and its pod is replaced, when no process of ours is there any more.
         """
-        taken = Counter(fact["node"] for fact in self.facts.values())
-        taken.update(spare.node for spare in self.spares)
-        room = dict.fromkeys(dict.fromkeys(fact["node"] for fact in self.facts.values()), 1)
-        if self.place.kind == "cpu":
-            for node in nodes_of(self.api):
-                ranks = room_on([node], self.place.bundle, "total")
-                if ranks:  # the head of a cluster may have none
-                    room[node["id"]] = ranks
-        usable = [node for node in room if node not in self.drained_nodes]
-        return min(usable or room, key=lambda node: taken[node] / room[node])
+        for spare in list(self.spares):
+            if spare.node not in nodes:
+                self.kill(spare.actor)
+                self.spares.remove(spare)
+                continue
+            done, _ = self.api.wait([spare.ready], timeout=0)
+            try:
+                if done:
+                    self.api.get(spare.ready)
+            except RayError:
+                self.spares.remove(spare)
+
+    def _node_for_spare(self, nodes: list[dict[str, Any]]) -> str:
+        """Return which of these nodes has the fewest ranks and spares for its size; "" if none may.
+
+        On CPUs a node without ranks may, because a spare holds nothing of it, but not the head,
+        which may have no memory for one. A device is on its rank's node.
+        """
+        ranks = Counter(fact["node"] for fact in self.facts.values())
+        spares = Counter(spare.node for spare in self.spares)
+        load = {}
+        for node in nodes:
+            name = node["id"]
+            room = room_on([node], self.place.bundle, "total")
+            may_move_there = self.place.kind == "cpu" and room and not node["is_head"]
+            if ranks[name] or may_move_there:
+                load[name] = (ranks[name] + spares[name]) / max(1, room)
+        return min(load, key=lambda name: load[name], default="")
 
     def _take_spare(self, slot: int) -> Any:
         """Assign a ready spare to a slot and return it; None if there is none that fits."""
@@ -410,14 +440,19 @@ class ActorPool:
                 # The slot's device is on the node of the lost actor.
                 if self.place.kind != "cpu" and node != lost["node"]:
                     continue
-                self.spares.remove(spare)
+                self._remove_spare(spare)
                 spare.actor.take_slot.remote(slot, lost["devices"])
                 self.promoted.add(slot)
                 self.displaced.add(slot)
                 return spare.actor
-            except RayError:  # it died in its imports: `add_spares` starts another one
-                self.spares.remove(spare)
+            except RayError:  # it died in its imports
+                self._remove_spare(spare)
         return None
+
+    def _remove_spare(self, spare: Spare) -> None:
+        """Forget a spare; `add_spares` starts another one at once."""
+        self.spares.remove(spare)
+        self._spares_due_at = 0.0
 
     # What is known of actors.
 

@@ -33,8 +33,11 @@ from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import Slots, cpu_share
 from nanoray.environment import environment, restored
 from nanoray.errors import PlacementError
+from nanoray.launch.node_errors import NodeErrors
 from nanoray.launch.ray_compat import (
+    HEAD_RESOURCE,
     available_per_node,
+    errors_of_nodes,
     has_tokens,
     prepared_processes,
     refuses_token,
@@ -105,7 +108,8 @@ def connected(
                 )
             if handles_signals:
                 stop.install()  # Ray has put its own handler for SIGTERM in the place of ours
-            yield
+            with errors_of_nodes(NodeErrors().show):
+                yield
         finally:
             if temp or not last:
                 _disconnect(temp)
@@ -311,6 +315,14 @@ def dial(address: str) -> None:
     host, _, port = address.rpartition(":")
     if port.isdigit() and "://" not in address:
         socket.create_connection((host, int(port)), timeout=5).close()
+
+
+def addresses_of(address: str) -> set[str]:
+    """Return the network addresses that the name in HOST:PORT has now; none if it is unknown."""
+    host = address.rpartition(":")[0].strip("[]")
+    with suppress(OSError):
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    return set()
 
 
 @dataclass(frozen=True)
@@ -591,12 +603,16 @@ def strategy(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrat
 
 
 def nodes_of(api: Any) -> list[dict[str, Any]]:
-    """Return id, address, total and available resources of each node that is alive."""
+    """Return id, address, total and available resources of each node that is alive.
+
+    `is_head`: whether the cluster's head is on it.
+    """
     available = available_per_node(api)
     return [
         {
             "id": node["NodeID"],
             "ip": node["NodeManagerAddress"],
+            "is_head": HEAD_RESOURCE in node["Resources"],
             "total": node["Resources"],
             "available": available.get(node["NodeID"], {}),
         }

@@ -15,6 +15,7 @@ import ray
 from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
 TOKENS_SINCE = (2, 52)  # the first Ray that can ask for a token
+HEAD_RESOURCE = "node:__internal_head__"  # a resource that the head's node alone has
 
 
 def has_tokens(version: str = ray.__version__) -> bool:
@@ -127,6 +128,29 @@ def prepared_processes(prepare: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
+
+
+@contextmanager
+def errors_of_nodes(show: Callable[[str], None]) -> Iterator[None]:
+    """Pass errors that nodes report to `show`, where Ray would print them.
+
+    Ray has no setting for that either, so the function that prints them is replaced meanwhile.
+    """
+    printer: Any = ray._private.worker
+    original = printer.print_to_stdstream
+
+    def print_to_stdstream(data: dict[str, Any], *args: Any, **options: Any) -> None:
+        if data["pid"] != "raylet":
+            original(data, *args, **options)
+            return
+        for error in data["lines"]:
+            show(error)
+
+    printer.print_to_stdstream = print_to_stdstream
+    try:
+        yield
+    finally:
+        printer.print_to_stdstream = original
 
 
 def is_pending(api: Any, actor: Any) -> bool:

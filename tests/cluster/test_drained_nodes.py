@@ -25,8 +25,10 @@ from tests.harness.cluster import (
     assert_same_run,
     assert_same_weights,
     finish,
+    in_driver,
     living_nodes,
     losses,
+    nodes_of_actors,
     only_report,
     only_run,
     pid_of,
@@ -126,6 +128,8 @@ def test_a_rank_outside_of_its_slot_goes_back_when_a_new_node_joins(
         driver = start_training(head, recipe, tmp_path / "run", *flags)
         # Until then the spares have started: they need a few seconds, and these steps ten or more.
         wait_for(lambda: "step   1000/" in driver.output, process=driver)
+        assert nodes_of_actors(head, "spare") == sorted(living_nodes(head))
+        assert nodes_of_actors(head, "rank") == sorted(living_nodes(head))
         pod.send_signal(signal.SIGTERM)
         wait_for(lambda: "a spare) joins" in driver.output, process=driver)
         with ray_node(head):
@@ -149,6 +153,37 @@ def test_a_rank_outside_of_its_slot_goes_back_when_a_new_node_joins(
     undisturbed(recipe, tmp_path / "clean", *clean)
     assert_same_losses(tmp_path / "run", tmp_path / "clean")
     assert_same_weights(tmp_path / "run", tmp_path / "clean")
+
+
+SPARES = """
+from pathlib import Path
+from nanoray.config import make_config
+from nanoray.data.prepare import DatasetInfo
+from nanoray.launch.actors import ActorPool
+from nanoray.launch.placement import Placement
+from nanoray.run import RunSpec
+config = make_config(
+    {"global_batch_size": 12, "workers": 2, "cpus_per_worker": 1}
+)
+place = Placement.make(config)
+data = DatasetInfo("words", "", Path("/none"), "uint16", 65, 1000, 100, "", "", {})
+pool = ActorPool(RunSpec(config, data, Path("/none/run"), 0.0), place)
+pool.create()
+pool.add_spares(4)
+ranks = [ray.get(actor.ready.remote())["node"] for actor in pool.actors.values()]
+spares = [ray.get(spare.ready)["node"] for spare in pool.spares]
+pool.end()
+print(json.dumps([ranks, spares]))
+"""
+
+
+def test_spares_are_on_the_nodes_of_ranks_and_not_on_the_head(head: Cluster) -> None:
+    """The head has a CPU to spare. Ray itself would place an actor that asks for nothing anywhere."""
+    with ray_node(head, "--num-cpus=2"):
+        _, node = living_nodes(head)
+        ranks, spares = in_driver(head, SPARES)
+    assert ranks == [node] * 2
+    assert spares == [node] * 4
 
 
 PENDING = """

@@ -266,6 +266,12 @@ def living_nodes(cluster: Cluster) -> list[str]:
     return [node["node_id"] for node in sorted(nodes, key=lambda node: not node["is_head_node"])]
 
 
+def nodes_of_actors(cluster: Cluster, role: str) -> list[str]:
+    """Return the ids of the nodes of a run's living actors, of ranks (`rank`) or spares (`spare`)."""
+    actors = cluster.states("actors", state="ALIVE")
+    return sorted(a["node_id"] for a in actors if f"-{role}" in str(a["name"]))
+
+
 def end_session(leader: subprocess.Popen[Any] | Command, grace_s: float = 0.0) -> None:
     """End a process that a test started as a session leader, and what is left of its session."""
     if grace_s:

@@ -39,6 +39,7 @@ from nanoray.launch.actors import ActorPool
 from nanoray.launch.driver import Driver
 from nanoray.launch.placement import Placement
 from nanoray.launch.rank_end import end_process
+from nanoray.launch.ray_compat import HEAD_RESOURCE
 from nanoray.launch.signals import Stop
 from nanoray.launch.worker import Heartbeat
 from nanoray.launch.worker_group import WorkerGroup
@@ -52,6 +53,7 @@ START_S = 2.0  # from the creation of an actor until it is ready
 STEP_S = 1.0
 GO_ON_S = 0.005  # until a waiting rank has taken the next attempt; it still answers that it waits
 DRIVER_NODE = "d" * 56
+HEAD_NODE = "e" * 56  # has CPUs, and no rank
 RUN_S = 40.0  # a group that trains so long without a fault has finished
 
 
@@ -137,7 +139,7 @@ class Actor:
         self.trained, self.kept = False, 0
         self.collectives = 0  # that it has started
         self.avoids: list[str] = []  # nodes on which Ray must not place it
-        self.home = node_id(0) if slot is None else ""  # a spare's node, also once it has a slot
+        self.home = ""  # a spare's node, also once it has a slot
 
     def __getattr__(self, method: str) -> Any:
         def remote(*args: Any) -> Ref:
@@ -254,6 +256,7 @@ class ScriptedRay:
     lost_requests: dict[int, int] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)  # their names
     reserved: str = "CREATED"  # the state of the placement group
+    lost_nodes: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.pids = itertools.count(1000)
@@ -278,14 +281,26 @@ class ScriptedRay:
         worker = SimpleNamespace(global_worker=SimpleNamespace(gcs_client=gcs))
         state = SimpleNamespace(state=state, available_resources_per_node=free, actors=record)
         self._private = SimpleNamespace(state=state, worker=worker)
-        self.nodes = lambda: [
-            {"NodeID": "free", "NodeManagerAddress": "", "Resources": {}, "Alive": True}
-        ]
         self.get_runtime_context = lambda: SimpleNamespace(
             gcs_address=address, get_node_id=lambda: DRIVER_NODE
         )
 
     # ray's surface
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return the head's node, one of each rank, and one whose room is `room`."""
+        resources: dict[str, dict[str, float]] = {HEAD_NODE: {HEAD_RESOURCE: 1.0, "CPU": 8.0}}
+        resources |= {node_id(slot): {"CPU": 1.0} for slot in range(self.workers)}
+        resources["free"] = {}
+        return [
+            {
+                "NodeID": node,
+                "NodeManagerAddress": "",
+                "Resources": amounts,
+                "Alive": node not in self.lost_nodes,
+            }
+            for node, amounts in resources.items()
+        ]
 
     def remote(self, **_: Any) -> Callable[[Any], Any]:
         def options(**given: Any) -> Any:
@@ -302,8 +317,12 @@ class ScriptedRay:
 
     def _create(self, slot: int | None, given: dict[str, Any]) -> Actor:
         actor = Actor(self, slot, given["name"])
-        for label in getattr(given["scheduling_strategy"], "hard", []):
+        where = given["scheduling_strategy"]
+        for label in getattr(where, "hard", []):
             actor.avoids += label.operator.values
+        if slot is None:
+            # Ray places what asks for nothing on any node, unless its affinity is hard.
+            actor.home = HEAD_NODE if where.soft else where.node_id
         self.created.append(actor)
         if self.head.fileno() < 0:
             self.without_head.append(actor.name)  # Ray would wait for ever
@@ -395,7 +414,7 @@ class ScriptedRay:
         else:
             self.time.after(
                 self.start_s,
-                lambda: ref.set(actor.facts if actor.slot is not None else {"node": node_id(0)}),
+                lambda: ref.set(actor.facts if actor.slot is not None else {"node": actor.home}),
             )
 
     def on_take_slot(self, actor: Actor, ref: Ref, slot: int, devices: list[str]) -> None:

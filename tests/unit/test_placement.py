@@ -4,6 +4,8 @@ over the head.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import itertools
 import signal
 import socket
@@ -16,14 +18,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import GetTimeoutError
 
+import nanoray
 from nanoray.config import load_config
 from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError, PlacementError
-from nanoray.launch import placement
-from nanoray.launch.cluster_watch import HEAD_TIMEOUT_S, LEAVE_S, ClusterWatch
-from nanoray.launch.placement import Placement, connected
+from nanoray.launch import cluster_watch, placement
+from nanoray.launch.cluster_watch import HEAD_COMING, HEAD_TIMEOUT_S, LEAVE_S, ClusterWatch
+from nanoray.launch.node_errors import NodeErrors
+from nanoray.launch.placement import Placement, addresses_of, connected
+from nanoray.launch.ray_compat import errors_of_nodes
 from nanoray.launch.signals import Stop, StopRequested
 from tests.harness.scripted_ray import ScriptedTime
 
@@ -418,6 +424,129 @@ def test_a_head_that_is_gone_is_known_at_once_and_reported_after_a_while() -> No
         assert cluster.trouble() == ""
         cluster._answered_at -= 300.0 - HEAD_TIMEOUT_S
         assert cluster.trouble() == "the cluster's head has not answered for 300 s"
+
+
+@pytest.mark.parametrize("sign", ["listens", "moved"])
+def test_a_run_waits_longer_while_a_head_is_on_its_way(
+    sign: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy node it starts several times. It is on its way when its name has another address, or
+    when something listens again that does not answer yet.
+    """
+    clock = ScriptedTime()
+    cluster, head, _, _ = watch(clock)
+
+    def starting(*_: Any) -> bytes:
+        raise RuntimeError("failed to connect to GCS")
+
+    with cluster, contextlib.ExitStack() as stack:
+        assert cluster.head_answers()
+        port = head.getsockname()[1]
+        head.close()
+        cluster.check()
+        assert cluster.patience_s == HEAD_TIMEOUT_S
+        gcs = cluster._api._private.worker.global_worker.gcs_client
+        answer, gcs.internal_kv_get = gcs.internal_kv_get, starting
+        if sign == "listens":
+            head = stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        else:
+            monkeypatch.setattr(cluster_watch, "addresses_of", lambda _: {"10.0.0.7"})
+        cluster.check()
+        clock.sleep(HEAD_TIMEOUT_S + 1)
+        assert cluster.trouble() == ""
+        clock.sleep(HEAD_TIMEOUT_S * (HEAD_COMING - 1))
+        late = "the cluster's head has not answered for 22.5 s, although a new one is on its way"
+        assert cluster.trouble() == late
+
+        # It answers: the next loss is one of its own.
+        if sign == "moved":
+            head = stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        gcs.internal_kv_get = answer
+        assert cluster.head_answers()
+        assert (cluster.trouble(), cluster.patience_s) == ("", HEAD_TIMEOUT_S)
+
+
+def test_a_frozen_head_is_not_on_its_way() -> None:
+    """The kernel accepts connections for it."""
+    clock = ScriptedTime()
+    cluster, head, _, _ = watch(clock)
+
+    def frozen(*_: Any) -> bytes:
+        raise TimeoutError
+
+    with cluster, head:
+        assert cluster.head_answers()
+        cluster._api._private.worker.global_worker.gcs_client.internal_kv_get = frozen
+        clock.sleep(HEAD_TIMEOUT_S + 1)
+        cluster.check()
+        assert cluster.trouble() == "the cluster's head has not answered for 15 s"
+
+
+@pytest.mark.parametrize(
+    ("address", "found"),
+    [
+        ("127.0.0.1:6379", {"127.0.0.1"}),
+        ("[::1]:6379", {"::1"}),
+        ("no-such-head.invalid:6379", set()),
+    ],
+)
+def test_the_addresses_of_a_head(address: str, found: set[str]) -> None:
+    assert addresses_of(address) == found
+
+
+# What nodes report.
+
+RAYLET_ENDED = (
+    "Raylet is terminated. Termination is unexpected. Possible reasons include: (1) SIGKILL by the "
+    "user or system OOM killer, (2) Invalid memory access from Raylet causing SIGSEGV or SIGBUS, (3) "
+    "Other termination signals. Last 20 lines of the Raylet logs:\n"
+) + "    [2026-11-26 12:00:00,000 C 7 7] (raylet) node_manager.cc:1: Check failed\n" * 20
+
+
+def test_what_nodes_report_is_one_line_for_both_agents(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ray prints it by this function; the agents of a node report the same within seconds."""
+    clock = ScriptedTime()
+
+    def report(error: str) -> None:
+        data = {"lines": [error], "pid": "raylet", "is_err": False}
+        ray._private.worker.print_to_stdstream(data, ignore_prefix=False)
+
+    short = "Raylet is terminated. Termination is unexpected. (more in the log of its node, or pod)"
+    before = ray._private.worker.print_to_stdstream
+    with errors_of_nodes(NodeErrors(clock).show):
+        report(RAYLET_ENDED)
+        clock.sleep(2.0)
+        report(RAYLET_ENDED)
+        report("The node with node id ab has been marked dead")
+        assert capsys.readouterr().out.splitlines() == [
+            f"ray    a node reports: {short}",
+            "ray    a node reports: The node with node id ab has been marked dead",
+        ]
+        clock.sleep(46.0)  # the next try of the same pod
+        report(RAYLET_ENDED)
+        assert capsys.readouterr().out == f"ray    a node reports: {short}\n"
+    assert ray._private.worker.print_to_stdstream is before
+
+
+# Actors and tasks that ask for nothing.
+
+
+def test_what_asks_for_no_resource_is_bound_to_a_node() -> None:
+    """Ray places it on any node, the head included, unless its affinity is hard."""
+    found = []
+    for path in sorted(Path(nanoray.__file__).parent.rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            given = {word.arg: ast.unparse(word.value) for word in call.keywords if word.arg}
+            where = f"{path.name}:{call.lineno}"
+            if ast.unparse(call.func).endswith("NodeAffinitySchedulingStrategy"):
+                assert given.get("soft") == "False", where
+            if given.get("num_cpus") == "0":
+                found.append(path.name)
+                asks = given.get("num_gpus", "0") != "0"
+                assert asks or "scheduling_strategy" in given, where
+    assert found == ["actors.py", "placement.py", "rank_end.py"]
 
 
 def test_another_head_in_the_place_of_the_old_one_is_asked_nothing_more() -> None:

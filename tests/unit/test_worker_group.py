@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,13 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import Position, Watchdog
 from nanoray.faults.progress import ProgressFile
-from nanoray.launch.actors import ActorPool
+from nanoray.launch.actors import SPARES_LOOK_S, ActorPool
 from nanoray.launch.fault_log import LOG_LINES
 from nanoray.launch.rank_end import EXIT_RECORD_S, end_hung, read_result
 from nanoray.launch.worker_group import WorkerGroup
 from nanoray.mesh.rendezvous import BackendChoice
 from nanoray.run import recovers_in_place
-from tests.harness.scripted_ray import Actor, Ref, Run
+from tests.harness.scripted_ray import HEAD_NODE, Actor, Ref, Run, node_id
 
 
 def started(folder: Path, workers: int = 3, **config: Any) -> tuple[Run, WorkerGroup]:
@@ -258,6 +259,70 @@ def test_a_spare_on_another_node_has_not_the_device_of_the_slot(tmp_path: Path) 
     assert run.ray.orders[-1] == "start 2"
     group.pool.fill(0)
     assert run.ray.orders[-1] == "spare takes 0"
+
+
+def test_spares_are_where_ranks_are_and_not_on_the_head(tmp_path: Path) -> None:
+    """Ray places what asks for nothing anywhere. The head has most room, and no rank."""
+    run, group = started(tmp_path, spares=4)
+    spares = [actor.home for actor in run.ray.created if actor.slot is None]
+    assert spares == [node_id(0), node_id(1), node_id(2), node_id(0)]
+    assert [spare.node for spare in group.pool.spares] == spares
+
+
+def test_a_spare_may_be_on_the_head_if_a_rank_is(tmp_path: Path) -> None:
+    run, group = started(tmp_path, spares=2)
+    group.pool.spares.clear()
+    group.facts[2]["node"] = HEAD_NODE
+    run.ray.lost_nodes.add(node_id(2))
+    run.ray.time.sleep(SPARES_LOOK_S)
+    group.add_spares()
+    assert group.pool.spares[0].node == HEAD_NODE, "of its eight CPUs one is taken"
+
+
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_spare_whose_node_goes_is_started_on_another_one(tmp_path: Path, drained: bool) -> None:
+    """On a drained node it would keep the node busy until its end."""
+    run, group = started(tmp_path, spares=1)
+    cluster = SimpleNamespace(draining={}, head_answers=lambda: True)
+    group.pool.cluster = cluster  # type: ignore[assignment]
+    run.ray.time.sleep(5.0)
+    (former,) = [actor for actor in run.ray.created if actor.slot is None]
+    if drained:
+        cluster.draining[former.home] = 0
+    else:
+        run.ray.lost_nodes.add(former.home)
+    group.add_spares()
+    assert run.ray.orders[-2:] == ["kill spare", "start spare"]
+    assert [spare.node for spare in group.pool.spares] == [node_id(1)]
+
+    # Where every node is drained there is nowhere to start one.
+    cluster.draining |= {node_id(slot): 0 for slot in range(3)}
+    run.ray.time.sleep(SPARES_LOOK_S)
+    group.add_spares()
+    assert (run.ray.orders[-1], group.pool.spares) == ("kill spare", [])
+
+
+def test_a_spare_that_could_not_start_is_started_anew_without_a_lost_rank(tmp_path: Path) -> None:
+    """Its node may have gone while Ray placed it: a hard affinity is an error then."""
+    run = Run(tmp_path, spares=1)
+    run.ray.failing_starts[-1] = 1
+    group = run.group
+    group.create()
+    group.begin()
+    run.ray.time.sleep(5.0)
+    group.add_spares()
+    assert run.ray.orders.count("start spare") == 2
+
+
+def test_the_nodes_of_spares_are_not_looked_at_with_each_heartbeat(tmp_path: Path) -> None:
+    run, group = started(tmp_path, spares=1)
+    asked: list[float] = []
+    nodes = run.ray.nodes
+    run.ray.nodes = lambda: (asked.append(run.ray.time.now), nodes())[1]  # type: ignore[method-assign]
+    for _ in range(100):
+        group.add_spares()
+        run.ray.time.sleep(0.1)
+    assert len(asked) == pytest.approx(10.0 / SPARES_LOOK_S, abs=1)
 
 
 # Events.
