@@ -16,6 +16,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.harness import commands
 from tests.harness.cluster import computed_with
 from tests.harness.commands import torchrun
 from tests.harness.kube_server import ApiServer
-from tests.harness.kuberay import Operator, pods_of, ray_start
+from tests.harness.kuberay import Operator, head_service, pods_of, ray_start
 from tests.harness.pods import Machine, RunningPod, missing
 from tests.harness.ranks import TINY
 from tests.unit.test_kube import FOLDERS
@@ -265,6 +266,64 @@ def test_a_deleted_worker_pod_costs_only_its_rank(
     assert_as_here(folder, tmp_path, recipe, 2)
     assert operator.errors == []
     assert run("stop", "deleted", "--delete")[0] == 0
+
+
+@pytest.mark.full
+def test_pods_that_a_drain_has_emptied_end_and_are_replaced(
+    world: tuple[ApiServer, Machine, Operator, Path], tmp_path: Path
+) -> None:
+    """Both worker pods are deleted at once: no rank elsewhere has the state, so all save and leave.
+
+    The run's bundles stay reserved in these pods, but the pods do not stay for their notice of 100 s.
+    """
+    _, machine, operator, volume = world
+    recipe = RECIPE | {"dataset": str(volume / "words.txt")}
+    file = tmp_path / "emptied.yaml"
+    file.write_text(yaml.safe_dump(RECIPE | {"dataset": "/data/words.txt"}))
+    # 90 s of the notice are left when the ranks get the order to save.
+    flags = ["--faults", "slow@rank=0,step=15,phase=data,seconds=15", "--timeout_s", "300"]
+    flags += ["--spares", "0", "--placement_timeout_s", "300", "--hang_timeout", "0"]
+    flags += ["--workers", "2", "--device", "cpu"]
+    submit = Command("submit", "--config", str(file), *flags)
+    submit.wait_for(r"^apply +RayJob emptied$", 100)
+    submit.wait_for(r"step +14/60", 300)
+    pods = [name for name in list(machine.pods) if re.match(r"emptied-.*-worker-", name)]
+    with ThreadPoolExecutor() as threads:
+        seconds = list(threads.map(operator.delete_pod, pods))
+    assert len(seconds) == 2
+    assert max(seconds) < 60, f"{seconds}: they waited for the end of their notice"
+    code = submit.finish(300)
+    output = "\n".join(submit.lines)
+    assert code == 0, output + str(operator.errors)
+    assert re.search(r"left after step \d+: its node is being drained, \d+ s left", output), output
+    assert "restart  0/3 from the newest checkpoint" in output
+    (folder,) = (volume / "runs").glob("emptied-*/*")
+    events = [json.loads(line) for line in (folder / "faults.jsonl").read_text().splitlines()]
+    drained = [event for event in events if event.get("cause") == "drained"]
+    assert [(e["recovery"], e["steps_repeated"]) for e in drained] == [("restart", 0)], events
+    assert_as_here(folder, tmp_path, recipe, 2)
+    assert operator.errors == []
+    assert run("stop", "emptied", "--delete")[0] == 0
+
+
+@pytest.mark.full
+def test_a_worker_pod_ends_soon_when_its_head_is_gone(tmp_path: Path) -> None:
+    """Ray would ask the head for a drain for 100 s."""
+    if reason := missing():
+        pytest.skip(reason)
+    objects = build(KUBE_DIR / "overlays" / "cpu" / "job")
+    (job,) = [thing for thing in objects if thing["kind"] == "RayJob"]
+    maps = {o["metadata"]["name"]: o["data"] for o in objects if o["kind"] == "ConfigMap"}
+    head, worker, _ = pods_of("run", "nanoray", job, maps)
+    with Machine(tmp_path) as machine:
+        names = (head_service("run", "nanoray"), "run-head-svc")
+        for pod, aliases in ((head, names), (worker, ())):
+            running = machine.start(pod.name, pod.command, pod.env, pod.shm_bytes, aliases)
+            until(lambda: "Ray runtime started" in running.log, 300, pod.name)  # noqa: B023
+        machine.pods[head.name].kill()
+        seconds = machine.delete(worker.name, worker.grace_s, worker.pre_stop)
+        assert seconds < 60, machine.pods[worker.name].log
+        assert "nothing runs on this node any more" in machine.pods[worker.name].log
 
 
 @pytest.mark.full
