@@ -226,13 +226,15 @@ class ActorPool:
         return slots
 
     def drop_dead_prepared(self) -> list[int]:
-        """Forget further actors that died; return their slots."""
+        """Forget further actors that died, and return their slots; end those on drained nodes."""
         dead = []
-        for slot, (_, ready) in list(self.prepared.items()):
+        for slot, (actor, ready) in list(self.prepared.items()):
             done, _ = self.api.wait([ready], timeout=0)
             try:
-                if done:
-                    self.api.get(ready)
+                if done and self.api.get(ready)["node"] in self.drained_nodes:
+                    # The node's pod is replaced once nothing runs there.
+                    self.kill(actor)
+                    del self.prepared[slot]
             except RayError:
                 del self.prepared[slot]
                 dead.append(slot)

@@ -338,3 +338,40 @@ def test_a_node_agent_that_does_not_answer_does_not_end_a_script(
     code, output = finish(driver)
     assert "the script goes on after 0" in output, output
     assert code == 7, output
+
+
+DRIVER = """
+import os, time
+from nanoray.launch.placement import connected
+with connected(os.environ["RAY_ADDRESS"], None):
+    print("connected", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.full
+def test_a_raylet_that_ends_by_an_error_is_one_line_for_a_driver(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """As in a pod that is too slow to start. Both agents of its node send the end of its log."""
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    driver = Command(str(script), env=cluster.env | {"PYTHONPATH": str(ROOT)})
+    try:
+        wait_for(lambda: "connected" in driver.output, process=driver)
+        with ray_node(cluster) as node:
+            (raylet,) = [
+                pid
+                for pid in processes_of_session(node.pid)
+                if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(b"/raylet")
+            ]
+            os.kill(raylet, signal.SIGKILL)
+            wait_for(lambda: "Raylet is terminated" in driver.output, process=driver)
+            time.sleep(5.0)  # the other agent
+    finally:
+        driver.kill()
+        driver.wait()
+    said = driver.output.partition("connected\n")[2].splitlines()
+    ended = "Raylet is terminated. Termination is unexpected. (more in the log of its node, or pod)"
+    assert said.count(f"ray    a node reports: {ended}") == 1, driver.output
+    assert not any("(raylet" in line or line.startswith("    ") for line in said), driver.output
