@@ -308,7 +308,7 @@ def test_pods_that_a_drain_has_emptied_end_and_are_replaced(
 
 @pytest.mark.full
 def test_a_worker_pod_ends_soon_when_its_head_is_gone(tmp_path: Path) -> None:
-    """Ray would ask the head for a drain for 100 s."""
+    """Ray would ask the head for a drain until its raylet, without a head, ends after a minute."""
     if reason := missing():
         pytest.skip(reason)
     objects = build(KUBE_DIR / "overlays" / "cpu" / "job")
@@ -322,7 +322,7 @@ def test_a_worker_pod_ends_soon_when_its_head_is_gone(tmp_path: Path) -> None:
             until(lambda: "Ray runtime started" in running.log, 300, pod.name)  # noqa: B023
         machine.pods[head.name].kill()
         seconds = machine.delete(worker.name, worker.grace_s, worker.pre_stop)
-        assert seconds < 60, machine.pods[worker.name].log
+        assert seconds < 45, machine.pods[worker.name].log
         assert "nothing runs on this node any more" in machine.pods[worker.name].log
 
 
