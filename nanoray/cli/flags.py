@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from nanoray.config import (
 from nanoray.config.data import exists
 from nanoray.config.load import flatten, keep_init_from, lay_over, read_mapping, run_folder_of
 from nanoray.config.nanogpt import translate_file
+from nanoray.config.paths import expand, expand_paths
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError
 from nanoray.storage.remote_run import RunUrl
@@ -38,6 +40,9 @@ _COUNTS_IF = {
     "beta2": ("optimizer", ("adamw", "muon")),
     "tokens_per_param": ("scaling", ("nanochat",)),
 }
+
+# Flags of the command itself that are paths on this machine
+COMMAND_PATHS = frozenset({"config", "from_nanogpt", "topology"})
 
 # Keys that belong to one command, not to the run: --resume does not take them from config.json
 _NOT_INHERITED = ("resume", "stop_at", "target_loss", "faults", "workers", "out_dir")
@@ -86,8 +91,11 @@ def parse_args(
     if unknown:
         _refuse_words(unknown)
 
-    # What remains in `flags` after this are keys of the configuration
-    flags = vars(known)
+    # What remains in `flags` after this are keys of the configuration. A shell expands no ~ within
+    # a word, such as --config=~/x.yaml. The command's own files are here, whoever trains
+    flags = expand_paths(vars(known), None if elsewhere else os.environ)
+    for key in COMMAND_PATHS & flags.keys():
+        flags[key] = expand(key, flags[key], os.environ)
     file = flags.pop("config", None)
     preset = flags.pop("preset", None)
     nanogpt = flags.pop("from_nanogpt", None)

@@ -7,6 +7,7 @@ import argparse
 from nanoray.cli.parsers import build_parser
 from nanoray.config import Config, neighbours
 from nanoray.config.conflicts import TABLE, Row, Rule, known_from
+from nanoray.config.paths import PATH_KEYS
 
 
 def to_markdown() -> str:
@@ -25,6 +26,12 @@ def to_markdown() -> str:
         "A value means the same in a file as on the command line. YAML is read as 1.2: `off` and "
         "`2026-01-01` are the words that stand there, `6e5` is 600000, and a key that stands twice "
         "is an error. `training: {batch_size: 32}` is a batch of each rank; the flat keys are below.",
+        "",
+        f"In paths ({', '.join(f'`{key}`' for key in PATH_KEYS)}) `~`, `$NAME` and `${{NAME}}` are "
+        "expanded, in files, flags and a script's dict, by the command that opens the run and in "
+        "its environment (`nanoray kube`: in the head's pod). A variable that is not set is an "
+        "error, and so is any other `${...}`; `$$` is a dollar sign. config.json has the expanded "
+        "path. Other keys, `env` too, are taken as they stand.",
     ]
     for group in build_parser("nanoray launch", "")._action_groups:
         actions = [action for action in group._group_actions if action.dest != "help"]

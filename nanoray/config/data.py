@@ -7,7 +7,7 @@ import os
 import re
 from typing import Literal
 
-from nanoray.config.fields import Group, field, hidden
+from nanoray.config.fields import Group, field, hidden, path
 
 IMAGES = ("cifar10", "cifar10-generated")  # data sets of images; all others are text
 
@@ -29,18 +29,18 @@ class Data(Group):
     """The data: which set, where it comes from, and how text becomes tokens."""
 
     # Which data, and where they come from
-    dataset: str = field("auto", "data", min_length=1)
+    dataset: str = path("auto", "data", min_length=1)
     """auto (cached, else download, else Python's standard library) | shakespeare | stdlib | PATH of
     a text file, or of a folder with token files of nanoGPT, llm.c or numpy (train.bin and val.bin,
     or several of each: train_000.bin ...), or a PATTERN of such files ('DIR/fineweb_*_00000?.bin');
     for a resnet: auto (cached, else download, else generated) | cifar10 | cifar10-generated
     (patterns of 10 classes under noise)"""
 
-    data_url: str = field("", "data")
+    data_url: str = path("", "data")
     """where `shakespeare` or `cifar10` comes from instead: an http(s):// or file:// URL; its sha256
     must still match"""
 
-    data_dir: str = field("", "data")
+    data_dir: str = path("", "data")
     """cache of downloads and tokens (default: $XDG_CACHE_HOME/nanoray or ~/.cache/nanoray)"""
 
     # How text becomes tokens

@@ -66,6 +66,11 @@ def field(default: Any, group: str, **limits: Any) -> Any:
     return Field(default, json_schema_extra={"group": group}, **limits)
 
 
+def path(default: Any, group: str, **limits: Any) -> Any:
+    """Return a field that contains a path, or may: paths.py expands variables in it."""
+    return Field(default, json_schema_extra={"group": group, "path": True}, **limits)
+
+
 def hidden(default: Any, group: str, **limits: Any) -> Any:
     """Return a field that is no flag and no YAML key: see spellings.py."""
     return Field(default, json_schema_extra={"group": group, "flag": False}, **limits)

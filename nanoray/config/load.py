@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from nanoray.config.conflicts import EXPERT_KEYS
 from nanoray.config.kube import Kube
 from nanoray.config.neighbours import TABLE, answer, normalise, translate_value
+from nanoray.config.paths import expand_paths
 from nanoray.config.schema import Config, changes_recipe
 from nanoray.config.spellings import PARTS, refuse_old
 from nanoray.config.strict_yaml import YamlError, read_texts
@@ -282,6 +283,8 @@ def load_config(
 ) -> Config:
     """Merge preset, file and overrides into a Config. Without file and preset: the default preset.
 
+    Variables in paths of the file are expanded; in `overrides` they have been.
+
     keys: those of the file, where it has been read already. elsewhere: paths are those of another
     machine, which loads what comes out of this once more. So the weights of init_from are not
     looked at; sizes of a preset, which they replace, are left out.
@@ -297,7 +300,8 @@ def load_config(
         merged.update(_read_preset(preset))
     if file:
         values = {"name": Path(file).stem}
-        values.update(read_yaml(Path(file)) if keys is None else keys)
+        keys = read_yaml(Path(file)) if keys is None else keys
+        values.update(expand_paths(keys, None if elsewhere else os.environ))
 
     # Weights fix sizes. They replace a preset's, and must agree with what the user gives
     given = values | overrides

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from nanoray.config.fields import Group, Natural, Positive, field, hidden
+from nanoray.config.fields import Group, Natural, Positive, field, hidden, path
 
 
 class Model(Group):
@@ -36,7 +36,7 @@ class Model(Group):
     """factor of the loss that keeps the router's logits small; no logged loss contains it"""
 
     # Where the weights of step 0 come from
-    init_from: str = field("", "model")
+    init_from: str = path("", "model")
     """gpt: begin with the weights of FOLDER or FILE in place of random ones: a Hugging Face folder of
     GPT-2, nanoGPT's ckpt.pt, a file of `nanoray checkpoint export`, a run or one of its checkpoints.
     The sizes of the model, its biases and the form of GELU come from there; a smaller block_size

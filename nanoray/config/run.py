@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationInfo, field_validator
 
-from nanoray.config.fields import Group, Integer, field
+from nanoray.config.fields import Group, Integer, field, path
 from nanoray.config.variables import parse_variables
 from nanoray.errors import ConfigError
 from nanoray.storage.url import is_url, problem_of
@@ -19,17 +19,17 @@ class Run(Group):
     name: str = field("run", "run", pattern=r"^[A-Za-z0-9._-]+$")
     """name of the run, which ends its folder's name (default: the preset's or file's name)"""
 
-    out_dir: str = field("runs", "run", min_length=1)
+    out_dir: str = path("runs", "run", min_length=1)
     """parent of the run folders; with several nodes it must be shared storage. A run that --resume
     PATH names stays where it is, unless this is given"""
 
-    resume: str = field("none", "run", min_length=1)
+    resume: str = path("none", "run", min_length=1)
     """none | auto (the newest run with this name and recipe in out_dir, or at --upload) | PATH or
     URL of a run folder or of one checkpoint | URL of several runs (the newest with this name and
     recipe)"""
 
     # A copy in object storage
-    upload: str = field("", "run")
+    upload: str = path("", "run")
     """URL below which a process beside the training puts a copy of the run: each checkpoint,
     records and reports; s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER. Credentials come
     from the environment (AWS_*, GOOGLE_*) or the machine's role. No failure of it ends a run, and

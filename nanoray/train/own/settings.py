@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from nanoray.cli import Loaded
 from nanoray.config import Config, make_config
 from nanoray.config.load import flatten
+from nanoray.config.paths import expand_paths
 from nanoray.errors import ConfigError
 
 # A script brings its own model and optimizer, so these keys do not follow a recipe.
@@ -36,7 +38,7 @@ def loaded_of(config: Mapping[str, Any] | Config) -> Loaded:
             f"the configuration is a {type(config).__name__}; give a dict or a nanoray.Config, or "
             "the run that nanoray.launch passes to your function"
         )
-    keys = flatten(config)
+    keys = expand_paths(flatten(config), os.environ)
     dry_run = bool(keys.pop("dry_run", False))
     quiet = bool(keys.pop("quiet", False))
     values = DEFAULTS | keys

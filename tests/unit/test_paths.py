@@ -1,0 +1,180 @@
+"""Paths of a configuration: `~` and variables mean the same in a file, in a dict and in a flag."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.cli import parse_args
+from nanoray.config import Config, load_config
+from nanoray.config.paths import PATH_KEYS, expand, expand_paths
+from nanoray.errors import ConfigError
+from nanoray.train.own.settings import loaded_of
+
+# Keys whose value is a text, and no path of the machine that opens the run
+NO_PATHS = {
+    "name",
+    "ray_address",
+    "backend",
+    "precision_stats",
+    "profile",
+    "comm_trace",
+    "faults",
+}
+
+
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", str(tmp_path / "scratch"))
+    monkeypatch.setenv("EMPTY", "")
+    monkeypatch.delenv("ABSENT", raising=False)
+
+
+def test_every_key_that_may_hold_a_path_is_expanded() -> None:
+    """A new key of free text is listed here, or declared by fields.path."""
+    texts = {key for key, info in Config.model_fields.items() if info.annotation is str}
+    texts.add("backend")  # words, or a text
+    assert texts == {*PATH_KEYS} | NO_PATHS
+    assert set(PATH_KEYS) >= {"out_dir", "dataset", "data_dir", "data_url", "init_from", "resume"}
+
+
+def wanted(key: str, tmp_path: Path) -> tuple[str, str]:
+    """Return a value with a variable, and what it becomes."""
+    if key in ("upload", "data_url"):
+        return "file://${SCRATCH}/x", f"file://{tmp_path}/scratch/x"
+    return "$SCRATCH/x", f"{tmp_path}/scratch/x"
+
+
+@pytest.mark.parametrize("key", [key for key in PATH_KEYS if key not in ("init_from", "data_url")])
+def test_a_variable_is_expanded_wherever_the_path_stands(key: str, tmp_path: Path) -> None:
+    given, path = wanted(key, tmp_path)
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"{key}: {given}\n")
+    said = [
+        load_config(str(file), "tiny"),
+        parse_args([f"--{key}={given}"], "x", "y").config,
+        loaded_of({key: given}).config,
+    ]
+    # A Config is checked when it is made, and a URL must be one then
+    if key != "upload":
+        made: dict[str, Any] = {"micro_batch_size": 1, key: given}
+        said.append(loaded_of(Config(**made)).config)
+    assert {getattr(config, key) for config in said} == {path}
+    file.with_suffix(".json").write_text(json.dumps({key: given}))
+    assert getattr(load_config(str(file.with_suffix(".json")), "tiny"), key) == path
+
+
+def test_weights_and_urls_are_expanded_too(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"init_from = {tmp_path}/scratch/gpt2: there is no such"):
+        parse_args(["--init_from=$SCRATCH/gpt2"], "x", "y")
+    config = parse_args(["--dataset=shakespeare", "--data_url=file://$SCRATCH/a"], "x", "y").config
+    assert config.data_url == f"file://{tmp_path}/scratch/a"
+
+
+def test_the_commands_own_files_are_expanded(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("max_steps: 7\nmicro_batch_size: 1\n")
+    for given in ("~/mine.yaml", "$HOME/mine.yaml"):
+        assert parse_args([f"--config={given}"], "x", "y").config.max_steps == 7
+    # Also where another machine trains
+    assert parse_args(["--config=~/mine.yaml"], "x", "y", elsewhere=True).config.max_steps == 7
+
+
+def test_what_a_shell_expands(tmp_path: Path) -> None:
+    environment = {"A": "/a", "B_2": "b", "WITH": "$A ~"}
+    for text, path in {
+        "$A/x": "/a/x",
+        "${A}x": "/ax",
+        "${A}/${B_2}/$B_2": "/a/b/b",
+        "x~": "x~",
+        "./~": "./~",
+        "~": str(tmp_path),
+        "~/$B_2": f"{tmp_path}/b",
+        "$WITH/~": "$A ~/~",  # once
+        "$$A/$1/$": "$A/$1/$",
+        "s3://$B_2/x": "s3://b/x",
+        "auto": "auto",
+        "": "",
+        "data/*_[0-9].bin": "data/*_[0-9].bin",
+        "año/$A": "año//a",
+    }.items():
+        assert expand("dataset", text, environment) == path, text
+    assert expand_paths({"out_dir": tmp_path, "lr": "$A"}, {}) == {
+        "out_dir": str(tmp_path),
+        "lr": "$A",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("$ABSENT/x", "out_dir = $ABSENT/x: the variable ABSENT is not set in the environment of"),
+        ("${ABSENT}", "export ABSENT, or write the path itself"),
+        ("$EMPTY/x", "the variable EMPTY is empty"),
+        (
+            "${oc.env:SCRATCH}/x",
+            "${oc.env:SCRATCH} is not expanded here, only ~, $NAME and ${NAME}",
+        ),
+        ("${oc.env:SCRATCH,/tmp}/x", "write ${SCRATCH}, or the path itself"),
+        ("${env:SCRATCH}/x", "write ${SCRATCH}, or"),
+        ("${SCRATCH:-/tmp}/x", "${SCRATCH:-/tmp} is not expanded here"),
+        ("${hydra:runtime.cwd}/x", "are; write the path itself ($$ is a dollar sign)"),
+        ("${now:%Y-%m-%d}", "${now:%Y-%m-%d} is not expanded here"),
+        ("${{ matrix.x }}", "${{ matrix.x } is not expanded here"),
+        ("${}", "${} is not expanded here"),
+        ("${SCRATCH", "${SCRATCH is not expanded here"),
+        ("$(whoami)/x", "$(whoami)/x is not expanded here"),
+        ("~nobody-has-this-name/x", "there is no user nobody-has-this-name here; write the path"),
+    ],
+)
+def test_what_cannot_be_expanded_is_refused_by_name(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    """A folder of that very name was made. The same in a file, and for another machine by form."""
+    with pytest.raises(ConfigError) as error:
+        parse_args([f"--out_dir={text}"], "x", "y")
+    assert message in str(error.value)
+    assert str(error.value).startswith(f"out_dir = {text}")
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"out_dir: '{text}'\n")
+    with pytest.raises(ConfigError) as in_file:
+        load_config(str(file), "tiny")
+    assert str(in_file.value) == str(error.value)
+
+
+def test_paths_of_another_machine_stay_as_they_are() -> None:
+    for text in ("$ABSENT/x", "~/x", "$$x"):
+        flags = [f"--out_dir={text}"]
+        assert parse_args(flags, "x", "y", elsewhere=True).config.out_dir == text
+    with pytest.raises(ConfigError, match="is not expanded here"):
+        parse_args(["--out_dir=${oc.env:X}"], "x", "y", elsewhere=True)
+
+
+def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(ConfigError, match="this user has no home folder; write the path itself"):
+        parse_args(["--out_dir=~/x"], "x", "y")
+
+
+def test_no_secret_of_a_url_is_repeated() -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_args(["--upload=s3://KEY:SECRET@b/$ABSENT"], "x", "y")
+    assert "SECRET" not in str(error.value)
+    assert "ABSENT" in str(error.value)
+
+
+def test_a_run_keeps_the_expanded_path_and_a_resume_takes_it_as_it_is(tmp_path: Path) -> None:
+    """Also one with a dollar sign in its name."""
+    values: dict[str, Any] = {"data_dir": "$SCRATCH/$$x", "resume": "none"}
+    ran = loaded_of(values).config
+    assert ran.data_dir == f"{tmp_path}/scratch/$x"
+    run = tmp_path / "2026-11-21_101500_own"
+    run.mkdir()
+    (run / "config.json").write_text(ran.to_json())
+    resumed = parse_args([f"--resume=~/{run.name}"], "x", "y").config
+    assert resumed.data_dir == f"{tmp_path}/scratch/$x"
+    assert resumed.resume == str(run)
