@@ -134,19 +134,20 @@ def _find_newest(
         if unreadable:
             notes.append(f"run {run_dir.name} is closed to this user ({unreadable}); skipped")
             continue
-        changed = other_recipe(run_dir, recipe)
+        # Ask the newest readable checkpoint before loading it: that reads little.
+        meta: dict[str, Any] = {}
+        for path in steps_in(run_dir / "checkpoints", []):
+            with suppress(Damage):
+                _, content = open_checkpoint(path)
+                meta = content["meta"]
+                break
+        changed = other_recipe(run_dir, recipe, meta)
         if changed:
             notes.append(
                 f"run {run_dir.name} is another experiment ({', '.join(changed.values())}); skipped"
             )
             continue
-
-        # Compare the shape of the newest readable checkpoint before loading it: that reads little.
-        other_shape = ""
-        for path in reversed(steps_in(run_dir / "checkpoints", [])):
-            with suppress(Damage):
-                _, content = open_checkpoint(path)
-                other_shape = _difference(content["meta"], model_shape)
+        other_shape = _difference(meta, model_shape) if meta else ""
         if other_shape:
             notes.append(f"run {run_dir.name} is of another model ({other_shape}); skipped")
             continue
@@ -197,23 +198,63 @@ def _numbered(name: str) -> list[str]:
     return [part.zfill(20) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def other_recipe(run_dir: Path, recipe: Mapping[str, Any]) -> dict[str, str]:
-    """Return {key: text} for each key of `recipe` whose value in the run's files differs.
+def other_recipe(
+    run_dir: Path, recipe: Mapping[str, Any], meta: Mapping[str, Any] | None = None
+) -> dict[str, str]:
+    """Return {key: text} for each key of `recipe` whose value differs from what a run trained with.
 
-    Without config.json and run.json, which older versions did not write, nothing differs.
+    meta: of the run's checkpoint, where it has been read. Without config.json and run.json, which
+    older versions did not write, nothing differs.
     """
-    try:
-        config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        run = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    files = _records(run_dir)
+    if files is None:
         return {}
+    config, run = files
+    # Keys that an older version did not have fall back to the run's files
+    trained = (meta or {}).get("config") or {}
+    run = {**run, "config": {**(run.get("config") or {}), **trained}}
     return differences(config, run, recipe)
+
+
+def edited_by_hand(run_dir: Path) -> dict[str, str]:
+    """Return {key: text} for each key of config.json that is not what the run's command wrote.
+
+    The command writes its configuration into run.json, too.
+    """
+    files = _records(run_dir)
+    if files is None:
+        return {}
+    config, run = files
+    written = run.get("config") or config
+    changed = {}
+    for key, value in config.items():
+        if key in written and written[key] != value:
+            changed[key] = f"{key} from {written[key]} to {value}"
+    return changed
+
+
+def _records(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return a run's config.json and run.json; None where one of them cannot be read."""
+    values = []
+    for name in ("config.json", "run.json"):
+        try:
+            value = json.loads((run_dir / name).read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError):
+            return None
+        if not isinstance(value, dict):
+            return None
+        values.append(value)
+    return values[0], values[1]
 
 
 def differences(
     config: Mapping[str, Any], run: Mapping[str, Any], recipe: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the same for the contents of a run's config.json and run.json."""
+    """Return the same as other_recipe for the contents of a run's config.json and run.json.
+
+    A user may have edited config.json, so the configuration in run.json counts where it is there.
+    """
+    config = {**config, **(run.get("config") or {})}
     try:
         tokens = run["dataset"]["tokens_sha256"]
     except (KeyError, TypeError):

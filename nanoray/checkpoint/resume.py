@@ -31,7 +31,7 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     notes: list[str] = []
     found = None
     if config.resume != "none":
-        from nanoray.checkpoint.find import find_run, other_recipe
+        from nanoray.checkpoint.find import edited_by_hand, find_run, other_recipe
         from nanoray.models.build import shape_of
 
         # auto skips runs of another model or another recipe.
@@ -44,7 +44,14 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
             notes.append(f"resume  nothing to resume in {out_dir}: starting afresh")
         else:
             notes += [f"resume  {note}" for note in found.notes]
-            changed = other_recipe(found.run_dir, recipe)
+            # What the run was trained with is in its checkpoint; config.json may have been edited.
+            edited = edited_by_hand(found.run_dir)
+            if edited:
+                notes.append(
+                    f"resume  config.json of {found.run_dir.name} was edited: "
+                    f"{', '.join(edited.values())}; a resume without --preset or --config follows it"
+                )
+            changed = other_recipe(found.run_dir, recipe, found.state.meta)
             if changed:
                 notes.append(
                     f"resume  not the recipe of {found.run_dir.name}: {', '.join(changed.values())}"

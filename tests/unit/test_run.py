@@ -5,6 +5,7 @@ from __future__ import annotations
 import calendar
 import errno
 import fcntl
+import json
 import os
 import platform
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 from nanoray.checkpoint.resume import open_run
 from nanoray.cli import parse_args
 from nanoray.config import make_config
+from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.run import (
     RunSpec,
@@ -106,6 +108,37 @@ def test_a_process_of_the_same_number_on_a_host_of_the_same_name_is_another(
         (folder / "lock").write_text(f"pid {os.getpid()} on {platform.node()}\n")
         with pytest.raises(ConfigError, match="is in use by"):
             lock_run(folder)
+
+
+def test_a_resume_compares_with_what_the_run_was_trained_with(text: Path, tmp_path: Path) -> None:
+    """The checkpoint says that, whatever a user has made of config.json."""
+    spec = make_spec(text, tmp_path, lr=1e-3, stop_at=2)
+    run_ranks(spec, 1)
+    folder, trained = spec.folder, spec.config
+    del spec
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"lr": 0.5, "max_steps": 9}))
+
+    # Alone it takes what the file says, and says so. With the run's own values nothing has changed
+    edited = parse_args(["--resume", str(folder)], "x", "y").config
+    spec = open_run(edited, prepare(edited), time.time())
+    assert (spec.config.lr, spec.config.max_steps, spec.folder) == (0.5, 9, folder)
+    notes = "\n".join(spec.notes)
+    assert f"config.json of {folder.name} was edited: max_steps from 8 to 9, lr from 0.001" in notes
+    assert f"not the recipe of {folder.name}: lr is 0.001 there and 0.5 here" in notes
+    del spec
+
+    # The command above ended before a checkpoint: the run is still what its checkpoint says
+    for resume in ("auto", str(folder)):
+        same = trained.model_copy(update={"resume": resume})
+        spec = open_run(same, prepare(same), time.time())
+        assert (spec.folder, spec.resume) == (folder, str(folder))
+        assert spec.notes == ()
+        del spec
+    changed = trained.model_copy(update={"resume": "auto", "lr": 0.5})
+    spec = open_run(changed, prepare(changed), time.time())
+    assert spec.folder != folder
+    assert "lr is 0.001 there and 0.5 here" in spec.notes[0]
 
 
 def test_resume_never_writes_into_a_folder_of_another_name(text: Path, tmp_path: Path) -> None:
