@@ -86,6 +86,7 @@ class RunSpec:
     notes: tuple[str, ...] = ()
     # Stays in the process that opened the run
     lock: RunLock | None = field(default=None, repr=False, compare=False)
+    is_new: bool = field(default=False, compare=False)  # that process has made the folder
     # How far the clock of the run folder's storage is ahead of this command's: see `storage_clock`
     storage_ahead_s: float = 0.0
 

@@ -77,6 +77,7 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
         init_from = ""
     config = config.model_copy(update={"init_from": init_from})
 
+    is_new = folder is None
     if folder is None:
         folder = new_folder(out_dir, config.name)
     # Lock the folder before anything in it changes.
@@ -86,7 +87,7 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     for name in ("checkpoints", "logs"):
         (folder / name).mkdir(exist_ok=True)
     (folder / "summary.json").unlink(missing_ok=True)  # written by an earlier command of this run
-    spec = RunSpec(config, dataset, folder, started, resume, 0, tuple(notes), lock)
+    spec = RunSpec(config, dataset, folder, started, resume, 0, tuple(notes), lock, is_new)
     # The attempt first: from then on, older processes of the run cannot commit a checkpoint.
     write_attempt(spec)
     written_at = storage_clock(folder / "attempt")

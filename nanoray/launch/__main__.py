@@ -14,6 +14,7 @@ from typing import Any
 
 from ray.util.placement_group import remove_placement_group
 
+from nanoray.checkpoint.refused import discard_refused, discarding_refused
 from nanoray.checkpoint.resume import open_run
 from nanoray.cli import Loaded, name_program, require_script, run_command
 from nanoray.cli.help import LAUNCH
@@ -24,7 +25,7 @@ from nanoray.devices.gpus import discover_gpus
 from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import Slots, local_slots
 from nanoray.environment import environment
-from nanoray.errors import ConfigError, WorkerFailed
+from nanoray.errors import CheckpointError, ConfigError, WorkerFailed
 from nanoray.faults.plan import DRIVER, Injector, parse_plan
 from nanoray.forecast.dry_run import dry_run_lines, plan
 from nanoray.forecast.scale import forecast_lines
@@ -132,7 +133,12 @@ def launch(
                 spec = replace(spec, notes=(*notes, *spec.notes))
                 upload.follow(spec)
                 console = choose_console(config.max_steps, loaded.quiet)
-                with summary_on_failure(spec), JobReport(spec) as report, closing(console):
+                with (
+                    discarding_refused(spec, upload.forget),
+                    summary_on_failure(spec),
+                    JobReport(spec) as report,
+                    closing(console),
+                ):
                     Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
                     # Time in which this process is frozen is no silence of head or ranks.
                     with OwnTime() as clock:
@@ -156,7 +162,11 @@ def launch(
         # Ray is gone: report what the run came to.
         summary = write_summary(spec, outcome, len(driver.faults.causes))
         if not outcome.get("ok"):
-            error = WorkerFailed(outcome["message"])
+            message = outcome["message"]
+            refused = outcome["exit_code"] in (ConfigError.exit_code, CheckpointError.exit_code)
+            if refused and discard_refused(spec, upload.forget):
+                message = message.removesuffix(f" Checkpoints and logs: {spec.folder}")
+            error = WorkerFailed(message)
             error.exit_code = outcome["exit_code"]
             raise error
         say("\n".join(closing_lines(spec, summary, loaded.quiet)))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanoray.checkpoint.folder import FolderKeeper
+from nanoray.checkpoint.refused import discarding_refused
 from nanoray.checkpoint.resume import open_run
 from nanoray.cli import Loaded, name_program, require_script, run_command, stop_signals
 from nanoray.cli.help import TRAIN
@@ -151,7 +152,8 @@ def _train_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | Non
         stop = StopSignals(ends_process=main is None or ranks > 1)
         watch_launcher(place, stop.launcher_ended)
         run = partial(run_rank, spec, rendezvous, wanted=stop.wanted, store=store)
-        ended = _train(run, spec, rendezvous, stop, upload, loaded.quiet)
+        with discarding_refused(spec, upload.forget):
+            ended = _train(run, spec, rendezvous, stop, upload, loaded.quiet)
         upload.stopped = ended.code >= 128
     return ended
 
@@ -262,8 +264,10 @@ def _shared_spec(
     try:
         upload.begin()
         # torchrun has restarted the ranks. Its store outlives them, and contains their run.
-        if rendezvous.restarts and store and store.check([run_key]):
-            spec = RunSpec.from_dict(json.loads(store.get(run_key)))
+        known = rendezvous.restarts and store and store.check([run_key])
+        spec = RunSpec.from_dict(json.loads(store.get(run_key))) if known else None
+        # Refused before its first step, it has no folder any more
+        if spec is not None and spec.folder.is_dir():
             lock, *_ = lock_run(spec.folder)
             spec = replace(spec, attempt=rendezvous.restarts, notes=(), lock=lock)
             write_attempt(spec)

@@ -238,6 +238,12 @@ class Upload:
             f"(newest checkpoint there: {newest}); {command} sends the rest"
         )
 
+    def forget(self) -> None:
+        """Send nothing more of the run: it has no step, and its folder goes."""
+        self.end()
+        self._process = None
+        self._order = None
+
     def end(self) -> None:
         """End the process at once."""
         if self._process is None:

@@ -1,0 +1,189 @@
+"""A run that is refused before its first step leaves no folder; one with anything of value stays."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import nanoray
+from nanoray.checkpoint.refused import discard_refused
+from nanoray.checkpoint.resume import open_run
+from nanoray.config import make_config
+from nanoray.data.dataset import own_data
+from nanoray.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DataFailed,
+    NanorayError,
+    PlacementError,
+    RankDiffers,
+    RendezvousError,
+    StateLost,
+    TrainingDiverged,
+    WorkerFailed,
+)
+from nanoray.faults.progress import ProgressFile
+from nanoray.launch.own import launch_own
+from nanoray.run import RunSpec
+from nanoray.train.own.settings import DEFAULTS
+
+SETTINGS: dict[str, Any] = {"workers": 1, "micro_batch_size": 4, "log_every": 1, "max_steps": 2}
+
+
+def opened(tmp_path: Path) -> RunSpec:
+    config = make_config({**DEFAULTS, "out_dir": str(tmp_path / "runs")})
+    return open_run(config, own_data(), time.time())
+
+
+def at_step(step: int, phase: str, base: int) -> Callable[[RunSpec], None]:
+    def write(spec: RunSpec) -> None:
+        progress = ProgressFile(spec.progress(0))
+        progress.base = base
+        progress.set(step, phase)
+
+    return write
+
+
+def wrote(name: str) -> Callable[[RunSpec], None]:
+    def write(spec: RunSpec) -> None:
+        path = spec.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}\n")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        wrote("logs/rank0.log"),
+        wrote("logs/rank12.1764200000.000-0-17.ledger"),
+        wrote("logs/upload.log"),
+        wrote("faults.jsonl"),
+        wrote("tb/events.out.tfevents.1"),
+        lambda spec: (spec.folder / "metrics.jsonl").touch(),
+        at_step(0, "init", -1),
+        at_step(1, "forward", 0),
+        at_step(6, "optimizer", 5),  # a new run from another one's checkpoint
+    ],
+)
+def test_what_a_start_writes_goes(tmp_path: Path, write: Callable[[RunSpec], None]) -> None:
+    spec = opened(tmp_path)
+    write(spec)
+    told: list[bool] = []
+    assert discard_refused(spec, lambda: told.append(spec.folder.exists()))
+    assert not list((tmp_path / "runs").iterdir())
+    assert told == [True], "whoever sends the folder is told before it goes"
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        wrote("metrics.jsonl"),
+        wrote("hashes.jsonl"),
+        wrote("checkpoints/step_00000001/state.json"),
+        wrote("notes.txt"),
+        wrote("logs/my.log"),
+        wrote("wandb/run.wandb"),
+        at_step(1, "done", 0),
+        at_step(2, "forward", 0),
+        at_step(7, "forward", 5),
+    ],
+)
+def test_what_may_be_of_value_stays(tmp_path: Path, write: Callable[[RunSpec], None]) -> None:
+    spec = opened(tmp_path)
+    write(spec)
+    assert not discard_refused(spec, lambda: None)
+    assert (spec.folder / "config.json").is_file()
+
+
+def test_a_folder_of_an_earlier_command_stays(tmp_path: Path) -> None:
+    spec = opened(tmp_path)
+    again = RunSpec.from_dict(json.loads((spec.folder / "run.json").read_text()))
+    assert not discard_refused(again, lambda: None)
+    assert spec.folder.is_dir()
+
+
+def test_which_errors_are_refusals() -> None:
+    """Of the others, the logs of the ranks have more than the message."""
+    for kind in (ConfigError, DataError, CheckpointError, PlacementError, RankDiffers):
+        assert kind.refuses, kind
+    for other in (NanorayError, RendezvousError, TrainingDiverged, DataFailed, StateLost):
+        assert not other.refuses, other
+    assert not WorkerFailed.refuses
+
+
+# ---- scripts -------------------------------------------------------------------------------------
+
+
+def engine(run: nanoray.Run, model: nn.Module, **more: Any) -> nanoray.RuntimeEngine:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return nanoray.RuntimeEngine(model, optimizer, run, nn.functional.mse_loss, **more)
+
+
+def samples(count: int = 16) -> Any:
+    return torch.utils.data.TensorDataset(torch.ones(count, 3), torch.ones(count, 1))
+
+
+def untrained(run: nanoray.Run) -> None:
+    pass
+
+
+def few_samples(run: nanoray.Run) -> None:
+    engine(run, nn.Linear(3, 1)).fit(samples(0))
+
+
+def refused_by_the_trial(run: nanoray.Run) -> None:
+    """Its model takes other samples; what watches the run has opened its files by then."""
+    engine(run, nn.Linear(5, 1)).fit(samples())
+
+
+def refused_with_a_file(run: nanoray.Run) -> None:
+    (run.folder / "mine.json").write_text("{}")
+    few_samples(run)
+
+
+def broken(run: nanoray.Run) -> None:
+    raise RuntimeError("a defect of the script")
+
+
+def runs_after(tmp_path: Path, main: Callable[[Any], None], **settings: Any) -> list[Path]:
+    config = SETTINGS | {"out_dir": str(tmp_path / "runs")} | settings
+    assert launch_own(main, config, ray=False) != 0
+    return list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize("main", [untrained, few_samples, refused_by_the_trial])
+def test_a_script_that_is_refused_leaves_no_folder(
+    tmp_path: Path, main: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert runs_after(tmp_path, main) == []
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_nor_does_one_that_its_upload_follows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end does not wait for what is not sent, and says nothing about it."""
+    url = f"file://{tmp_path}/there"
+    assert runs_after(tmp_path, few_samples, upload=url) == []
+    said = capsys.readouterr()
+    assert "not yet at" not in said.out + said.err
+
+
+def test_a_file_of_the_script_and_a_defect_of_it_stay(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (kept,) = runs_after(tmp_path, refused_with_a_file)
+    assert (kept / "mine.json").is_file()
+    with pytest.raises(RuntimeError, match="a defect"):
+        runs_after(tmp_path / "b", broken)
+    assert len(list((tmp_path / "b" / "runs").iterdir())) == 1
