@@ -259,7 +259,7 @@ def _refuse_two_recipes(nanogpt: str, files: Mapping[str, str | None]) -> None:
 def _refuse_idle_flags(flags: dict[str, Any], config: Config) -> None:
     """Raise ConfigError for a flag that has no effect with the values of another key."""
     for key, (other, values) in _COUNTS_IF.items():
-        if key not in flags or getattr(config, other) in values:
+        if key not in flags or getattr(config, other) in values or _asks_for_nothing(key, config):
             continue
         # Plain sgd has no weight decay, but sgd with momentum has
         if key == "weight_decay" and config.momentum:
@@ -268,6 +268,15 @@ def _refuse_idle_flags(flags: dict[str, Any], config: Config) -> None:
             f"{key} = {flags[key]} would be ignored: {other} = {getattr(config, other)}; drop "
             f"--{key}"
         )
+
+
+def _asks_for_nothing(key: str, config: Config) -> bool:
+    """Return whether the value of a key of _COUNTS_IF says what is so without it."""
+    value = getattr(config, key)
+    if key == "min_lr" and value == config.lr:
+        return True  # a constant rate ends where it began
+    is_off = value == 0 and key != "min_lr"
+    return is_off or value == Config.model_fields[key].default
 
 
 def _parse_scale(given: dict[str, str], dry_run: bool, flags: dict[str, Any]) -> Scale | None:

@@ -76,9 +76,12 @@ def above(key: str, limit: int) -> Condition:
 
 
 def given(key: str) -> Condition:
-    """The key has a value other than its default."""
+    """The key has a value other than its default, and one that asks for something.
+
+    0, false and an empty text ask for nothing, wherever a key takes them: a factor, a wait.
+    """
     default = Keys.model_fields[key].default
-    return Condition(key, key, lambda value: value != default)
+    return Condition(key, key, lambda value: value != default and bool(value))
 
 
 @dataclass(frozen=True)
@@ -729,13 +732,6 @@ TABLE: tuple[Row | Rule, ...] = (
         ignored=True,
     ),
     Row(
-        one_of("mirror", "off"),
-        none_of("dp_mode", *SHARDS_STATE),
-        "mirrors nothing",
-        "use dp_mode zero1, zero2 or fsdp, or drop mirror",
-        ignored=True,
-    ),
-    Row(
         one_of("fsdp_gather", "bf16"),
         one_of("precision", "fp16"),
         "its layers cannot take weights of bf16",
@@ -791,13 +787,6 @@ TABLE: tuple[Row | Rule, ...] = (
         ignored=True,
     ),
     Row(
-        one_of("mirror", "off"),
-        above("replicas", 1),
-        "has each rank's share in another group anyway, and makes no mirror",
-        "drop mirror; recovery restart starts anew from a checkpoint",
-        ignored=True,
-    ),
-    Row(
         above("ep", 1),
         above("replicas", 1),
         "each divides the data ranks in a way of its own",
@@ -829,13 +818,6 @@ TABLE: tuple[Row | Rule, ...] = (
         above("sync_every", 0),
         "the weights of another replica differ, so it cannot compute a gradient again",
         "use audit_every 0, or sync_every 0",
-    ),
-    Row(
-        one_of("mirror", "off"),
-        above("sync_every", 0),
-        "mirrors nothing: a lost replica begins anew from another one",
-        "drop mirror",
-        ignored=True,
     ),
     *_gradients_of_replicas(),
     Rule(

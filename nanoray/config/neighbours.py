@@ -69,6 +69,9 @@ def _names(program: str, *rows: tuple[Any, ...]) -> list[Name]:
     return names
 
 
+# On a GPU the backward of a fused attention adds up in another order each time
+_SAME_BITS = "on a CPU the same seed and ranks give the same bits; on GPUs with attention plain"
+
 NANOGPT = _names(
     "nanoGPT",
     ("learning_rate", "lr"),
@@ -239,14 +242,14 @@ TORCHTITAN = _names(
     ("training.mixed_precision_param", "precision", "", FORMATS),
     ("training.compile", "compile"),
     ("training.seed", "seed"),
-    ("training.deterministic", "", "the same seed and ranks give the same bits anyway; drop it"),
+    ("training.deterministic", "attention", _SAME_BITS),
     (
         "training.enable_cpu_offload",
         "dp_mode",
         "fsdp shares the state between ranks; none is offloaded",
     ),
     ("debug.seed", "seed"),
-    ("debug.deterministic", "", "the same seed and ranks give the same bits anyway; drop it"),
+    ("debug.deterministic", "attention", _SAME_BITS),
     ("optimizer.name", "optimizer", "", {"adamw": "adamw", "muon": "muon"}),
     ("optimizer.lr", "lr"),
     ("optimizer.beta1", "beta1"),
@@ -261,13 +264,13 @@ TORCHTITAN = _names(
     ("lr_scheduler.min_lr_factor", "min_lr", "as a rate: min_lr_factor x lr"),
     (
         "parallelism.data_parallel_replicate_degree",
-        "workers dp_mode",
-        "all ranks that tp and pp leave are data ranks",
+        "replicas",
+        "with dp_mode zero1, zero2 or fsdp; in ddp each data rank is a replica",
     ),
     (
         "parallelism.data_parallel_shard_degree",
-        "dp_mode",
-        "fsdp shards over all data ranks",
+        "dp_mode replicas",
+        "fsdp shards over the data ranks, or over those of each of the replicas",
     ),
     ("parallelism.fsdp_reshard_after_forward", "dp_mode", "never is dp_mode fsdp:grad_op"),
     ("parallelism.tensor_parallel_degree", "tp"),
@@ -290,10 +293,12 @@ TORCHTITAN = _names(
         "micro_batch_size",
         "each micro batch passes through the pipeline by itself",
     ),
+    ("parallelism.context_parallel_degree", "cp"),
     (
-        "parallelism.context_parallel_degree",
+        "parallelism.context_parallel_rotate_method",
+        "cp_attention",
         "",
-        "no axis of nanoray cuts the context; tp with sequence_parallel shares its activations",
+        {"allgather": "all_gather", "alltoall": "ring"},
     ),
     ("activation_checkpoint.mode", "activation_checkpointing", "block is full"),
     ("checkpoint.interval", "checkpoint_every"),
@@ -314,6 +319,10 @@ TORCHTITAN = _names(
     ("profiling.profile_freq", "profile", "the steps A:B"),
     ("comm.init_timeout_seconds", "init_timeout_s"),
     ("comm.train_timeout_seconds", "timeout_s"),
+    ("fault_tolerance.sync_steps", "sync_every"),
+    ("fault_tolerance.semi_sync_method", "sync_every", "diloco is sync_every 50"),
+    ("fault_tolerance.should_quantize", "sync_bits", "true is 8"),
+    ("fault_tolerance.enable", "recovery", "in_place replaces a lost rank, in any run on Ray"),
 )
 
 LIGHTNING = _names(
@@ -333,7 +342,7 @@ LIGHTNING = _names(
     ("ckpt_path", "resume", "auto, or the path of a run or checkpoint"),
     ("fast_dev_run", "max_steps", "a few steps; --dry_run trains nothing and prints the plan"),
     ("enable_checkpointing", "checkpoint_every", "in steps; 0 is at the end only"),
-    ("deterministic", "", "the same seed and ranks give the same bits anyway; drop it"),
+    ("deterministic", "attention", _SAME_BITS),
 )
 
 RAY_TRAIN = _names(

@@ -52,7 +52,9 @@ class Config(Keys):
             foreign = answer(str(key), values[key], "")
             if foreign:
                 raise ValueError(f"unknown key {key}; {foreign}")
-        return split(values)
+        # `upload:` without a value, and None in a script's dict, ask for nothing
+        empty = {key for key, value in values.items() if value is None and _is_empty(key)}
+        return split({**values, **dict.fromkeys(empty, "")})
 
     @model_validator(mode="after")
     def _check(self) -> Config:
@@ -68,6 +70,11 @@ class Config(Keys):
     def to_json(self) -> str:
         """Return the configuration as JSON text; `--config` reads it back."""
         return json.dumps(self.model_dump(), indent=2) + "\n"
+
+
+def _is_empty(key: str) -> bool:
+    """Return whether the default of a key is an empty text."""
+    return key in Keys.model_fields and Keys.model_fields[key].default == ""
 
 
 def field_extra(key: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nanoray.cli import parse_args
+from nanoray.cli.flags import _COUNTS_IF
 from nanoray.config import Config, load_config, make_config
 from nanoray.config.conflicts import TABLE, Row, Rule, first, known_from, refuse
 from nanoray.config.fields import Group
@@ -85,8 +86,6 @@ NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("ep", "dp_mode"): {"experts": 4},
     ("ep", "replicas"): {"experts": 4, "dp_mode": "zero1"},
     ("sync_every", "ep"): {"experts": 4, "dp_mode": "zero1"},
-    ("mirror", "sync_every"): {"dp_mode": "zero1"},
-    ("mirror", "replicas"): {"dp_mode": "zero1"},
     ("compile", "sync_batchnorm"): {"model": "resnet"},
     ("audit_every", "sync_batchnorm"): {"model": "resnet"},
     ("fsdp_gather", "precision"): {"dp_mode": "fsdp"},
@@ -167,6 +166,87 @@ def test_every_rule_of_arithmetic_is_reached(rule: Rule) -> None:
     with pytest.raises(ConfigError) as error:
         make_config({"micro_batch_size": 1, **values})
     assert part in str(error.value)
+
+
+def smallest_beside(row: Row) -> dict[str, Any]:
+    """Return the few keys that meet a row's conditions, but for what is asked."""
+    values = smallest(row)
+    del values[row.asked.key]
+    return values
+
+
+NOTHING = (0, False, "", "off", "none", None)  # ways to ask for nothing
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_a_value_that_asks_for_nothing_meets_no_row(row: Row) -> None:
+    """The default, and 0, off and none where a key takes them: in a dict, a file and a flag."""
+    key = row.asked.key
+    default = Config.model_fields[key].default
+    # Of a path or a URL, 0 and none are names
+    for value in ("", None) if default == "" else (default, *NOTHING):
+        values = {**smallest_beside(row), key: value}
+        try:
+            make_config(values)
+        except ConfigError as error:
+            # Another row may be met, or the key has no such value
+            refusal = str(error)
+            part = PART_OF_FIELD.get(key)
+            written = part.key if part else key
+            asked = refusal.startswith(f"{written} = {value} ")
+            assert not asked or "would be ignored" not in refusal, refusal
+            assert not asked or value is not default, refusal
+    assert not row.asked.holds(default), "a row about a default would refuse what nobody asked for"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"dp_mode": "ddp"}, ["--mirror", "off"]),
+        ({"dp_mode": "zero1", "replicas": 2}, ["--mirror", "off"]),
+        ({"sync_every": 4}, ["--mirror", "off"]),
+        ({}, ["--upload_timeout", "0"]),
+        ({}, ["--balance_loss", "0", "--z_loss", "0"]),
+        ({}, ["--outer_momentum", "0"]),
+        ({"recovery": "restart"}, ["--spares", "0"]),
+        ({"model": "resnet"}, ["--dropout", "0", "--scaling", "none"]),
+        ({"optimizer": "sgd"}, ["--weight_decay", "0"]),
+        ({"optimizer": "sgd"}, ["--beta1", "0.9", "--beta2", "0.99"]),
+        ({"schedule": "constant", "lr": 0.01}, ["--min_lr", "0.01"]),
+        ({}, ["--decay_fraction", "0.65", "--tokens_per_param", "12"]),
+    ],
+)
+def test_off_is_accepted_where_it_is_off_already(
+    values: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    flags = [f"--{key}={value}" for key, value in values.items()]
+    parse_args([*flags, *words], "x", "y")
+    pairs = dict(zip(words[::2], words[1::2], strict=True))
+    file = tmp_path / "mine.yaml"
+    lines = [f"{key.removeprefix('--')}: {value}\n" for key, value in pairs.items()]
+    file.write_text("".join(lines) + "".join(f"{key}: {values[key]}\n" for key in values))
+    load_config(str(file), "tiny")
+
+
+def test_flags_that_count_only_with_another_key_are_accepted_at_their_defaults() -> None:
+    other = {"schedule": "constant", "optimizer": "sgd", "scaling": "none"}
+    for key, (needs, _) in _COUNTS_IF.items():
+        default = Config.model_fields[key].default
+        parse_args([f"--{needs}={other[needs]}", f"--{key}={default}"], "x", "y")
+    for flag in ("--min_lr=0", "--decay_fraction=0.1"):
+        with pytest.raises(ConfigError, match="would be ignored: schedule = constant"):
+            parse_args(["--schedule=constant", flag], "x", "y")
+
+
+def test_a_key_without_a_value_asks_for_nothing(tmp_path: Path) -> None:
+    """Where its default is an empty text."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("upload:\ninit_from: ~\nprofile: null\nfaults:\ndata_url:\ndata_dir:\n")
+    config = load_config(str(file), "tiny")
+    assert {config.upload, config.init_from, config.profile, config.faults} == {""}
+    assert make_config({"micro_batch_size": 1, "upload": None}).upload == ""
+    with pytest.raises(ConfigError, match="name = None"):
+        make_config({"micro_batch_size": 1, "name": None})
 
 
 def test_no_row_stands_twice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,10 @@ def test_another_programs_name_is_answered_with_ours(tmp_path: Path, row: Name) 
         (["--bf16"], "unknown flag --bf16; write --precision bf16"),
         (["--training.seq_len", "8"], "unknown flag --training.seq_len; write --block_size 8"),
         (["--optim=adamw_torch_fused"], "unknown flag --optim; write --optimizer adamw"),
+        (["--context_parallel_degree", "2"], "--context_parallel_degree; write --cp 2"),
+        (["--parallelism.data_parallel_replicate_degree=2"], "it is --replicas here (with dp_mode"),
+        (["--fault_tolerance.sync_steps=5"], "write --sync_every 5"),
+        (["--deterministic"], "it is --attention here (on a CPU the same seed and ranks give the"),
         (["--max_iters"], "unknown flag --max_iters; it is --max_steps here"),
         (["--decay_lr=False"], "it is --schedule here (false is constant)"),
         (["--adam_epsilon", "1e-6"], "unknown flag --adam_epsilon; it is 1e-8, as in torch"),
@@ -167,6 +172,54 @@ def test_dashes_are_no_letters_in_common() -> None:
     """Of a tool's flags, too, which have no table."""
     assert did_you_mean("--dtype", ["--tp", "--lr"]) == "known: --tp, --lr"
     assert did_you_mean("--round", ["--rounds", "--lr"]) == "did you mean --rounds?"
+
+
+# Words that say nothing about what a name is for
+COMMON_WORDS = frozenset(
+    {"dir", "end", "every", "local", "lr", "model", "name", "num", "only", "path", "per", "rank"}
+    | {"size", "train", "worker"}
+)
+# Names that deny something, beside a key whose description has a word in common
+REVIEWED = {
+    "eval_only": "evaluations belong to a run; a trained one has its losses",
+    "window_pattern": "the pattern of dataset is one of file names",
+    "core_metric_every": "the core of workers is one of a CPU",
+    "load_best_model_at_end": "keep_checkpoints keeps the best one in any case",
+    "dataloader_num_workers": "ranks are no workers of a loader",
+}
+DENIES = re.compile(r"\b(no|not|none|nothing|alone|anyway|in any case|without)\b")
+
+
+def stems(text: str) -> set[str]:
+    """Return the beginnings of words, so that `checkpointing` is `checkpoints`."""
+    words = re.findall(r"[a-z]{2,}", text.lower().replace("_", " "))
+    singular = {word.removesuffix("s") if len(word) > 3 else word for word in words}
+    return {word[:6] for word in singular} - COMMON_WORDS
+
+
+@pytest.mark.parametrize("key", flag_names())
+def test_no_answer_denies_what_a_key_does(key: str) -> None:
+    """An answer stays behind when a key is added: "no axis of nanoray cuts the context" did.
+
+    A new one that this finds names the key, or is listed as REVIEWED with the reason.
+    """
+    does = stems(f"{key} {Config.model_fields[key].description}")
+    for row in TABLE:
+        denies = not row.ours or DENIES.search(row.how)
+        if not denies or key in row.ours or row.theirs in REVIEWED:
+            continue
+        # The name itself, without its section
+        shared = stems(row.theirs.rpartition(".")[2]) & does
+        # A row with a key of ours is asked about names alone: its subject is that key
+        if row.ours:
+            shared &= stems(key)
+        assert not shared, f"{row.theirs}: {row.how!r}, but {key} has {shared}"
+
+
+def test_the_axes_of_another_mesh_lead_to_ours() -> None:
+    rows = [row for row in TABLE if row.program == "torchtitan" and "parallelism." in row.theirs]
+    led_to = {key for row in rows for key in row.ours}
+    assert {"cp", "cp_attention", "tp", "pp", "ep", "replicas", "pp_schedule"} <= led_to
 
 
 def test_a_name_without_its_section_is_found() -> None:
