@@ -22,6 +22,7 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -46,6 +47,7 @@ from nanoray.mesh.launchers import describe_start
 
 log = logging.getLogger("nanoray.rank")
 _RECORD_BYTES = 1 << 16  # more than one record of a file of records has
+_LONGEST_INSIDE = 200  # bytes of the path of a file within a run's folder, with room
 LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
 
 
@@ -192,13 +194,51 @@ def new_folder(out_dir: Path, name: str) -> Path:
                 continue
             return folder
     except OSError as error:
+        remedy = "give a writable --out_dir"
+        if error.errno == errno.ENAMETOOLONG:
+            remedy = "shorten --out_dir"
         raise ConfigError(
-            f"cannot make a run folder in out_dir = {out_dir}: {error.strerror}; give a writable "
-            "--out_dir"
+            f"cannot make a run folder in out_dir = {out_dir}: {error.strerror}; {remedy}"
         ) from None
     raise ConfigError(
         f"out_dir = {out_dir} already has 999 runs of this second; use another --name"
     )
+
+
+def require_short_names(config: Config) -> None:
+    """Raise ConfigError where the file system of out_dir takes no names of a run's length.
+
+    Such limits are lower on encrypted and on some network file systems, and on a path as a whole.
+    """
+    out_dir = Path(config.out_dir).expanduser().absolute()
+    there = out_dir
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        longest_name = os.pathconf(there, "PC_NAME_MAX")
+        longest_path = os.pathconf(there, "PC_PATH_MAX")
+    except OSError:  # the file system does not say
+        return
+
+    folder = f"2026-11-21_101500_{config.name}_999"
+    if 0 < longest_name < len(folder):
+        raise ConfigError(
+            f"name = {config.name}: the run's folder would have a name of {len(folder)} bytes, and "
+            f"the file system of {there} takes {longest_name}; shorten --name by "
+            f"{len(folder) - longest_name}, or give another --out_dir"
+        )
+    for part in out_dir.parts:
+        if 0 < longest_name < len(os.fsencode(part)):
+            raise ConfigError(
+                f"out_dir = {config.out_dir}: the name {part} has {len(os.fsencode(part))} bytes, and "
+                f"the file system of {there} takes {longest_name}; shorten it"
+            )
+    length = len(os.fsencode(out_dir / folder)) + _LONGEST_INSIDE
+    if 0 < longest_path < length:
+        raise ConfigError(
+            f"out_dir = {config.out_dir}: paths in the run's folder would have {length} bytes, and "
+            f"the system takes {longest_path}; give a shorter --out_dir or --name"
+        )
 
 
 def _working_folder() -> str:

@@ -25,7 +25,9 @@ def to_markdown() -> str:
         "",
         "A value means the same in a file as on the command line. YAML is read as 1.2: `off` and "
         "`2026-01-01` are the words that stand there, `6e5` is 600000, and a key that stands twice "
-        "is an error. `training: {batch_size: 32}` is a batch of each rank; the flat keys are below.",
+        "is an error. `training: {batch_size: 32}` is a batch of each rank; the flat keys are below. "
+        "A key `x-NAME`, and a mapping that others merge (`base: &base` with `<<: *base`), only hold "
+        "anchors. Files are UTF-8, with line ends and the mark of Windows or without.",
         "",
         f"In paths ({', '.join(f'`{key}`' for key in PATH_KEYS)}) `~`, `$NAME` and `${{NAME}}` are "
         "expanded, in files, flags and a script's dict, by the command that opens the run and in "

@@ -47,7 +47,7 @@ class Assignments:
 def read_assignments(path: Path) -> Assignments:
     """Return what a file assigns. Raises ConfigError for a file that holds anything else."""
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = ast.parse(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; check the path") from None
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

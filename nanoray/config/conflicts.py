@@ -392,6 +392,24 @@ def _env_has_no_secret(config: Keys) -> str:
     return ""
 
 
+LONGEST_KEY = 1024  # bytes of an object's name, in S3 and in Google's storage
+# Of what follows the run's folder in it, with room for long names of a rank's files
+_IN_A_RUN = len("checkpoints/step_00000250/") + 64
+
+
+def _keys_fit(config: Keys) -> str:
+    if not config.upload or config.upload.startswith("file://"):
+        return ""
+    folder = config.upload.partition("://")[2].partition("/")[2]
+    longest = len(f"{folder}/2026-11-21_101500_{config.name}_999/".encode()) + _IN_A_RUN
+    if longest <= LONGEST_KEY:
+        return ""
+    return (
+        f"upload and name make names of objects of {longest} bytes, and object storage takes "
+        f"{LONGEST_KEY}; shorten the URL's folder or --name by {longest - LONGEST_KEY}"
+    )
+
+
 # ---- rows that several keys share ----------------------------------------------------------------
 
 # Keys of one kind of model, and the kinds that have them. A script brings the layers of its own
@@ -1098,6 +1116,11 @@ TABLE: tuple[Row | Rule, ...] = (
         "is empty",
         "give upload a URL, or drop upload_timeout",
         ignored=True,
+    ),
+    Rule(
+        ("upload", "name"),
+        f"upload: names of objects have at most {LONGEST_KEY} bytes",
+        _keys_fit,
     ),
     Rule(
         ("env", "upload", "resume"),

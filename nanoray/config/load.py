@@ -20,6 +20,7 @@ from nanoray.config.conflicts import EXPERT_KEYS
 from nanoray.config.kube import Kube
 from nanoray.config.neighbours import TABLE, answer, normalise, translate_value
 from nanoray.config.paths import expand_paths
+from nanoray.config.run import name_of_file
 from nanoray.config.schema import Config, changes_recipe
 from nanoray.config.spellings import PARTS, refuse_old
 from nanoray.config.strict_yaml import YamlError, read_texts
@@ -102,7 +103,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     Raises ConfigError for a file that cannot be read, and for a nested key that is unknown.
     """
-    values = read_mapping(path)
+    # As in a file of Compose, a key x-NAME is the user's: it holds anchors, or notes
+    values = {key: value for key, value in read_mapping(path).items() if key[:2] != "x-"}
     # A config.json has the fields of a Config, also one that an older version wrote
     if path.suffix != ".json":
         refuse_old(values)
@@ -116,14 +118,17 @@ def read_mapping(path: Path) -> dict[str, Any]:
     be read, that is no mapping, or that has a key twice.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        values = _parse_json(text) if path.suffix == ".json" else read_texts(text)
+        text = path.read_text(encoding="utf-8-sig")
+        is_json = path.suffix == ".json"
+        values = _parse_json(text) if is_json else read_texts(text, (*Config.model_fields, *OUTER))
     except OSError as error:
         raise ConfigError(
             f"cannot read config file {path}: {error.strerror}; check the path"
         ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"config file {path} is not YAML: {error}") from None
+        raise ConfigError(
+            f"config file {path} is not text in UTF-8 (byte {error.start}); save it in that encoding"
+        ) from None
     except YamlError as error:
         raise ConfigError(f"config file {path} {error}") from None
 
@@ -299,7 +304,7 @@ def load_config(
         merged = {"name": preset}
         merged.update(_read_preset(preset))
     if file:
-        values = {"name": Path(file).stem}
+        values = {"name": name_of_file(file)}
         keys = read_yaml(Path(file)) if keys is None else keys
         values.update(expand_paths(keys, None if elsewhere else os.environ))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationInfo, field_validator
@@ -11,12 +14,24 @@ from nanoray.config.variables import parse_variables
 from nanoray.errors import ConfigError
 from nanoray.storage.url import is_url, problem_of
 
+# A file system takes names of 255 bytes. A run's folder has the time before its name, and a number
+# after it where several runs begin in one second
+LONGEST_NAME = 255 - len("2026-11-21_101500_") - len("_999")
+
+
+def name_of_file(path: str) -> str:
+    """Return the name of a run that has that of a file, in the characters that a name may have."""
+    # An accent stands behind its letter then
+    apart = unicodedata.normalize("NFKD", Path(path).stem).encode("ascii", "ignore").decode()
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", apart).strip("-")
+    return plain[:LONGEST_NAME] or "run"
+
 
 class Run(Group):
     """The run: its name, its folder, what it continues, and the seed of all its random numbers."""
 
     # Where the run is written
-    name: str = field("run", "run", pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = field("run", "run", pattern=r"^[A-Za-z0-9._-]+$", max_length=LONGEST_NAME)
     """name of the run, which ends its folder's name (default: the preset's or file's name)"""
 
     out_dir: str = path("runs", "run", min_length=1)

@@ -12,12 +12,12 @@ PyYAML parses, but its rules for plain words are those of YAML 1.1: `off` is fal
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import yaml
 from yaml.constructor import ConstructorError
-from yaml.nodes import MappingNode, Node, ScalarNode
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 _TAG = "tag:yaml.org,2002:"
 _NULL = re.compile(r"(?:~|null|Null|NULL|)\Z")
@@ -36,9 +36,50 @@ class _RepeatedKey(ConstructorError):
     """A mapping has a key twice."""
 
 
-def read_texts(text: str) -> Any:
-    """Return a document in which each plain word but null is a str. Raises YamlError."""
-    return _read(lambda: _TextLoader(text).get_single_data())
+def read_texts(text: str, known: Collection[str] = ()) -> Any:
+    """Return a document in which each plain word but null is a str. Raises YamlError.
+
+    A key of the document that is not `known`, and whose mapping is merged elsewhere in it
+    (`base: &base` with `<<: *base`), only holds that anchor: it is left out.
+    """
+
+    def read() -> Any:
+        loader = _TextLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        # Before the document is made, which carries the merges out and removes their marks
+        holders = _anchor_holders(node)
+        document = loader.construct_document(node)
+        if not isinstance(document, dict):
+            return document
+        return {key: value for key, value in document.items() if key in known or key not in holders}
+
+    return _read(read)
+
+
+def _anchor_holders(document: Node) -> set[str]:
+    """Return the keys of a document whose mappings are merged somewhere in it."""
+    if not isinstance(document, MappingNode):
+        return set()
+    merged: set[int] = set()
+    seen: set[int] = set()
+    pending: list[Node] = [document]
+    while pending:
+        node = pending.pop()
+        if id(node) in seen or isinstance(node, ScalarNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, SequenceNode):
+            pending += node.value
+            continue
+        for key, value in node.value:
+            pending += [key, value]
+            # One mapping, or a list of several
+            if key.tag == f"{_TAG}merge":
+                sources = value.value if isinstance(value, SequenceNode) else [value]
+                merged |= {id(source) for source in sources}
+    return {key.value for key, value in document.value if id(value) in merged}
 
 
 def read_value(text: str) -> Any:

@@ -305,7 +305,8 @@ def _decode(source: _Source) -> str:
             "PATH"
         )
     try:
-        return source.data.decode("utf-8")
+        # Without the mark that editors on Windows put before a text: it would be a character
+        return source.data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{source.where} is not UTF-8: byte 0x{source.data[error.start]:02x} at offset "

@@ -95,7 +95,7 @@ def load_topology(name: str) -> Topology:
     if path.parent == TOPOLOGY_DIR and not path.is_file():
         refuse_unknown(name, topology_names(), "topology")
     try:
-        values = read_value(path.read_text(encoding="utf-8"))
+        values = read_value(path.read_text(encoding="utf-8-sig"))
         return Topology.model_validate(values)
     except YamlError as error:
         raise ConfigError(f"cannot read topology {path}: it {error}") from None

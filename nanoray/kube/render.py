@@ -70,6 +70,7 @@ def render(config: Config, timestamp: str) -> list[Object]:
     job = next(thing for thing in objects if thing["kind"] == "RayJob")
 
     # The run's settings. The pods come first, because the disruption budget counts them.
+    _require_whole_name(config.name)
     name = job_name(config.name)
     job["metadata"]["name"] = name
     _shape_pods(objects, job, config, int(ranks))
@@ -99,10 +100,28 @@ def render(config: Config, timestamp: str) -> list[Object]:
 
 def job_name(name: str) -> str:
     """Return `name` as Kubernetes allows it: lower case, dashes, a letter first, not too long."""
+    return _plain_name(name)[: NAME_LIMIT["RayJob"]].rstrip("-")
+
+
+def _plain_name(name: str) -> str:
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
     if not plain[0].isalpha():
         plain = f"r-{plain}"
-    return plain[: NAME_LIMIT["RayJob"]].rstrip("-")
+    return plain
+
+
+def _require_whole_name(name: str) -> None:
+    """Raise ConfigError for a name that a job cannot have as a whole.
+
+    Two runs whose names differ at their ends would be one job.
+    """
+    plain = _plain_name(name)
+    limit = NAME_LIMIT["RayJob"]
+    if len(plain) > limit:
+        raise ConfigError(
+            f"name = {name}: the RayJob would be {plain}, of {len(plain)} characters, and KubeRay "
+            f"takes {limit}; shorten --name by {len(plain) - limit}"
+        )
 
 
 def entrypoint(ranks: int, device: str, folder: str, placement_timeout_s: float) -> str:

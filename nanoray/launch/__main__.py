@@ -40,7 +40,7 @@ from nanoray.mesh.interfaces import require_interfaces
 from nanoray.mesh.launchers import refuse_many_starts
 from nanoray.mesh.layout import Layout
 from nanoray.output import say
-from nanoray.run import summary_on_failure, write_summary
+from nanoray.run import require_short_names, summary_on_failure, write_summary
 from nanoray.train.report import closing_lines
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
@@ -90,6 +90,7 @@ def launch(
 
     # Where the run goes, and on how many ranks: on this machine that is known now.
     config = lasting_out_dir(loaded.config)
+    require_short_names(config)
     variables = values_of(config.env, os.environ, started=False)
     attached = caller_address(config)
     address = attached or ray_address(config)

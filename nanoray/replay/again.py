@@ -266,7 +266,7 @@ def _by_processes(
             own = {}
             if store:
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | world
-            with (folder / f"rank{rank}.txt").open("w") as file:
+            with (folder / f"rank{rank}.txt").open("w", encoding="utf-8") as file:
                 started.append(
                     subprocess.Popen(command, env=os.environ | own, stdout=file, stderr=file)
                 )

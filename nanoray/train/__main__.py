@@ -50,7 +50,14 @@ from nanoray.mesh.rendezvous import (
     runtime_nccl_version,
 )
 from nanoray.output import say
-from nanoray.run import RunSpec, lock_run, summary_on_failure, write_attempt, write_summary
+from nanoray.run import (
+    RunSpec,
+    lock_run,
+    require_short_names,
+    summary_on_failure,
+    write_attempt,
+    write_summary,
+)
 from nanoray.train.launcher import watch_launcher
 from nanoray.train.own.program import Program, dry_run
 from nanoray.train.own.run import Run
@@ -112,6 +119,7 @@ def _train_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | Non
         print("\n".join(forecast_lines(loaded, loaded.scale)))
         return None
     require_tracker(loaded.config.track)
+    require_short_names(loaded.config)
     run_rank = Program(main, loaded.given) if main else train
     place = place_of(os.environ)
     rendezvous = _local_rendezvous(loaded.config)

@@ -155,7 +155,9 @@ def _started_here(out_dir: Path, recipe: Mapping[str, Any]) -> float:
         has_steps = any((run / "checkpoints").glob("step_*"))
         if is_run_name(run.name) and has_steps and not other_recipe(run, recipe):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                newest = max(newest, float(json.loads((run / "run.json").read_text())["started"]))
+                newest = max(
+                    newest, float(json.loads((run / "run.json").read_text("utf-8"))["started"])
+                )
     return newest
 
 

@@ -220,7 +220,7 @@ class Worker:
     def _log(self, text: str) -> None:
         """Append a line to the log."""
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        with suppress(OSError), (self._run / LOG).open("a") as file:
+        with suppress(OSError), (self._run / LOG).open("a", encoding="utf-8") as file:
             file.write(f"{moment} {text}\n")
 
 

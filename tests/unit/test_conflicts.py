@@ -118,6 +118,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "takes micro batches in groups of pp = 2",
     ),
     "_memory_is_reached": ({"memory_at": 2001}, "memory_at = 2001 would record nothing"),
+    "_keys_fit": (
+        {"upload": f"s3://b/{'f' * 1000}", "name": "n"},
+        "upload and name make names of objects of ",
+    ),
     "_env_has_no_secret": (
         {"env": {"AWS_SECRET_ACCESS_KEY": "x"}, "upload": "file:///x"},
         "env AWS_SECRET_ACCESS_KEY=... would be written into config.json",

@@ -251,6 +251,17 @@ def test_text_file(sample_file: Path, kind: str, vocab: int) -> None:
     assert files(info.path) == [".verified.json", "meta.json", "train.bin", "val.bin"]
 
 
+def test_the_mark_of_an_editor_is_no_character(tmp_path: Path) -> None:
+    """Windows editors put one before a text; a second one would be the text's own."""
+    for name, mark in (("plain.txt", ""), ("marked.txt", "\ufeff")):
+        (tmp_path / name).write_text(mark + "héllo wörld\r\n" * 400, encoding="utf-8", newline="")
+    plain, marked = (
+        prepare(config(tmp_path / name, tokenizer="char")) for name in ("plain.txt", "marked.txt")
+    )
+    assert marked.tokens_sha256 == plain.tokens_sha256
+    assert marked.tokenizer == plain.tokenizer
+
+
 def test_line_ends_and_multibyte_characters_survive(tmp_path: Path) -> None:
     text = "naïve\r\ncafé\r" * 30
     (tmp_path / "t.txt").write_bytes(text.encode())

@@ -114,6 +114,13 @@ def test_each_setting_has_its_counterpart(tmp_path: Path) -> None:
         assert name in text or name in ("wandb_log", "decay_lr"), name
 
 
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    (tmp_path / "gpt.py").write_bytes(
+        "\ufeff# über\nmax_iters = 5\n".replace("\n", "\r\n").encode()
+    )
+    assert read_assignments(tmp_path / "gpt.py").values == {"max_iters": 5}
+
+
 def test_what_the_file_does_not_say_is_nanogpts_default(tmp_path: Path) -> None:
     config = load(tmp_path, "n_layer = 3\n", "--dataset", "stdlib").config
     assert (config.n_head, config.n_embd, config.block_size, config.bias) == (12, 768, 1024, False)

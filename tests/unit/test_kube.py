@@ -917,6 +917,7 @@ def test_render_mig_and_storage_class() -> None:
         ),
         ({"dataset": "/home/me/text.txt"}, "is a path of this machine"),
         ({"init_from": "/home/me/gpt2"}, "init_from = /home/me/gpt2 is a path of this machine"),
+        ({"name": "x" * 48}, "of 48 characters, and KubeRay takes 47; shorten --name by 1"),
         ({"resume": "auto"}, "is no folder of the volume; give --resume /data/runs/FOLDER"),
         ({"kube": {"image": "nanoray"}}, "no fixed tag"),
         ({"kube": {"shm_gib": 4}}, "counts against the memory limit"),

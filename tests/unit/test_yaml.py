@@ -108,10 +108,71 @@ def test_what_a_file_cannot_mean_is_refused_in_one_line(
 def test_a_merge_is_no_repeated_key(tmp_path: Path) -> None:
     text = "kube: &k {cpus: 1, memory_gib: 4}\nenv: {A: x}\n"
     assert load(tmp_path, text).kube.memory_gib == 4
-    assert read_texts("a: &k {x: 1, y: 2}\nb: {<<: *k, x: 3}") == {
+    assert read_texts("a: &k {x: 1, y: 2}\nb: {<<: *k, x: 3}", ("a",)) == {
         "a": {"x": "1", "y": "2"},
         "b": {"x": "3", "y": "2"},
     }
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "über.yml", "config.json"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_file_of_windows_is_read(tmp_path: Path, name: str, mark: str, end: str) -> None:
+    """With its line ends, and the mark that editors put before a text in UTF-8."""
+    text = "dataset: täxt.txt\nmax_steps: 7\n"
+    if name.endswith(".json"):
+        text = '{"dataset": "täxt.txt",\n"max_steps": 7}\n'
+    file = tmp_path / name
+    file.write_bytes(f"{mark}{text}".replace("\n", end).encode())
+    config = load_config(str(file), "tiny")
+    assert (config.dataset, config.max_steps) == ("täxt.txt", 7)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_a_file_in_another_encoding_is_told_so(tmp_path: Path, encoding: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes("name: x  # über\n".encode(encoding))
+    with pytest.raises(ConfigError, match=r"is not text in UTF-8 \(byte \d+\); save it in that"):
+        load_config(str(file), "tiny")
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("base: &base {lr: 0.5}\n<<: *base\n", {"lr": 0.5}),
+        ("<<: &base {lr: 0.5}\n", {"lr": 0.5}),
+        ("x-defaults: &base {lr: 0.5}\n<<: *base\nn_layer: 3\n", {"lr": 0.5, "n_layer": 3}),
+        ("x-note: what I tried\nx-lr: &lr 0.5\nlr: *lr\n", {"lr": 0.5}),
+        ("a: &a {lr: 0.5}\nb: &b {n_layer: 3}\n<<: [*a, *b]\n", {"lr": 0.5, "n_layer": 3}),
+        ("a: &a {lr: 0.5}\nb: &b {<<: *a, n_layer: 3}\n<<: *b\n", {"lr": 0.5, "n_layer": 3}),
+        ("base: &base {lr: 0.5}\n<<: *base\nlr: 0.25\n", {"lr": 0.25}),
+        ("pod: &pod {cpus: 2}\nkube: {<<: *pod, memory_gib: 4}\n", {}),
+        ("kube: &pod {cpus: 2}\nenv: {<<: *pod}\n", {"env": {"cpus": "2"}}),
+        ("t: &t {learning_rate: 0.5}\ntraining: {<<: *t, batch_size: 3}\n", {"lr": 0.5}),
+    ],
+)
+def test_a_key_that_only_holds_an_anchor_is_no_key(
+    tmp_path: Path, text: str, keys: dict[str, Any]
+) -> None:
+    config = load(tmp_path, text)
+    assert {key: getattr(config, key) for key in keys} == keys
+    if "kube:" in text:
+        assert config.kube.cpus == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: &base {lr: 0.5}\n", "unknown key base.lr; write it as a flat key: lr: 0.5"),
+        ("n_layr: &n 4\nn_head: *n\n", "unknown key n_layr; did you mean n_layer?"),
+        ("base: &base {lrr: 0.5}\n<<: *base\n", "unknown key lrr; did you mean lr?"),
+        ("a: &a {lr: 1}\nb: {<<: *a}\n", "unknown key b.lr"),
+    ],
+)
+def test_a_holder_that_nothing_merges_is_a_mistake(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, text)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
