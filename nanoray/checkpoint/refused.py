@@ -35,13 +35,13 @@ def discarding_refused(spec: RunSpec, forget: Callable[[], None]) -> Iterator[No
 def discard_refused(spec: RunSpec, forget: Callable[[], None]) -> bool:
     """Remove the run's folder if this command has made it and nothing in it is of value.
 
-    Return whether it was removed. `forget` is called before: whoever sends the folder elsewhere
-    must leave it. Called by the process that has opened the run, after its ranks have ended.
+    Return whether it was removed. `forget` is called before: a process that sends the folder
+    elsewhere must end. Called by the process that has opened the run, after its ranks have ended.
     """
     if not spec.is_new or not _is_worthless(spec.folder):
         return False
     forget()
-    # Once more: the process that was told may have written a moment ago
+    # Once more: the process that has ended may have written a moment ago
     if not _is_worthless(spec.folder):
         return False
     shutil.rmtree(spec.folder, ignore_errors=True)

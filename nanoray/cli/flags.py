@@ -92,7 +92,7 @@ def parse_args(
         _refuse_words(unknown)
 
     # What remains in `flags` after this are keys of the configuration. A shell expands no ~ within
-    # a word, such as --config=~/x.yaml. The command's own files are here, whoever trains
+    # a word, such as --config=~/x.yaml. The command's own files are here, wherever the ranks train
     flags = expand_paths(vars(known), None if elsewhere else os.environ)
     for key in COMMAND_PATHS & flags.keys():
         flags[key] = expand(key, flags[key], os.environ)
