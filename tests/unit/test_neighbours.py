@@ -186,6 +186,7 @@ REVIEWED = {
     "core_metric_every": "the core of workers is one of a CPU",
     "load_best_model_at_end": "keep_checkpoints keeps the best one in any case",
     "dataloader_num_workers": "ranks are no workers of a loader",
+    "training.enable_cpu_offload": "cpus_per_worker offloads nothing",
 }
 DENIES = re.compile(r"\b(no|not|none|nothing|alone|anyway|in any case|without)\b")
 
