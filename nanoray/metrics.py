@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -357,9 +358,18 @@ METRICS: dict[str, Metric] = {
 }
 
 
+# What a record contains beside metrics
+RECORD_KEYS = ("step", "attempt", "time", "expert_load", "precision_layers")
+
+
+def values_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a record, and the values that a script has logged."""
+    return {name: value for name, value in record.items() if name not in RECORD_KEYS}
+
+
 def check_record(record: dict[str, Any]) -> None:
     """Assert that every metric of `record` is registered."""
-    unknown = [key for key in record if "/" in key and key not in METRICS]
+    unknown = [key for key in record if key not in METRICS and key not in RECORD_KEYS]
     assert not unknown, f"metrics without an entry in METRICS: {unknown}"
 
 
@@ -402,7 +412,9 @@ def to_markdown() -> str:
             "floats have full",
             "precision. TensorBoard shows the same names. Ray exports them as "
             "`ray_nanoray_train_loss` and so on, with",
-            "the tags `run` and `rank`, as long as the run trains ([alerts](alerts.md)).",
+            "the tags `run` and `rank`, as long as the run trains ([alerts](alerts.md)). A script adds values "
+            "of its own with",
+            "`run.log` ([own-models](own-models.md)).",
             "",
             "| name | unit | meaning | healthy |",
             "| --- | --- | --- | --- |",

@@ -30,7 +30,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -60,8 +60,8 @@ class RunLock:
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
-    def __del__(self) -> None:
-        os.close(self._fd)
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self._fd)  # at the end of Python the module's `os` may be gone
 
     @property
     def key(self) -> tuple[int, int]:

@@ -11,7 +11,6 @@ kept in the user's cache, and without one in memory alone.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import io
 import json
@@ -23,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoray.atomic import replace_bytes, replace_text
+from nanoray.atomic import one_at_a_time, replace_bytes, replace_text
 from nanoray.errors import DataError
 
 VERSION = 1
@@ -146,8 +145,6 @@ def _locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
-    with (folder / "lock").open("ab") as file:
-        # A file system without locks: processes then write the same bytes, each by a rename.
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+    # On a file system without locks processes write the same bytes, each by a rename.
+    with one_at_a_time(folder / "lock"):
         yield

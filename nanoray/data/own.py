@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, default_collate
 from nanoray.config import Batch
 from nanoray.data.epochs import Epochs, Sample
 from nanoray.data.loader import draw_of_stream, own_order, plan_of, stream_of
-from nanoray.data.reader import Ahead, Collate, Reader, Workers, begin, next_of
+from nanoray.data.reader import Ahead, Collate, Reader, Workers, begin, end_workers, next_of
 from nanoray.data.seeding import generators_kept, seed_generators_for
 from nanoray.data.stateful import KEPT, Stateful, has_index, is_stateful, pack, unpack
 from nanoray.data.stream import ShardStream
@@ -454,6 +454,7 @@ class Batches:
 
     def close(self) -> None:
         """End the worker processes of a loader; a later read begins again."""
+        end_workers(self._iterator)
         self._iterator = iter(())
         self._next = -1
 

@@ -6,8 +6,10 @@ import os
 import select
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import connection
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from nanoray.data.stream import ShardStream
 from nanoray.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
+END_S = 5.0  # how long a killed worker may take to be gone
 
 
 class Reader:
@@ -123,7 +126,7 @@ class Ahead:
 
     def close(self) -> None:
         """End the worker processes."""
-        # torch's iterator ends them when nothing refers to it.
+        end_workers(self._iterator)
         self._iterator = None
         self._next = -1
         self._newest = -1, None
@@ -151,8 +154,15 @@ def begin(loader: DataLoader[Any]) -> Iterator[Any]:
     handler = signal.getsignal(signal.SIGCHLD) if in_main_thread else None
     own = loader.worker_init_fn
     loader.worker_init_fn = _InitWorker(own)
+    # With persistent_workers the loader has kept its iterator, and takes it up again.
+    known: Any = loader._iterator
+    if known is not None and known._shutdown:
+        loader._iterator = None
     try:
-        return iter(loader)
+        iterator: Any = iter(loader)
+        if iterator is not known:
+            _follow_workers(iterator)
+        return iterator
     finally:
         loader.worker_init_fn = own
         # torch's handler raises anywhere in a step when a worker dies; `next_of` finds that as well.
@@ -169,10 +179,81 @@ def next_of(iterator: Iterator[Any]) -> Any:
         has_workers = hasattr(iterator, "_workers")
         if not has_workers or str(error).startswith("Caught "):
             raise
+        _kill_workers(iterator)
         raise DataError(
             f"a worker process of the DataLoader ended ({_first_line(error)}); look for a "
             "lack of memory, or use num_workers=0 to see its error"
         ) from error
+
+
+def _follow_workers(iterator: Any) -> None:
+    """Let a thread end all workers of an iterator of torch when one of them is killed.
+
+    A worker that is killed in the middle of a batch leaves a part of it in the pipe that all workers
+    write to, and may keep its lock. Then this process would read for ever: the pipe ends only when
+    no process can write to it any more.
+    """
+    # This process does not write to it, unless it has a thread that pins memory. That thread alone
+    # reads the pipe then, and torch finds by itself that a worker is gone.
+    if not hasattr(iterator, "_pin_memory_thread"):
+        iterator._worker_result_queue._writer.close()
+    # Not the iterator itself: its workers end when nothing refers to it.
+    arguments = (iterator._workers, weakref.ref(iterator))
+    name = "nanoray-loader"
+    threading.Thread(target=_end_together, args=arguments, name=name, daemon=True).start()
+
+
+def _end_together(workers: list[Any], iterator_of: Callable[[], Any]) -> None:
+    """Wait until a worker is killed, and kill the others.
+
+    It takes no exit code: the training thread may do so at the same moment, and one of them gets none.
+    """
+    running = {worker.sentinel: number for number, worker in enumerate(workers)}
+    while running:
+        ended = connection.wait(list(running))
+        iterator = iterator_of()
+        if iterator is None or iterator._shutdown:
+            return  # torch ends them
+        for sentinel in ended:
+            # One whose part of an iterable dataset is at its end ends as well.
+            number = running.pop(sentinel)
+            if iterator._workers_status[number]:
+                for worker in workers:
+                    worker.kill()
+                return
+        del iterator
+
+
+def end_workers(iterator: Any) -> None:
+    """End the worker processes of an iterator of a loader if one of them was killed.
+
+    Otherwise torch ends them when nothing refers to the iterator.
+    """
+    workers = getattr(iterator, "_workers", [])
+    if not workers or iterator._shutdown:
+        return
+    ended = connection.wait([worker.sentinel for worker in workers], timeout=0)
+    if ended:
+        _kill_workers(iterator)
+
+
+def _kill_workers(iterator: Any) -> None:
+    """End the worker processes of an iterator without what torch does first.
+
+    It asks them to end, and takes a lock for that which a killed worker may have kept for ever.
+    """
+    if iterator._shutdown:
+        return
+    for worker in iterator._workers:
+        worker.kill()
+    for worker in iterator._workers:
+        worker.join(END_S)
+    # What torch does beside that, without a lock, or a thread that waits for one.
+    iterator._workers_done_event = threading.Event()
+    if hasattr(iterator, "_pin_memory_thread"):
+        iterator._pin_memory_thread_done_event.set()
+        del iterator._pin_memory_thread  # a daemon
+    iterator._shutdown_workers()
 
 
 class _InitWorker:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -36,7 +37,7 @@ def move(folder: Path) -> None:
     folder.rename(folder.parent / "moved")
 
 
-NAMES = ("logs", "checkpoints", "attempt", "lock", "config.json", "run.json", "metrics.jsonl")
+NAMES = ("tb", "logs", "checkpoints", "attempt", "lock", "config.json", "run.json", "metrics.jsonl")
 PROGRESS = ("logs/rank0.progress", "logs/rank0.log")
 CASES: dict[str, Callable[[Path], None]] = {
     **{name: partial(remove, name) for name in NAMES + PROGRESS},
@@ -70,6 +71,13 @@ def is_locked(path: Path) -> bool:
     return False
 
 
+def steps_of_events(folder: Path) -> list[int]:
+    """Return the steps that TensorBoard shows of a run."""
+    events = EventAccumulator(str(folder / "tb"))
+    events.Reload()
+    return [event.step for event in events.Scalars("train/loss")]
+
+
 def trained(out: Path, callback: nanoray.Callback | None, **config: Any) -> None:
     """Train a small model in this process."""
 
@@ -84,7 +92,7 @@ def trained(out: Path, callback: nanoray.Callback | None, **config: Any) -> None
         )
         engine.fit(data)
 
-    settings = {"out_dir": str(out), "tensorboard": False, "log_every": 1, "micro_batch_size": 4}
+    settings = {"out_dir": str(out), "log_every": 1, "micro_batch_size": 4}
     settings |= {"max_steps": 12, "stop_at": STEPS, "checkpoint_every": 4, "device": "cpu"}
     settings |= {"checkpoint_mode": "sync"}  # a write in progress would make its folder itself
     assert nanoray.launch(main, settings | config, ray=False) == 0
@@ -99,11 +107,13 @@ def test_what_is_removed_from_a_run_is_made_anew_and_it_resumes(
     folder = remover.folder
     assert remover.locked, "a second command could write into the run"
     assert [name for name in (*NAMES, *PROGRESS) if not (folder / name).exists()] == []
-    printed = capsys.readouterr().out
+    printed, errors = capsys.readouterr()
+    assert errors == "", "no traceback of a writer's thread"
+    assert steps_of_events(folder) == [*range(1, STEPS + 1)]
     expected = f"another program has removed {name} from {folder}"
     if name == "the run's folder":
         expected = f"another program has moved or removed the run's folder {folder}"
-    if name not in ("metrics.jsonl", *PROGRESS):
+    if name not in ("tb", "metrics.jsonl", *PROGRESS):
         assert printed.count("made anew, and training goes on") == 1, printed
         assert expected in printed
 
@@ -117,4 +127,5 @@ def test_what_is_removed_from_a_run_is_made_anew_and_it_resumes(
     assert [record["step"] for record in read_json_lines(folder / "metrics.jsonl")] == list(
         range(1, 13)
     )
+    assert steps_of_events(folder) == [*range(1, 13)]
     assert json.loads((folder / "summary.json").read_text())["resumed_from"]

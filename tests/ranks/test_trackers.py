@@ -7,6 +7,7 @@ by its own client.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 import threading
@@ -34,6 +35,7 @@ from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
 from nanoray.train.own.settings import DEFAULTS
 from nanoray.train.own.trackers import require_different_trackers
+from nanoray.train.track.mlflow_tracker import MlflowTracker, allowed_name
 from nanoray.train.track.tracker import Results, TrackedRun, Tracker, without_passwords
 from nanoray.train.track.tracking import MOST_WAITING, Tracking, require_tracker
 from tests.harness import own_runs
@@ -73,6 +75,19 @@ def points(count: int, seed: int) -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
 
+class Logs(nanoray.Callback):
+    """Adds values of its own, under names that not every tracker takes."""
+
+    def on_run_start(self, run: Run) -> None:
+        self.run = run
+
+    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
+        self.run.log({"my accuracy (%)": step / 2, "a//b": step, "note": f"after {step}"})
+
+    def on_run_end(self, outcome: Mapping[str, Any]) -> None:
+        self.run.log({"at the end": outcome["step"]})
+
+
 def tracked(run: Run) -> None:
     """A script that reports to two trackers, from whichever rank is rank 0."""
     model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -80,6 +95,7 @@ def tracked(run: Run) -> None:
     callbacks: list[nanoray.Callback] = [
         nanoray.WandbCallback("quadrants", tags=["test"], mode="offline"),
         nanoray.MlflowCallback("quadrants", tags={"team": "a"}),
+        Logs(),
     ]
     engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss, callbacks)
     engine.fit(points(50, 1), points(20, 2))
@@ -131,7 +147,12 @@ def test_both_trackers_have_all_metrics_of_a_run_and_of_its_resume(tmp_path: Pat
     assert one.run_id == two.run_id
     assert (one.project, one.exit_code, two.exit_code) == ("quadrants", 0, 0)
     history = [*one.history, *two.history]
+    late = [history.pop(6), history.pop()]
+    assert [(point["step"], point["at the end"]) for point in late] == [(6, 6), (9, 9)]
     assert [point["step"] for point in history] == [*range(1, 10)]
+    for point in history:
+        assert (point["my accuracy (%)"], point["a//b"]) == (point["step"] / 2, point["step"])
+        assert point["note"] == f"after {point['step']}"
     for point, expected in zip(history, numbers, strict=True):
         assert {key: point[key] for key in expected} == expected
     assert one.config["global_batch_size"] == 12
@@ -147,6 +168,11 @@ def test_both_trackers_have_all_metrics_of_a_run_and_of_its_resume(tmp_path: Pat
     for name in set().union(*numbers):
         points = [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)]
         assert points == [(r["step"], r[name]) for r in truth if name in r], name
+    for name, factor in (("my accuracy ___", 0.5), ("a_b", 1)):
+        points = [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, name)]
+        assert points == [(step, factor * step) for step in range(1, 10)]
+    assert found.data.metrics["at the end"] == 9
+    assert found.data.tags["note"] == "after 9"
     assert found.data.params["max_steps"] == "6"
     tags = found.data.tags
     assert tags["resumed.max_steps"] == "9"
@@ -294,6 +320,59 @@ def test_an_address_that_cannot_be_used_is_refused_without_its_password(
 # A tracker that fails, hangs, or is slow.
 
 
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("train/loss", "train/loss"),
+        ("a.b-c_d e/f", "a.b-c_d e/f"),
+        ("größe", "größe"),
+        ("loss (%)", "loss ___"),
+        ("a//b", "a_b"),
+        ("../a", "_a"),
+        ("/a/", "_a_"),
+        (".", "_"),
+    ],
+)
+def test_names_are_such_as_mlflow_takes(name: str, allowed: str) -> None:
+    from mlflow.utils.validation import _validate_metric_name
+
+    assert allowed_name(name) == allowed
+    _validate_metric_name(allowed)
+
+
+def begin_at(moment: float, folder: Path, queue: Any) -> None:
+    """Use the file of MLflow in a folder without one, as a run that starts at a moment."""
+    while time.time() < moment:
+        time.sleep(0.001)
+    tracker = MlflowTracker()
+    run = TrackedRun(folder.name, folder, {}, "")
+    problem = tracker.problem(run)
+    if not problem:
+        tracker.start(run, lambda run_id: None)
+        tracker.log(1, time.time(), {"train/loss": 1.0})
+    queue.put(problem)
+
+
+@pytest.mark.full
+def test_runs_that_start_together_share_the_file_of_mlflow(tmp_path: Path) -> None:
+    """The first one makes its tables, and the others wait."""
+    context = multiprocessing.get_context("fork")
+    problems = context.SimpleQueue()
+    moment = time.time() + 1
+    started = []
+    for number in range(3):
+        arguments = (moment, tmp_path / f"run{number}", problems)
+        started.append(context.Process(target=begin_at, args=arguments))
+        started[-1].start()
+    for process in started:
+        process.join()
+        assert process.exitcode == 0
+    assert [problems.get() for _ in started] == ["", "", ""]
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (experiment,) = [e for e in client.search_experiments() if e.name != "Default"]
+    assert len(client.search_runs([experiment.experiment_id])) == 3
+
+
 class Odd(Tracker):
     """A tracker that behaves as it is asked to."""
 
@@ -316,7 +395,7 @@ class Odd(Tracker):
     def describe(self, units: Mapping[str, str]) -> None:
         pass
 
-    def log(self, step: int, time_s: float, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, time_s: float, values: Mapping[str, float | str]) -> None:
         self.on_log()
         self.steps.append(step)
 

@@ -27,7 +27,7 @@ from nanoray.forecast.own_models import DryRunEnded
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.batch_norm import replace_norms
 from nanoray.run import RunSpec
-from nanoray.train.own.callbacks import Callback, Observer
+from nanoray.train.own.callbacks import Callback, observers_of
 from nanoray.train.own.checks import (
     lazy_parameters,
     require_dataset,
@@ -36,6 +36,7 @@ from nanoray.train.own.checks import (
     require_trainable,
 )
 from nanoray.train.own.here import end_in_one_line, fit_here
+from nanoray.train.own.hook_guard import HookGuard
 from nanoray.train.own.optimizer import (
     optimizer_of,
     require_all_parameters,
@@ -196,8 +197,8 @@ class RuntimeEngine:
             run.on_fit(task_of(run.spec))
             raise DryRunEnded
         require_different_trackers(self.callbacks, run.config)
-        observers = [Observer(callback, run) for callback in self.callbacks]
-        watchers = [*run.watchers, *observers]
+        guard = HookGuard(self.model, self._one)
+        watchers = [*run.watchers, *observers_of(self.callbacks, run, guard)]
 
         # The script may read run.rank later, so it follows each new rendezvous.
         def rejoin(lost: str) -> tuple[RunSpec, Rendezvous]:

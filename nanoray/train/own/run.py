@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from nanoray.config import Config
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.run import RunSpec
+from nanoray.train.own.logged import Logged
 
 
 @dataclass
@@ -49,6 +50,9 @@ class Run:
     _finish: bool = field(default=False, repr=False)
     _save: bool = field(default=False, repr=False)
     _voted_to_save: bool = field(default=False, repr=False)
+    logged: Logged = field(default_factory=Logged, repr=False)
+    """values that wait for the next record; of the engine"""
+
     on_fit: Callable[[Any], None] | None = None
     """of a dry run: receives the task that `fit` would train, and ends the script"""
 
@@ -81,6 +85,17 @@ class Run:
     def device(self) -> str:
         """The device of this rank, as torch.device takes it: `cpu`, or `cuda:0`."""
         return self.rendezvous.device
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Add values to the record of a step: metrics.jsonl, TensorBoard and trackers. (any thread)
+
+        Values are numbers, tensors of one element, or strings; names are free, but for those of
+        docs/metrics.md. From `on_step_end` and `on_eval_end` they belong to that step, from
+        anywhere else to the next record, and after the last one to that one. Of two values of a
+        name the later one counts. Only those of rank 0 are recorded. What cannot be recorded is
+        left out with a warning: this raises nothing.
+        """
+        self.logged.add(values)
 
     def stop(self) -> None:
         """End the run with a checkpoint, on all ranks after the same step. (any rank, any thread)

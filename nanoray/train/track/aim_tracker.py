@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from nanoray.atomic import one_at_a_time
 from nanoray.train.track.tracker import Results, TrackedRun, Tracker
 
 
@@ -44,8 +45,10 @@ class AimTracker(Tracker):
 
         repo = self._repo or str(run.folder.parent)
         # The repository belongs to the runs' folder: make it at the first run.
-        if "://" not in repo and not (Path(repo) / ".aim").exists():
-            aim.Repo.from_path(repo, init=True)
+        if "://" not in repo:
+            with one_at_a_time(Path(repo) / "aim.lock"):
+                if not (Path(repo) / ".aim").exists():
+                    aim.Repo.from_path(repo, init=True)
         self._run = aim.Run(
             run_hash=run.known_id or None,
             repo=repo,
@@ -62,9 +65,12 @@ class AimTracker(Tracker):
         for name, unit in units.items():
             self._run["units", name] = unit
 
-    def log(self, step: int, time_s: float, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._run.track(value, name=name, step=step)
+    def log(self, step: int, time_s: float, values: Mapping[str, float | str]) -> None:
+        import aim
+
+        for name, value in values.items():
+            tracked = aim.Text(value) if isinstance(value, str) else value
+            self._run.track(tracked, name=name, step=step)
 
     def finish(self, step: int, results: Results) -> None:
         import aim

@@ -7,13 +7,18 @@ it is.
 from __future__ import annotations
 
 import os
+import posixpath
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
+from nanoray.atomic import one_at_a_time
 from nanoray.train.track.tracker import Results, TrackedRun, Tracker, flattened, without_passwords
 
 LONGEST_VALUE = 6000  # characters of a parameter; MLflow refuses longer ones
+SERVERS = ("http", "https")  # schemes of addresses with a server, which makes its tables itself
 PER_REQUEST = 100  # parameters in one request, as many as MLflow takes
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
@@ -46,10 +51,10 @@ class MlflowTracker(Tracker):
         if self.missing():
             return self.missing()
         uri = self._uri_for(run)  # imports mlflow now, and not beside the first steps
-        if urlsplit(uri).scheme in ("http", "https"):
+        if urlsplit(uri).scheme in SERVERS:
             return ""  # the thread finds out whether the server answers
         try:
-            self._new_client(uri)
+            self._new_client(uri, run)
         except Exception as error:  # MLflow's own, SQLAlchemy's, or the file system's
             lines = without_passwords(str(error)).strip().splitlines() or [""]
             return (
@@ -61,7 +66,7 @@ class MlflowTracker(Tracker):
 
     def start(self, run: TrackedRun, keep_id: Callable[[str], None]) -> str:
         uri = self._uri_for(run)
-        self._client = self._new_client(uri)
+        self._client = self._new_client(uri, run)
         if run.known_id:
             self._run_id = run.known_id
             self._client.update_run(self._run_id, status="RUNNING")
@@ -81,12 +86,18 @@ class MlflowTracker(Tracker):
         for name, unit in units.items():
             self._client.set_tag(self._run_id, f"unit/{name}", unit)
 
-    def log(self, step: int, time_s: float, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, time_s: float, values: Mapping[str, float | str]) -> None:
         from mlflow.entities import Metric
 
         milliseconds = int(1000 * time_s)
-        values = [Metric(name, value, milliseconds, step) for name, value in metrics.items()]
-        self._client.log_batch(self._run_id, metrics=values)
+        metrics = []
+        for name, value in values.items():
+            if isinstance(value, str):
+                # MLflow's metrics are numbers. A tag has the newest text.
+                self._client.set_tag(self._run_id, allowed_name(name), value)
+            else:
+                metrics.append(Metric(allowed_name(name), float(value), milliseconds, step))
+        self._client.log_batch(self._run_id, metrics=metrics)
 
     def finish(self, step: int, results: Results) -> None:
         for key, value in results.values.items():
@@ -109,10 +120,14 @@ class MlflowTracker(Tracker):
             return str(get_tracking_uri())
         return f"sqlite:///{run.folder.parent / 'mlflow.db'}"
 
-    def _new_client(self, uri: str) -> Any:
+    def _new_client(self, uri: str, run: TrackedRun) -> Any:
+        """Return a client. The first one of a file makes its tables, which is no transaction."""
         from mlflow.tracking import MlflowClient
 
-        return MlflowClient(tracking_uri=uri)
+        if urlsplit(uri).scheme in SERVERS:
+            return MlflowClient(tracking_uri=uri)
+        with one_at_a_time(_lock_of(uri, run)):
+            return MlflowClient(tracking_uri=uri)
 
     def _experiment_id(self, run: TrackedRun, uri: str) -> str:
         """Return the experiment's id; make the experiment where there is none."""
@@ -123,7 +138,15 @@ class MlflowTracker(Tracker):
         artifacts = None
         if uri == f"sqlite:///{run.folder.parent / 'mlflow.db'}":
             artifacts = (run.folder.parent / "mlflow-artifacts").as_uri()
-        return str(self._client.create_experiment(self._experiment, artifact_location=artifacts))
+        try:
+            return str(
+                self._client.create_experiment(self._experiment, artifact_location=artifacts)
+            )
+        except Exception:  # of MLflow, or of a server: another run may have made it meanwhile
+            found = self._client.get_experiment_by_name(self._experiment)
+            if found is None:
+                raise
+            return str(found.experiment_id)
 
     def _log_parameters(self, run: TrackedRun) -> None:
         """Write the configuration. MLflow's parameters never change, so a resume adds new ones."""
@@ -140,3 +163,20 @@ class MlflowTracker(Tracker):
                 self._client.set_tag(self._run_id, f"resumed.{key}", text)
         for start in range(0, len(new), PER_REQUEST):
             self._client.log_batch(self._run_id, params=new[start : start + PER_REQUEST])
+
+
+def _lock_of(uri: str, run: TrackedRun) -> Path:
+    """Return the lock of what all runs with this URI share: beside the file, if it is one."""
+    path = urlsplit(uri).path
+    if uri.startswith("sqlite") and len(path) > 1:
+        return Path(f"{path[1:]}.lock")  # the path follows a third slash
+    return run.folder.parent / "mlflow.lock"
+
+
+def allowed_name(name: str) -> str:
+    """Return a name of a metric as MLflow takes it: it refuses others, and the whole request."""
+    name = re.sub(r"[^\w.\- /]", "_", name)
+    # It also refuses what would be another path: `a//b`, `../a`, `/a`.
+    if posixpath.normpath(name) != name or name.startswith((".", "/")):
+        name = re.sub(r"^[./]+|/+|/$", "_", name)
+    return name

@@ -79,8 +79,11 @@ class Tracker(ABC):
         """Note the units of metrics, by their names, before the first value of each."""
 
     @abstractmethod
-    def log(self, step: int, time_s: float, metrics: Mapping[str, float]) -> None:
-        """Report the metrics of a logged step; `time_s` is in Unix seconds."""
+    def log(self, step: int, time_s: float, values: Mapping[str, float | str]) -> None:
+        """Report the metrics of a logged step; `time_s` is in Unix seconds.
+
+        `values` contains those that a script has logged as well, which may be texts.
+        """
 
     @abstractmethod
     def finish(self, step: int, results: Results) -> None:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from nanoray.atomic import write_json
 from nanoray.errors import ConfigError
-from nanoray.metrics import METRICS
+from nanoray.metrics import METRICS, values_of
 from nanoray.run import RunSpec
 from nanoray.train.track.aim_tracker import AimTracker
 from nanoray.train.track.mlflow_tracker import MlflowTracker
@@ -109,11 +109,11 @@ class Tracking:
         """Queue the metrics of a step. Never waits."""
         self.begin()
         self._say_news()
-        metrics = {name: value for name, value in record.items() if name in METRICS}
+        values = values_of(record)
         self._last_step = record["step"]
         self._received += 1
         try:
-            self._tasks.put_nowait(lambda: self._log(record["step"], record["time"], metrics))
+            self._tasks.put_nowait(lambda: self._log(record["step"], record["time"], values))
         except queue.Full:
             self._left_out += 1
             if self._left_out == 1:
@@ -121,6 +121,8 @@ class Tracking:
                     f"warning  {self._tracker.kind} is slow: {MOST_WAITING} records wait for it, "
                     "and further ones are left out; metrics.jsonl has all of them"
                 )
+
+    on_late = on_record
 
     def on_end(self, outcome: Mapping[str, Any]) -> None:
         """Keep the results, which `close` hands over."""
@@ -188,12 +190,12 @@ class Tracking:
         while self._tasks.get() is not None:
             pass
 
-    def _log(self, step: int, time_s: float, metrics: dict[str, float]) -> None:
-        new = metrics.keys() - self._described
+    def _log(self, step: int, time_s: float, values: dict[str, Any]) -> None:
+        new = (values.keys() & METRICS.keys()) - self._described
         if new:
             self._tracker.describe({name: METRICS[name].unit for name in sorted(new)})
             self._described |= new
-        self._tracker.log(step, time_s, metrics)
+        self._tracker.log(step, time_s, values)
         self._handed_over += 1
 
     def _run(self) -> TrackedRun:
@@ -212,5 +214,5 @@ class Tracking:
 
     def _keep_id(self, run_id: str) -> None:
         """Write the tracker's id of this run, which a resume or the next rank 0 goes on with."""
-        self._id_file.parent.mkdir(exist_ok=True)
+        self._id_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(self._id_file, {"tracker": self._tracker.key, "id": run_id})

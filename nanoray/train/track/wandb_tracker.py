@@ -110,8 +110,8 @@ class WandbTracker(Tracker):
         known = dict(self._run.config.get("units", {}))
         self._run.config.update({"units": known | dict(units)}, allow_val_change=True)
 
-    def log(self, step: int, time_s: float, metrics: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **metrics})
+    def log(self, step: int, time_s: float, values: Mapping[str, float | str]) -> None:
+        self._run.log({"step": step, **values})
 
     def finish(self, step: int, results: Results) -> None:
         if results.sample:

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
-import os
 import sys
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from math import nan
-from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
-from nanoray.atomic import replace_bytes, write_whole
-from nanoray.metrics import METRICS, check_record
+from nanoray.metrics import check_record
 from nanoray.output import LINES, STEPS, say
 from nanoray.run import RunSpec
 from nanoray.train.track.tracking import TRACKERS, Tracking
+from nanoray.train.watch.record_files import JsonlWriter, TensorBoardWriter
 
 log = logging.getLogger("nanoray.rank")
-MOST_WAITING = 100_000  # records that wait for room on the disk
-# Between two tries to write events. The names of TensorBoard's files contain seconds, and it reads
-# the files in that order: two of one second could be read in the wrong order.
-RETRY_S = 2.0
-FLUSH_RECORDS = (
-    20  # records between two flushes, each of which shows whether the file can be written
-)
 
 
 class Callback(Protocol):
@@ -89,180 +76,20 @@ class MayRefuse(Protocol):
         """Return why it cannot, and the remedy; "" if it can."""
 
 
-class JsonlWriter:
-    """metrics.jsonl: one line per logged step, written before the step's checkpoint.
+@runtime_checkable
+class AddsValues(Protocol):
+    """A callback that adds values to the records: those that come after it receive them."""
 
-    Opening it at `resume_step` drops the records after that step, which the resumed run writes
-    again. While the disk is full, records wait in memory. A file that another program removes or
-    moves is written anew, with all its records: this process still has the removed one open.
-    """
-
-    def __init__(self, path: Path, resume_step: int) -> None:
-        self._path = path
-        self._waiting: deque[tuple[int, bytes]] = deque(maxlen=MOST_WAITING)  # step, line
-        self._fd = self._open(resume_step)
-
-    def _open(self, step: int) -> int:
-        self._path.touch(mode=0o600)
-        lines = self._path.read_bytes().splitlines(keepends=True)
-        kept = 0
-        while kept < len(lines) and _step_of(lines[kept]) <= step:
-            kept += 1
-        if kept < len(lines):
-            before = b"".join(lines[:kept])
-            try:
-                # As another file (inode), so that a process which follows it notices.
-                replace_bytes(self._path, before, sync=False)
-            except OSError:
-                # On a full disk a file can still be cut.
-                os.truncate(self._path, len(before))
-        self.last_step = -1
-        if kept:
-            self.last_step = int(_step_of(lines[kept - 1]))
-        return os.open(self._path, os.O_RDWR | os.O_APPEND)
-
-    def rewind(self, step: int) -> None:
-        """Drop the records after `step`. Raises OSError."""
-        os.close(self._fd)
-        self._fd = self._open(step)
-        waiting = [item for item in self._waiting if item[0] <= step]
-        self._waiting = deque(waiting, maxlen=MOST_WAITING)
-        for waiting_step, _ in waiting:
-            self.last_step = max(self.last_step, waiting_step)
-
-    def on_note(self, text: str) -> None:
-        """Notes are not metrics."""
-
-    def on_record(self, record: dict[str, Any]) -> None:
-        """Append one line; json writes floats so that they read back to the same bits.
-
-        Raises OSError if it cannot be written; it waits then, and the next call tries again.
-        """
-        check_record(record)
-        line = json.dumps(record, allow_nan=False) + "\n"
-        self._waiting.append((record["step"], line.encode()))
-        self.last_step = record["step"]
-        self._write()
-
-    def _write(self) -> None:
-        if self._waiting:
-            self._restore()
-        # In order, and a record leaves the queue only when it is written.
-        while self._waiting:
-            write_whole(self._fd, self._waiting[0][1])
-            self._waiting.popleft()
-
-    def _restore(self) -> None:
-        """Write the file anew if it is missing, and open another one that took its place."""
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
-                return
-        if not self._path.exists():
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            records = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-            replace_bytes(self._path, records, sync=False)
-        os.close(self._fd)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND)
-
-    def close(self) -> None:
-        """Write what waits, and close the file. Raises OSError."""
-        try:
-            self._write()
-        finally:
-            os.close(self._fd)
+    def added(self) -> dict[str, Any]:
+        """Return the values since the last call."""
 
 
-def _step_of(line: bytes) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a torn last line of a killed run
+@runtime_checkable
+class TakesLate(Protocol):
+    """A callback that keeps records, and completes the newest one with values that come late."""
 
-
-class TensorBoardWriter:
-    """TensorBoard events under tb/: the configuration as text, and each metric as a scalar."""
-
-    def __init__(self, folder: Path, config_json: str, resume_step: int) -> None:
-        self._folder = folder
-        self._config_json = config_json
-        # Records since the last flush, which may not be on disk
-        self._unsure: deque[dict[str, Any]] = deque(maxlen=MOST_WAITING)
-        self._writer: Any = None
-        self._retry_at = 0.0  # monotonic seconds
-        with suppress(OSError):  # a full disk: the first record tries again
-            self._open(resume_step + 1)
-
-    def _open(self, first_step: int) -> None:
-        """Make a writer; TensorBoard drops scalars from `first_step` on in older files."""
-        from torch.utils.tensorboard import SummaryWriter  # imported only by runs that write events
-
-        self._writer = SummaryWriter(str(self._folder), purge_step=first_step, flush_secs=5)
-        self._writer.add_text("config", "```json\n" + self._config_json + "\n```")
-
-    def rewind(self, step: int) -> None:
-        """Drop the scalars after `step` from TensorBoard. Raises OSError."""
-        self._unsure = deque((r for r in self._unsure if r["step"] <= step), maxlen=MOST_WAITING)
-        self._drop()
-        self._open(step + 1)
-
-    def on_note(self, text: str) -> None:
-        """Notes are not metrics."""
-
-    def on_record(self, record: dict[str, Any]) -> None:
-        """Add each metric as a scalar.
-
-        A thread of the writer does the I/O, and ends for good at its first error. This raises
-        OSError then; the next call makes a new writer and adds the records that are not on disk.
-        """
-        # A record is sure to be on disk only after a flush, so keep it until then.
-        self._unsure.append(record)
-        if self._writer is None:
-            if time.monotonic() < self._retry_at:
-                raise OSError(errno.EAGAIN, "it is tried again every other second")
-            self._begin_anew()
-            return
-        try:
-            self._add(record)
-            if len(self._unsure) >= FLUSH_RECORDS:
-                self._writer.flush()
-                self._unsure.clear()
-        except (OSError, ValueError):  # ValueError: its file is closed
-            self._drop()
-            raise
-
-    def _begin_anew(self) -> None:
-        """Make another writer, and add the records that are not on disk. Raises OSError."""
-        before = {*self._folder.glob("*")}
-        try:
-            self._open(self._unsure[0]["step"])
-            for record in self._unsure:
-                self._add(record)
-            self._writer.flush()  # its thread meets a full disk only when it writes
-        except (OSError, ValueError):
-            # Without the torn file, whose scalars the next one would repeat.
-            self._drop()
-            for file in {*self._folder.glob("*")} - before:
-                file.unlink(missing_ok=True)
-            raise
-
-    def _add(self, record: dict[str, Any]) -> None:
-        for name in METRICS.keys() & record.keys():
-            self._writer.add_scalar(name, record[name], record["step"])
-
-    def _drop(self) -> None:
-        writer = self._writer
-        self._writer = None
-        self._retry_at = time.monotonic() + RETRY_S
-        with suppress(OSError, ValueError):
-            if writer:
-                writer.close()
-
-    def close(self) -> None:
-        """Flush and close the event file. Raises OSError."""
-        if self._writer is None and self._unsure:
-            self._begin_anew()
-        if self._writer:
-            self._writer.close()
+    def on_late(self, record: dict[str, Any]) -> None:
+        """Receive the step and time of the newest record, and the values that it lacks."""
 
 
 class Console:
@@ -400,22 +227,51 @@ class Observers:
 
     def record(self, record: dict[str, Any]) -> None:
         """Report the record of a step. On a full disk it waits in memory, and the run continues."""
+        check_record(record)
         for callback in self.callbacks:
-            # Warn at the first failure of a file, and when it works again.
-            name = _target(callback)
-            try:
-                callback.on_record(record)
-            except (OSError, ValueError) as error:
-                if name not in self._failing:
-                    self._failing.add(name)
-                    self.note(
-                        f"warning  {name} cannot be written ({_reason(error)}); its records wait "
-                        "in memory"
-                    )
-            else:
-                if name in self._failing:
-                    self._failing.discard(name)
-                    self.note(f"warning  {name} is written again, and complete")
+            self._pass_on(callback, callback.on_record, record)
+            if isinstance(callback, AddsValues):
+                # Another dict: all ranks keep the engine's own. Its names take precedence.
+                record = record | callback.added() | record
+
+    def _pass_on(
+        self,
+        callback: Callback,
+        on_record: Callable[[dict[str, Any]], None],
+        record: dict[str, Any],
+    ) -> None:
+        """Call a callback; warn at the first failure of a file, and when it works again."""
+        name = _target(callback)
+        try:
+            on_record(record)
+        except (OSError, ValueError) as error:
+            if name not in self._failing:
+                self._failing.add(name)
+                self.note(
+                    f"warning  {name} cannot be written ({_reason(error)}); its records wait "
+                    "in memory"
+                )
+        else:
+            if name in self._failing:
+                self._failing.discard(name)
+                self.note(f"warning  {name} is written again, and complete")
+
+    def _complete_newest(self) -> None:
+        """Add to the newest record what was added after it."""
+        late: dict[str, Any] = {}
+        for callback in self.callbacks:
+            if isinstance(callback, AddsValues):
+                late |= callback.added()
+        if not late:
+            return
+        newest = self._metrics.newest if self._metrics else {}
+        if not newest:
+            self.note(f"warning  there is no record yet: {', '.join(late)} is in no file")
+            return
+        late = {"step": newest["step"], "time": newest["time"], **late}
+        for callback in self.callbacks:
+            if isinstance(callback, TakesLate):
+                self._pass_on(callback, callback.on_late, late)
 
     def saved(self, step: int) -> None:
         """Call the callbacks for which the checkpoint of a step matters: it is on disk."""
@@ -441,12 +297,14 @@ class Observers:
         for callback in self.callbacks:
             if isinstance(callback, SeesEnd):
                 callback.on_end(outcome)
+        self._complete_newest()
 
     def failed(self, error: BaseException) -> None:
         """Pass the error that ends the run to the callbacks that report it."""
         for callback in self.callbacks:
             if isinstance(callback, SeesEnd):
                 callback.on_failure(error)
+        self._complete_newest()
 
     def close(self) -> None:
         """Close all callbacks; a failed write gives a warning."""

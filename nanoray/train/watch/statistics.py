@@ -22,8 +22,8 @@ from nanoray.faults.progress import AFTER_UPDATE
 from nanoray.models.gpt import MLP, Attention, LMHead
 from nanoray.models.kernels import rotate
 from nanoray.train.watch.dangers import FILE, dangers
-from nanoray.train.watch.observers import JsonlWriter
 from nanoray.train.watch.precision_stats import layer_of
+from nanoray.train.watch.record_files import JsonlWriter
 
 # A hidden unit none of whose outputs is further from 0 than this, over a micro batch, is dead
 DEAD = 1e-3

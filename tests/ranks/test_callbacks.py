@@ -1,0 +1,378 @@
+"""Whatever a script's callbacks do, the run goes on with its own values, or stops with a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import nanoray
+from nanoray.atomic import read_json_lines
+from nanoray.checkpoint.files import find_all
+from nanoray.train.own import callbacks
+from nanoray.train.own.logged import LONGEST_TEXT, MOST_NAMES, Logged
+
+STEPS = 4
+HOOKS = ("on_run_start", "on_step_end", "on_eval_end", "on_checkpoint", "on_run_end")
+
+
+class Acts(nanoray.Callback):
+    """Calls a function from one of its hooks, or from all; the function receives the hook's values."""
+
+    def __init__(self, act: Callable[..., Any], hook: str = "on_step_end") -> None:
+        self.act = act
+        self.hook = hook
+
+    def call(self, hook: str, *args: Any) -> None:
+        if self.hook in (hook, "all"):
+            self.act(self, *args)
+
+    def on_run_start(self, run: nanoray.Run) -> None:
+        self.run = run
+        self.call("on_run_start")
+
+    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
+        self.call("on_step_end", step, record)
+
+    def on_eval_end(self, step: int, record: Mapping[str, Any]) -> None:
+        self.call("on_eval_end", step, record)
+
+    def on_checkpoint(self, step: int) -> None:
+        self.call("on_checkpoint", step)
+
+    def on_run_end(self, outcome: Mapping[str, Any]) -> None:
+        self.call("on_run_end", outcome)
+
+
+class Fitted:
+    """A small run in this process, and what it has left."""
+
+    def __init__(self, out: Path, *given: nanoray.Callback, **config: Any) -> None:
+        torch.manual_seed(0)
+        x = torch.randn(48, 3)
+        data = TensorDataset(x, x.sum(1, keepdim=True).sin())
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        settings = {"out_dir": str(out), "log_every": 1, "eval_every": 2, "checkpoint_every": 0}
+        settings |= {"tensorboard": False, "device": "cpu", "micro_batch_size": 4} | config
+        engine = nanoray.RuntimeEngine(
+            self.model, self.optimizer, settings, nn.functional.mse_loss, given
+        )
+        for each in given:
+            each.engine = engine  # type: ignore[attr-defined]
+        self.outcome = engine.fit(data, data, steps=STEPS)
+        self.folder = engine.run.folder
+        self.records = read_json_lines(self.folder / "metrics.jsonl")
+
+    @property
+    def losses(self) -> list[float]:
+        return [record["train/loss"] for record in self.records]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the run without a callback."""
+    return Fitted(tmp_path_factory.mktemp("plain")).losses
+
+
+def spoil(self: Acts, *args: Any) -> None:
+    """Write into what the hook has received."""
+    for value in args:
+        if isinstance(value, dict):
+            value.pop("train/loss", None)
+            value.pop("exit_reason", None)
+            value["val/loss"] = -1.0
+            value["mine/too"] = torch.zeros(3)
+            value["step"] = "none"
+
+
+def fail(self: Acts, *args: Any) -> None:
+    raise RuntimeError("first line\nsecond line")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def fail_unprintably(self: Acts, *args: Any) -> None:
+    raise Unprintable
+
+
+def cancel(self: Acts, *args: Any) -> None:
+    raise GeneratorExit
+
+
+def draw(self: Acts, *args: Any) -> None:
+    """Use the generators that the run's dropout draws from."""
+    torch.rand(5)
+    np.random.rand(5)
+
+
+def evaluate(self: Acts, *args: Any) -> None:
+    """Set the model's mode, as every evaluation does, and forget to set it back."""
+    self.engine.model.eval()  # type: ignore[attr-defined]
+    with torch.no_grad():
+        self.engine.model(torch.zeros(2, 3))  # type: ignore[attr-defined]
+
+
+def save(self: Acts, *args: Any) -> None:
+    self.run.save()
+
+
+def fork(self: Acts, *args: Any) -> None:
+    """The child comes back with the hook, as the parent does."""
+    if os.fork() != 0:
+        os.wait()
+
+
+def fork_and_exit(self: Acts, *args: Any) -> None:
+    if os.fork() == 0:
+        sys.exit(7)
+    self.status = os.waitstatus_to_exitcode(os.wait()[1])
+
+
+WITHOUT_EFFECT = [spoil, fail, fail_unprintably, cancel, draw, evaluate, save, fork, fork_and_exit]
+
+
+@pytest.mark.parametrize("act", WITHOUT_EFFECT, ids=lambda act: act.__name__)
+def test_a_callback_cannot_change_a_run(
+    tmp_path: Path, plain: list[float], act: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    callback = Acts(act, "all")
+    run = Fitted(tmp_path, callback)
+    assert run.outcome["exit_reason"] == "finished"
+    assert run.losses == plain
+    assert [record["step"] for record in run.records] == [1, 2, 3, 4]
+    assert all(record.get("val/loss", 1.0) > 0 for record in run.records)
+    assert find_all(run.folder)[0].name == f"step_{STEPS:08d}"
+
+    printed = capfd.readouterr().out
+    warned = [line for line in printed.splitlines() if line.startswith("warning")]
+    expected = {
+        "fail": "Acts.{} raised RuntimeError: first line; the run goes on",
+        "fail_unprintably": "Acts.{} raised Unprintable; the run goes on",
+        "cancel": "Acts.{} raised GeneratorExit; the run goes on",
+    }
+    lines = []
+    if act.__name__ in expected:
+        lines = [f"warning  {expected[act.__name__].format(hook)}" for hook in HOOKS]
+    assert sorted(warned) == sorted(lines), "once for each hook"
+    if act is fork_and_exit:
+        assert callback.status == 7
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), SystemExit("enough")])
+def test_sys_exit_in_a_callback_stops_the_run_with_a_checkpoint(
+    tmp_path: Path, error: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(self: Acts, step: int, record: Any) -> None:
+        if step == 2:
+            raise error
+
+    run = Fitted(tmp_path, Acts(leave))
+    assert run.outcome["exit_reason"] == "stopped_by_script"
+    assert find_all(run.folder)[0].name == "step_00000003"
+    assert f"raised {type(error).__name__}" in capsys.readouterr().out
+
+
+def scale_weights(self: Acts) -> None:
+    with torch.no_grad():
+        self.engine.model[0].weight.mul_(0.5)  # type: ignore[attr-defined]
+
+
+def backward(self: Acts) -> None:
+    self.engine.model(torch.ones(2, 3)).sum().backward()  # type: ignore[attr-defined]
+
+
+def set_rate(self: Acts) -> None:
+    self.engine.optimizer.param_groups[0]["lr"] = 0.5  # type: ignore[attr-defined]
+
+
+def freeze(self: Acts) -> None:
+    self.engine.model[2].weight.requires_grad_(False)  # type: ignore[attr-defined]
+
+
+CHANGES = {
+    scale_weights: "0.weight",
+    backward: "the gradient of 0.weight and 3 more",
+    set_rate: "lr of the optimizer's group 0",
+    freeze: "requires_grad of 2.weight",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_callback_that_changes_the_model_is_named_once(
+    tmp_path: Path, change: Callable[[Acts], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def act(self: Acts, step: int, record: Any) -> None:
+        if step in (2, 3):
+            change(self)
+
+    assert Fitted(tmp_path, Acts(act)).outcome["exit_reason"] == "finished"
+    line = (
+        f"warning  Acts.on_step_end has changed {CHANGES[change]}. A callback runs on rank 0 alone"
+    )
+    assert capsys.readouterr().out.count(line) == 1
+
+
+def test_a_slow_callback_is_named_while_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(callbacks, "SLOW_S", 0.05)
+    Fitted(tmp_path, Acts(lambda self, *args: time.sleep(0.1)))
+    line = "warning  Acts.on_step_end has not returned yet, and training waits for it\n"
+    assert capsys.readouterr().out.count(line) == 1
+
+
+class Reports(nanoray.train.own.callbacks.ReportingCallback):  # type: ignore[name-defined]
+    """Stands for a tracker's callback."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, dict[str, Any]] = {}
+
+    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
+        self.seen[step] = self.seen.get(step, {}) | dict(record)
+
+
+def log_everywhere(self: Acts, *args: Any) -> None:
+    """Log from each hook."""
+    hook = "run_start"
+    if args and isinstance(args[0], dict):
+        hook = "run_end"
+    elif len(args) == 1:
+        hook = "checkpoint"
+    elif args:
+        hook = "step"
+        self.run.log({"my text": f"after {args[0]}", "a//b": np.float32(0.5)})
+    self.run.log({f"mine/{hook}": torch.tensor(len(args))})
+
+
+def test_logged_values_reach_the_files_from_each_hook(tmp_path: Path, plain: list[float]) -> None:
+    reports = Reports()
+    # The one that reports is called last, so it has what the other one logs.
+    run = Fitted(tmp_path, reports, Acts(log_everywhere, "all"), tensorboard=True)
+    assert run.losses == plain
+    by_step = {record["step"]: record for record in run.records}
+    assert [*by_step] == [1, 2, 3, 4]
+    for step, record in by_step.items():
+        assert record["my text"] == f"after {step}"
+        assert record["a//b"] == 0.5
+        assert record["mine/step"] == 2
+        assert ("mine/run_start" in record) == (step == 1)
+        # The last checkpoint and the end come after the last record, and complete it.
+        assert ("mine/checkpoint" in record) == (step == STEPS)
+        assert ("mine/run_end" in record) == (step == STEPS)
+        assert reports.seen[step].items() >= record.items() - {("time", record["time"])}
+
+    events = EventAccumulator(str(run.folder / "tb"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("mine/step")] == [1, 2, 3, 4]
+    assert [event.step for event in events.Scalars("mine/run_end")] == [STEPS]
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+    assert "my text/text_summary" in events.Tags()["tensors"]
+
+
+def test_what_a_model_logs_belongs_to_the_next_record(tmp_path: Path) -> None:
+    """Without any callback: the loss function logs in each step, and every second is recorded."""
+    torch.manual_seed(0)
+    x = torch.randn(48, 3)
+    model = nn.Linear(3, 1)
+    calls: list[int] = []
+
+    def loss_fn(output: Any, target: Any) -> Any:
+        calls.append(len(calls))
+        with torch.no_grad():
+            largest = output.abs().max()
+        if engine._run is not None:
+            engine.run.log({"output": largest, "call": calls[-1]})
+        return nn.functional.mse_loss(output, target)
+
+    settings = {"out_dir": str(tmp_path), "log_every": 2, "eval_every": 0, "tensorboard": False}
+    settings |= {"device": "cpu", "micro_batch_size": 4}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    engine = nanoray.RuntimeEngine(model, optimizer, settings, loss_fn)
+    engine.fit(TensorDataset(x, x.sum(1, keepdim=True)), steps=4)
+    records = read_json_lines(engine.run.folder / "metrics.jsonl")
+    numbers = [record["call"] for record in records]
+    assert [record["step"] for record in records] == [1, 2, 4]
+    assert numbers[1] - numbers[0] == 1
+    assert numbers[2] - numbers[1] == 2, "the newest value, not one of each step"
+    assert all(isinstance(record["output"], float) for record in records)
+
+
+KEPT: dict[str, tuple[Any, Any]] = {
+    "int": (3, 3),
+    "float": (0.1, 0.1),
+    "bool": (True, 1),
+    "tensor": (torch.tensor(0.5, requires_grad=True), 0.5),
+    "one element": (torch.tensor([[2]]), 2),
+    "bf16": (torch.tensor(1.5, dtype=torch.bfloat16), 1.5),
+    "numpy": (np.float64(0.25), 0.25),
+    "numpy int": (np.int64(4), 4),
+    "decimal": (Decimal("0.5"), 0.5),
+    "text": ("hello", "hello"),
+    "surrogate": ("a\ud800", "a?"),
+    "große Länge": (1, 1),
+    "a/b c": (1, 1),
+}
+LEFT_OUT: dict[Any, tuple[Any, str]] = {
+    "nan": (math.nan, "'nan' is nan, which JSON cannot contain"),
+    "inf": (torch.tensor(-math.inf), "'inf' is -inf, which JSON cannot contain"),
+    "large": (10**400, "'large' is inf, which JSON cannot contain"),
+    "list": ([1, 2], "'list' is a list; run.log takes numbers and texts"),
+    "nested": ({"a": 1}, "'nested' is a dict; run.log takes numbers and texts"),
+    "None": (None, "'None' is a NoneType; run.log takes numbers and texts"),
+    "complex": (1j, "'complex' is a complex; run.log takes numbers and texts"),
+    "bytes": (b"1", "'bytes' is a bytes; run.log takes numbers and texts"),
+    "vector": (torch.zeros(3), "'vector' is a Tensor without one value; log a number"),
+    "long": ("x" * 5000, f"'long' is a text of 5000 characters; run.log takes {LONGEST_TEXT}"),
+    "train/loss": (0, "'train/loss' is a name of nanoray's own; choose another one for run.log"),
+    "step": (0, "'step' is a name of nanoray's own; choose another one for run.log"),
+    " ": (0, "' ' is no name for run.log; give a text"),
+    3: (0, "a int is no name for run.log; give a text"),
+    "n" * 300: (0, f"'{'n' * 40}...' has 300 characters, and run.log takes 200"),
+}
+
+
+def test_each_kind_of_value_is_kept_or_left_out_with_one_warning() -> None:
+    logged = Logged()
+    for _ in range(2):
+        logged.add({name: value for name, (value, _) in (KEPT | LEFT_OUT).items()})  # type: ignore[operator]
+    taken = logged.take()
+    assert taken == {name: value for name, (_, value) in KEPT.items()}
+    assert {type(value) for value in taken.values()} == {int, float, str}
+    json.dumps(taken, allow_nan=False)
+    warnings = [f"warning  {why}; it is left out of the record" for _, why in LEFT_OUT.values()]
+    assert logged.warnings() == warnings
+    assert (logged.take(), logged.warnings()) == ({}, [])
+
+
+def test_too_many_values_leave_the_record_readable() -> None:
+    logged = Logged()
+    logged.add({f"n{i}": 0 for i in range(2 * MOST_NAMES)})
+    assert len(logged.take()) == MOST_NAMES
+    logged.add({f"text {i}": "x" * LONGEST_TEXT for i in range(20)})
+    assert 0 < len(json.dumps(logged.take())) < 1 << 15
+    logged.add([1, 2])  # no error of the script ends it
+    had = [line.partition("run.log had ")[2].partition(";")[0] for line in logged.warnings()]
+    assert had == [
+        "more than 500 names for one record",
+        "more than 32768 bytes for one record",
+        "a list in place of a dict of names and values",
+    ]
+    logged.add(dict.fromkeys(map(str, range(100)), None))
+    assert len(logged.warnings()) < 20, "not one line of each"
