@@ -40,13 +40,13 @@ def closing_lines(spec: RunSpec, summary: dict[str, Any], quiet: bool = False) -
         lines += [f"  {line}" for line in summary["sample"].splitlines()]
     lines.append(f"files  {run}")
 
-    for number, command in enumerate(_next_commands(spec)):
+    for number, command in enumerate(_next_commands(spec, summary)):
         label = "next" if number == 0 else ""
         lines.append(f"{label:<6} {command}")
     return lines
 
 
-def _next_commands(spec: RunSpec) -> list[str]:
+def _next_commands(spec: RunSpec, summary: dict[str, Any]) -> list[str]:
     """Return commands that fit this run: each can be pasted, also in another working folder."""
     config = spec.config
     python = shlex.quote(sys.executable)
@@ -56,14 +56,20 @@ def _next_commands(spec: RunSpec) -> list[str]:
         commands.append(
             f"{python} -m tensorboard.main --logdir {shlex.quote(str(spec.folder.parent))}"
         )
+    # A run that was stopped while it started has no state to sample from or to resume.
+    if not any((spec.folder / "checkpoints").glob("step_*")):
+        return commands
     if config.model == "gpt":
         prompt = ""
         if _can_write(_PROMPT, spec.dataset.tokenizer):
             prompt = f" --prompt {shlex.quote(_PROMPT)}"
         commands.append(f"{python} -m nanoray.sample {run}{prompt}")
     if config.model != "own":
-        twice = 2 * config.max_steps
-        commands.append(f"{python} -m nanoray.launch --resume {run} --max_steps {twice}")
+        resume = f"{python} -m nanoray.launch --resume {run}"
+        # A run that ended early (a signal, stop_at, target_loss) has steps left of its own recipe.
+        if summary["exit_reason"] == "finished":
+            resume += f" --max_steps {2 * config.max_steps}"
+        commands.append(resume)
     return commands
 
 
