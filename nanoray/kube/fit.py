@@ -13,6 +13,7 @@ from nanoray.kube.claims import GPU_CLASSES, claim_templates, gpu_requests
 from nanoray.kube.cluster import Api, ApiError, KubeError
 from nanoray.kube.devices import (
     Device,
+    check_driver,
     evaluate,
     fits,
     label,
@@ -54,13 +55,16 @@ class Pod:
 def compare(objects: list[Object]) -> list[str]:
     """Return lines about requests and room.
 
-    Raises KubeError for a pod that fits on no node, even on an empty one.
+    Raises KubeError for a pod that fits on no node, even on an empty one, and for a claim of a
+    device class that the cluster does not have.
     """
+    # A comparison is a service: without the right, or without an answer, the job is submitted.
     try:
         api = Api()
         nodes, note = _read_nodes(api, objects)
-    except KubeError as error:  # a comparison is a service: without the right the job is submitted
+    except KubeError as error:
         return [f"fit    not compared with the nodes: {error}"]
+    check_driver(api, objects)  # first: a missing class is no lack of room
     claims_are_known, lines = _read_devices(api, objects, nodes)
 
     # The largest pods first, because the small ones fit into what is left.
@@ -84,12 +88,20 @@ def compare(objects: list[Object]) -> list[str]:
         left = {resource: node.free.get(resource, 0.0) for resource in total}
         rooms.append(f"{node.name} {amounts(left)}")
     names = ", ".join(dict.fromkeys(pod.name for pod in waiting))  # each name once
+
+    # Other pods are the reason only if all of these fit on the nodes without them.
+    for node in nodes:
+        node.free = dict(node.allocatable)
+    if all(_book_first_fit(pod, nodes) for pod in pods):
+        outlook = "they wait until other pods end; or use"
+    else:
+        outlook = "no room was found on empty nodes either: add nodes, or use"
     return [
         f"{summary}{note}",
         f"fit    no room now for {len(waiting)} of them: {names}; after the others there is left: "
         f"{'; '.join(rooms)}",
-        "fit    they wait until other pods end; or use fewer or smaller ones (--workers, --cpus, "
-        "--memory_gib, --overlay laptop)",
+        f"fit    {outlook} fewer or smaller ones (--workers, --cpus, --memory_gib, --overlay "
+        "laptop)",
         *lines,
     ]
 
@@ -289,6 +301,7 @@ def _why_on_no_node(pod: Pod, nodes: list[Node]) -> str:
         return ""
     reasons = []
     remedies = []
+    smaller = "add a larger node"
     for resource, amount in pod.requests.items():
         largest = max(open_nodes, key=lambda node: node.allocatable.get(resource, 0.0))
         most = largest.allocatable.get(resource, 0.0)
@@ -296,31 +309,41 @@ def _why_on_no_node(pod: Pod, nodes: list[Node]) -> str:
             asked = amounts({resource: amount})
             available = amounts({resource: most})
             reasons.append(f"it asks for {asked}, and {largest.name} has the most, {available}")
-            remedies.append(_REMEDY.get(resource, _remedy_of_devices(resource, open_nodes)))
+            if resource in _REMEDY:
+                remedies.append(_REMEDY[resource])
+                smaller = "take --overlay laptop, or add a larger node"
+            else:
+                remedies.append(_remedy_of_devices(resource, most, open_nodes))
     # Each resource is on some node, but not all of them on one.
     if not reasons:
         reasons = [f"no single node has all of {amounts(pod.requests)}"]
         remedies = list(_REMEDY.values())
 
     # The flags change worker pods only.
-    remedy = "take --overlay laptop"
+    remedy = smaller
     if pod.is_worker:
-        remedy = f"{', '.join(remedies)}, or {remedy}"
-    return f"{'; '.join(reasons)}; {remedy}, or add a larger node"
+        remedy = f"{', '.join(remedies)}, or {smaller}"
+    return f"{'; '.join(reasons)}; {remedy}"
 
 
-def _remedy_of_devices(resource: str, nodes: list[Node]) -> str:
-    """Return what to do about a device of which no node has enough."""
+def _remedy_of_devices(resource: str, most: float, nodes: list[Node]) -> str:
+    """Return what to do about a device of which no node has enough; `most` is on one of them."""
+    fewer = "lower --ranks_per_pod or " if most else ""  # fewer of none do not help
     if not resource.startswith(GPU_CLASSES):
         return (
-            "lower --ranks_per_pod or give another --gpu_resource, or --gpu_allocation dra where "
-            "NVIDIA's DRA driver gives out the GPUs"
+            f"{fewer}give another --gpu_resource, or --gpu_allocation dra where NVIDIA's DRA "
+            "driver gives out the GPUs"
         )
     devices = []
     for node in nodes:
         devices += node.devices
+    if not devices:
+        return (
+            "NVIDIA's DRA driver lists no device there: see kubectl get resourceslices and "
+            "kubectl -n nvidia-dra-driver-gpu get pods"
+        )
     return (
-        "lower --ranks_per_pod or give another --gpu_resource or --gpu_selector (the driver lists: "
+        f"{fewer}give another --gpu_resource or --gpu_selector (the driver lists: "
         f"{summarize(devices)})"
     )
 

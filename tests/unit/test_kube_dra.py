@@ -23,6 +23,7 @@ Object = dict[str, Any]
 CAPABILITY = (
     "device.attributes['gpu.nvidia.com'].cudaComputeCapability.compareTo(semver('7.5.0')) >= 0"
 )
+CLASSES = ("gpu.nvidia.com", "mig.nvidia.com")
 H100 = "device.attributes['gpu.nvidia.com'].productName == 'NVIDIA H100 80GB HBM3'"
 
 
@@ -125,7 +126,7 @@ def asked_of(objects: list[Object]) -> Object:
     ],
 )
 def test_what_pods_ask_for(device: str, kube: Object, asked: Object) -> None:
-    objects = render(config_of(device, **kube), "s")
+    objects = render(config_of(device, **kube), 0.0)
     assert asked_of(objects) == asked
     group = worker_of(objects)
     claims = [value[0] for value in asked.values() if isinstance(value, tuple)]
@@ -189,7 +190,7 @@ def test_what_pods_ask_for(device: str, kube: Object, asked: Object) -> None:
 )
 def test_what_is_refused(device: str, kube: Object, text: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        render(config_of(device, **kube), "s")
+        render(config_of(device, **kube), 0.0)
     assert text in str(refused.value)
 
 
@@ -362,6 +363,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServe
     """Two nodes with room for all but GPUs, on which NVIDIA's driver lists nothing yet."""
     with ApiServer(tmp_path) as server:
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
+        for name in CLASSES:
+            device_class(server, name)
         for name in ("a", "b"):
             server.objects["nodes", "", name] = {
                 "metadata": {"name": name},
@@ -407,11 +410,43 @@ def allocated(server: ApiServer, node: str, device: str, **more: Any) -> None:
     server.objects["resourceclaims", "team", name] = {"metadata": {"name": name}} | claim
 
 
+def device_class(server: ApiServer, name: str) -> None:
+    server.objects["deviceclasses", "", name] = {"metadata": {"name": name}, "spec": {}}
+
+
 def submitted(tmp_path: Path, *flags: str) -> list[str]:
-    return [*submit_of(tmp_path), "--device", "cuda", "--gpu_allocation", "dra", *flags]
+    how = ["--dataset", "shakespeare", "--device", "cuda", "--gpu_allocation", "dra"]
+    return [*submit_of(tmp_path), *how, *flags]
 
 
 FITS: list[tuple[Callable[[ApiServer], Any], list[str], int, tuple[str, ...]]] = [
+    # Without a class, or with the other one's, whatever the nodes have.
+    *(
+        (
+            lambda s, names=names: [
+                [s.objects.pop(("deviceclasses", "", name)) for name in names],
+                listed(s, "a", gpu("gpu-0"), gpu("gpu-1")),
+            ],
+            [],
+            4,
+            ("no device class gpu.nvidia.com: NVIDIA's DRA driver is not installed",),
+        )
+        for names in (CLASSES, CLASSES[:1])
+    ),
+    # With the class alone, fewer GPUs in a pod would not help.
+    (
+        lambda s: None,
+        [],
+        4,
+        ("a has the most, 0 gpu.nvidia.com; NVIDIA's DRA driver lists no device there: see",),
+    ),
+    # More ranks than the cluster has GPUs: no other pod is in the way.
+    (
+        lambda s: [listed(s, node, gpu("gpu-0"), gpu("gpu-1")) for node in "ab"],
+        ["--workers", "6", "--global_batch_size", "6"],
+        0,
+        ("no room now for 2 of them", "no room was found on empty nodes either: add nodes, or use"),
+    ),
     # Room: two workers of one GPU each.
     (
         lambda s: listed(s, "a", gpu("gpu-0"), gpu("gpu-1")),
@@ -500,7 +535,11 @@ FITS: list[tuple[Callable[[ApiServer], Any], list[str], int, tuple[str, ...]]] =
         lambda s: [listed(s, "a", gpu("gpu-0"), gpu("gpu-1")), allocated(s, "a", "gpu-1")],
         [],
         0,
-        ("no room now for 1 of them: worker pod", "a 58 CPU, 490 GiB, 0 gpu.nvidia.com"),
+        (
+            "no room now for 1 of them: worker pod",
+            "a 58 CPU, 490 GiB, 0 gpu.nvidia.com",
+            "they wait until other pods end; or use fewer",
+        ),
     ),
     (
         lambda s: [
@@ -575,19 +614,18 @@ def test_a_dry_run_compares_claims_with_the_devices_of_the_nodes(
 # Submit, stop.
 
 
-def device_class(server: ApiServer, name: str) -> None:
-    server.objects["deviceclasses", "", name] = {"metadata": {"name": name}, "spec": {}}
-
-
 @pytest.mark.parametrize(
     ("prepare", "error"),
     [
         (lambda s: setattr(s, "dra", False), "give --gpu_allocation device_plugin"),
         (
-            lambda s: None,
+            lambda s: [s.objects.pop(("deviceclasses", "", name)) for name in CLASSES],
             "has no device class gpu.nvidia.com: NVIDIA's DRA driver is not installed",
         ),
-        (lambda s: device_class(s, "mig.nvidia.com"), "has no device class gpu.nvidia.com"),
+        (
+            lambda s: s.objects.pop(("deviceclasses", "", "gpu.nvidia.com")),
+            "has no device class gpu.nvidia.com",
+        ),
     ],
     ids=["old", "no-driver", "other-class"],
 )
@@ -605,7 +643,6 @@ def test_a_job_is_submitted_again_with_other_claims_and_deleted(
     server: ApiServer, tmp_path: Path, capsys: Any
 ) -> None:
     """A template is immutable, so the old one is deleted first; `stop --delete` deletes it too."""
-    device_class(server, "gpu.nvidia.com")
     server.refusals["PATCH rayjobs"] = (403, "no")  # so that nothing is followed
     counts = []
     for ranks_per_pod in ("1", "2"):
@@ -622,13 +659,13 @@ def test_a_job_is_submitted_again_with_other_claims_and_deleted(
     right = "DELETE resourceclaimtemplates"
     server.refusals[right] = (403, "may not delete")
     key = ("rayjobs", "nanoray", "words")
-    server.objects[key] = job_of(render(config_of("cpu", name="words"), "s"))
+    server.objects[key] = job_of(render(config_of("cpu", name="words"), 0.0))
     assert main(["stop", "words", "--delete"]) == 0
-    server.objects[key] = job_of(render(config_of(name="words", gpu_allocation="dra"), "s"))
+    server.objects[key] = job_of(render(config_of(name="words", gpu_allocation="dra"), 0.0))
     assert main(["stop", "words", "--delete"]) == 4
     assert "may not delete" in capsys.readouterr().err
 
     del server.refusals[right]
-    server.objects[key] = job_of(render(config_of(name="words", gpu_allocation="dra"), "s"))
+    server.objects[key] = job_of(render(config_of(name="words", gpu_allocation="dra"), 0.0))
     assert main(["stop", "words", "--delete"]) == 0
     assert not [kind for kind, _, _ in server.objects if kind == "resourceclaimtemplates"]

@@ -24,7 +24,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServe
 
 @pytest.fixture
 def submit(tmp_path: Path) -> list[str]:
-    return [*submit_of(tmp_path), "--dry_run"]
+    return [*submit_of(tmp_path), "--dataset", "shakespeare", "--dry_run"]
 
 
 def node(server: ApiServer, name: str, cpu: str, memory: str, **more: Any) -> None:
