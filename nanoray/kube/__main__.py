@@ -38,8 +38,8 @@ from nanoray.kube.follow import Follower
 from nanoray.kube.gpus import template_name
 from nanoray.kube.kustomize import Object, to_yaml
 from nanoray.kube.pods import troubles
-from nanoray.kube.ray_jobs import TERMINAL, attempts, ray_api
-from nanoray.kube.render import job_name, render
+from nanoray.kube.ray_jobs import TERMINAL, RayApi, attempts
+from nanoray.kube.render import job_name, out_dir_of, render
 
 STOP_S = 120.0  # for a step, its checkpoint, and the end of the pods
 POLL_S = 1.0
@@ -123,12 +123,12 @@ def _with(loaded: Loaded, kube_flags: dict[str, str]) -> Loaded:
 
 
 def _render(loaded: Loaded, started: float) -> int:
-    print(to_yaml(render(loaded.config, _timestamp(started))), end="")
+    print(to_yaml(render(loaded.config, started)), end="")
     return 0
 
 
 def _submit(loaded: Loaded, started: float) -> int:
-    objects = render(loaded.config, _timestamp(started))
+    objects = render(loaded.config, started)
     name = job_name(loaded.config.name)
     namespace = loaded.config.kube.namespace
     if loaded.dry_run:
@@ -153,19 +153,11 @@ def _submit(loaded: Loaded, started: float) -> int:
             _delete(api, namespace, kind, thing_name)
         api.apply(thing)
         print(f"apply  {kind} {thing_name}")
-    print(f"folder {_out_dir(objects)} on the volume")
+    job = next(thing for thing in objects if thing["kind"] == "RayJob")
+    print(f"folder {out_dir_of(job)} on the volume")
 
     status = Follower(api, namespace, name, print_line=_print_now).run()
     return _report_end(status)
-
-
-def _out_dir(objects: list[Object]) -> str:
-    """Return the run's out_dir on the volume, which `render` has put into the entrypoint."""
-    for thing in objects:
-        if thing["kind"] == "RayJob":
-            _, _, arguments = thing["spec"]["entrypoint"].partition("--out_dir ")
-            return str(arguments.split()[0])
-    raise AssertionError("render returns a RayJob")
 
 
 def _print_now(line: str) -> None:
@@ -185,11 +177,6 @@ def _delete_finished_job(api: Api, namespace: str, name: str) -> None:
             "give --name another"
         )
     _delete(api, namespace, "RayJob", name)
-
-
-def _timestamp(started: float) -> str:
-    """Return the UTC time of the command's start, as it stands in the name of the run's folder."""
-    return time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
 
 
 def _report_end(status: dict[str, Any]) -> int:
@@ -260,12 +247,19 @@ def _logs(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     api, name, status = _find_status(args)
-    follower = Follower(api, args.namespace, name, print_line=_print_now)
     if args.follow:
-        return _report_end(follower.run())
+        return _report_end(Follower(api, args.namespace, name, print_line=_print_now).run())
     if not status.get("jobId"):
         raise KubeError(f"RayJob {name} has no log yet; nanoray kube status {name} says why")
-    print("\n".join(follower.new_log(status)))
+    # To stderr, so that a file has the log alone.
+    ray = RayApi(api, args.namespace, print_line=partial(print, file=sys.stderr))
+    try:
+        print(ray.read_log(status).rstrip("\n"))
+    except KubeError as error:
+        raise KubeError(
+            f"the driver's log is out of reach: {error}. Each rank's log is in the run's folder: "
+            f"nanoray kube fetch {name}"
+        ) from None
     return 0
 
 
@@ -283,7 +277,7 @@ def _stop(argv: list[str]) -> int:
 
     if status.get("jobStatus") == "RUNNING":
         # Ray sends SIGTERM to the driver, which writes a checkpoint before it ends.
-        ray_api(api, args.namespace, status, f"/api/jobs/{status['jobId']}/stop", "POST")
+        RayApi(api, args.namespace).stop(status)
         _wait(lambda: read_job_status() not in ("RUNNING", "PENDING"), STOP_S)
         print(f"job    {name} {read_job_status()}")
     elif not args.delete:

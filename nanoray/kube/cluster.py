@@ -110,6 +110,7 @@ class Api:
         body: Any = None,
         query: tuple[tuple[str, str], ...] = (),
         headers: dict[str, str] | None = None,
+        read_timeout_s: float = READ_TIMEOUT_S,
     ) -> Any:
         """Send one request and return the decoded JSON of the answer, or its text if it has none.
 
@@ -126,7 +127,7 @@ class Api:
             auth_settings=["BearerToken"],
         )
         try:
-            timeouts = (CONNECT_TIMEOUT_S, READ_TIMEOUT_S)
+            timeouts = (CONNECT_TIMEOUT_S, read_timeout_s)
             response = self._client.call_api(*request, _request_timeout=timeouts)
             answer = (response.read() or b"").decode("utf-8", "replace")
         except Exception as error:  # urllib3's and ssl's classes
@@ -185,16 +186,23 @@ class Api:
         self.call("PATCH", path_of(kind, namespace, name), patch, query, headers)
 
     def run_in(
-        self, pod: str, namespace: str, command: list[str], into: BinaryIO | None = None
+        self,
+        pod: str,
+        namespace: str,
+        command: list[str],
+        into: BinaryIO | None = None,
+        container: str = "",
+        purpose: str = "",
     ) -> str:
         """Run a command in a pod and return its standard output, or write it to `into` as it comes.
 
+        `container`: the pod's first one without it. Errors name the `purpose`, else the command.
         Raises KubeError with the command's error output, or after SILENCE_S without any output.
         """
         from websocket import WebSocketTimeoutException
 
-        what = f"{' '.join(command)} in pod {pod}"
-        socket = self._open_exec(pod, namespace, command, what)
+        what = f"{purpose or ' '.join(command)} in pod {pod}"
+        socket = self._open_exec(pod, namespace, command, container, what)
 
         # The status comes last, after all output. Without it the output is incomplete, even if the
         # connection was closed in good order.
@@ -233,9 +241,13 @@ class Api:
             raise KubeError(f"{what} ended with {exit_code}: {shorten(output)}")
         return stdout.getvalue().decode("utf-8", "replace")
 
-    def _open_exec(self, pod: str, namespace: str, command: list[str], what: str) -> Any:
+    def _open_exec(
+        self, pod: str, namespace: str, command: list[str], container: str, what: str
+    ) -> Any:
         """Start a command in a pod and return its websocket. Raises KubeError."""
         from kubernetes import client, stream
+
+        named = {"container": container} if container else {}
 
         try:
             return stream.stream(
@@ -248,6 +260,7 @@ class Api:
                 stdin=False,
                 tty=False,
                 _preload_content=False,
+                **named,
             ).sock
         except Exception as error:  # the client's classes
             raise KubeError(f"{what}: {shorten(error)}; needs create on pods/exec") from None

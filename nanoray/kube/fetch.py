@@ -8,28 +8,30 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from nanoray.errors import ConfigError
 from nanoray.kube.cluster import Api, KubeError
 from nanoray.kube.kustomize import Object
-from nanoray.kube.ray_jobs import job_progress
+from nanoray.kube.ray_jobs import RayApi
+from nanoray.kube.render import RUNS, is_folder_of, out_dir_of
 from nanoray.train.watch.observers import progress
 
 # Prints FOLDER/NAME of each run.
 _LIST_RUNS = "find /data/runs -mindepth 2 -maxdepth 2 -type d -printf '%P\\n'"
 # tar ends with 1 when a file grew while it was read: the run may be training.
 _PACK = 'tar -czf - -C "/data/runs/$0" "$1" || [ $? = 1 ]'
-# The newest run's name, its last record and its configuration, each from a line of its own.
-_NEWEST = """cd "$0" && run=$(ls -1 | sort | tail -n 1) && printf '%s\\n' "$run" &&
-tail -n 1 "$run/metrics.jsonl" && cat "$run/config.json\""""
+# The newest run's name, its last record and its configuration, each from a line of its own; nothing
+# before the run has them.
+_NEWEST = """[ -d "$0" ] || exit 0
+cd "$0" && run=$(ls -1 | sort | tail -n 1) || exit
+[ -n "$run" ] && [ -f "$run/metrics.jsonl" ] && [ -f "$run/config.json" ] || exit 0
+printf '%s\\n' "$run" && tail -n 1 "$run/metrics.jsonl" && cat "$run/config.json"
+"""
 SELECTOR = "app.kubernetes.io/name=nanoray-tensorboard"
 
 
@@ -47,12 +49,19 @@ def fetch(api: Api, namespace: str, name: str, run: str, out_dir: str) -> Path:
     pod = _find_reader(api, namespace)
 
     # A run is FOLDER/NAME, and the name begins with the time, so the last one is the newest.
-    listing = api.run_in(pod, namespace, shlex.split(_LIST_RUNS)).split()
+    command = shlex.split(_LIST_RUNS)
+    listing = api.run_in(pod, namespace, command, purpose="find in /data/runs").split()
     runs = sorted(listing, key=lambda path: path.partition("/")[2])
     if run:
         candidates = [path for path in runs if path.endswith(f"/{run}")]
     else:
-        candidates = _runs_of_job(name, runs)
+        # A job that resumed the run of another one trains in that one's folder.
+        job = api.find("RayJob", namespace, name) or {}
+        own = out_dir_of(job).removeprefix(f"{RUNS}/")
+        folders = [(path, path.partition("/")[0]) for path in runs]
+        candidates = [
+            path for path, folder in folders if folder == own or is_folder_of(name, folder)
+        ]
     if not candidates:
         wanted = run or f"of {name}"
         raise KubeError(f"no run {wanted} on the volume; there: {', '.join(runs) or 'none'}")
@@ -68,7 +77,8 @@ def fetch(api: Api, namespace: str, name: str, run: str, out_dir: str) -> Path:
     temporary = Path(tempfile.mkdtemp(prefix=".fetch-", dir=target.parent))
     try:
         with tempfile.TemporaryFile(dir=temporary) as packed:
-            api.run_in(pod, namespace, ["sh", "-c", _PACK, folder, run_name], packed)
+            command = ["sh", "-c", _PACK, folder, run_name]
+            api.run_in(pod, namespace, command, packed, purpose=f"tar of {source}")
             packed.seek(0)
             with tarfile.open(fileobj=packed, mode="r:gz") as archive:
                 # The filter refuses absolute paths, links out of the folder and devices.
@@ -79,12 +89,6 @@ def fetch(api: Api, namespace: str, name: str, run: str, out_dir: str) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
-
-
-def _runs_of_job(name: str, runs: Iterable[str]) -> list[str]:
-    """Return the runs in the job's folders: NAME, or NAME-DATE-TIME. Not those of NAME-and-more."""
-    pattern = re.compile(rf"{re.escape(name)}(-\d{{8}}-\d{{6}})?/")
-    return [path for path in runs if pattern.match(path)]
 
 
 def _find_reader(api: Api, namespace: str) -> str:
@@ -104,22 +108,31 @@ def progress_of(api: Api, namespace: str, job: Object) -> dict[str, str]:
 
     It comes from the Ray job while that runs, else from the newest run on the volume.
     """
+    # The head may be starting or out of reach. The volume has the steps, too.
+    ray_error = ""
     status = job.get("status", {})
     if status.get("jobStatus") == "RUNNING":
-        # The head may be starting, or this account may lack the right. The volume has it, too.
-        with suppress(KubeError, AttributeError):
-            progress_now = job_progress(api, namespace, status)
+        try:
+            progress_now = RayApi(api, namespace).read_progress(status)
             if progress_now:
                 return progress_now
+        except KubeError as error:
+            ray_error = f"{error}; "
+    try:
+        return _progress_on_volume(api, namespace, job)
+    except KubeError as error:
+        raise KubeError(f"{ray_error}{error}") from None
 
-    entrypoint = job.get("spec", {}).get("entrypoint", "")
-    _, _, arguments = entrypoint.partition("--out_dir ")
-    out_dir = arguments.partition(" ")[0].strip()
+
+def _progress_on_volume(api: Api, namespace: str, job: Object) -> dict[str, str]:
+    """Return the progress of the newest run in a RayJob's folder. Raises KubeError."""
+    out_dir = out_dir_of(job)
     if not out_dir:
         raise KubeError("the job's entrypoint names no --out_dir")
 
     pod = _find_reader(api, namespace)
-    output = api.run_in(pod, namespace, ["sh", "-c", _NEWEST, out_dir])
+    command = ["sh", "-c", _NEWEST, out_dir]
+    output = api.run_in(pod, namespace, command, purpose=f"reading the newest run of {out_dir}")
     try:
         run_name, record, config = output.split("\n", 2)
         max_steps = json.loads(config)["max_steps"]

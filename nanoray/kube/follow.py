@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from nanoray.kube.cluster import Api, KubeError, shorten
 from nanoray.kube.kustomize import Object
 from nanoray.kube.pods import troubles
-from nanoray.kube.ray_jobs import TERMINAL, attempts, job_progress, ray_api
+from nanoray.kube.ray_jobs import TERMINAL, RayApi, attempts
 
 _STARTED = ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")  # values of jobStatus
 _QUEUED = ("Suspending", "Suspended")  # values of jobDeploymentStatus, for example by Kueue
@@ -29,12 +29,16 @@ class Follower:
     annotate_s: float = 30.0
     # Give up following (not the job) when the API server is away for longer
     silence_s: float = 300.0
+    _ray: RayApi = field(init=False)
     _printed_once: set[str] = field(default_factory=set)
     _attempt: int = 0  # counts Ray jobs, from 1
     _job: tuple[str, str] = ("", "")  # RayCluster and Ray job of this attempt
     _printed_log: str = ""  # of this attempt
-    _log_failed: bool = False  # the last request of the log
+    _log_is_missing: bool = False  # and the reason has been printed
     _annotated_at: float = float("-inf")
+
+    def __post_init__(self) -> None:
+        self._ray = RayApi(self.api, self.namespace, self.print_line)
 
     def run(self) -> Object:
         """Return the RayJob's status once it is terminal.
@@ -55,7 +59,7 @@ class Follower:
                 job = (status.get("rayClusterName", ""), status["jobId"])
                 if job != self._job:
                     self._begin_attempt(status)
-                for line in self.new_log(status):
+                for line in self._new_log(status):
                     self.print_line(line)
 
             state = _format_state(status)
@@ -148,8 +152,8 @@ class Follower:
         self._annotated_at = time.monotonic()
         # The annotations are a convenience. Neither a head that does not answer nor a missing right
         # may end the command.
-        with suppress(KubeError, AttributeError):
-            progress = job_progress(self.api, self.namespace, status)
+        with suppress(KubeError):
+            progress = self._ray.read_progress(status)
             if progress:
                 values = {f"nanoray/{key}": value for key, value in progress.items()}
                 self.api.annotate("RayJob", self.namespace, self.name, values)
@@ -164,20 +168,23 @@ class Follower:
         self._job = (cluster, job)
         self.print_line(f"try    {self._attempt}: Ray job {job} on RayCluster {cluster}")
 
-    def new_log(self, status: Object) -> Iterator[str]:
+    def _new_log(self, status: Object) -> Iterator[str]:
         """Yield the new lines of the driver's log; a failed request yields none."""
-        path = f"/api/jobs/{status['jobId']}/logs"
+        has_ended = status.get("jobDeploymentStatus") in TERMINAL
         try:
-            log = ray_api(self.api, self.namespace, status, path).get("logs", "")
-        except (KubeError, AttributeError) as error:  # AttributeError: the answer is no JSON object
-            if not self._log_failed and status.get("jobStatus") == "RUNNING":
-                self.print_line(f"log    out of reach, trying again: {shorten(error)}")
-            self._log_failed = True
+            log = self._ray.read_log(status)
+        except KubeError as error:
+            # Before the job runs, Ray may not answer yet. That is not printed, and not counted.
+            if has_ended:
+                self.print_line(f"log    out of reach: {error}")
+            elif status.get("jobStatus") == "RUNNING" and not self._log_is_missing:
+                self.print_line(f"log    out of reach, trying again: {error}")
+                self._log_is_missing = True
             return
-        self._log_failed = False
+        self._log_is_missing = False
 
         # While the job runs, the last line may be incomplete, so it waits for its newline.
-        if status.get("jobDeploymentStatus") not in TERMINAL:
+        if not has_ended:
             log = log[: log.rfind("\n") + 1]
 
         # A log that does not continue the printed one is another job's: the head was replaced, and

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from pathlib import Path
 
 import yaml
 
 from nanoray.config import Config, Kube
+from nanoray.config.data import IMAGES
 from nanoray.config.spellings import join
 from nanoray.errors import ConfigError
 from nanoray.kube.gpus import assign_gpus, choose_gpus, template_name
@@ -44,11 +46,12 @@ _LOCAL = (
 )
 
 
-def render(config: Config, timestamp: str) -> list[Object]:
+def render(config: Config, started: float) -> list[Object]:
     """Return the objects of a RayJob that trains `config`.
 
-    `config.workers` must be a number, because the cluster is made for it. `timestamp` makes the
-    name of the run's folder on the volume unique. Raises ConfigError with every broken rule.
+    `config.workers` must be a number, because the cluster is made for it. `started`, in Unix
+    seconds, makes the name of the run's folder on the volume unique. Raises ConfigError with every
+    broken rule.
     """
     kube = config.kube
     ranks = config.workers
@@ -76,11 +79,12 @@ def render(config: Config, timestamp: str) -> list[Object]:
     _shape_pods(objects, job, config, int(ranks))
     _protect_pods(objects, job, name)
     _set_storage(objects, kube)
+    _drop_unused_download(objects, config)
     objects.insert(1, _config_map(config, name))  # after the namespace, before what mounts it
 
     # The command.
     spec = job["spec"]
-    run_folder = _run_folder(config, f"{name}-{timestamp}")
+    run_folder = _run_folder(config, started)
     spec["entrypoint"] = entrypoint(
         int(ranks), config.device, run_folder, config.placement_timeout_s
     )
@@ -141,10 +145,25 @@ def entrypoint(ranks: int, device: str, folder: str, placement_timeout_s: float)
     )
 
 
-def _run_folder(config: Config, name: str) -> str:
+def out_dir_of(job: Object) -> str:
+    """Return the --out_dir in a RayJob's entrypoint, else an empty text."""
+    _, _, arguments = job.get("spec", {}).get("entrypoint", "").partition("--out_dir ")
+    return str(arguments.partition(" ")[0].strip())
+
+
+def is_folder_of(job: str, folder: str) -> bool:
+    """Return whether a folder of the volume's runs is one that a job of this name makes.
+
+    Not those of NAME-and-more. An overlay's job has a folder of its name alone.
+    """
+    return bool(re.fullmatch(rf"{re.escape(job)}(-\d{{8}}-\d{{6}})?", folder))
+
+
+def _run_folder(config: Config, started: float) -> str:
     """Return the run's own folder on the volume, or the one that --resume names."""
     if config.resume == "none":
-        return f"{RUNS}/{name}"
+        moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
+        return f"{RUNS}/{job_name(config.name)}-{moment}"
     if not re.fullmatch(rf"{RUNS}/[A-Za-z0-9._-]+", config.resume):
         raise ConfigError(
             f"resume = {config.resume} is no folder of the volume; give --resume {RUNS}/FOLDER as "
@@ -155,7 +174,7 @@ def _run_folder(config: Config, name: str) -> str:
 
 def _config_map(config: Config, name: str) -> Object:
     """Return the ConfigMap with the configuration that the launcher reads. Raises ConfigError."""
-    has_name = config.dataset in ("auto", "shakespeare", "stdlib")
+    has_name = config.dataset in ("auto", "shakespeare", "stdlib", *IMAGES)
     if not has_name and not config.dataset.startswith("/data/"):
         raise ConfigError(
             f"dataset = {config.dataset} is a path of this machine; copy it to the volume and give "
@@ -283,6 +302,15 @@ def _set_storage(objects: list[Object], kube: Kube) -> None:
             thing["spec"]["resources"]["requests"]["storage"] = size
             if kube.storage != "hostpath":
                 thing["spec"]["storageClassName"] = kube.storage
+
+
+def _drop_unused_download(objects: list[Object], config: Config) -> None:
+    """Drop the Job that downloads Shakespeare when the run trains on something else."""
+    needs_it = config.model != "resnet" and config.dataset in ("auto", "shakespeare")
+    for thing in list(objects):  # a copy, because the loop removes from the list
+        is_download = thing["kind"] == "Job" and thing["metadata"]["name"] == "nanoray-dataset"
+        if is_download and not needs_it:
+            objects.remove(thing)
 
 
 def _place(thing: Object, kube: Kube) -> None:

@@ -8,10 +8,15 @@ forwards to a real address, and `exec` runs a real command.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import os
 import re
+import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -48,6 +53,10 @@ class ApiServer:
         self.refusals: dict[str, tuple[int, str]] = {}  # "METHOD plural" -> status and message
         self.proxies: dict[str, str] = {}  # service -> base URL
         self.drop_proxy = 0  # so many proxied requests are answered with a 502
+        self.proxy_refusal: tuple[int, str] | None = None  # status and message, in place of Ray's
+        self.proxy_is_silent = False  # a policy that drops packets: no answer
+        self.exec_refused = False
+        self.execs: list[str] = []  # the pod of each command
         # A command's output ends after so many bytes, with the connection
         self.exec_limit: int | None = None
         self.volume, self.kuberay = volume, kuberay
@@ -103,8 +112,8 @@ class ApiServer:
             r"/api/v1/namespaces/[^/]+/services/([^/:]+):\d+/proxy(/.*)", request.path
         ):
             return await self._proxy(request, match[1], match[2])
-        if match := re.match(r"/api/v1/namespaces/[^/]+/pods/([^/]+)/exec$", request.path):
-            return await self._exec(request)
+        if match := re.match(r"/api/v1/namespaces/([^/]+)/pods/([^/]+)/exec$", request.path):
+            return await self._exec(request, match[1], match[2])
         if request.path == "/apis/ray.io/v1":
             return (
                 web.json_response({"resources": []})
@@ -163,6 +172,10 @@ class ApiServer:
         if self.drop_proxy:
             self.drop_proxy -= 1
             return _status(502, "the stream was dropped")
+        if self.proxy_refusal:
+            return _status(*self.proxy_refusal)
+        if self.proxy_is_silent:
+            await asyncio.sleep(60)
         if service not in self.proxies:
             return _status(503, f'no endpoints available for service "{service}"')
         headers = {
@@ -183,17 +196,44 @@ class ApiServer:
                     status=answer.status, body=await answer.read(), content_type=kind
                 )
 
-    async def _exec(self, request: web.Request) -> web.WebSocketResponse:
-        """Run the command with /data read as the volume, in the v4 channel protocol: 1 stdout, 2
-        stderr, 3 the end.
+    def _in_pod(
+        self, namespace: str, pod: str, command: list[str]
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the command and the environment that lead here to what they lead to in the pod."""
+        with self.lock:
+            thing = self.objects.get(("pods", namespace, pod), {"metadata": {}})
+        cluster = thing["metadata"].get("labels", {}).get("ray.io/cluster", "")
+        here = self.proxies.get(f"{cluster}-head-svc", "")
+        environment = dict(os.environ)
+        for container in thing.get("spec", {}).get("containers", ()):
+            for variable in container.get("env", ()):
+                reference = variable["valueFrom"]["secretKeyRef"]
+                secret = self.objects["secrets", namespace, reference["name"]]["data"]
+                value = base64.b64decode(secret[reference["key"]]).decode()
+                environment[variable["name"]] = value
+        words = []
+        for word in command:
+            word = word.replace("/data", str(self.volume))
+            words.append(word.replace("http://localhost:8265", here) if here else word)
+        if words[0] == "python":
+            words[0] = sys.executable
+        return words, environment
+
+    async def _exec(self, request: web.Request, namespace: str, pod: str) -> web.StreamResponse:
+        """Run the command with /data read as the volume, and the head's port 8265 as its proxy's
+        address, in the v4 channel protocol: 1 stdout, 2 stderr, 3 the end.
         """
+        if self.exec_refused:
+            return _status(403, "pods/exec is forbidden")
+        self.execs.append(pod)
         socket = web.WebSocketResponse(protocols=("v4.channel.k8s.io",))
         await socket.prepare(request)
-        words = [
-            word.replace("/data", str(self.volume)) for word in request.query.getall("command")
-        ]
+        words, environment = self._in_pod(namespace, pod, request.query.getall("command"))
         process = await asyncio.create_subprocess_exec(
-            *words, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+            *words,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
         )
         assert process.stdout
         assert process.stderr
@@ -216,6 +256,68 @@ class ApiServer:
             await socket.send_bytes(b"\x03" + json.dumps(end).encode())
             await socket.close()
         return socket
+
+
+RAY_TOKEN = "x"
+
+
+@contextmanager
+def ray_head(server: ApiServer, *clusters: str) -> Iterator[dict[str, str]]:
+    """Ray's jobs API, behind the service and in the head pod of each of these clusters.
+
+    Yields the log that it returns, by the job's id, and under "ID metadata" the job's metadata as
+    JSON. A stop appears as "ID stopped". Only the token of the clusters' Secret opens it.
+    """
+    found: dict[str, str] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            _, _, kind, job, *rest = self.path.split("/")
+            assert kind == "jobs"
+            tokens = {self.headers.get(key) for key in ("Authorization", "X-Ray-Authorization")}
+            if f"Bearer {RAY_TOKEN}" not in tokens:
+                self._answer(401, {"error": "Unauthorized"})
+            elif rest == ["logs"]:
+                self._answer(200, {"logs": found.get(job, "")})
+            elif rest == ["stop"]:
+                found[f"{job} stopped"] = self.command
+                self._answer(200, {"stopped": True})
+            else:
+                metadata = json.loads(found.get(f"{job} metadata", "null"))
+                self._answer(200, {"metadata": metadata})
+
+        do_POST = do_GET
+
+        def _answer(self, status: int, answer: Any) -> None:
+            body = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            """Print nothing."""
+
+    ray = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=ray.serve_forever, daemon=True).start()
+    for cluster in clusters:
+        server.proxies[f"{cluster}-head-svc"] = f"http://127.0.0.1:{ray.server_port}"
+        reference = {"secretKeyRef": {"name": "token", "key": "auth_token"}}
+        env = [{"name": "RAY_AUTH_TOKEN", "valueFrom": reference}]
+        labels = {"ray.io/cluster": cluster, "ray.io/node-type": "head"}
+        server.objects["pods", "nanoray", f"{cluster}-head"] = {
+            "metadata": {"name": f"{cluster}-head", "labels": labels},
+            "spec": {"containers": [{"name": "ray-head", "env": env}]},
+            "status": {"phase": "Running"},
+        }
+    token = base64.b64encode(RAY_TOKEN.encode()).decode()
+    secret = {"metadata": {"name": "token"}, "data": {"auth_token": token}}
+    server.objects["secrets", "nanoray", "token"] = secret
+    try:
+        yield found
+    finally:
+        ray.shutdown()
+        ray.server_close()
 
 
 def _merge(thing: dict[str, Any], patch: dict[str, Any]) -> None:

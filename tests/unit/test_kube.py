@@ -669,7 +669,9 @@ def test_render_carries_the_configuration_along() -> None:
     )
     job = of_kind(objects, "RayJob")
     assert (job["metadata"]["name"], job["metadata"]["namespace"]) == ("my-run", "team")
-    assert job["spec"]["entrypoint"] == entrypoint(2, "cpu", "/data/runs/my-run-s", 4.0)
+    assert job["spec"]["entrypoint"] == entrypoint(
+        2, "cpu", "/data/runs/my-run-19700101-000000", 4.0
+    )
     assert (job["spec"]["backoffLimit"], job["spec"]["ttlSecondsAfterFinished"]) == (5, 9)
     (config,) = [o for o in objects if o["metadata"]["name"] == "my-run-config"]
     carried = make_config(yaml.safe_load(config["data"]["config.yaml"]))
@@ -694,7 +696,7 @@ def test_a_job_waits_for_nodes_as_long_as_it_is_told_but_long_enough_for_a_new_p
 ) -> None:
     """The entrypoint's flag wins over the file, so it must not be shorter than what the file says."""
     config = kube_config(**({"placement_timeout_s": asked} if asked else {}))
-    words = of_kind(render(config, "s"), "RayJob")["spec"]["entrypoint"].split()
+    words = of_kind(render(config, 0.0), "RayJob")["spec"]["entrypoint"].split()
     assert words[words.index("--placement_timeout_s") + 1 :] == [waits]
 
 
@@ -702,7 +704,7 @@ def test_the_laptops_claim_asks_the_default_class() -> None:
     """Also when it is rendered; a StorageClass that is named wins."""
     for objects in (
         build(KUBE_DIR / "overlays" / "laptop" / "job"),
-        render(kube_config(kube={"overlay": "laptop"}), "s"),
+        render(kube_config(kube={"overlay": "laptop"}), 0.0),
     ):
         assert not [o for o in objects if o["kind"] == "PersistentVolume"]
         claim = of_kind(objects, "PersistentVolumeClaim")["spec"]
@@ -710,7 +712,7 @@ def test_the_laptops_claim_asks_the_default_class() -> None:
             "accessModes": ["ReadWriteOnce"],
             "resources": {"requests": {"storage": "2Gi"}},
         }
-    named = render(kube_config(kube={"overlay": "laptop", "storage": "nfs", "storage_gib": 7}), "s")
+    named = render(kube_config(kube={"overlay": "laptop", "storage": "nfs", "storage_gib": 7}), 0.0)
     claim = of_kind(named, "PersistentVolumeClaim")["spec"]
     assert (claim["storageClassName"], claim["resources"]["requests"]["storage"]) == ("nfs", "7Gi")
 
@@ -721,7 +723,7 @@ def test_each_job_has_a_disruption_budget_of_its_own() -> None:
     """
     budgets = {}
     for name, workers in (("one", 2), ("two", 4)):
-        objects = render(kube_config(name=name, workers=workers), "s")
+        objects = render(kube_config(name=name, workers=workers), 0.0)
         budget = of_kind(objects, "PodDisruptionBudget")
         labels = [
             g["template"]["metadata"]["labels"]
@@ -750,7 +752,7 @@ def test_render_shapes_pods() -> None:
         "image": "registry/nanoray:7",
     }
     job = of_kind(
-        render(kube_config(device="cuda", workers=8, global_batch_size=16, kube=shape), "s"),
+        render(kube_config(device="cuda", workers=8, global_batch_size=16, kube=shape), 0.0),
         "RayJob",
     )
     (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
@@ -819,7 +821,7 @@ def test_pods_are_the_overlays_unless_their_size_is_given(
     config = kube_config(
         device=device, workers=4, global_batch_size=12, kube={"overlay": overlay, **flags}
     )
-    (group,) = of_kind(render(config, "s"), "RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    (group,) = of_kind(render(config, 0.0), "RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert group["replicas"] == pods
     assert group["template"]["spec"]["containers"][0]["resources"]["limits"] == limits
     assert group["template"]["spec"]["volumes"][1]["emptyDir"]["sizeLimit"] == shm
@@ -844,7 +846,7 @@ def test_with_gcs_fault_tolerance_the_driver_is_not_on_the_head() -> None:
             assert "resources" not in head["rayStartParams"]
         assert ("--head_timeout_s 300" in job["entrypoint"]) == bool(options)
         if name in ("cpu", "gcs-ft"):
-            rendered = of_kind(render(kube_config(kube={"overlay": name}), "s"), "RayJob")["spec"]
+            rendered = of_kind(render(kube_config(kube={"overlay": name}), 0.0), "RayJob")["spec"]
             assert ("--head_timeout_s 300" in rendered["entrypoint"]) == bool(options)
             assert ("entrypointResources" in rendered) == bool(options)
 
@@ -874,7 +876,7 @@ def test_every_overlay_has_the_documented_network_defaults() -> None:
 
 def test_render_mig_and_storage_class() -> None:
     kube = {"storage": "nfs", "storage_gib": 5, "cpus": 2, "memory_gib": 8}
-    objects = render(kube_config(device="mig", workers=7, global_batch_size=14, kube=kube), "s")
+    objects = render(kube_config(device="mig", workers=7, global_batch_size=14, kube=kube), 0.0)
     (group,) = of_kind(objects, "RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     assert (
         group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/mig-1g.18gb"]
@@ -925,7 +927,7 @@ def test_render_mig_and_storage_class() -> None:
 )
 def test_render_refuses(values: Object, text: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        render(kube_config(**values), "s")
+        render(kube_config(**values), 0.0)
     assert text in str(refused.value)
 
 
@@ -1149,7 +1151,7 @@ def test_mig_ends_when_the_manager_fails_and_the_same_profile_can_be_set_again(
 )
 def test_cleanup_deletes_the_volume_of_its_own_namespace(namespace: str, volume: str) -> None:
     """And not that of another one: the names are those that `nanoray kube` gives."""
-    objects = render(kube_config(kube={"namespace": namespace}), "s")
+    objects = render(kube_config(kube={"namespace": namespace}), 0.0)
     assert of_kind(objects, "PersistentVolume")["metadata"]["name"] == volume
     env = {"PATH": "/usr/bin:/bin", "NAMESPACE": namespace}
     command = ["bash", str(KUBE_DIR / "scripts" / "cleanup.sh"), "--dry-run"]

@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from nanoray.kube.cluster import Api, ApiError, KubeError, check_operator, path_
 from nanoray.kube.fetch import fetch
 from nanoray.kube.follow import Follower
 from nanoray.kube.pods import troubles
-from tests.harness.kube_server import ApiServer, submit_of
+from tests.harness.kube_server import ApiServer, ray_head, submit_of
 from tests.harness.ports import closed_port
 
 Object = dict[str, Any]
@@ -147,7 +146,7 @@ def test_refusals_of_the_api_server(
     text: str,
 ) -> None:
     server.refusals[refusal] = answer
-    assert main(submit) == 4
+    assert main([*submit, "--dataset", "shakespeare"]) == 4  # which alone has the Job
     error = capsys.readouterr().err
     assert answer[1] in error
     assert text in error
@@ -350,49 +349,9 @@ def test_every_kind_that_is_rendered_has_a_path() -> None:
 
 @pytest.fixture
 def logs(server: ApiServer) -> Iterator[dict[str, str]]:
-    """The log that Ray's jobs API returns, by the job's id. The head pods have a token."""
-    found: dict[str, str] = {}
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            _, _, kind, *rest = self.path.split("/")
-            assert kind == "jobs"
-            job, text = rest[0], found.get(rest[0], "")
-            metadata = json.loads(found.get(f"{job} metadata", "null"))
-            body = json.dumps(
-                {"logs": text} if rest[1:] == ["logs"] else {"metadata": metadata}
-            ).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *args: Any) -> None:
-            """Print nothing."""
-
-    ray = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=ray.serve_forever, daemon=True).start()
-    for cluster in ("words-abc", "words-def"):
-        server.proxies[f"{cluster}-head-svc"] = f"http://127.0.0.1:{ray.server_port}"
-        env = [
-            {
-                "name": "RAY_AUTH_TOKEN",
-                "valueFrom": {"secretKeyRef": {"name": "token", "key": "auth_token"}},
-            }
-        ]
-        labels = {"ray.io/cluster": cluster, "ray.io/node-type": "head"}
-        head = {
-            "metadata": {"name": f"{cluster}-head", "labels": labels},
-            "spec": {"containers": [{"env": env}]},
-        }
-        server.objects["pods", "nanoray", f"{cluster}-head"] = head
-    server.objects["secrets", "nanoray", "token"] = {
-        "metadata": {"name": "token"},
-        "data": {"auth_token": "eA=="},
-    }
-    yield found
-    ray.shutdown()
-    ray.server_close()
+    """The log that Ray's jobs API returns, by the job's id."""
+    with ray_head(server, "words-abc", "words-def") as found:
+        yield found
 
 
 def test_every_attempt_is_shown_with_its_number_and_its_whole_log(
@@ -497,7 +456,10 @@ def test_status_prints_step_loss_and_eta_while_the_job_runs_and_afterwards(
     job["status"] |= {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
     _tensorboard(server)
     assert main(["status", "words"]) == 0
-    assert "run    steps unknown: sh -c" in capsys.readouterr().out
+    assert (
+        "run    steps unknown: /data/runs/words-1 has no run with a record yet"
+        in capsys.readouterr().out
+    ), "no shell command"
     for name, step in (("2026-01-01_000000_words", 3), ("2026-01-02_000000_words", 20)):
         run = tmp_path / "volume" / "runs" / "words-1" / name
         run.mkdir(parents=True)
