@@ -30,14 +30,14 @@ from nanoray.cli import (
 from nanoray.config import Kube, make_config
 from nanoray.errors import ConfigError
 from nanoray.kube.claims import claimed_templates
-from nanoray.kube.cluster import Api, KubeError, check_operator
+from nanoray.kube.cluster import SET_GATE, Api, KubeError, check_operator, lacks_gate
 from nanoray.kube.devices import check_driver
 from nanoray.kube.fetch import fetch, progress_of
 from nanoray.kube.fit import compare
 from nanoray.kube.follow import Follower
 from nanoray.kube.gpus import template_name
 from nanoray.kube.kustomize import Object, to_yaml
-from nanoray.kube.pods import troubles
+from nanoray.kube.pods import read_warnings, troubles
 from nanoray.kube.ray_jobs import TERMINAL, RayApi, attempts
 from nanoray.kube.render import job_name, out_dir_of, render
 
@@ -235,7 +235,14 @@ def _status(argv: list[str]) -> int:
         phase = pod.get("status", {}).get("phase", "?")
         node = pod["spec"].get("nodeName", "no node yet")
         print(f"pod    {pod_name} {phase} on {node}")
-    for trouble in troubles(pods):
+    found = troubles(pods)
+    owners = [] if status.get("jobDeploymentStatus") in TERMINAL else [name]
+    owners += [cluster] if cluster and owners else []
+    try:
+        found += read_warnings(api, args.namespace, owners, pods, found)
+    except KubeError as error:
+        print(f"       its events cannot be read: {error}")
+    for trouble in found:
         print(f"       {trouble.pod} {trouble.text}")
     return 0
 
@@ -321,7 +328,28 @@ def _find_job(api: Api, namespace: str, name: str) -> Object:
         return job
     others = api.get("RayJob", namespace).get("items", ())
     names = ", ".join(other["metadata"]["name"] for other in others)
-    raise KubeError(f"there is no RayJob {name} in {namespace}; there: {names or 'none'}")
+    about = _describe_cron_job(api, namespace, name)
+    raise KubeError(f"there is no RayJob {name} in {namespace}; there: {names or 'none'}{about}")
+
+
+def _describe_cron_job(api: Api, namespace: str, name: str) -> str:
+    """Return what is known of a RayCronJob of this name, an empty text if there is none."""
+    try:
+        cron_job = api.find("RayCronJob", namespace, name)
+    except KubeError:  # without the right nothing is known
+        cron_job = None
+    if cron_job is None:
+        return ""
+    last = cron_job.get("status", {}).get("lastScheduleTime")
+    about = (
+        f". RayCronJob {name} makes RayJobs {name}-xxxxx at {cron_job['spec']['schedule']!r}; "
+        f"last: {last or 'none yet'}"
+    )
+    # The API server accepts a RayCronJob whether or not the operator looks at it.
+    if lacks_gate(api, "RayCronJob"):
+        command = SET_GATE.format(gate="RayCronJob")
+        about += f". It never runs: the operator has not the feature gate RayCronJob; {command}"
+    return about
 
 
 def _delete(api: Api, namespace: str, kind: str, name: str) -> None:

@@ -22,13 +22,21 @@ INSTALL = (
     f"helm install kuberay-operator kuberay/kuberay-operator --version {KUBERAY} "
     "--namespace kuberay-system --create-namespace"
 )
+# As KubeRay documents it. Its other gates then have their defaults.
+SET_GATE = (
+    f"helm upgrade kuberay-operator kuberay/kuberay-operator --version {KUBERAY} --namespace "
+    "kuberay-system --reuse-values --set 'featureGates[0].name={gate}' --set "
+    "'featureGates[0].enabled=true'"
+)
 # Helm labels the operator kuberay-operator, the kustomize installation kuberay.
 OPERATOR = "app.kubernetes.io/name in (kuberay-operator,kuberay)"
 MANAGER = "nanoray"  # field manager of server-side apply
-# Kind -> (path of its API, plural, whether it lives in a namespace). nanoray reads the first two and
-# applies the others.
+# Kind -> (path of its API, plural, whether it lives in a namespace). nanoray reads the first four
+# and applies the others.
 KINDS = {
     "Pod": ("/api/v1", "pods", True),
+    "Event": ("/api/v1", "events", True),
+    "RayCronJob": ("/apis/ray.io/v1", "raycronjobs", True),
     "Secret": ("/api/v1", "secrets", True),
     "Namespace": ("/api/v1", "namespaces", False),
     "ServiceAccount": ("/api/v1", "serviceaccounts", True),
@@ -326,11 +334,9 @@ def check_operator(api: Api) -> str:
         if error.status == 404:
             raise KubeError(f"KubeRay is not installed in this cluster; {INSTALL}") from None
 
-    # The operator may run in any namespace, so its version needs a right on all of them. An account
-    # without it can still submit jobs.
+    # An account without the right to read the operator can still submit jobs.
     try:
-        query = (("labelSelector", OPERATOR),)
-        deployments = api.call("GET", "/apis/apps/v1/deployments", query=query)["items"]
+        deployments = _read_operators(api)
     except ApiError as error:
         return f"kuberay: version unknown ({error.message})"
 
@@ -344,6 +350,29 @@ def check_operator(api: Api) -> str:
     if not versions:
         return "kuberay: version unknown"
     return f"kuberay: {versions[0]}"
+
+
+def lacks_gate(api: Api, gate: str) -> bool:
+    """Return whether the operator certainly runs without a feature gate that is off by default."""
+    try:
+        deployments = _read_operators(api)
+    except ApiError:
+        return False
+    flags = []
+    for deployment in deployments:
+        for container in deployment["spec"]["template"]["spec"]["containers"]:
+            flags += [*container.get("command", ()), *container.get("args", ())]
+    # With --config a file may set it.
+    may_have_it = (f"{gate}=true", "AllAlpha=true", "--config")
+    return bool(deployments) and not any(text in flag for text in may_have_it for flag in flags)
+
+
+def _read_operators(api: Api) -> list[Object]:
+    """Return the Deployments of KubeRay. Raises ApiError."""
+    # The operator may run in any namespace, so this needs a right on all of them.
+    query = (("labelSelector", OPERATOR),)
+    found: list[Object] = api.call("GET", "/apis/apps/v1/deployments", query=query)["items"]
+    return found
 
 
 def _operator_versions(deployments: list[Object]) -> list[str]:

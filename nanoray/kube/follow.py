@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from nanoray.kube.cluster import Api, KubeError, shorten
 from nanoray.kube.kustomize import Object
-from nanoray.kube.pods import troubles
+from nanoray.kube.pods import read_warnings, troubles
 from nanoray.kube.ray_jobs import TERMINAL, RayApi, attempts
 
 _STARTED = ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")  # values of jobStatus
@@ -124,7 +124,11 @@ class Follower:
                 self._print_once(f"api    {error}; trying again")
                 return
 
+        # The events are a service: an account may lack the right to read them.
         found = troubles(pods)
+        with suppress(KubeError):
+            owners = [cluster, self.name] if cluster else []
+            found += read_warnings(self.api, self.namespace, owners, pods, found)
         for trouble in found:
             self._print_once(f"pod    {trouble.pod} {trouble.text}")
         if started:

@@ -20,6 +20,7 @@ from nanoray.kube.fetch import fetch
 from nanoray.kube.follow import Follower
 from nanoray.kube.pods import troubles
 from tests.harness.kube_server import ApiServer, ray_head, submit_of
+from tests.harness.messages import find_line
 from tests.harness.ports import closed_port
 
 Object = dict[str, Any]
@@ -303,6 +304,41 @@ def test_unknown_jobs_and_commands(server: ApiServer, capsys: Any) -> None:
     assert "has no log yet; nanoray kube status other" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "never"),
+    [
+        ([], True),
+        (["--feature-gates=RayClusterStatusConditions=true,RayCronJob=false"], True),
+        (["--feature-gates=RayJobDeletionPolicy=true,RayCronJob=true"], False),
+        (["--feature-gates=AllAlpha=true"], False),
+        (["--config=/etc/kuberay/config.yaml"], False),
+    ],
+)
+def test_status_of_a_ray_cron_job_says_whether_it_can_run(
+    server: ApiServer, capsys: Any, flags: list[str], never: bool
+) -> None:
+    """The API server accepts one whatever gates the operator has."""
+    metadata = {"name": "nanoray-bench"}
+    server.objects["raycronjobs", "nanoray", "nanoray-bench"] = {
+        "metadata": metadata,
+        "spec": {"schedule": "0 3 * * *"},
+    }
+    _operator(server, "quay.io/kuberay/operator:v1.7.0")
+    spec = server.objects["deployments", "k", "kuberay-operator"]["spec"]
+    spec["template"]["spec"]["containers"][0]["args"] = flags
+    assert main(["status", "nanoray-bench"]) == 4
+    error = capsys.readouterr().err
+    find_line(error, "RayCronJob nanoray-bench", "nanoray-bench-xxxxx", "0 3 * * *", "none yet")
+    assert ("It never runs" in error) is never
+    assert ("--set 'featureGates[0].name=RayCronJob'" in error) is never
+
+    server.refusals["GET deployments"] = (403, "deployments is forbidden")
+    assert main(["status", "nanoray-bench"]) == 4
+    error = capsys.readouterr().err
+    assert "RayCronJob nanoray-bench" in error
+    assert "never" not in error, "it is not known"
+
+
 def test_status_of_a_job_that_waits(server: ApiServer, capsys: Any) -> None:
     rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
     pod(server, "words-w", PENDING)
@@ -311,6 +347,112 @@ def test_status_of_a_job_that_waits(server: ApiServer, capsys: Any) -> None:
     assert "job    words Initializing\n" in out
     assert "pod    words-w Pending on no node yet" in out
     assert "words-w cannot be scheduled" in out
+
+
+def event(server: ApiServer, name: str, reason: str, message: str, at: str, **more: Any) -> None:
+    """Put an event of an object into the server; `at` is a time of its day."""
+    thing = {
+        "metadata": {"name": f"{name}-{len(server.objects)}"},
+        "involvedObject": {"name": name},
+        "type": "Warning",
+        "reason": reason,
+        "message": message,
+        "lastTimestamp": f"2026-11-26T{at}Z",
+    }
+    server.objects["events", "nanoray", thing["metadata"]["name"]] = thing | more
+
+
+CREATING = {"phase": "Pending"} | _waiting("ContainerCreating")
+NO_DRIVER = ("FailedPrepareDynamicResources", "driver gpu.nvidia.com is not registered")
+PENDING_PODS: list[tuple[str, Object, list[Any], str]] = [
+    ("claim", CREATING, [(*NO_DRIVER, "10:00:00")], ": ".join(NO_DRIVER)),
+    (
+        "volume",
+        {"phase": "Pending"},
+        [("FailedMount", "hostPath type check failed", "10:00:00")],
+        "FailedMount: hostPath type check failed",
+    ),
+    # Its own status has the reason.
+    (
+        "image",
+        NO_IMAGE,
+        [("Failed", "Error: ErrImagePull", "10:00:00")],
+        "image nanoray:x not found",
+    ),
+    ("node", PENDING, [("FailedScheduling", "0/1", "10:00:00")], "cannot be scheduled: 0/1 nodes"),
+    # The scheduler's events have another field for their time.
+    (
+        "series",
+        CREATING,
+        [
+            ("FailedMount", "no disk", "10:00:00"),
+            (*NO_DRIVER, "", {"lastTimestamp": None, "eventTime": "2026-11-26T10:00:01.5Z"}),
+        ],
+        ": ".join(NO_DRIVER),
+    ),
+    # What is over is not said.
+    (
+        "over",
+        CREATING,
+        [
+            ("Pulling", "Pulling image", "10:00:09", {"type": "Normal"}),
+            ("FailedScheduling", "0/1 nodes", "10:00:00"),
+        ],
+        "",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("status", "events", "text"),
+    [row[1:] for row in PENDING_PODS],
+    ids=[row[0] for row in PENDING_PODS],
+)
+def test_status_and_followers_print_why_a_pod_is_pending(
+    server: ApiServer, capsys: Any, status: Object, events: list[Any], text: str
+) -> None:
+    rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
+    pod(server, "words-w", status)
+    event(server, "another", "FailedMount", "of another pod", "11:00:00")
+    for reason, message, at, *more in events:
+        event(server, "words-w", reason, message, at, **(more[0] if more else {}))
+    assert main(["status", "words"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    reasons = [line for line in out if line.startswith("       words-w ")]
+    assert len(reasons) == (1 if text else 0), "one line, however many events"
+    assert not text or text in reasons[0]
+
+    said: list[str] = []
+    follower = Follower(Api(), "nanoray", "words", said.append, poll_s=0.01, start_timeout_s=0.1)
+    with pytest.raises(KubeError, match=f"cannot start: .*{re.escape(text)}"):
+        follower.run()
+    assert len([line for line in said if line.startswith("pod    words-w ")]) == len(reasons)
+
+
+def test_without_any_pod_the_events_of_the_cluster_say_why(server: ApiServer, capsys: Any) -> None:
+    rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
+    event(server, "words-abc", "FailedToCreateHeadPod", "exceeded quota: team", "10:00:00")
+    assert main(["status", "words"]) == 0
+    line = "       words-abc FailedToCreateHeadPod: exceeded quota: team\n"
+    assert line in capsys.readouterr().out
+
+    server.refusals["GET events"] = (403, "events is forbidden")
+    assert main(["status", "words"]) == 0
+    assert "its events cannot be read: the cluster answered 403" in capsys.readouterr().out
+
+
+def test_status_of_a_run_that_has_not_begun(server: ApiServer, capsys: Any) -> None:
+    """Its folder is not there yet, is empty, or has a run without a step: no shell command."""
+    job = rayjob(server, jobDeploymentStatus="Running", jobStatus="PENDING", jobId="words-1")
+    job["spec"]["entrypoint"] = "exec python -m nanoray.launch --out_dir /data/runs/words-1"
+    _tensorboard(server)
+    folder = Path(str(server.volume)) / "runs" / "words-1"
+    for made in (None, folder, folder / "2026-01-01_000000_words"):
+        if made:
+            made.mkdir()
+        assert main(["status", "words"]) == 0
+        out = capsys.readouterr().out
+        assert "run    steps unknown: /data/runs/words-1 has no run with a record yet\n" in out
 
 
 def test_a_wrong_token_of_the_kubeconfig(server: ApiServer, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from nanoray.bench.registry import BENCHMARKS
 from nanoray.kube.kustomize import build
 from nanoray.kube.render import KUBE_DIR
 from nanoray.kube.rules import cluster_spec, groups, problems
+from tests.harness.cluster import wait_for
 from tests.unit.test_kube import _kustomize, _name
 
 Object = dict[str, Any]
@@ -61,6 +62,45 @@ def test_the_benchmark_has_a_rank_for_each_pod_and_writes_onto_the_volume(tmp_pa
     (group,) = cluster_of(thing)["workerGroupSpecs"]
     assert (args.launcher, args.workers) == ("ray", group["replicas"])
     assert "name=/data/bench/$(date -u +%Y%m%d-%H%M%S)-collectives" in command[3]
+
+
+def test_of_two_jobs_at_once_one_measures(tmp_path: Path) -> None:
+    """KubeRay has no policy for it: the entrypoint has a lock, which ends with its process."""
+    thing = cron_job_of(build(KUBE_DIR / "nightly-bench"))
+    entrypoint = thing["spec"]["jobTemplate"]["entrypoint"].replace("/data", str(tmp_path))
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/measures\nexec sleep 60\n")
+    python.chmod(0o755)
+
+    def start() -> subprocess.Popen[str]:
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        return subprocess.Popen(
+            ["bash", "-c", entrypoint], env=env, stdout=subprocess.PIPE, text=True
+        )
+
+    def wait_for_measures(count: int) -> None:
+        measures = tmp_path / "measures"
+        wait_for(lambda: measures.exists() and len(measures.read_text().split()) == count, 30)
+
+    first = start()
+    try:
+        wait_for_measures(1)
+        second = start()
+        printed, _ = second.communicate(timeout=30)
+        assert (second.returncode, printed) == (0, "skipped: another benchmark is measuring\n")
+    finally:
+        first.kill()
+        first.wait()
+    third = start()
+    try:
+        wait_for_measures(2)
+    finally:
+        third.kill()
+        third.wait()
+
+
+def test_a_night_downloads_nothing() -> None:
+    assert not [thing for thing in build(KUBE_DIR / "nightly-bench") if thing["kind"] == "Job"]
 
 
 def test_a_night_on_gpus_that_are_claimed(tmp_path: Path) -> None:
