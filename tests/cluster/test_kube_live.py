@@ -9,6 +9,7 @@ ask for 1.6 CPU and 4.4 GiB.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -76,6 +77,13 @@ def cluster() -> Iterator[None]:
         )
 
 
+def name_of(test: str) -> str:
+    """Return the name of a test's job: unique also where two tests begin with the same words."""
+    slug = re.sub(r"[^a-z0-9]+", "-", test.removeprefix("test_").lower())
+    digest = hashlib.sha256(test.encode()).hexdigest()[:6]
+    return f"{slug[:23].strip('-')}-{digest}"
+
+
 @dataclass(frozen=True)
 class Job:
     """A RayJob of these tests."""
@@ -88,9 +96,12 @@ class Job:
         return kubectl("-n", self.namespace, *words, **options)
 
     def apply(self, steps: int, workers: int = 2, **values: Any) -> None:
-        """Apply what `nanoray kube submit --overlay laptop` would: with a claim on the default
-        StorageClass.
-        """
+        """Apply what `nanoray kube submit --overlay laptop` would."""
+        objects = self.objects(steps, workers, **values)
+        kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", text=to_yaml(objects))
+
+    def objects(self, steps: int, workers: int = 2, **values: Any) -> list[Object]:
+        """Return the job's objects, with a claim on the default StorageClass."""
         kube = {
             "overlay": "laptop",
             "ranks_per_pod": 1,
@@ -111,8 +122,7 @@ class Job:
             "max_steps": steps,
         }
         run |= {"log_every": 10, "checkpoint_every": 50, "eval_every": 0}
-        objects = render(load_config(None, "tiny", run | values | {"kube": kube}), "live")
-        kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", text=to_yaml(objects))
+        return render(load_config(None, "tiny", run | values | {"kube": kube}), time.time())
 
     @property
     def status(self) -> Object:
@@ -167,10 +177,7 @@ class Job:
 @pytest.fixture
 def job(cluster: None, request: pytest.FixtureRequest) -> Iterator[Job]:
     """A job named after the test. Deleted at its end."""
-    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.removeprefix("test_").lower())[:30].strip(
-        "-"
-    )
-    job = Job(name)
+    job = Job(name_of(request.node.name))
     yield job
     job.k(
         "delete", "rayjob", job.name, "--ignore-not-found", "--wait", "--timeout=180s", check=False

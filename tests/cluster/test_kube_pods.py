@@ -176,7 +176,7 @@ def test_submit_survives_a_lost_pod_and_a_lost_log(
     assert re.search(
         r"replace +1/3 rank \d .* no step is repeated|restart +1/3 from the newest", output
     ), output
-    assert "log    out of reach, trying again" in output
+    assert "ray    called by exec in pod words-abcde-head" in output
     assert submit.lines[-1].startswith("job    Complete/SUCCEEDED"), output
     assert len([line for line in submit.lines if re.search(r"step +60/60", line)]) == 1, (
         "each line once"
