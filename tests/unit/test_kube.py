@@ -665,7 +665,7 @@ def kube_config(**values: Any) -> Any:
 
 def test_render_carries_the_configuration_along() -> None:
     objects = render(
-        kube_config(lr=2e-3, max_steps=7, kube={"namespace": "team", "retries": 5, "ttl_s": 9}), "s"
+        kube_config(lr=2e-3, max_steps=7, kube={"namespace": "team", "retries": 5, "ttl_s": 9}), 0.0
     )
     job = of_kind(objects, "RayJob")
     assert (job["metadata"]["name"], job["metadata"]["namespace"]) == ("my-run", "team")
@@ -688,6 +688,24 @@ def test_render_carries_the_configuration_along() -> None:
         assert {"name": "config", "mountPath": "/etc/nanoray", "readOnly": True} in pod[
             "containers"
         ][0]["volumeMounts"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "downloads"),
+    [("auto", True), ("shakespeare", True), ("stdlib", False), ("/data/text.txt", False)],
+)
+def test_only_a_run_on_shakespeare_has_the_job_that_downloads_it(
+    dataset: str, downloads: bool
+) -> None:
+    kinds = [thing["kind"] for thing in render(kube_config(dataset=dataset), 0.0)]
+    assert ("Job" in kinds) is downloads
+
+
+@pytest.mark.parametrize("dataset", ["auto", "cifar10", "cifar10-generated"])
+def test_a_run_on_images_is_taken_and_downloads_no_text(dataset: str) -> None:
+    values = {"name": "run", "workers": 2, "device": "cpu", "dataset": dataset, "model": "resnet"}
+    config = load_config(None, None, values | {"global_batch_size": 16}, elsewhere=True)
+    assert "Job" not in [thing["kind"] for thing in render(config, 0.0)]
 
 
 @pytest.mark.parametrize(("asked", "waits"), [(None, "300"), (20.0, "300"), (1800.0, "1800")])
