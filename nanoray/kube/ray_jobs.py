@@ -136,6 +136,8 @@ class RayApi:
             purpose=f"a call of Ray at localhost:8265{path}",
         )
         code, _, answer = output.partition("\n")
+        if not code.isdigit():
+            raise KubeError(f"what answered is not Ray: {shorten(output)}")
         if code == "0":
             pod = head["metadata"]["name"]
             raise RaySilentError(f"Ray does not answer in pod {pod}: {shorten(answer)}")

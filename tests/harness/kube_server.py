@@ -57,6 +57,7 @@ class ApiServer:
         self.proxy_is_silent = False  # a policy that drops packets: no answer
         self.exec_refused = False
         self.execs: list[str] = []  # the pod of each command
+        self.exec_containers: list[str] = []  # and its container; empty for the pod's first one
         # A command's output ends after so many bytes, with the connection
         self.exec_limit: int | None = None
         self.volume, self.kuberay = volume, kuberay
@@ -226,6 +227,7 @@ class ApiServer:
         if self.exec_refused:
             return _status(403, "pods/exec is forbidden")
         self.execs.append(pod)
+        self.exec_containers.append(request.query.get("container", ""))
         socket = web.WebSocketResponse(protocols=("v4.channel.k8s.io",))
         await socket.prepare(request)
         words, environment = self._in_pod(namespace, pod, request.query.getall("command"))

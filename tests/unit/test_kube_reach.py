@@ -17,7 +17,8 @@ import pytest
 from nanoray.kube.__main__ import main
 from nanoray.kube.cluster import Api
 from nanoray.kube.follow import Follower
-from tests.harness.kube_server import ApiServer, ray_head
+from tests.harness.cluster import wait_for
+from tests.harness.kube_server import ApiServer, ray_head, submit_of
 from tests.harness.messages import find_line
 
 Object = dict[str, Any]
@@ -119,6 +120,7 @@ def test_logs_and_status_go_by_exec(
     assert "run    step 7/40\n" in out
     find_line(out, "ray", "by exec in pod words-abc-head", reason, remedy)
     assert server.execs == ["words-abc-head"] * 2
+    assert server.exec_containers == ["ray-head"] * 2, "a mesh may put another one into the pod"
 
 
 @blocked
@@ -160,6 +162,30 @@ def test_a_follower_goes_by_exec(
     assert len([line for line in printed if line.startswith("ray    ")]) == 1
     find_line("\n".join(printed), "ray", reason, remedy)
     assert job["metadata"]["annotations"] == {"nanoray/step": "7/40"}
+
+
+def test_submit_goes_by_exec(
+    server: ApiServer, ray: dict[str, str], tmp_path: Path, capsys: Any
+) -> None:
+    """From the first object to the job's end, with an operator that runs it at once."""
+    server.proxy_refusal = (503, DIAL)
+    key = ("rayjobs", "nanoray", "words")
+
+    def run_job() -> None:
+        wait_for(lambda: key in server.objects, 60)
+        status = {"rayClusterName": "words-abc", "jobId": "words-1"}
+        status |= {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}
+        server.objects[key]["status"] = status
+        wait_for(lambda: server.execs, 60)  # the log has been read
+        status |= {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
+
+    operator = threading.Thread(target=run_job, daemon=True)
+    operator.start()
+    assert main(submit_of(tmp_path)) == 0
+    operator.join()
+    out = capsys.readouterr().out
+    assert "start\nstep 1\n" in out
+    find_line(out, "ray", "by exec in pod words-abc-head", DIAL, "`out of reach`")
 
 
 def test_fetch_needs_no_way_to_the_head(
