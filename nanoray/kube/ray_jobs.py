@@ -151,7 +151,7 @@ class RayApi:
     def _find_head(self, cluster: str) -> Object:
         """Return the cluster's head pod. Raises KubeError when none runs."""
         for head in self._heads(cluster):
-            if head.get("status", {}).get("phase", "Running") == "Running":
+            if head.get("status", {}).get("phase") == "Running":
                 return head
         raise KubeError(f"no head pod of RayCluster {cluster} runs")
 
