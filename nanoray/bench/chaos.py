@@ -29,8 +29,8 @@ from nanoray.bench.harness.processes import (
 )
 from nanoray.devices.slots import Slots
 from nanoray.faults.cause import Failure
-from nanoray.faults.proc import stat_of
 from nanoray.faults.progress import ProgressFile
+from nanoray.proc import stat_of
 
 KILL = "kill rank"
 FREEZE = "freeze rank"

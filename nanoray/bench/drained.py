@@ -31,7 +31,7 @@ from nanoray.bench.harness.processes import (
 )
 from nanoray.bench.killed import Run, first_times, wrong_losses
 from nanoray.devices.slots import Slots
-from nanoray.faults.proc import stat_of
+from nanoray.proc import stat_of
 
 NODES = 2  # beside the head
 WORLD = 2  # ranks

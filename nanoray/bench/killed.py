@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TextIO
 
 from nanoray.bench.harness.launchers import RANK_PID
 from nanoray.bench.harness.processes import GRACE_S, Child, ChildFailed
-from nanoray.faults.proc import stat_of
+from nanoray.proc import stat_of
 
 POLL_S = 0.02  # between two looks at the records
 FOLLOW_S = 0.1  # the same where a look does not decide when something happens

@@ -15,8 +15,8 @@ from typing import Any
 
 from nanoray.devices.gpus import gpu_loads
 from nanoray.errors import ConfigError
-from nanoray.faults.proc import cpu_seconds, resident_bytes, stat_of
 from nanoray.faults.progress import ProgressFile
+from nanoray.proc import cpu_seconds, resident_bytes, stat_of
 from nanoray.run import newest_record, read_attempt
 from nanoray.train.guard.certificate import read
 from nanoray.train.watch.observers import clock, progress

@@ -29,10 +29,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
-from nanoray.faults.proc import start_time
 from nanoray.launch.fault_log import end_of_log
 from nanoray.launch.placement import bounded
 from nanoray.launch.worker_group import WorkerGroup
+from nanoray.proc import start_time
 from nanoray.run import RunSpec
 
 # An exit record is written within milliseconds of the death, but a busy machine may take seconds.

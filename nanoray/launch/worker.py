@@ -28,7 +28,6 @@ from nanoray.devices.choose import require_compiler
 from nanoray.errors import NanorayError, RankDiffers, RendezvousError
 from nanoray.faults import exit_record
 from nanoray.faults.cause import is_collective_error
-from nanoray.faults.proc import start_time
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.launch.gauges import MessageQueue, RayMetrics
 from nanoray.launch.rank_output import RankOutput
@@ -36,6 +35,7 @@ from nanoray.launch.script import Script
 from nanoray.launch.silence import DriverSilence
 from nanoray.mapped import restore_missing
 from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.proc import start_time
 from nanoray.run import RunSpec, recovers_in_place
 
 log = logging.getLogger("nanoray.rank")

@@ -17,9 +17,11 @@ import zlib
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from nanoray.errors import ConfigError
+from nanoray.proc import start_time, stat_of
 
 # Ports that a job's number is mapped to: below the range from which systems pick ports themselves
 _PORTS = range(20000, 30000)
@@ -27,6 +29,10 @@ _PORTS = range(20000, 30000)
 _SPECIAL_STEPS = 2**32 - 256
 _UNKNOWN = -1
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# A rank's number by launchers that keep the number of ranks to themselves: `mpiexec -pmi-port`, prun
+_WITHOUT_SIZE = ("PMI_ID", "PMIX_RANK")
+# What MPICH, Intel MPI and MVAPICH run on each host as the parent of its ranks
+_DAEMONS = ("hydra_pmi_proxy", "pmi_proxy", "mpispawn")
 
 
 @dataclass(frozen=True)
@@ -150,7 +156,38 @@ def place_of(env: Mapping[str, str]) -> Place | None:
         return _place_of_outer(env, outer)
     if "RANK" in env or "WORLD_SIZE" in env:
         return _place_of_torch(env, VARIABLES)
+    _refuse_unknown_size(env)
     return None
+
+
+def launcher_process(launcher: Launcher, env: Mapping[str, str]) -> tuple[int, bool]:
+    """Return the nearest ancestor that was not started as this rank, and whether that is certain.
+
+    That is the launcher, or its daemon of this host. Scripts around the rank were started as the
+    rank. An mpirun that a rank has started has that rank's numbers, but is known by its name. It is
+    uncertain where another user's process, or the edge of a container, ends the search.
+    """
+    own = set()
+    for name in (launcher.rank, *launcher.world_size):
+        if name in env:
+            own.add(f"{name}={env[name]}".encode())
+    pid = os.getppid()
+    while pid > 0:
+        try:
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
+            if name in _DAEMONS:
+                return pid, True
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return pid, False
+        if not own.issubset(variables):
+            return pid, True
+        fields = stat_of(pid)
+        parent = int(fields[1]) if fields else 0
+        if parent == 0:
+            break
+        pid = parent
+    return pid, False
 
 
 def describe_start(env: Mapping[str, str]) -> dict[str, Any]:
@@ -258,9 +295,7 @@ def _refuse_separate_torchruns(env: Mapping[str, str], outer: Place) -> None:
 
 def _outer_launcher(env: Mapping[str, str]) -> Place | None:
     """Return the place that mpirun or srun gave this process; None where it is their only one."""
-    by_mpi = None
-    for launcher in MPIRUNS:
-        by_mpi = by_mpi or _numbered(env, launcher)
+    by_mpi = _place_of_mpi(env)
     by_srun = None
     if _is_step_of_ranks(env):
         by_srun = _numbered(env, SRUN)
@@ -280,6 +315,41 @@ def _outer_launcher(env: Mapping[str, str]) -> Place | None:
             "separate runs unset SLURM_PROCID"
         )
     return by_mpi
+
+
+def _place_of_mpi(env: Mapping[str, str]) -> Place | None:
+    """Return the place that an mpirun gave this process; the variables of two must agree."""
+    places = []
+    for launcher in MPIRUNS:
+        place = _numbered(env, launcher)
+        if place:
+            places.append(place)
+    # MVAPICH's mpiexec sets the variables of MPICH beside its own. Otherwise an mpirun was started
+    # by a rank of another one, and which of the two is meant depends on who started whom.
+    for other in places[1:]:
+        first = places[0]
+        if (first.rank, first.world_size) != (other.rank, other.world_size):
+            raise ConfigError(
+                f"{describe_variables(env, first)} ({first.launcher.name}), but "
+                f"{describe_variables(env, other)} ({other.launcher.name}): one of the two is left "
+                f"over from an mpirun around this one; unset {first.launcher.rank}, or "
+                f"{other.launcher.rank}"
+            )
+    return places[0] if places else None
+
+
+def _refuse_unknown_size(env: Mapping[str, str]) -> None:
+    """Raise ConfigError for a rank that only knows its number: each would train alone."""
+    known = [launcher.rank for launcher in (SRUN, *MPIRUNS)]
+    if any(name in env for name in known):
+        return
+    for name in _WITHOUT_SIZE:
+        if name in env:
+            raise ConfigError(
+                f"{name} = {env[name]} makes this process a rank, but no variable says of how many; "
+                f"set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each rank, or "
+                f"unset {name} for one process"
+            )
 
 
 def _is_step_of_ranks(env: Mapping[str, str]) -> bool:
@@ -345,14 +415,15 @@ def _place_of_outer(env: Mapping[str, str], place: Place) -> Place:
             "which GPU it has; set LOCAL_RANK and LOCAL_WORLD_SIZE for each rank"
         )
 
+    # What all ranks know of their job, and no rank of another one does
     one_host = _is_one_host(env, place)
-    job = [env[name] for name in place.launcher.job if name in env]
-    run_id = place.launcher.command
-    if job:
-        run_id = f"{place.launcher.command}-{'.'.join(job)}"
-    elif one_host:
-        # mpirun, or its daemon of this host, is the parent of all ranks.
-        run_id = f"{place.launcher.command}-{os.getppid()}"
+    command = place.launcher.command
+    job = ".".join(env[name] for name in place.launcher.job if name in env)
+    if not job and one_host:
+        pid, certain = launcher_process(place.launcher, env)
+        if certain:
+            job = f"{pid}.{start_time(pid)}"
+    run_id = f"{command}-{job}" if job else command
 
     addr = ""
     if "MASTER_ADDR" in env:
@@ -361,24 +432,30 @@ def _place_of_outer(env: Mapping[str, str], place: Place) -> Place:
         addr = "127.0.0.1"
     elif place.launcher is SRUN:
         addr = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
-    derives_port = bool(job) or one_host
-    if not addr or ("MASTER_PORT" not in env and not derives_port):
-        raise ConfigError(_no_address(env, place))
+    if not addr or ("MASTER_PORT" not in env and not job):
+        raise ConfigError(_no_address(env, place, one_host))
     port = _PORTS[zlib.crc32(run_id.encode()) % len(_PORTS)]
     if "MASTER_PORT" in env:
         port = _master_port(env)
     return replace(place, master_addr=addr, master_port=port, run_id=run_id)
 
 
-def _no_address(env: Mapping[str, str], place: Place) -> str:
-    """Return the message for ranks on several hosts that do not know where to meet."""
-    how = "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 (Intel MPI, MPICH: -genv NAME VALUE)"
+def _no_address(env: Mapping[str, str], place: Place, one_host: bool) -> str:
+    """Return the message for ranks that do not know where to meet."""
+    host = "127.0.0.1" if one_host else "HOST"
+    how = f"mpirun -x MASTER_ADDR={host} -x MASTER_PORT=29500 (Intel MPI, MPICH: -genv NAME VALUE)"
     if place.launcher is SRUN:
-        how = "export MASTER_ADDR=HOST MASTER_PORT=29500 before srun"
+        how = f"export MASTER_ADDR={host} MASTER_PORT=29500 before srun"
+    ranks = f"{describe_variables(env, place)} ({place.launcher.name}) are ranks on "
+    if one_host:
+        return (
+            f"{ranks}one host, and neither a variable nor a process that they can look at tells "
+            "them from another job's: MASTER_ADDR or MASTER_PORT is not set; "
+            f"{how}, with a port of the job's own"
+        )
     return (
-        f"{describe_variables(env, place)} ({place.launcher.name}) are ranks on several hosts, "
-        "and nothing says where rank 0 is: MASTER_ADDR or MASTER_PORT is not set; "
-        f"{how}, with the host of rank 0"
+        f"{ranks}several hosts, and nothing says where rank 0 is: MASTER_ADDR or MASTER_PORT is "
+        f"not set; {how}, with the host of rank 0"
     )
 
 

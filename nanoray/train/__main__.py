@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import DistError
 
 from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.refused import discarding_refused
@@ -265,7 +266,7 @@ def _shared_spec(
     key = f"nanoray/{rendezvous.public}/spec"  # of this attempt
     run_key = f"nanoray/{rendezvous.run_id}/run"
     if rendezvous.rank > 0:
-        values = json.loads(store.get(key))
+        values = _from_rank(store, 0, key, loaded.config)
         if "refused" in values:
             raise RendezvousError(f"rank 0 refused the run: {values['refused']}")
         return RunSpec.from_dict(values)
@@ -344,11 +345,23 @@ def _with_backend(rendezvous: Rendezvous, config: Config, store: Any) -> Rendezv
     store.set(f"{prefix}/{rendezvous.rank}", json.dumps(own))
     cards = []
     for rank in range(rendezvous.world_size):
-        cards.append(RankDevice(*json.loads(store.get(f"{prefix}/{rank}"))))
+        cards.append(RankDevice(*_from_rank(store, rank, f"{prefix}/{rank}", config)))
     nccl = None if own.kind == "cpu" else runtime_nccl_version()
     choice = choose_backend(cards, config.backend, nccl)
     env = tuple(choice.env.items())
     return replace(rendezvous, backend=choice.backend, backend_reason=choice.reason, env=env)
+
+
+def _from_rank(store: Any, rank: int, key: str, config: Config) -> Any:
+    """Wait for what a rank writes into the store. Raises RendezvousError if it does not."""
+    try:
+        return json.loads(store.get(key))
+    except DistError as error:
+        raise RendezvousError(
+            f"rank {rank} has not come within init_timeout_s = {config.init_timeout_s:g} s, or has "
+            "ended before; look at the output of the one that ended first "
+            f"({' '.join(str(error).split())[:200]})"
+        ) from None
 
 
 class FolderWatch:

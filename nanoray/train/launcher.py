@@ -11,11 +11,9 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
 
-from nanoray.faults.proc import start_time, stat_of
-from nanoray.mesh.launchers import Place
+from nanoray.mesh.launchers import Place, launcher_process
+from nanoray.proc import start_time
 
 CHECK_S = 1.0  # how often the launcher's entry in /proc is read
 
@@ -28,7 +26,7 @@ def watch_launcher(place: Place | None, on_end: Callable[[str], None]) -> None:
     if place is None or not place.supervised:
         return
     parent = os.getppid()
-    launcher = _launcher_pid(place.launcher.rank)
+    launcher, _ = launcher_process(place.launcher, os.environ)
     started = start_time(launcher)
 
     def wait_for_end() -> None:
@@ -38,25 +36,3 @@ def watch_launcher(place: Place | None, on_end: Callable[[str], None]) -> None:
         on_end(f"{place.launcher.command} (pid {launcher})")
 
     threading.Thread(target=wait_for_end, name="nanoray-launcher", daemon=True).start()
-
-
-def _launcher_pid(variable: str) -> int:
-    """Return the nearest ancestor that was started without this rank's variable: the launcher.
-
-    Scripts that the launcher runs around the rank were started with it.
-    """
-    pid = os.getppid()
-    while pid > 1 and _was_started_with(pid, variable):
-        fields = stat_of(pid)
-        if not fields:
-            break
-        pid = int(fields[1])
-    return pid
-
-
-def _was_started_with(pid: int, variable: str) -> bool:
-    value = os.environ.get(variable, "")
-    entry = f"{variable}={value}".encode()
-    with suppress(OSError):  # it belongs to another user, as srun's daemon does
-        return entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return False

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -81,6 +84,16 @@ FAR = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8"}
         (MVAPICH, "MVAPICH", (1, 2, 1, 2, 0), "127.0.0.1:"),
         (OPEN_MPI | ADDRESS, "Open MPI", (1, 2, 1, 2, 0), "a:1234"),
         (DAEMONS | OPEN_MPI | FAR | ADDRESS, "Open MPI", (5, 8, 1, 2, 2), "a:1234"),
+        # mpiexec of MVAPICH sets those of MPICH beside its own, and mpirun_rsh another number.
+        (MVAPICH | HYDRA, "MVAPICH", (1, 2, 1, 2, 0), "127.0.0.1:"),
+        (MVAPICH | {"PMI_ID": "1"}, "MVAPICH", (1, 2, 1, 2, 0), "127.0.0.1:"),
+        # An mpirun of one rank around this one
+        (
+            OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"} | HYDRA,
+            "Intel MPI or MPICH",
+            (1, 2, 1, 2, 0),
+            "127.0.0.1:",
+        ),
         # srun --mpi=pmi2 sets PMI's variables beside its own.
         (SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4"}, "SLURM", (3, 4, 1, 2, 1), "gpu003:"),
     ],
@@ -136,7 +149,7 @@ def test_a_program_for_torchrun_is_also_one_for_srun_and_mpirun(env: dict[str, s
         SRUN | {"SLURM_STEP_ID": "4294967290"},  # of an interactive shell
         SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},  # srun --pty
         {"SLURM_JOB_ID": "71", "SLURM_NTASKS": "4"},  # salloc
-        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"},
         HYDRA | {"PMI_RANK": "0", "PMI_SIZE": "1"},
     ],
 )
@@ -154,6 +167,81 @@ def test_the_ranks_of_a_job_meet_at_one_port_and_two_jobs_at_two() -> None:
     other_step = port({"SLURM_STEP_ID": "1"})
     other_job = port({"SLURM_JOB_ID": "72"})
     assert len({port({}), other_step, other_job}) == 3
+
+
+# What a rank's script runs: it prints where the rank meets the others, or why it cannot
+WHERE = """
+import os
+from nanoray.errors import ConfigError
+from nanoray.mesh.launchers import place_of
+try:
+    place = place_of(os.environ)
+    print(place.master_addr, place.master_port, place.run_id)
+except ConfigError as error:
+    print(error)
+"""
+# Each starts two ranks with their numbers in their variables, as mpirun does.
+BEHIND_SCRIPTS = """
+for rank in 0 1; do env $NUMBERS$rank $LOCAL$rank sh -c '"$PYTHON" -c "$WHERE"; true'; done; true
+"""
+BEHIND_TWO = """
+for rank in 0 1; do
+    env $NUMBERS$rank $LOCAL$rank sh -c 'sh -c '"'"'"$PYTHON" -c "$WHERE"; true'"'"'; true'
+done; true
+"""
+DIRECTLY = 'for rank in 0 1; do env $NUMBERS$rank $LOCAL$rank "$PYTHON" -c "$WHERE"; done; true'
+# A container around each rank hides from it what started it.
+IN_CONTAINERS = BEHIND_SCRIPTS.replace("sh -c", "unshare -U -r -p -f --mount-proc sh -c")
+NUMBERS = {
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "Cray": ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    "MVAPICH": tuple(MVAPICH),
+    "Open MPI without PMIx": tuple(OPEN_MPI)[:4],
+}
+
+
+def meeting_points(launcher: str, mpi: str, variables: dict[str, str]) -> list[str]:
+    """What two ranks print, that a shell as their launcher starts one after the other."""
+    rank, size, local, local_size = NUMBERS[mpi]
+    env = os.environ | {size: "2", local_size: "2", "PYTHON": sys.executable, "WHERE": WHERE}
+    # Only a rank has these two, each its own; the launcher has the sizes.
+    env |= {"NUMBERS": f"{rank}=", "LOCAL": f"{local}="} | variables
+    words = ["sh", "-c", launcher]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("mpi", NUMBERS)
+def test_ranks_behind_scripts_of_their_own_meet_at_one_place(mpi: str) -> None:
+    """mpirun -n 2 ./wrapper.sh: each rank has another parent, and no variable names their job."""
+    first = meeting_points(BEHIND_SCRIPTS, mpi, {})
+    second = meeting_points(BEHIND_SCRIPTS, mpi, {})
+    assert len(first) == len(second) == 2
+    assert first[0].startswith("127.0.0.1 ")
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert first[0] != second[0], "another job meets elsewhere"
+
+
+@pytest.mark.parametrize("launcher", [DIRECTLY, BEHIND_TWO])
+def test_so_do_ranks_without_a_script_and_with_several(launcher: str) -> None:
+    rows = meeting_points(launcher, "MPICH", {})
+    assert len(rows) == 2
+    assert rows[0] == rows[1]
+
+
+def test_ranks_that_share_nothing_are_asked_for_an_address_at_once() -> None:
+    namespaces = ["unshare", "-U", "-r", "-p", "-f", "--mount-proc", "true"]
+    if subprocess.run(namespaces, capture_output=True).returncode != 0:
+        pytest.skip("no namespaces for users here")
+    rows = meeting_points(IN_CONTAINERS, "MPICH", {})
+    assert len(rows) == 2
+    for rank, row in enumerate(rows):
+        assert row.startswith(f"PMI_RANK = {rank} and PMI_SIZE = 2 (Intel MPI or MPICH) are ranks ")
+        assert "mpirun -x MASTER_ADDR=127.0.0.1 -x MASTER_PORT=29500" in row
+    # The remedy works: nothing else makes them differ.
+    rows = meeting_points(IN_CONTAINERS, "MPICH", {"MASTER_ADDR": "a", "MASTER_PORT": "29500"})
+    assert rows == ["a 29500 mpirun"] * 2
 
 
 @pytest.mark.parametrize(
@@ -201,6 +289,18 @@ def test_the_ranks_of_a_job_meet_at_one_port_and_two_jobs_at_two() -> None:
         (
             SRUN | {"SLURM_STEP_NODELIST": ""},
             "export MASTER_ADDR=HOST MASTER_PORT=29500 before srun",
+        ),
+        # Each would train alone: they know their number, but not how many they are.
+        (
+            {"PMI_ID": "1", "PMI_PORT": "a:1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            "PMI_ID = 1 makes this process a rank, but no variable says of how many; set RANK, ",
+        ),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "p"}, "PMIX_RANK = 1 makes this process a rank"),
+        # An mpirun inside a rank of another one
+        (
+            OPEN_MPI | HYDRA | {"PMI_RANK": "0"},
+            "(Intel MPI or MPICH): one of the two is left over from an mpirun around this one; "
+            "unset OMPI_COMM_WORLD_RANK, or PMI_RANK",
         ),
     ],
 )

@@ -26,7 +26,7 @@ from typing import Any
 
 from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import Slots
-from nanoray.faults.proc import cpu_seconds, stat_of
+from nanoray.proc import cpu_seconds, stat_of
 
 TAIL_LINES = 12
 GRACE_S = 10.0  # between the request to end and the kill
