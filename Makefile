@@ -83,12 +83,20 @@ site: docs
 setup: $(STAMP)
 
 # Not compiled: of the packages' twenty thousand files only those that are imported are worth it, at their first import.
+# Where the environment forbids that (PYTHONDONTWRITEBYTECODE, as many images set it), each process of each run would
+# compile torch and Ray anew: one short run here may do it for all.
+FIRST_RUN = --dataset stdlib --workers 1 --max_steps 2 --global_batch_size 1 --micro_batch_size 1 --eval_samples 1
 $(STAMP):
 	@test -n "$(PYTHON)" || { echo "nanoray needs Python 3.10 to 3.13 on the PATH; or: make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
 	@echo "setting up .venv with $$("$(PYTHON)" -V) (once; minutes on a slow line) ..."
 	@"$(PYTHON)" -m venv --clear .venv
 	@$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-compile -c constraints.txt -e ".[dev]"
+	@if [ -n "$$PYTHONDONTWRITEBYTECODE" ]; then \
+		echo "compiling what a run imports, by a run of two steps ..."; runs=$$(mktemp -d); \
+		PYTHONDONTWRITEBYTECODE= timeout 300 $(PY) -m nanoray.launch $(FIRST_RUN) --data_dir "$$runs" --out_dir "$$runs" \
+			> "$$runs/output" 2>&1 || tail -n 1 "$$runs/output"; \
+		rm -rf "$$runs"; fi
 	@touch $@
 
 clean:

@@ -5,7 +5,8 @@ the variable nor what there is. So the ranks check it before they meet.
 
 Without a name gloo takes the address of the host's own name. On Debian and Ubuntu that is 127.0.1.1,
 where no other host can connect. So ranks of several hosts exchange their routes to the store, and
-choose the interface on that route where gloo would take the loopback.
+choose the interface on that route where gloo would take the loopback. Where a host has no IPv4, gloo
+would fall back to 127.0.0.1 all the same.
 """
 
 from __future__ import annotations
@@ -146,16 +147,16 @@ def addresses_of_hosts(store: Any, world_size: int) -> list[str]:
 
 
 def interface_for_gloo(hosts: Sequence[str], rank: int) -> str:
-    """Return the interface over which gloo reaches the ranks on other hosts.
+    """Return the interface over which gloo reaches the other ranks.
 
-    `hosts`: the address of each rank's host. "" where gloo's own choice will do: all ranks are on
-    one host, or this host's name has an address at which others can connect.
+    `hosts`: the address of each rank's host. "" where gloo's own choice will do: this host's name
+    has an address at which the others can connect.
     """
-    if len(set(hosts)) < 2 or not hosts[rank]:
+    choice = gloo_address()
+    elsewhere = len(set(hosts)) > 1 and hosts[rank] != ""
+    if is_own(choice) and not (elsewhere and is_loopback(choice)):
         return ""
-    if not is_loopback(gloo_address()):
-        return ""
-    return interface_of(hosts[rank])
+    return interface_of(hosts[rank] or "::1")
 
 
 def gloo_address() -> str:
@@ -169,6 +170,11 @@ def gloo_address() -> str:
             if is_own(str(address[0])):
                 return str(address[0])
     return "127.0.0.1"
+
+
+def loopback_address() -> str:
+    """Return the address at which processes of this host meet, also where there is IPv6 alone."""
+    return "127.0.0.1" if is_own("127.0.0.1") or not is_own("::1") else "::1"
 
 
 def is_loopback(address: str) -> bool:

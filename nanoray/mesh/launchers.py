@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.errors import ConfigError
+from nanoray.mesh.interfaces import loopback_address
 from nanoray.proc import start_time, stat_of
 
 # Ports that a job's number is mapped to: below the range from which systems pick ports themselves
@@ -429,7 +430,7 @@ def _place_of_outer(env: Mapping[str, str], place: Place) -> Place:
     if "MASTER_ADDR" in env:
         addr = _master_addr(env)
     elif one_host:
-        addr = "127.0.0.1"
+        addr = loopback_address()
     elif place.launcher is SRUN:
         addr = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
     if not addr or ("MASTER_PORT" not in env and not job):
@@ -442,7 +443,7 @@ def _place_of_outer(env: Mapping[str, str], place: Place) -> Place:
 
 def _no_address(env: Mapping[str, str], place: Place, one_host: bool) -> str:
     """Return the message for ranks that do not know where to meet."""
-    host = "127.0.0.1" if one_host else "HOST"
+    host = loopback_address() if one_host else "HOST"
     how = f"mpirun -x MASTER_ADDR={host} -x MASTER_PORT=29500 (Intel MPI, MPICH: -genv NAME VALUE)"
     if place.launcher is SRUN:
         how = f"export MASTER_ADDR={host} MASTER_PORT=29500 before srun"

@@ -40,7 +40,9 @@ from nanoray.mesh import wire
 from nanoray.mesh.backends import NCCL, load_backend, reports_lost_peers, settings_for_aborts
 from nanoray.mesh.interfaces import (
     addresses_of_hosts,
+    gloo_address,
     interface_for_gloo,
+    is_own,
     own_interfaces,
     publish_route,
     require_interfaces,
@@ -395,7 +397,10 @@ def join(
             interface = interface_for_gloo(hosts, r.rank)
             if interface:
                 os.environ["GLOO_SOCKET_IFNAME"] = interface
-                why_backend += f", over {interface}: this host's own name is a loopback address"
+                why = "this host's own name is a loopback address"
+                if not is_own(gloo_address()):
+                    why = "this host has no IPv4"
+                why_backend += f", over {interface}: {why}"
         control_group, patient_group = _form_groups(r, name, sealed, plain, timeout_s, device)
     except NanorayError:
         raise

@@ -20,7 +20,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nanoray.errors import ConfigError, RendezvousError
-from nanoray.mesh.interfaces import is_loopback
+from nanoray.mesh.interfaces import is_loopback, loopback_address
 from nanoray.mesh.launchers import place_of, whole_number
 
 if TYPE_CHECKING:
@@ -271,6 +271,7 @@ def _listen(host: str, port: int, only_here: bool = True) -> socket.socket:
     `only_here`, where the machine's own name is a loopback address, as Debian and Ubuntu set it.
     """
     by_name = host not in ("localhost", "127.0.0.1", "::1")
+    missing: list[tuple[str, OSError]] = []
     for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if by_name and not only_here and is_loopback(str(address[0])):
             continue
@@ -282,9 +283,13 @@ def _listen(host: str, port: int, only_here: bool = True) -> socket.socket:
             listener.close()
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
+            missing.append((str(address[0]), error))
             continue
         listener.listen(4096)
         return listener
+    # Behind a NAT another address leads here. To a loopback that is not there nothing leads.
+    if missing and all(is_loopback(address) for address, _ in missing):
+        raise missing[0][1]
     return socket.create_server(("", port), backlog=4096)
 
 
@@ -346,6 +351,12 @@ def _reason_and_remedy(r: Rendezvous) -> str:
                         f"; MASTER_PORT = {r.master_port} cannot be opened on this host "
                         f"({error.strerror}): end what uses it, or set another"
                     )
+                    if error.errno == errno.EADDRNOTAVAIL:
+                        remedy = (
+                            f"; MASTER_ADDR = {r.master_addr} is {address[0]}, which this host "
+                            f"does not have: set it to one of its addresses, as "
+                            f"{loopback_address()} for ranks of this host alone"
+                        )
     return remedy
 
 

@@ -19,6 +19,7 @@ from nanoray.config import Config, batch_for, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.data.verify import verify
 from nanoray.errors import ConfigError, DataError, NanorayError
+from nanoray.mesh.interfaces import loopback_address
 from nanoray.mesh.layout import DIVISIONS, Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import open_store
@@ -251,7 +252,7 @@ def _by_processes(
     (folder / "config.json").write_text(config_json, encoding="utf-8")
 
     # The ranks meet as under torchrun, in a store of this process.
-    store = open_store("127.0.0.1", ranks, config.init_timeout_s) if ranks > 1 else None
+    store = open_store(loopback_address(), ranks, config.init_timeout_s) if ranks > 1 else None
     command = [sys.executable, "-m", "nanoray.train", "--config", str(folder / "config.json")]
     world: dict[str, str] = {
         "WORLD_SIZE": str(ranks),
@@ -259,7 +260,7 @@ def _by_processes(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     if store:
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+        world |= {"MASTER_ADDR": store.host, "MASTER_PORT": str(store.port)}
     started: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(ranks):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import closing, suppress
 from datetime import timedelta
@@ -239,3 +241,42 @@ def test_a_store_at_a_name_of_the_loopback_is_open_to_other_hosts_only_if_there_
 def test_a_store_that_is_asked_for_on_the_loopback_stays_there() -> None:
     with closing(_listen("127.0.0.1", 0, only_here=False)) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
+
+
+# In a network of its own that has IPv6 alone: a process per line of this table.
+WITHOUT_IPV4 = """
+import ctypes, os, subprocess, sys
+from dataclasses import replace
+libc = ctypes.CDLL(None)
+if libc.unshare(0x40000000) or subprocess.run(
+    "ip link set lo up && ip addr del 127.0.0.1/8 dev lo", shell=True
+).returncode:
+    print("no network of its own")
+    sys.exit()
+from nanoray.errors import RendezvousError
+from nanoray.mesh.interfaces import interface_for_gloo, loopback_address
+from nanoray.mesh.rendezvous import Rendezvous, connect_store
+print(loopback_address(), interface_for_gloo(["", ""], 0))
+rank = Rendezvous(0, 2, local_world_size=2, master_addr="::1", master_port=29500, run_id="r")
+connect_store(rank, 5)
+try:
+    connect_store(replace(rank, master_addr="127.0.0.1"), 60)
+except RendezvousError as error:
+    print(error)
+"""
+
+
+def test_ranks_meet_where_there_is_ipv6_alone() -> None:
+    """gloo would offer 127.0.0.1, which this host does not have; nor may a store wait for it."""
+    if "lo" not in ipv6_interfaces():
+        pytest.skip("no IPv6 here")
+    command = [sys.executable, "-c", WITHOUT_IPV4]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=50)
+    if "no network of its own" in done.stdout:
+        pytest.skip("this user may not make a network")
+    first, refused = done.stdout.splitlines()
+    assert first == "::1 lo"
+    assert refused.endswith(
+        "MASTER_ADDR = 127.0.0.1 is 127.0.0.1, which this host does not have: set it to one of its "
+        "addresses, as ::1 for ranks of this host alone"
+    )
