@@ -89,6 +89,9 @@ def replace_bytes(path: Path, data: bytes, sync: bool = True) -> None:
                 stream.flush()
                 os.fsync(stream.fileno())
         os.replace(aside, path)
+    except OSError as error:
+        error.filename = str(path)  # what is meant, also where a write failed, which names nothing
+        raise
     finally:
         with suppress(OSError):
             aside.unlink()  # it is there only if the rename did not happen: a full disk, Ctrl-C

@@ -1,4 +1,4 @@
-"""Temporary variables in this process's environment."""
+"""This process's environment: variables for a while, and the folder in which it runs."""
 
 from __future__ import annotations
 
@@ -26,3 +26,14 @@ def restored(*names: str) -> Iterator[None]:
             os.environ.pop(key, None)
             if value is not None:
                 os.environ[key] = value
+
+
+def working_folder() -> str:
+    """Return the folder in which this process runs; "" if it was removed.
+
+    Ray removes a job's copy of the code when its driver has ended.
+    """
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""

@@ -41,6 +41,7 @@ from nanoray import __version__
 from nanoray.atomic import replace_text, write_json
 from nanoray.config import Config
 from nanoray.data.prepare import DatasetInfo
+from nanoray.environment import working_folder
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.backends import reports_lost_peers
 from nanoray.mesh.launchers import describe_start
@@ -106,7 +107,7 @@ class RunSpec:
             "nanoray": __version__,
             "command": sys.argv,
             "launcher": describe_start(os.environ),
-            "cwd": _working_folder(),  # relative paths of the configuration begin here
+            "cwd": working_folder(),  # relative paths of the configuration begin here
         }
 
     @classmethod
@@ -241,14 +242,6 @@ def require_short_names(config: Config) -> None:
         )
 
 
-def _working_folder() -> str:
-    """Return this process's working folder; "" if it was deleted, as Ray does with a job's copy."""
-    try:
-        return os.getcwd()
-    except OSError:
-        return ""
-
-
 def lock_run(folder: Path) -> tuple[RunLock | None, str]:
     """Lock a run's folder for this process; return the lock, and a warning or an empty string.
 
@@ -297,6 +290,8 @@ def write_attempt(spec: RunSpec) -> None:
     try:
         replace_text(path, text)
     except OSError:
+        if not path.exists():
+            raise
         with path.open("r+", encoding="utf-8") as file:
             file.write(text)
             file.truncate()

@@ -5,6 +5,7 @@ The driver uses this, so what imports torch is imported late.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     lives, or this process. Raises CheckpointError when there is nothing to resume at a path,
     ConfigError when another process uses the run.
     """
-    out_dir = Path(config.out_dir).expanduser().resolve()
+    out_dir = Path(os.path.realpath(Path(config.out_dir).expanduser()))  # also of a loop of links
     resume = ""
     folder = None
     notes: list[str] = []

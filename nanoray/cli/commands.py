@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from nanoray.cli.flags import Loaded, parse_args
 from nanoray.cli.help import Page
 from nanoray.cli.parsers import DESCRIBE, SubcommandsFound
 from nanoray.config import Config
+from nanoray.environment import working_folder
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.output import as_command, lasting_output, say_error
 
@@ -47,13 +49,29 @@ def exit_code_of(run: Callable[[], int | None], in_program: bool = False) -> int
             say_error(f"error: {error}")
             return error.exit_code
         except OSError as error:
-            # Without a file name it is no error of a path that the user could mend
-            if error.filename is None:
+            line = _line_of(error)
+            if not line:
                 raise
-            say_error(
-                f"error: {error.filename}: {error.strerror}; check the path and its permissions"
-            )
+            say_error(f"error: {line}")
             return 1
+
+
+def _line_of(error: OSError) -> str:
+    """Return what a user can do about an error of a file; "" if it is no such error."""
+    if error.filename is None:
+        # The path was relative, and the folder that it starts at is gone.
+        if isinstance(error, FileNotFoundError) and not working_folder():
+            return (
+                "the folder in which this command runs was removed, and a relative path starts "
+                "there; cd to a folder that exists, or give absolute paths (--out_dir, --data_dir)"
+            )
+        return ""
+    remedy = "check the path and its permissions"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        remedy = "free space, or raise the limit (the disk, its inodes, a quota, ulimit -f)"
+    elif error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "raise the limit of open files (ulimit -n)"
+    return f"{error.filename}: {error.strerror}; {remedy}"
 
 
 def run_subcommand(

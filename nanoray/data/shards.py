@@ -24,6 +24,7 @@ import numpy as np
 from nanoray.data.headers import read_header
 from nanoray.data.line_index import starts_of
 from nanoray.data.token_folder import read_stated
+from nanoray.environment import working_folder
 from nanoray.errors import DataError
 
 SUFFIXES = {
@@ -87,7 +88,7 @@ def _files_of(path: Path, given: str, endings: tuple[str, ...]) -> list[Path]:
     files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     files = [file for file in files if file.is_file()]
     if not files:
-        raise DataError(f"no file {given}; check the path, which starts at {os.getcwd()}")
+        raise DataError(f"no file {given}; check the path, which starts at {working_folder()}")
     return files
 
 

@@ -11,7 +11,7 @@ from nanoray.cli import exit_code_of
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.mesh.launchers import Place, describe_variables, place_of
-from nanoray.train.own.settings import loaded_of
+from nanoray.train.own.settings import loaded_of, refuse_while_spawned
 
 
 def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool = True) -> int:
@@ -30,6 +30,7 @@ def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool 
 
 
 def _launch(main: Callable[[Any], Any], config: dict[str, Any], ray: bool, started: float) -> int:
+    refuse_while_spawned()
     loaded = loaded_of(config)
     place = place_of(os.environ)
     if place and ray:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from typing import Any
 
+from nanoray.environment import working_folder
 from nanoray.run import RunSpec, expected_loss
 from nanoray.train.watch.observers import clock, short
 
@@ -166,5 +167,5 @@ def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
 
 def _from_here(path: str) -> str:
     """Return a path below the working directory as a relative one."""
-    here = os.getcwd() + os.sep
-    return path.removeprefix(here)
+    here = working_folder()
+    return path.removeprefix(here + os.sep) if here else path

@@ -12,6 +12,7 @@ any rank starts.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -68,7 +69,7 @@ def fetch_named(config: Config) -> Fetched:
         if where is None:
             return Fetched(config)
         notes: list[str] = []
-        path = fetch_run(where, Path(config.out_dir).expanduser().resolve(), notes)
+        path = fetch_run(where, Path(os.path.realpath(Path(config.out_dir).expanduser())), notes)
     except StorageError as error:
         raise _refusal(config.resume, error) from None
     return Fetched(config.model_copy(update={"resume": str(path)}), notes)
@@ -83,7 +84,7 @@ def fetch_fitting(config: Config, dataset: DatasetInfo) -> Fetched:
     url = config.upload if is_auto else config.resume
     if not is_auto and not is_url(url):
         return Fetched(config)
-    out_dir = Path(config.out_dir).expanduser().resolve()
+    out_dir = Path(os.path.realpath(Path(config.out_dir).expanduser()))
     recipe = recipe_of(config) | {"tokens_sha256": dataset.tokens_sha256}
     notes: list[str] = []
     try:

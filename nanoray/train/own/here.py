@@ -18,7 +18,7 @@ from nanoray.errors import NanorayError
 from nanoray.mesh.mesh import abandon_groups
 from nanoray.train.__main__ import train_here
 from nanoray.train.own.run import Run
-from nanoray.train.own.settings import with_steps
+from nanoray.train.own.settings import refuse_while_spawned, with_steps
 
 
 def fit_here(loaded: Loaded, steps: int | None, fit: Callable[[Run], None]) -> dict[str, Any]:
@@ -27,6 +27,7 @@ def fit_here(loaded: Loaded, steps: int | None, fit: Callable[[Run], None]) -> d
     `fit` trains a model as the rank that it is given. After Ctrl-C, with a checkpoint, it raises
     KeyboardInterrupt, and after another stop signal SystemExit, as Python would without nanoray.
     """
+    refuse_while_spawned()
     loaded = with_steps(loaded, steps)
     try:
         ended = train_here(loaded, time.time(), fit)

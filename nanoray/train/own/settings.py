@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -48,6 +49,19 @@ def loaded_of(config: Mapping[str, Any] | Config) -> Loaded:
     if "global_batch_size" in keys and "micro_batch_size" not in keys:
         values["micro_batch_size"] = 0
     return Loaded(make_config(values), frozenset(keys), dry_run, quiet=quiet)
+
+
+def refuse_while_spawned() -> None:
+    """Raise ConfigError in a process that multiprocessing has spawned, while it imports the script.
+
+    It only needs the script's functions. A `fit` that it meets there would be a run of its own, in
+    each such process.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "a process that multiprocessing has spawned imports this script, and came upon a run "
+            "there; put what trains below `if __name__ == '__main__':`, or let processes fork"
+        )
 
 
 def with_steps(loaded: Loaded, steps: int | None) -> Loaded:
