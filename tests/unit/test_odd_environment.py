@@ -145,7 +145,7 @@ def test_a_script_that_is_imported_by_a_process_it_spawned_starts_no_run(tmp_pat
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)
     command = [sys.executable, str(script), str(tmp_path / "runs")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout == "2\n"
     assert done.stderr.startswith(f"error: {REFUSED}put what trains below `if __name__ == ")
     assert not (tmp_path / "runs").exists()
