@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from nanoray.config.data import IMAGES
@@ -21,7 +22,7 @@ from nanoray.config.mesh import BY_HAND, SHARDS_STATE, WHOLE_MODELS
 from nanoray.config.optim import FRAGMENT_DELAY
 from nanoray.config.spellings import PART_OF_FIELD, spell
 from nanoray.errors import ConfigError
-from nanoray.storage.url import is_secret, is_url
+from nanoray.storage.url import is_secret, is_url, local_folder
 
 AXES = ("tp", "pp", "ep")
 PURE = ("bf16_pure", "fp16_pure")  # values of precision whose weights have 16 bits
@@ -377,6 +378,16 @@ def _profile_is_reached(config: Keys) -> str:
     return (
         f"profile = {config.profile}, but the run ends at step {config.last_step}; use steps up "
         "to it"
+    )
+
+
+def _upload_is_elsewhere(config: Keys) -> str:
+    there = local_folder(config.upload)
+    if there is None or there != Path(config.out_dir).expanduser().resolve():
+        return ""
+    return (
+        f"upload = {config.upload} is out_dir, where the run itself is written, so it would be no "
+        "copy; give another folder"
     )
 
 
@@ -1121,6 +1132,11 @@ TABLE: tuple[Row | Rule, ...] = (
         ("upload", "name"),
         f"upload: names of objects have at most {LONGEST_KEY} bytes",
         _keys_fit,
+    ),
+    Rule(
+        ("upload", "out_dir"),
+        "upload: another folder than out_dir",
+        _upload_is_elsewhere,
     ),
     Rule(
         ("env", "upload", "resume"),

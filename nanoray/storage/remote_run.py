@@ -14,6 +14,10 @@ _RUN = re.compile(r"\d{4}-\d{2}-\d{2}_\d{6}_.+")
 _STEP = re.compile(r"step_\d{8,}")
 
 
+class DamagedSettings(StorageError):
+    """config.json or run.json of a run is not what nanoray writes."""
+
+
 def is_run_name(name: str) -> bool:
     """Return whether a folder has the name of a run: when it began, and what it is called."""
     return bool(_RUN.fullmatch(name))
@@ -63,17 +67,25 @@ class RunUrl:
         return join(self.run, "checkpoints", self.step) if self.step else self.run
 
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return config.json and run.json; {} for one that is not there. Raises StorageError."""
-        config = self._read("config.json")
-        return config, self._read("run.json") if config else {}
+        """Return config.json and run.json; {} for one that is not there.
 
-    def _read(self, name: str) -> dict[str, Any]:
+        Raises StorageError, and DamagedSettings where one is no mapping.
+        """
+        store = Store(self.run)
+        config = self._read(store, "config.json")
+        return config, self._read(store, "run.json") if config else {}
+
+    def _read(self, store: Store, name: str) -> dict[str, Any]:
         try:
-            values = json.loads(Store(self.run).read(name))
+            values = json.loads(store.read(name))
         except StorageError as error:
             if error.missing:
                 return {}
             raise
-        except ValueError:
-            raise StorageError(f"{join(self.run, name)} is not JSON") from None
-        return values if isinstance(values, dict) else {}
+        except (ValueError, RecursionError):
+            values = None
+        if not isinstance(values, dict):
+            raise DamagedSettings(
+                f"{join(self.run, name)} is damaged: it is no JSON mapping", refused=True
+            )
+        return values

@@ -12,10 +12,12 @@ import importlib.util
 import io
 import os
 import posixpath
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+from uuid import uuid4
 
 from nanoray.storage.url import PACKAGES, join, protocol_of, scrub
 
@@ -23,11 +25,29 @@ PART = 8 << 20  # bytes of one request; S3 takes parts of 5 MiB and more
 MOST_PARTS = 9000  # S3 takes 10,000
 CONNECT_S = 10
 ANSWER_S = 60  # without a byte of the answer
-PROBE = ".nanoray-probe"  # an object that is written to find out whether that is allowed
+PROBE = ".nanoray-probe"  # a folder with the object that tries what an upload does
+_PROBE_TEXT = b"written by nanoray to find out whether it may write, read and list here\n"
+PROBE_LISTED_S = 5.0  # some stores list a new object a moment later
+
+# What a key must be allowed for each verb. Google's stores ask for `delete` where an object is
+# replaced.
+_RIGHTS = {
+    "s3": {"write": "s3:PutObject", "read": "s3:GetObject", "list": "s3:ListBucket"},
+    "gs": {
+        "write": "storage.objects.create and storage.objects.delete",
+        "read": "storage.objects.get",
+        "list": "storage.objects.list",
+    },
+}
 
 # Errors that another try does not change: of files, and s3fs and gcsfs raise these, too; and classes
 # of botocore, aiobotocore and google.auth, which are imported only where they are used.
 _NO_PLACE = (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+_MISUSE = (
+    ImportError,
+    TypeError,
+    ValueError,
+)  # an endpoint that is no URL, packages that do not fit
 _REFUSALS = (
     "NoCredentialsError",
     "PartialCredentialsError",
@@ -72,6 +92,7 @@ class Store:
         import fsspec  # takes a second, with s3fs two
 
         self.url = url.rstrip("/")
+        self._root = self.url.partition("://")[2]
         self._is_local = protocol_of(url) == "file"
         # Listings are never cached: other processes write below this URL.
         options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
@@ -84,15 +105,49 @@ class Store:
                 "retries": {"mode": "standard", "max_attempts": 2},
             }
         try:
-            self._files, self._root = fsspec.url_to_fs(self.url, **options)
+            # Not from the URL: fsspec takes what stands behind `::` for another one.
+            self._files = fsspec.filesystem(protocol_of(url), **options)
         except Exception as error:
             raise self._problem("use", "", error) from None
 
     def probe(self) -> None:
-        """Write an object and remove it again. Raises StorageError."""
-        self.put(PROBE, b"written by nanoray to find out whether it may write here\n")
-        with suppress(StorageError):  # a key that may write need not be allowed to delete
-            self.remove(PROBE)
+        """Do with an object of its own all that an upload does. Raises StorageError.
+
+        A checkpoint counts when its files are listed there with their sizes, and a resume reads it.
+        """
+        name = uuid4().hex
+        path = f"{PROBE}/{name}"
+        self.put(path, _PROBE_TEXT)
+        try:
+            self.put(path, _PROBE_TEXT)  # records are replaced
+            found = self.read(path)
+            size = self._size_listed(PROBE, name)
+        finally:
+            with suppress(StorageError):  # a key that may write need not be allowed to delete
+                self.remove(path)
+            if self._is_local:
+                with suppress(OSError):
+                    os.rmdir(self._path(PROBE))
+        if found != _PROBE_TEXT or size != len(_PROBE_TEXT):
+            raise StorageError(
+                f"{join(self.url, path)}: {len(_PROBE_TEXT)} bytes were written, {len(found)} are read "
+                f"and {size} listed"
+            )
+        # A manifest that is not there must differ from one that may not be read.
+        try:
+            self.read(f"{path}.none")
+        except StorageError as error:
+            if not error.missing:
+                raise
+
+    def _size_listed(self, folder: str, name: str) -> int | None:
+        """Return the bytes of an object that was just written, as they are listed."""
+        deadline = time.monotonic() + PROBE_LISTED_S
+        while True:
+            size = self.sizes(folder).get(name)
+            if size is not None or time.monotonic() > deadline:
+                return size
+            time.sleep(0.5)
 
     def put(
         self,
@@ -187,7 +242,10 @@ class Store:
         return size, digest.hexdigest()
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Return the bytes of all objects below a folder, by their names within it; {} for none."""
+        """Return the bytes of all objects below a folder, by their names within it; {} for none.
+
+        Without directory markers: objects whose names end in a slash, as consoles make them.
+        """
         path = self._path(folder)
         try:
             found = self._files.find(path, detail=True)
@@ -195,7 +253,13 @@ class Store:
             found = {}
         except Exception as error:
             raise self._problem("list", folder, error) from None
-        return {name[len(path) + 1 :]: int(info["size"]) for name, info in found.items()}
+        below = f"{path}/"
+        sizes = {}
+        for name, info in found.items():
+            # The folder's own name may be that of an object, too.
+            if name.startswith(below) and not name.endswith("/"):
+                sizes[name.removeprefix(below)] = int(info["size"])
+        return sizes
 
     def folders(self) -> list[str]:
         """Return the names of the folders directly below the URL, sorted."""
@@ -229,7 +293,13 @@ class Store:
         lines = scrub(str(error)).strip().splitlines() or [""]
         reason = f"{type(error).__name__}: {lines[0][:200]}".rstrip(": ")
         is_missing = isinstance(error, FileNotFoundError)
-        is_refused = isinstance(error, _NO_PLACE) or type(error).__name__ in _REFUSALS
+        # gcsfs has no class for it.
+        is_denied = isinstance(error, PermissionError) or lines[0].startswith("Forbidden")
+        right = _RIGHTS.get(protocol_of(self.url), {}).get(verb)
+        if is_denied and right:
+            reason += f"; the key needs the right {right}"
+        is_refused = is_denied or isinstance(error, (*_NO_PLACE, *_MISUSE))
+        is_refused = is_refused or type(error).__name__ in _REFUSALS
         is_refused = is_refused or getattr(error, "errno", None) == errno.EROFS
         return StorageError(f"cannot {verb} {where} ({reason})", is_refused, is_missing)
 

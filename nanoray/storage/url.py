@@ -7,13 +7,17 @@ that has some is refused, because it would stand in config.json, in logs and in 
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 # Protocol -> the package that speaks it, and the extra of nanoray that installs it
 PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "file": ("fsspec", "")}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ACCESS_POINT = re.compile(r"arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d*:[A-Za-z0-9:_-]+")
+# Bytes of a folder: S3 and Google give a key 1024, and names below a run take up to 400 of them.
+_LONGEST = 600
 _USER = re.compile(r"(\w://)[^/\s@]*@")
 # Variables of the clouds' tools and of fsspec whose values are secrets; a *_FILE is a path.
 _SECRET = re.compile(r"(AWS|FSSPEC|GCSFS|GOOGLE)_\w*(KEY|SECRET|TOKEN|PASSWORD)\w*(?<!_FILE)")
@@ -47,7 +51,7 @@ def problem_of(key: str, url: str) -> str:
     if protocol == "file":
         if bucket or not path:
             return f"{shown} is no absolute path; write three slashes, as in file:///mnt/runs"
-        return ""
+        return _problem_of_folder(shown, "file://", path)
 
     # What a presigned address has after its `?` are credentials, too.
     if "@" in bucket or "?" in url or (":" in bucket and not _ACCESS_POINT.fullmatch(bucket)):
@@ -59,7 +63,31 @@ def problem_of(key: str, url: str) -> str:
         )
     if not _BUCKET.fullmatch(bucket) and not _ACCESS_POINT.fullmatch(bucket):
         return f"{shown} names no bucket; write {protocol}://BUCKET/FOLDER"
+    return _problem_of_folder(shown, f"{protocol}://{bucket}", path)
+
+
+def _problem_of_folder(shown: str, start: str, path: str) -> str:
+    """Return why objects below a folder would not be found under their names; "" if they would."""
+    segments = path.rstrip("/").split("/") if path.rstrip("/") else []
+    if any(segment in ("", ".", "..") for segment in segments):
+        # Some servers and clients take these segments for names, others for steps through folders.
+        right = start + posixpath.normpath(f"/{path.lstrip('/')}")
+        return f"{shown} has an empty segment, . or .., which name no folder there; write {right}"
+    if not path.isprintable():
+        return f"{shown!a} has a character that cannot be seen, such as a line's end; write it anew"
+    size = len(path.encode())
+    if size > _LONGEST:
+        return (
+            f"{shown}: {size} bytes of folders; use {_LONGEST} at most, so that keys fit into 1024"
+        )
     return ""
+
+
+def local_folder(url: str) -> Path | None:
+    """Return the folder of a file:// URL, without symbolic links; None for another URL."""
+    if protocol_of(url) != "file":
+        return None
+    return Path(url.partition("://")[2]).resolve()
 
 
 def without_credentials(url: str) -> str:

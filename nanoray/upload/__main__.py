@@ -51,9 +51,9 @@ def send_all(run: Path, url: str) -> int:
     hold = run / f".upload-by-hand-{os.getpid()}"
     try:
         store = Store(where)
+        sender = Sender(run, store, hold, log=print)
     except StorageError as error:
         raise ConfigError(str(error)) from None
-    sender = Sender(run, store, hold, log=print)
     has_failed = False
     tried = 0
     try:
@@ -76,7 +76,11 @@ def send_all(run: Path, url: str) -> int:
         sender.send_records(at_once=True)
     except StorageError as error:
         left = sender.pending()
-        print(f"FAILED  {error}; not at {where}: {', '.join([*left, 'records'])}")
+        newest = (sender.sent() or ["none, so nothing is safe there"])[0]
+        print(
+            f"FAILED  {error}; not at {where}: {', '.join([*left, 'records'])} (newest checkpoint "
+            f"there: {newest})"
+        )
         return 1
     finally:
         shutil.rmtree(hold, ignore_errors=True)

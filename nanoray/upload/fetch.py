@@ -11,6 +11,7 @@ any rank starts.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -34,12 +35,13 @@ from nanoray.config import Config, recipe_of
 from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.run import lock_run
-from nanoray.storage.remote_run import RunUrl, is_run_name
+from nanoray.storage.remote_run import DamagedSettings, RunUrl, is_run_name
 from nanoray.storage.store import StorageError, Store
 from nanoray.storage.url import is_url, join
 from nanoray.upload.records import LOCAL, NOT_SENT
 
 T = TypeVar("T")
+_NO_FILE = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 TRIES = 4  # of an object that cannot be read
 BACK_OFF_S = 1.0  # before the second try; twice as long before each further one
 
@@ -78,7 +80,8 @@ def fetch_named(config: Config) -> Fetched:
 def fetch_fitting(config: Config, dataset: DatasetInfo) -> Fetched:
     """Fetch the newest run that fits, for the URL of several runs and for `auto` with `upload`.
 
-    Raises as fetch_named. For auto a run that is here and has as many steps is not fetched.
+    Raises as fetch_named. For auto a run that is here and was started later is not fetched. auto
+    begins anew only where no checkpoint was begun, here or there, of a run that fits.
     """
     is_auto = config.resume == "auto" and bool(config.upload)
     url = config.upload if is_auto else config.resume
@@ -86,55 +89,85 @@ def fetch_fitting(config: Config, dataset: DatasetInfo) -> Fetched:
         return Fetched(config)
     out_dir = Path(os.path.realpath(Path(config.out_dir).expanduser()))
     recipe = recipe_of(config) | {"tokens_sha256": dataset.tokens_sha256}
+    started_here = _started_here(out_dir, recipe) if is_auto else 0.0
     notes: list[str] = []
+    losses: list[str] = []
     try:
-        found = newest_fitting(url, recipe, notes)
-        if is_auto and (found is None or found[0] < _started_here(out_dir, recipe)):
-            return Fetched(config)
-        if found is None:
-            raise CheckpointError(
-                f"no run at {url} fits this one{''.join(f'; {note}' for note in notes)}; give "
-                "--resume the URL of a run"
-            )
-        path = fetch_run(RunUrl(join(url, found[1])), out_dir, notes)
+        there = runs_at(url, recipe, notes)
+        for started, name in there.fitting:
+            if started < started_here:
+                break
+            try:
+                path = fetch_run(RunUrl(join(url, name)), out_dir, notes)
+            except NothingWhole as error:
+                # Perhaps an older run has a checkpoint.
+                losses.append(f"resume  {error}")
+                continue
+            if not is_auto:
+                config = config.model_copy(update={"resume": str(path)})
+            return Fetched(config, [*losses, *notes])
     except StorageError as error:
         # What is needed may be here. A run that began anew would hide a loss.
-        if is_auto and _started_here(out_dir, recipe):
+        if started_here:
             return Fetched(config, [f"warning  auto looks only in {out_dir}: {error}"])
         raise _refusal(config.resume, error) from None
-    except NothingWhole as error:
-        # A run that ended before its first checkpoint had arrived.
-        if not is_auto:
-            raise
-        return Fetched(config, [f"resume  {error}"])
-    if not is_auto:
-        config = config.model_copy(update={"resume": str(path)})
-    return Fetched(config, notes)
+    if started_here:
+        return Fetched(config, losses)
+    if is_auto and not losses and not there.unknown:
+        return Fetched(config, notes)
+
+    reasons = "".join(f"; {note.removeprefix('resume  ')}" for note in [*losses, *notes])
+    if is_auto:
+        raise CheckpointError(
+            f"no run at {url} can be continued, and a run that began anew would hide the "
+            f"loss{reasons}; give --resume the URL or the folder of a run, or --resume none"
+        )
+    raise CheckpointError(f"no run at {url} fits this one{reasons}; give --resume the URL of a run")
 
 
 def _refusal(resume: str, error: StorageError) -> Exception:
     text = f"resume = {resume}: {error}"
+    if isinstance(error, DamagedSettings):
+        return CheckpointError(f"{text}; restore this file there, or give --resume another run")
     if error.refused and not error.missing:
         return ConfigError(f"{text}; correct the URL, or the credentials of this command")
     return CheckpointError(f"{text}; try again when the storage answers, or --resume none")
 
 
-def newest_fitting(
-    url: str, recipe: Mapping[str, Any], notes: list[str]
-) -> tuple[float, str] | None:
-    """Return the newest run at a URL with this recipe: when its newest command started, its name.
+@dataclass
+class Runs:
+    """The runs at a URL of which a checkpoint was begun there."""
 
-    None if there is none.
-    """
+    # Those with the recipe: when the newest command of each started, and its name; newest first
+    fitting: list[tuple[float, str]] = field(default_factory=list)
+    # The names of those that do not say their recipe
+    unknown: list[str] = field(default_factory=list)
+
+
+def runs_at(url: str, recipe: Mapping[str, Any], notes: list[str]) -> Runs:
+    """Return the runs at a URL, and add a note for each that is skipped."""
     from nanoray.checkpoint.find import differences  # imports torch
 
-    found: list[tuple[float, str]] = []
-    for name in Store(url).folders():
+    runs = Runs()
+    store = Store(url)
+    folders = store.folders()
+    if "checkpoints" in folders:
+        raise ConfigError(f"{url} is a run itself; give the URL of the folder that it is in")
+    for name in folders:
         if not is_run_name(name):
             continue
-        config, record = RunUrl(join(url, name)).settings()
+        where = RunUrl(join(url, name))
+        problem = "has no config.json"
+        try:
+            config, record = where.settings()
+        except DamagedSettings as damage:
+            config = {}
+            problem = f"cannot be compared: {damage}"
         if not config:
-            notes.append(f"resume  run {name} at {url} has no config.json; skipped")
+            has_checkpoints = bool(store.sizes(f"{name}/checkpoints"))
+            if has_checkpoints:
+                runs.unknown.append(name)
+            notes.append(f"resume  run {name} at {url} {problem}; skipped")
             continue
         changed = differences(config, record, recipe)
         if changed:
@@ -143,8 +176,22 @@ def newest_fitting(
                 f"({', '.join(changed.values())}); skipped"
             )
             continue
-        found.append((float(record.get("started") or 0.0), name))
-    return max(found, default=None)
+        if not store.sizes(f"{name}/checkpoints"):
+            notes.append(
+                f"resume  run {name} at {url} ended before a file of a checkpoint had arrived; skipped"
+            )
+            continue
+        runs.fitting.append((_started(record), name))
+    runs.fitting.sort(reverse=True)
+    return runs
+
+
+def _started(record: Mapping[str, Any]) -> float:
+    """Return when the newest command of a run started; 0 if its run.json does not tell."""
+    try:
+        return float(record["started"])
+    except (LookupError, TypeError, ValueError, OverflowError):
+        return 0.0
 
 
 def _started_here(out_dir: Path, recipe: Mapping[str, Any]) -> float:
@@ -155,10 +202,8 @@ def _started_here(out_dir: Path, recipe: Mapping[str, Any]) -> float:
     for run in out_dir.glob("*"):
         has_steps = any((run / "checkpoints").glob("step_*"))
         if is_run_name(run.name) and has_steps and not other_recipe(run, recipe):
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                newest = max(
-                    newest, float(json.loads((run / "run.json").read_text("utf-8"))["started"])
-                )
+            with suppress(OSError, ValueError, RecursionError):
+                newest = max(newest, _started(json.loads((run / "run.json").read_text("utf-8"))))
     return newest
 
 
@@ -196,7 +241,7 @@ def fetch_run(where: RunUrl, out_dir: Path, notes: list[str]) -> Path:
             break
         else:
             raise NothingWhole(f"no checkpoint at {where.url} is whole: {'; '.join(damages)}")
-        _fetch_records(store, folder, is_newer)
+        damages_of_records = _fetch_records(store, folder, is_newer)
     except BaseException:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
@@ -205,6 +250,7 @@ def fetch_run(where: RunUrl, out_dir: Path, notes: list[str]) -> Path:
         del lock  # open_run locks it again
     notes += [f"resume  {damage}; using {name}" for damage in damages]
     notes.append(f"resume  {fetched}")
+    notes += [f"resume  {damage}; skipped" for damage in damages_of_records]
     if where.step:
         return folder / "checkpoints" / where.step
     return folder
@@ -269,24 +315,40 @@ def _fetch_files(store: Store, name: str, sums: Sums, folder: Path) -> None:
             raise Damage(f"{file}: sha256 differs")
 
 
-def _fetch_records(store: Store, folder: Path, replace: bool) -> None:
-    """Fetch the files of a run that are not here, or with `replace` all, but no machine's logs."""
-    for name in _again(lambda: store.sizes("")):
-        parts = Path(name).parts
+def _fetch_records(store: Store, folder: Path, replace: bool) -> list[str]:
+    """Fetch the files of a run that are not here, or with `replace` all, but no machine's logs.
+
+    Returns a line for each object that cannot be a file here.
+    """
+    problems: list[str] = []
+    # In this order, of `a` and `a/b` the first one becomes a file.
+    for name in sorted(_again(lambda: store.sizes(""))):
+        parts = name.split("/")
         # A user who may write there must not choose where this process writes.
-        is_outside = Path(name).is_absolute() or any(part.startswith(".") for part in parts)
-        if is_outside or parts[0] in (*NOT_SENT, *LOCAL, "logs"):
+        if any(not part or part.startswith(".") for part in parts) or not name.isprintable():
+            continue
+        if parts[0] in (*NOT_SENT, *LOCAL, "logs"):
             continue
         path = folder / name
-        if path.exists() and not replace:
+        try:
+            if path.exists() and not replace:
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            is_free = not path.is_dir()
+        except OSError as error:  # a folder of its name is a file, or it is too long
+            if error.errno not in _NO_FILE:
+                raise
+            is_free = False
+        if not is_free:
+            problems.append(f"{join(store.url, name)} cannot be a file here")
             continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.fetched")
+        temporary = path.with_name(".fetched")
         try:
             _again(partial(_fetch_anew, store, name, temporary))
             temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)
+    return problems
 
 
 def _fetch_anew(store: Store, name: str, target: Path) -> tuple[int, str]:

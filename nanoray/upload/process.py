@@ -55,6 +55,7 @@ class Upload:
         self._lines: list[str] = []
         self._answer: tuple[str, str] | None = None  # ready, refused or unanswered; and why
         self._sent: list[str] = []
+        self._failure = ""  # why the last try failed; "" if it did not
         self._is_done = False
         self._is_over = False  # another command sends the run now
         self._moved_at = time.monotonic()  # when the last part was sent
@@ -94,7 +95,7 @@ class Upload:
             self.end()
             raise ConfigError(
                 f"upload = {self._url} cannot be used: {reason}; correct the URL, or the credentials "
-                "in this command's environment"
+                "in this command's environment and their rights"
             )
         if kind == "unanswered":
             self._lines.append(
@@ -153,6 +154,8 @@ class Upload:
             self._lines.append(value)
         elif kind == "sent":
             self._sent = value
+        elif kind == "failed":
+            self._failure = value
         elif kind == "bytes":
             self._moved_at = time.monotonic()
         elif kind == "done":
@@ -233,9 +236,13 @@ class Upload:
         # What is on disk counts: the process may hang, and report nothing.
         left = [name for name in steps_on_disk(run / "checkpoints") if name not in self._sent]
         command = f"nanoray upload {shlex.quote(str(run))} {shlex.quote(self._url)}"
+        failure = f"; the last error: {self._failure}" if self._failure else ""
+        safe = f"newest checkpoint there: {newest}"
+        if not self._sent:
+            safe = "no checkpoint is complete there: NOTHING IS SAFE THERE"
         return (
             f"warning  after {seconds:.0f} s not yet at {where}: {', '.join([*left, 'records'])} "
-            f"(newest checkpoint there: {newest}); {command} sends the rest"
+            f"({safe}){failure}; {command} sends the rest"
         )
 
     def forget(self) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from nanoray.checkpoint.manifest import MANIFEST, STEP_NAME, Damage, Sums, parse_manifest
 from nanoray.storage.store import StorageError, Store
+from nanoray.storage.url import local_folder
 from nanoray.upload.records import Sent, pause_s, record_files, version_of
 
 
@@ -47,6 +48,9 @@ class Sender:
 
         `allowed` is called before each object. `log` takes lines of text.
         """
+        there = local_folder(store.url)
+        if there and run.resolve() in (there, *there.parents):
+            raise StorageError(f"{store.url} is in the run's own folder, so no copy", refused=True)
         self.store = store
         self._run = run
         self._hold = hold

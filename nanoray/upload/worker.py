@@ -6,6 +6,7 @@ lock nor the memory of training is shared with the upload.
     stdin   {"run": FOLDER, "started": ..., "attempt": ...}    then  {"end": true}
     stdout  {"ready": true} | {"refused": TEXT} | {"unanswered": TEXT}
             {"line": TEXT}   {"sent": [CHECKPOINT, ...]}   {"bytes": N}   {"done": true}   {"over": true}
+            {"failed": TEXT}, "" when it works again
 """
 
 from __future__ import annotations
@@ -199,6 +200,7 @@ class Worker:
         if not isinstance(error, StorageError):
             text = scrub(f"{type(error).__name__}: {error}")
         self._log(f"failed: {text}")
+        self._orders.report("failed", text)
         self._failures += 1
         if self._failures == 1:
             self._say(f"warning  upload: {text}; it is tried again, and training goes on")
@@ -208,6 +210,7 @@ class Worker:
     def _works_again(self) -> None:
         if self._failures:
             self._say("upload   works again")
+            self._orders.report("failed", "")
         self._failures = 0
 
     def _count(self, count: int) -> None:

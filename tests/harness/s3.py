@@ -51,6 +51,37 @@ class S3Server:
             assert time.monotonic() < deadline, "moto's server does not answer"
             time.sleep(0.1)
 
+    def keys_with(self, *rights: list[str]) -> list[dict[str, str]]:
+        """Return the variables of a key with each list of rights, and check rights from now on."""
+        import boto3  # moto needs it
+
+        given = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET}
+        iam = boto3.client("iam", endpoint_url=self.url, region_name="us-east-1", **given)
+        keys = []
+        for number, actions in enumerate(rights):
+            user = f"user{number}"
+            statement = {"Effect": "Allow", "Action": actions, "Resource": "*"}
+            policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+            iam.create_user(UserName=user)
+            iam.put_user_policy(UserName=user, PolicyName="rights", PolicyDocument=policy)
+            key = iam.create_access_key(UserName=user)["AccessKey"]
+            keys.append(
+                {
+                    "AWS_ACCESS_KEY_ID": key["AccessKeyId"],
+                    "AWS_SECRET_ACCESS_KEY": key["SecretAccessKey"],
+                    "AWS_ENDPOINT_URL": self.url,
+                    "AWS_DEFAULT_REGION": "us-east-1",
+                }
+            )
+        request = urllib.request.Request(
+            f"{self.url}/moto-api/reset-auth",
+            data=b"0",  # requests that are not checked
+            headers={"Content-Type": "text/plain"},
+            method="POST",
+        )
+        urllib.request.urlopen(request, timeout=5).close()
+        return keys
+
     def kill(self) -> None:
         """End the server with SIGKILL."""
         assert self._process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -19,9 +20,12 @@ import pytest
 from nanoray.checkpoint.files import load, peek
 from nanoray.checkpoint.manifest import MANIFEST
 from nanoray.config import load_config
-from nanoray.storage.store import Store
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.run import RunSpec
+from nanoray.storage.store import StorageError, Store
 from nanoray.upload.__main__ import main as upload_by_hand
-from nanoray.upload.fetch import fetch_named
+from nanoray.upload.fetch import Fetched, fetch_fitting, fetch_named
+from nanoray.upload.process import Upload
 from tests.harness.commands import Command, run
 from tests.harness.ports import closed_port
 from tests.harness.s3 import (
@@ -155,6 +159,152 @@ def test_a_resume_from_there_changes_no_bit_and_no_credentials_are_anywhere(
         assert secrets_in(written) == []
     for text in (output, done.args):
         assert not [word for word in variables("").values() if word and word in str(text)]
+
+
+def copy_of(sent: Path, url: str) -> Store:
+    """Send a run to another URL, too."""
+    assert upload_by_hand([str(sent), url]) == 0
+    return Store(f"{url}/{sent.name}")
+
+
+def fetch_auto(sent: Path, recipe: Path, url: str, out: Path, **more: Any) -> Fetched:
+    """Do what a command with `--resume auto --upload URL` does before it opens the run."""
+    keys = {"resume": "auto", "upload": url, "out_dir": str(out), **more}
+    config = load_config(str(recipe), overrides=keys)
+    return fetch_fitting(
+        config, RunSpec.from_dict(json.loads((sent / "run.json").read_text())).dataset
+    )
+
+
+def test_markers_and_objects_of_others_stop_no_resume(
+    sent: Path, server: S3Server, recipe: Path, tmp_path: Path
+) -> None:
+    """Consoles make empty objects whose names end in a slash; a name may be a folder's, too."""
+    url = f"s3://{BUCKET}/markers"
+    store = copy_of(sent, url)
+    client = store._files
+    run = f"{BUCKET}/markers/{sent.name}"
+    for marker in ("", "/", "/checkpoints/", "/checkpoints/step_00000012/", "/tb/", "//", "/./"):
+        client.pipe_file(f"{run}{marker}", b"")
+    client.pipe_file(f"{BUCKET}/markers/", b"")
+    for name in (f"{run}_$folder$", f"{run}/checkpoints", f"{run}/checkpoints/step_00000012"):
+        client.pipe_file(name, b"of another program")
+    client.pipe_file(f"{run}/checkpoints//step_00000099/{MANIFEST}", b"of another program")
+    client.pipe_file(f"{run}/config.json/x", b"of another program")
+    client.pipe_file(f"{run}.bak/x", b"of another program")
+    client.pipe_file(f"{BUCKET}/markers/notes/config.json", b"of another program")
+
+    fetched = fetch_auto(sent, recipe, url, tmp_path)
+    text = "\n".join(fetched.notes)
+    assert f"step_00000012 fetched from {url}/{sent.name}" in text
+    assert f"{url}/{sent.name}/config.json/x cannot be a file here; skipped" in text
+    assert f"run {sent.name}.bak at {url} has no config.json; skipped" in text
+    assert losses(tmp_path / sent.name) == losses(sent)
+    peek(tmp_path / sent.name / "checkpoints" / "step_00000012")
+
+
+def test_auto_begins_anew_only_where_no_checkpoint_was_begun(
+    sent: Path, server: S3Server, recipe: Path, tmp_path: Path
+) -> None:
+    """Files without a manifest, as when the first upload broke off, are a loss."""
+    url = f"s3://{BUCKET}/begun"
+    assert fetch_auto(sent, recipe, url, tmp_path / "out").notes == []
+    part = Store(f"{url}/{sent.name}")
+    for name in ("config.json", "run.json", "checkpoints/step_00000012/model.safetensors"):
+        part.put(name, (sent / name).read_bytes())
+    anew = (
+        f"no run at {url} can be continued, and a run that began anew would hide the loss; no check"
+    )
+    with pytest.raises(CheckpointError, match=anew):
+        fetch_auto(sent, recipe, url, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_auto_says_of_each_run_there_why_it_does_not_continue_it(
+    sent: Path, server: S3Server, recipe: Path, tmp_path: Path
+) -> None:
+    url = f"s3://{BUCKET}/losses"
+    store = copy_of(sent, url)
+    with pytest.raises(ConfigError, match="is a run itself; give the URL of the folder that it is"):
+        fetch_auto(sent, recipe, f"{url}/{sent.name}", tmp_path / "out")
+
+    # Another experiment is no loss.
+    (note,) = fetch_auto(sent, recipe, url, tmp_path / "out", lr=0.5).notes
+    assert "is another experiment (lr is " in note
+
+    # None is whole
+    for step in ("step_00000008", "step_00000012"):
+        store.remove(f"checkpoints/{step}/{MANIFEST}")
+    anew = (
+        f"no run at {url} can be continued, and a run that began anew would hide the loss; no check"
+    )
+    with pytest.raises(CheckpointError, match=anew):
+        fetch_auto(sent, recipe, url, tmp_path / "out")
+    # What is here is continued, with a note.
+    shutil.copytree(sent, tmp_path / "here" / sent.name)
+    (note,) = fetch_auto(sent, recipe, url, tmp_path / "here").notes
+    assert f"no checkpoint at {url}/{sent.name} is whole" in note
+
+    # An older run has a whole one.
+    older = f"2020-01-01_000000_{sent.name[18:]}"
+    for name in store.sizes(""):
+        if not name.startswith("checkpoints"):
+            Store(f"{url}/{older}").put(name, store.read(name))
+    run = json.loads((sent / "run.json").read_text())
+    Store(f"{url}/{older}").put("run.json", json.dumps(run | {"started": 1.0}).encode())
+    for path in (sent / "checkpoints" / "step_00000008").iterdir():
+        Store(f"{url}/{older}").put(f"checkpoints/step_00000008/{path.name}", path.read_bytes())
+    notes = fetch_auto(sent, recipe, url, tmp_path / "older").notes
+    assert f"no checkpoint at {url}/{sent.name} is whole" in notes[0]
+    assert f"step_00000008 fetched from {url}/{older}" in notes[1]
+    for name in Store(f"{url}/{older}").sizes(""):
+        Store(f"{url}/{older}").remove(name)
+
+    # A run whose recipe nothing tells
+    for content in (b"", b"[]", b"\xff", b"[" * 100_000):
+        store.put("config.json", content)
+        with pytest.raises(CheckpointError, match=r"config.json is damaged: it is no JSON mapping"):
+            fetch_auto(sent, recipe, url, tmp_path / "out")
+    store.remove("config.json")
+    with pytest.raises(
+        CheckpointError, match=r"has no config.json; skipped; give --resume the URL"
+    ):
+        fetch_auto(sent, recipe, url, tmp_path / "out")
+
+    # Records alone: it ended before its first checkpoint.
+    for name in store.sizes("checkpoints"):
+        store.remove(f"checkpoints/{name}")
+    store.put("config.json", (sent / "config.json").read_bytes())
+    store.put("run.json", json.dumps(run | {"started": 10**400}).encode())
+    (note,) = fetch_auto(sent, recipe, url, tmp_path / "out").notes
+    assert "ended before a file of a checkpoint had arrived; skipped" in note
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_key_that_lacks_a_right_is_refused_before_the_start_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With rights that the server checks. Deleting is not needed."""
+    rights = ["s3:PutObject", "s3:GetObject", "s3:ListBucket"]
+    lacking = [[right for right in rights if right != missing] for missing in rights]
+    with s3_server() as server:
+        enough, *others = server.keys_with(rights, *lacking)
+        monkeypatch.delenv("AWS_SESSION_TOKEN")
+        for name, value in enough.items():
+            monkeypatch.setenv(name, value)
+        Store(URL).probe()
+        for key, missing in zip(others, rights, strict=True):
+            for name, value in key.items():
+                monkeypatch.setenv(name, value)
+            with pytest.raises(StorageError, match=f"the key needs the right {missing}") as raised:
+                Store(URL).probe()
+            assert raised.value.refused
+
+        with pytest.raises(
+            ConfigError, match=r"needs the right s3:ListBucket\); correct the URL, or"
+        ):
+            Upload(URL, 1.0).begin()
 
 
 @pytest.mark.full

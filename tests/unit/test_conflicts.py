@@ -122,6 +122,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"upload": f"s3://b/{'f' * 1000}", "name": "n"},
         "upload and name make names of objects of ",
     ),
+    "_upload_is_elsewhere": (
+        {"upload": f"file://{Path.cwd()}/runs", "out_dir": "runs/../runs"},
+        "is out_dir, where the run itself is written",
+    ),
     "_env_has_no_secret": (
         {"env": {"AWS_SECRET_ACCESS_KEY": "x"}, "upload": "file:///x"},
         "env AWS_SECRET_ACCESS_KEY=... would be written into config.json",

@@ -24,6 +24,7 @@ from nanoray.storage.remote_run import RunUrl, is_run_name
 from nanoray.storage.store import MOST_PARTS, PART, StorageError, Store, part_size
 from nanoray.storage.url import is_secret, problem_of, scrub
 from nanoray.upload import fetch, process
+from nanoray.upload.__main__ import main as upload_by_hand
 from nanoray.upload.process import Upload
 from nanoray.upload.records import pause_s, record_files, version_of
 from nanoray.upload.sender import NotAllowed, Removed, Sender
@@ -43,6 +44,12 @@ SECRET = "wJalrXUtnFEMI/K7MDENG"
         "gs://bucket.example.org/runs",
         "file:///mnt/a b",
         "s3://bucket/user@host/runs",
+        "s3://bucket/",
+        "s3://bucket//",
+        "s3://bucket/runs//",
+        "s3://Bucket/runs",
+        "s3://bucket/a%2Fb/ü#1/.../a::b/*[",
+        "file:///mnt/runs/",
         "s3://arn:aws:s3:eu-west-1:123456789012:accesspoint/mine/runs",
     ],
 )
@@ -61,6 +68,23 @@ def test_these_urls_are_accepted(url: str) -> None:
         (f"s3://AKIA:{SECRET}/x", "s3://.../... contains more than a bucket"),
         (f"s3://bucket/x?X-Amz-Signature={SECRET}", "s3://bucket/x contains more than a bucket"),
         (f"ftp://me:{SECRET}@host/x", "ftp://host/x: unknown protocol"),
+        ("S3://bucket/x", "unknown protocol S3; use one of s3, gs, file"),
+        (" s3://bucket/x", "unknown protocol  s3; use one of s3, gs, file"),
+        (
+            "s3://bucket//runs",
+            "has an empty segment, . or .., which name no folder there; write s3://bu",
+        ),
+        (
+            "gs://bucket/a//b/",
+            "has an empty segment, . or .., which name no folder there; write gs://bu",
+        ),
+        ("s3://bucket/./runs", "; write s3://bucket/runs"),
+        ("s3://bucket/../runs", "; write s3://bucket/runs"),
+        ("s3://bucket/a/..//b", "; write s3://bucket/b"),
+        ("file:////mnt//runs/.", "; write file:///mnt/runs"),
+        ("s3://bucket/a\nb", "has a character that cannot be seen"),
+        ("s3://bucket/a\u200bb", "has a character that cannot be seen"),
+        ("s3://bucket/" + 301 * "ü", "602 bytes of folders; use 600 at most"),
     ],
 )
 @pytest.mark.parametrize("key", ["upload", "resume"])
@@ -118,6 +142,54 @@ def test_a_package_that_is_missing_is_named_with_its_command(
 
 
 # A store in a folder.
+
+
+@pytest.mark.parametrize("folder", ["a b", "a%2Fb", "ü#1", "a*b[1]?", "a::b", "~x", "$HOME", "{x}"])
+def test_a_folder_with_any_name_has_its_objects_under_it(tmp_path: Path, folder: str) -> None:
+    assert problem_of("upload", f"file://{tmp_path}/{folder}") == ""
+    store = Store(f"file://{tmp_path}/{folder}/")
+    store.probe()
+    store.put("RUN/m", b"12")
+    assert (tmp_path / folder / "RUN" / "m").read_bytes() == b"12"
+    assert store.sizes("RUN") == {"m": 2}
+    assert store.folders() == ["RUN"]
+
+
+def test_the_probe_finds_out_what_an_upload_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each right by itself, of servers that say 403; and a store that lists what it was not sent."""
+    store = Store(f"file://{tmp_path}/there")
+    store.probe()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"], "the probe leaves nothing"
+
+    def deny(*_: Any, **__: Any) -> Any:
+        raise PermissionError("Access Denied")
+
+    for verb, method, right in (
+        ("write", "open", "s3:PutObject"),
+        ("read", "cat_file", "s3:GetObject"),
+        ("list", "find", "s3:ListBucket"),
+    ):
+        store = Store(f"file://{tmp_path}/there")
+        store.url = "s3://bucket/there"
+        monkeypatch.setattr(store._files, method, deny)
+        with pytest.raises(
+            StorageError, match=f"cannot {verb} .* needs the right {right}"
+        ) as raised:
+            store.probe()
+        assert raised.value.refused
+    # As gcsfs says it
+    store = Store(f"file://{tmp_path}/there")
+    store.url = "gs://bucket/there"
+    assert store._problem("list", "", OSError("Forbidden: b/o\nno")).refused
+    assert "storage.objects.list" in str(store._problem("list", "", OSError("Forbidden: b/o\nno")))
+
+    store = Store(f"file://{tmp_path}/there")
+    monkeypatch.setattr("nanoray.storage.store.PROBE_LISTED_S", 0.0)
+    monkeypatch.setattr(store, "sizes", lambda folder: {"": 0})
+    with pytest.raises(StorageError, match="72 bytes were written, 72 are read and None listed"):
+        store.probe()
 
 
 def test_objects_come_back_and_are_listed(tmp_path: Path) -> None:
@@ -479,6 +551,35 @@ def test_a_process_that_is_overtaken_says_so_and_ends(
     assert not (tmp_path / "there" / run_folder.name).exists()
 
 
+def test_the_last_line_says_that_nothing_is_safe_there_and_why(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "there"
+    with Upload(f"file://{there}", 3.0) as upload:
+        upload.begin()
+        there.rmdir()
+        there.write_text("no folder any more")
+        make_step(run_folder, 20)
+        upload.follow(Spec(run_folder))  # type: ignore[arg-type]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f"not yet at file://{there}/{run_folder.name}: step_00000020, records (no check" in last
+    assert "no checkpoint is complete there: NOTHING IS SAFE THERE); the last error: cannot" in last
+    assert f"'{run_folder}' file://{there} sends the rest" in last
+
+
+def test_a_run_is_not_sent_into_itself(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own files would count as the copy, and be replaced while they are written."""
+    before = (run_folder / "metrics.jsonl").stat().st_ino
+    make_step(run_folder, 20)
+    (tmp_path / "link").symlink_to(run_folder.parent)
+    for url in (run_folder.parent, run_folder, run_folder / "copy", tmp_path / "link"):
+        assert upload_by_hand([str(run_folder), f"file://{url}"]) == 2
+        assert "is in the run's own folder, so no copy" in capsys.readouterr().err
+    assert (run_folder / "metrics.jsonl").stat().st_ino == before
+
+
 def test_without_an_answer_the_run_starts_with_a_warning(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,13 +612,24 @@ def test_a_store_does_not_choose_where_a_resume_writes(run_folder: Path, tmp_pat
     class Strange:
         """What a server may list."""
 
+        url = "s3://b/RUN"
+
         def sizes(self, folder: str) -> dict[str, int]:
-            return {str(tmp_path / "absolute"): 1, "../outside": 1}
+            absolute = str(tmp_path / "absolute")
+            names = [absolute, "../outside", "", "x/", "//x", "a//b", "x/./y", "a\nb"]
+            return dict.fromkeys([*names, "note", "note/of", "metrics.jsonl/part", "n" * 300], 1)
 
         def get(self, name: str, target: Path) -> None:
-            raise AssertionError(name)
+            assert name == "note"
+            target.write_text("of a user")
 
-    fetch._fetch_records(Strange(), run_folder, replace=True)  # type: ignore[arg-type]
+    problems = fetch._fetch_records(Strange(), run_folder, replace=True)  # type: ignore[arg-type]
+    assert (run_folder / "note").read_text() == "of a user"
+    assert problems == [
+        "s3://b/RUN/metrics.jsonl/part cannot be a file here",
+        f"s3://b/RUN/{'n' * 300} cannot be a file here",
+        "s3://b/RUN/note/of cannot be a file here",
+    ]
 
 
 def test_a_record_that_is_refused_keeps_no_other_back(run_folder: Path, tmp_path: Path) -> None:
