@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanoray.config import VOCAB_MULTIPLE, Config
+from nanoray.config.weights.gpt2 import describe_names
 from nanoray.config.weights.source import Source, find
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
@@ -27,6 +28,7 @@ def describe_init(config: Config, dataset: DatasetInfo) -> list[str]:
     if config.block_size < keys["block_size"] and keys["positions"] == "learned":
         parts.append(f"the first {config.block_size} of {keys['block_size']} positions")
     parts.append(_describe_rows(source.rows, dataset.vocab_size))
+    parts += describe_names(source.names)
     if config.pure:
         parts.append(f"rounded to 16 bits (precision = {config.precision})")
     return [f"init   {source.kind} in {source.path}: {', '.join(parts)}"]

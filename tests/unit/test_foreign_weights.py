@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save_file, save_model
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from nanoray.checkpoint import files
 from nanoray.checkpoint.__main__ import main
@@ -120,6 +125,81 @@ def test_logits_of_an_exact_gelu_are_those_of_transformers(
     torch.testing.assert_close(logits_of(ours, IDX), logits_of(gpt2_exact, IDX), atol=CLOSE, rtol=0)
 
 
+WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "AveragedModel": AveragedModel,
+    "DataParallel": nn.DataParallel,
+    "compiled": torch.compile,
+    "all of them": lambda model: nn.DataParallel(torch.compile(AveragedModel(model))),
+    "a class's own attribute": lambda model: nn.ModuleDict(
+        {"model": nn.ModuleDict({"module": model})}
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+def test_names_of_a_wrapped_model(wrapper: str, gpt2: Any, tmp_path: Path) -> None:
+    """As torch's own wrappers name the tensors in their state_dict."""
+    foreign.write_config(tmp_path, gpt2)
+    wrapped = WRAPPED[wrapper](deepcopy(gpt2))
+    tensors = {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
+    assert not any(name.startswith("transformer.") for name in tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    ours = begun_with(tmp_path)
+    torch.testing.assert_close(logits_of(ours, IDX), logits_of(gpt2, IDX), atol=CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("before", "in_layers", "text"),
+    [
+        ("module.", "", "names without module."),
+        ("_orig_mod.module.model.", "", "names without _orig_mod. and module. and model."),
+        ("", "_checkpoint_wrapped_module.", "names without _checkpoint_wrapped_module."),
+        (
+            "_fsdp_wrapped_module.",
+            "_orig_mod._fsdp_wrapped_module.",
+            "_fsdp_wrapped_module. and _or",
+        ),
+    ],
+)
+def test_prefixes_in_any_nesting_are_named(
+    before: str, in_layers: str, text: str, gpt2: Any, tmp_path: Path
+) -> None:
+    foreign.write_config(tmp_path, gpt2)
+    tensors = {}
+    for name, tensor in foreign.tensors_of(gpt2).items():
+        tensors[before + re.sub(r"(\.h\.\d+\.)", rf"\1{in_layers}", name)] = tensor
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    ours = begun_with(tmp_path)
+    torch.testing.assert_close(logits_of(ours, IDX), logits_of(gpt2, IDX), atol=CLOSE, rtol=0)
+    assert text in note_on(tmp_path)
+
+
+def test_either_name_of_the_tied_embedding_will_do(gpt2: Any, tmp_path: Path) -> None:
+    """safetensors' save_model keeps one of the two, here that of the output layer."""
+    foreign.write_config(tmp_path, gpt2)
+    save_model(gpt2, str(tmp_path / "model.safetensors"))
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert "lm_head.weight" in names
+    assert "transformer.wte.weight" not in names
+    ours = begun_with(tmp_path)
+    torch.testing.assert_close(logits_of(ours, IDX), logits_of(gpt2, IDX), atol=CLOSE, rtol=0)
+    assert "wte.weight from lm_head.weight, which is tied to it" in note_on(tmp_path)
+    # Not of a model that does not tie them
+    foreign.write_config(tmp_path, gpt2, tie_word_embeddings=False)
+    assert "has tie_word_embeddings False" in refused(tmp_path)
+    # A plain file needs no words.
+    plain = foreign.one_file(tmp_path / "plain", gpt2)
+    assert "names without" not in note_on(plain)
+    assert "which is tied" not in note_on(plain)
+
+
+def note_on(path: Path) -> str:
+    """Return the line on the weights at the start of a run."""
+    config = load_config(overrides={"init_from": str(path)})
+    (line,) = describe_init(config, dataset_of(VOCAB, foreign.BYTES))
+    return line
+
+
 def test_the_form_of_gelu_matters(gpt2: Any, gpt2_exact: Any) -> None:
     """Else the tests above would pass with either form."""
     apart = (logits_of(gpt2, IDX) - logits_of(gpt2_exact, IDX)).abs().max()
@@ -219,6 +299,13 @@ def with_tensors(model: Any, folder: Path, **tensors: Any) -> Path:
     return folder
 
 
+def other_names(model: Any, folder: Path) -> Path:
+    foreign.write_config(folder, model)
+    tensors = {f"layer.{name}": tensor for name, tensor in foreign.tensors_of(model).items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def cut_off(model: Any, folder: Path) -> Path:
     path = foreign.one_file(folder, model) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -310,6 +397,26 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a fork of nanoGPT": (
         lambda model, folder: foreign.nanogpt_checkpoint(folder / "c.pt", model, use_relu=True),
         "has model_args use_relu = True, which nanoGPT has not, so its model may compute another",
+    ),
+    "two models in one file": (
+        partial(with_tensors, module__transformer__ln_f__bias=torch.zeros(C)),
+        "has module.transformer.ln_f.bias and transformer.ln_f.bias, which may both be ln_f.bias",
+    ),
+    "a part of another model": (
+        partial(
+            with_tensors,
+            transformer__ln_f__bias=None,
+            module__transformer__ln_f__bias=torch.zeros(C),
+        ),
+        "has names with module. and with nothing before them; save the tensors of one model",
+    ),
+    "an average beside the model": (
+        partial(with_tensors, ema__module__transformer__ln_f__bias=torch.zeros(C)),
+        "that a GPT-2 has not, such as ema.module.transformer.ln_f.bias",
+    ),
+    "names of another program": (
+        other_names,
+        "others, such as layer.transformer.h.0.attn.c_attn.bias, layer.transformer.h.0.attn",
     ),
     "cut off": (cut_off, "bytes instead of"),
     "a pointer": (pointer, "is a pointer of Git LFS and not the weights; run `git lfs pull` there"),

@@ -36,8 +36,20 @@ _LAYERS = (
     ("mlp.up", "mlp.c_fc", 4, 1),
     ("mlp.down", "mlp.c_proj", 1, 4),
 )
-# Constants that older versions saved: the causal mask, and what stands behind it
-_MASKS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+# Constants that older versions saved: the causal mask, and what stands behind it; the counter of
+# torch's AveragedModel
+_CONSTANTS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|n_averaged")
+
+# What wrappers put into names: around the whole model or one layer, in any order
+_WRAPPERS = {
+    "_orig_mod",  # torch.compile
+    "_fsdp_wrapped_module",  # FSDP
+    "_fpw_module",  # FSDP of older versions
+    "_checkpoint_wrapped_module",  # activation checkpointing
+    "_forward_module",  # Lightning's Fabric
+}
+# And these words, which may as well name a part of a model, before the first name of GPT-2
+_OUTER = {"module", "model", "transformer"}  # DDP and AveragedModel; a user's class; GPT-2's own
 
 # activation_function of a config.json -> the key gelu
 ACTIVATIONS = {
@@ -96,13 +108,39 @@ def weights_of(keys: Mapping[str, Any], rows: int, conv1d: bool) -> list[Weight]
 
 
 def plain_name(name: str) -> str:
-    """Return a tensor's name without what torch.compile and the class of the model put before it."""
-    return name.removeprefix("_orig_mod.").removeprefix(PREFIX)
+    """Return a tensor's name without what wrappers and the class of the model put into it."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    while parts[:-1] and parts[0] in _OUTER:
+        del parts[0]
+    return ".".join(parts)
+
+
+def _around(name: str) -> str:
+    """Return the words of DDP or of a class that a tensor's name has before GPT-2's own."""
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    words = parts[: len(parts) - len(plain_name(name).split("."))]
+    return "".join(f"{word}." for word in words if f"{word}." != PREFIX)
 
 
 def is_constant(name: str) -> bool:
-    """Return whether a tensor of a file is no weight but a mask of the attention."""
-    return bool(_MASKS.fullmatch(plain_name(name)))
+    """Return whether a tensor of a file is no weight but a mask of the attention, or a counter."""
+    return bool(_CONSTANTS.fullmatch(plain_name(name)))
+
+
+def describe_names(names: Mapping[str, str]) -> list[str]:
+    """Say which names of a file stand for ours where that is not plain. `names`: of check_tensors."""
+    texts = []
+    removed: dict[str, None] = {}  # in order
+    for name in names.values():
+        kept = plain_name(name).split(".")
+        removed |= dict.fromkeys(part for part in name.split(".") if part not in kept)
+    removed.pop(PREFIX.removesuffix("."), None)
+    if removed:
+        texts.append(f"names without {' and '.join(f'{part}.' for part in removed)}")
+    embedding = names.get("tok_emb.weight", "")
+    if plain_name(embedding) == HEAD:
+        texts.append(f"{TOKENS} from {embedding}, which is tied to it")
+    return texts
 
 
 def keys_of_huggingface(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], int]:
@@ -180,26 +218,59 @@ def _require_sizes(keys: Mapping[str, Any], where: str) -> None:
             )
 
 
+def _some_of(found: Mapping[str, Any]) -> str:
+    """Return a few names of a file, and how many it has."""
+    if not found:
+        return "no tensors"
+    return f"{len(found)} others, such as {', '.join(sorted(found)[:2])}"
+
+
 def check_tensors(
     found: Mapping[str, tuple[int, ...]], weights: list[Weight], where: str
 ) -> dict[str, str]:
     """Return the name in the file of each of our parameters. Raises ConfigError.
 
     The file must have all of them in these shapes, and nothing else but the tied output layer and
-    constants.
+    constants. Of the embedding and the output layer, which are one tensor, it may have either.
     """
-    by_name = {plain_name(name): name for name in found}
+    by_name: dict[str, str] = {}
+    for name in found:
+        plain = plain_name(name)
+        if plain in by_name:
+            raise ConfigError(
+                f"init_from: {where} has {by_name[plain]} and {name}, which may both be {plain}; "
+                "save the tensors of one model"
+            )
+        by_name[plain] = name
+    # safetensors' save_model keeps one name of a tensor that has two.
+    if TOKENS not in by_name and HEAD in by_name:
+        by_name[TOKENS] = by_name.pop(HEAD)
+
+    remedy = "copy it again"
+    if not any(weight.theirs in by_name for weight in weights):
+        remedy = (
+            f"it has {_some_of(found)}, which are no names of a GPT-2: give names as Hugging Face or "
+            "nanoGPT writes them"
+        )
     names = {}
     for weight in weights:
-        name = by_name.pop(weight.theirs, None)
-        if name is None:
-            raise ConfigError(f"init_from: {where} has no tensor {weight.theirs}; copy it again")
+        if weight.theirs not in by_name:
+            raise ConfigError(f"init_from: {where} has no tensor {weight.theirs}; {remedy}")
+        name = by_name.pop(weight.theirs)
         if found[name] != weight.shape:
             raise ConfigError(
                 f"init_from: {where} has {name} of shape {list(found[name])}, and by its "
                 f"configuration it is {list(weight.shape)}; give the two that belong together"
             )
         names[weight.ours] = name
+
+    # Else some tensors may be of the model, and others of its average.
+    around = sorted({_around(name) for name in names.values()})
+    if len(around) > 1:
+        raise ConfigError(
+            f"init_from: {where} has names with {around[1]} and with {around[0] or 'nothing'} before "
+            "them; save the tensors of one model"
+        )
 
     head = by_name.pop(HEAD, None)
     if head is not None:
