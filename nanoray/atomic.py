@@ -12,6 +12,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+_JSON_TYPES = {
+    list: "list",
+    str: "string",
+    int: "number",
+    float: "number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    """Return the object in a JSON text. Raises ValueError for every other text."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists and objects are nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a JSON {_JSON_TYPES[type(value)]} and no object")
+    return value
+
 
 @contextmanager
 def one_at_a_time(lock: Path) -> Iterator[None]:
@@ -37,7 +57,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError):
-            records.append(json.loads(line))
+            records.append(json_object(line))
     return records
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import logging
 import os
 import platform
@@ -38,7 +37,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from nanoray import __version__
-from nanoray.atomic import replace_text, write_json
+from nanoray.atomic import json_object, replace_text, write_json
 from nanoray.config import Config
 from nanoray.data.prepare import DatasetInfo
 from nanoray.environment import working_folder
@@ -335,10 +334,9 @@ def newest_record(folder: Path, name: str = "metrics.jsonl") -> dict[str, Any] |
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - _RECORD_BYTES))
             complete_lines = file.read().split(b"\n")[:-1]
-        record: dict[str, Any] = json.loads(complete_lines[-1])
+        return json_object(complete_lines[-1])
     except (OSError, ValueError, IndexError):
         return None
-    return record
 
 
 def disk_used(folder: Path) -> dict[str, float]:

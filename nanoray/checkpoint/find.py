@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import calendar
-import json
 import os
 import re
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nanoray.atomic import json_object
 from nanoray.checkpoint.files import (
     MANIFEST,
     STEP_NAME,
@@ -184,7 +184,7 @@ def _sort_key(run_dir: Path) -> tuple[float, int, list[str]]:
     started = 0.0
     newest = 0
     try:
-        started = float(json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["started"])
+        started = float(json_object((run_dir / "run.json").read_text(encoding="utf-8"))["started"])
         newest = max(steps_in(run_dir / "checkpoints", []).values(), default=0)
     except (OSError, ValueError, KeyError, TypeError):
         # A run of an older version, or a broken one: its name begins with the time, in UTC.
@@ -212,7 +212,10 @@ def other_recipe(
     config, run = files
     # Keys that an older version did not have fall back to the run's files
     trained = (meta or {}).get("config") or {}
-    run = {**run, "config": {**(run.get("config") or {}), **trained}}
+    recorded = run.get("config")
+    if isinstance(recorded, dict):
+        trained = {**recorded, **trained}
+    run = {**run, "config": trained}
     return differences(config, run, recipe)
 
 
@@ -238,12 +241,9 @@ def _records(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     values = []
     for name in ("config.json", "run.json"):
         try:
-            value = json.loads((run_dir / name).read_text(encoding="utf-8-sig"))
+            values.append(json_object((run_dir / name).read_text(encoding="utf-8-sig")))
         except (OSError, ValueError):
             return None
-        if not isinstance(value, dict):
-            return None
-        values.append(value)
     return values[0], values[1]
 
 
@@ -254,7 +254,9 @@ def differences(
 
     A user may have edited config.json, so the configuration in run.json counts where it is there.
     """
-    config = {**config, **(run.get("config") or {})}
+    recorded = run.get("config")
+    if isinstance(recorded, dict):
+        config = {**config, **recorded}
     try:
         tokens = run["dataset"]["tokens_sha256"]
     except (KeyError, TypeError):

@@ -202,6 +202,8 @@ def _read_bare(path: Path, stated: Stated) -> Header:
     if dtype is None:
         _refuse_other_widths(path, sample, stated)
         dtype = NANOGPT_DTYPE
+    else:
+        _refuse_half_of_each_number(path, sample, dtype)
     itemsize = np.dtype(dtype).itemsize
     if size % itemsize:
         raise DataError(
@@ -251,6 +253,20 @@ def _refuse_other_widths(path: Path, sample: bytes, stated: Stated) -> None:
         raise DataError(
             f"{path} looks like text, or like one byte for each token; name a text by itself with "
             f"--dataset FILE, and for bytes {_state_dtype(path, 'uint8', stated)}"
+        )
+
+
+def _refuse_half_of_each_number(path: Path, sample: bytes, dtype: str) -> None:
+    """Raise DataError where every second number of the stated dtype is 0: they are upper halves."""
+    itemsize = np.dtype(dtype).itemsize
+    numbers = np.frombuffer(sample, dtype, len(sample) // itemsize)
+    if itemsize == 8 or len(numbers) < _ENOUGH or numbers[1::2].any():
+        return
+    # Fewer kinds may be a pattern that is meant.
+    if len(np.unique(numbers[::2])) > 2:
+        raise DataError(
+            f"{path}: every second number of {dtype} is 0, so its numbers have {16 * itemsize} bits; "
+            f'correct dtype in {path.parent / "meta.json"} to "uint{16 * itemsize}"'
         )
 
 

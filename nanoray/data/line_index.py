@@ -18,11 +18,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from nanoray.atomic import one_at_a_time, replace_bytes, replace_text
+from nanoray.atomic import json_object, one_at_a_time, replace_bytes, replace_text
 from nanoray.errors import DataError
 
 VERSION = 1
@@ -118,9 +117,7 @@ def _folders_of(path: Path) -> list[Path]:
 def _load(folder: Path, name: str, state: dict[str, int]) -> np.ndarray | None:
     """Return an index that was written for this state of the file; else None."""
     try:
-        record: Any = json.loads((folder / f"{name}.json").read_bytes())
-        if not isinstance(record, dict):
-            return None
+        record = json_object((folder / f"{name}.json").read_bytes())
         records = record.pop("records", None)
         # Mapped: the ranks of a machine share it.
         starts = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)

@@ -8,13 +8,13 @@ OpenWebText have none of these: their tokens are GPT-2's.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from nanoray.atomic import json_object
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
 from nanoray.data.dataset import PROGRESS, DatasetInfo, TokenFile, read_tokens
@@ -25,6 +25,8 @@ from nanoray.data.tokenizer import Tokenizer, tokenizer_from_json
 from nanoray.errors import DataError
 
 _HEADER_TOKENS = 512  # a wrong id before this one may belong to a header
+_ENOUGH = 32  # ids; fewer show nothing
+_MARKS = {-100: "a label that does not count", -1: "padding"}
 _VOCABULARIES = {  # of llm.c's headers
     "gpt2": {"kind": "gpt2"},
     "llama3": {"kind": "ids", "vocab_size": 128_256},
@@ -56,6 +58,13 @@ class TokenFolder:
             line += f", vocabulary {self.tokenizer.kind} of meta.pkl"
         if self.source == "nothing":
             line += ", read as GPT-2's tokens: no meta.json"
+        largest = np.iinfo(self.header.dtype).max
+        if largest < self.tokenizer.vocab_size - 1:
+            line += (
+                f"; warning: {self.header.dtype} has no room for ids above {largest}, and the "
+                f"vocabulary has {self.tokenizer.vocab_size}: where the tokenizer made such ids, "
+                "others stand in their place"
+            )
         return line
 
 
@@ -200,7 +209,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        meta = json.loads(file.read_bytes())
+        meta = json_object(file.read_bytes())
         dtype = meta.get("dtype")
         size = meta.get("vocab_size")
         if "tokenizer" not in meta and size is not None:
@@ -211,9 +220,9 @@ def _read_meta(folder: Path) -> dict[str, Any]:
                 raise DataError(f"vocab_size = {size}, but its tokenizer has {of_tokenizer}")
         if dtype is not None and dtype not in DTYPES:
             raise DataError(f"dtype = {dtype!r} is none of {', '.join(DTYPES)}")
-    except (OSError, ValueError, AttributeError, RecursionError, DataError) as error:
+    except (OSError, ValueError, DataError) as error:
         raise _bad_meta(file, str(error)) from None
-    return dict(meta)
+    return meta
 
 
 def _bad_meta(file: Path, error: str) -> DataError:
@@ -259,11 +268,42 @@ def _scan(folder: TokenFolder, file: TokenFile, digest: hashlib._Hash) -> None:
         if ids.max() >= vocab_size or (ids.dtype.kind == "i" and ids.min() < 0):
             wrong = (ids >= vocab_size) | (ids < 0)
             first = int(np.argmax(wrong))
+            remedy = _mistake_of_writer(ids, first, vocab_size) or _remedy(folder, count + first)
             raise DataError(
                 f"{folder.path / file.name}: token {count + first} is {ids[first]}, but vocab_size "
-                f"is {vocab_size}; {_remedy(folder, count + first)}"
+                f"is {vocab_size}; {remedy}"
             )
         count += len(ids)
+
+
+def _mistake_of_writer(ids: np.ndarray, first: int, vocab_size: int) -> str:
+    """Return what a file with a wrong id probably is, and what to do, if it is no vocabulary's fault.
+
+    Empty where nothing shows it. `first` is the place of the first wrong id.
+    """
+    # In a file of the other byte order all ids fit once they are swapped; else hardly any file's do.
+    swapped = ids.byteswap()
+    is_swapped = len(ids) >= _ENOUGH and swapped.min() >= 0 and swapped.max() < vocab_size
+    if ids.itemsize > 1 and is_swapped:
+        dtype = np.dtype(ids.dtype).newbyteorder("<").str
+        return (
+            "with the bytes of each number swapped all of them would fit, so the file is probably "
+            f'big-endian: write it again with ids.astype("{dtype}")'
+        )
+
+    # Marks of what is no token. In unsigned numbers they are the largest ones.
+    bits = 8 * ids.itemsize
+    number = int(ids[first])
+    signed = number - (1 << bits) if number >= 1 << (bits - 1) else number
+    if signed in _MARKS:
+        shown = "this" if signed == number else f"this, {signed} in {bits} bits,"
+        return (
+            f"{shown} is probably the mark of {_MARKS[signed]} and no token: write the ids of the "
+            "tokens alone"
+        )
+    if signed < 0 and ids.dtype.kind == "i":
+        return "no id is negative: write the ids of the tokens alone"
+    return ""
 
 
 def _remedy(folder: TokenFolder, place: int) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
+from nanoray.atomic import json_object
 from nanoray.storage.store import StorageError, Store
 from nanoray.storage.url import join
 
@@ -77,15 +77,12 @@ class RunUrl:
 
     def _read(self, store: Store, name: str) -> dict[str, Any]:
         try:
-            values = json.loads(store.read(name))
+            return json_object(store.read(name))
         except StorageError as error:
             if error.missing:
                 return {}
             raise
-        except (ValueError, RecursionError):
-            values = None
-        if not isinstance(values, dict):
+        except ValueError as error:
             raise DamagedSettings(
-                f"{join(self.run, name)} is damaged: it is no JSON mapping", refused=True
-            )
-        return values
+                f"{join(self.run, name)} is damaged ({error})", refused=True
+            ) from None

@@ -16,8 +16,6 @@ from pathlib import Path
 PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "file": ("fsspec", "")}
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ACCESS_POINT = re.compile(r"arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d*:[A-Za-z0-9:_-]+")
-# Bytes of a folder: S3 and Google give a key 1024, and names below a run take up to 400 of them.
-_LONGEST = 600
 _USER = re.compile(r"(\w://)[^/\s@]*@")
 # Variables of the clouds' tools and of fsspec whose values are secrets; a *_FILE is a path.
 _SECRET = re.compile(r"(AWS|FSSPEC|GCSFS|GOOGLE)_\w*(KEY|SECRET|TOKEN|PASSWORD)\w*(?<!_FILE)")
@@ -75,11 +73,6 @@ def _problem_of_folder(shown: str, start: str, path: str) -> str:
         return f"{shown} has an empty segment, . or .., which name no folder there; write {right}"
     if not path.isprintable():
         return f"{shown!a} has a character that cannot be seen, such as a line's end; write it anew"
-    size = len(path.encode())
-    if size > _LONGEST:
-        return (
-            f"{shown}: {size} bytes of folders; use {_LONGEST} at most, so that keys fit into 1024"
-        )
     return ""
 
 

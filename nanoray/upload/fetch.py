@@ -12,7 +12,6 @@ any rank starts.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import time
@@ -23,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nanoray.atomic import json_object
 from nanoray.checkpoint.manifest import (
     MANIFEST,
     STEP_NAME,
@@ -202,8 +202,8 @@ def _started_here(out_dir: Path, recipe: Mapping[str, Any]) -> float:
     for run in out_dir.glob("*"):
         has_steps = any((run / "checkpoints").glob("step_*"))
         if is_run_name(run.name) and has_steps and not other_recipe(run, recipe):
-            with suppress(OSError, ValueError, RecursionError):
-                newest = max(newest, _started(json.loads((run / "run.json").read_text("utf-8"))))
+            with suppress(OSError, ValueError):
+                newest = max(newest, _started(json_object((run / "run.json").read_text("utf-8"))))
     return newest
 
 

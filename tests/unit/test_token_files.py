@@ -230,6 +230,35 @@ def text(path: Path, ids: Any) -> None:
     path.write_text("To be, or not to be, that is the question. " * 20)
 
 
+# The text of a meta.json, and what is said of it
+WRONG_META = {
+    b"[]": "it is a JSON list and no object",
+    b'[{"vocab_size": 50257}]': "it is a JSON list and no object",
+    b"null": "it is a JSON null and no object",
+    b"50257": "it is a JSON number and no object",
+    b"true": "it is a JSON true or false and no object",
+    b'"gpt2"': "it is a JSON string and no object",
+    b"": "Expecting value",
+    b"{": "Expecting property name",
+    b'{"vocab_size": 50257': "Expecting ',' delimiter",
+    b"\xff": "'utf",
+    b"[" * 100_000: "its lists and objects are nested too deeply",
+    b'{"vocab_size": "50257"}': "not a tokenizer",
+    b'{"vocab_size": 50257.0}': "not a tokenizer",
+    b'{"vocab_size": 1e999}': "not a tokenizer",
+    b'{"vocab_size": -1}': "not a tokenizer",
+    b'{"vocab_size": true}': "not a tokenizer",
+    b'{"vocab_size": [50257]}': "not a tokenizer",
+    b'{"vocab_size": 1' + b"0" * 5000 + b"}": "Exceeds the limit",
+    b'{"vocab_size": 1' + b"0" * 400 + b"}": "not a tokenizer",
+    b'{"tokenizer": "gpt2"}': "not a tokenizer",
+    b'{"tokenizer": null}': "not a tokenizer",
+    b'{"tokenizer": {"kind": ["gpt2"]}}': "not a tokenizer",
+    b'{"tokenizer": {"kind": "gpt2"}, "vocab_size": [1]}': "vocab_size = [1], but its tokenizer has",
+    b'{"vocab_size": 50257, "dtype": 16}': "dtype = 16 is none of uint8",
+    b'{"vocab_size": 50257, "dtype": ["uint16"]}': "dtype = ['uint16'] is none of uint8",
+    b'{"vocab_size": 50257, "dtype": {}}': "dtype = {} is none of uint8",
+}
 REFUSED: dict[str, tuple[Write, str]] = {
     "llm.c, another version": (
         both(llmc_of(version=2), "{}.bin"),
@@ -311,7 +340,52 @@ REFUSED: dict[str, tuple[Write, str]] = {
     ),
     "negative ids": (
         both(lambda path, ids: write_npy(path, [*ids, -1], "int32"), "{}.npy"),
-        "token 500 is -1, but vocab_size is 50257",
+        "token 500 is -1, but vocab_size is 50257; this is probably the mark of padding and no token",
+    ),
+    "labels": (
+        both(lambda path, ids: write_npy(path, [*ids, -100], "int64"), "{}.npy"),
+        "vocab_size is 50257; this is probably the mark of a label that does not count and no token",
+    ),
+    "labels in 16 bits": (
+        both(lambda path, ids: write_npy(path, [*ids, 65_536 - 100], "uint16"), "{}.npy"),
+        "token 500 is 65436, but vocab_size is 50257; this, -100 in 16 bits, is probably the mark",
+    ),
+    "labels in 32 bits, with meta.json": (
+        both(
+            lambda path, ids: write_bare(path, [*ids, (1 << 32) - 100], "uint32"),
+            *("{}.bin",),
+            dtype="uint32",
+            vocab_size=50_257,
+        ),
+        "vocab_size is 50257; this, -100 in 32 bits, is probably the mark of a label",
+    ),
+    "another negative id": (
+        both(lambda path, ids: write_npy(path, [*ids, -7], "int32"), "{}.npy"),
+        "token 500 is -7, but vocab_size is 50257; no id is negative: write the ids of the tokens",
+    ),
+    "big-endian after a magic": (
+        both(lambda path, ids: write_llmc(path, np.array(ids, "<u2").byteswap()), "{}.bin"),
+        "vocab_size is 50257; with the bytes of each number swapped all of them would fit, so the "
+        "file is probably "
+        'big-endian: write it again with ids.astype("<u2")',
+    ),
+    "bare, big-endian": (
+        both(
+            lambda path, ids: write_bare(path, np.array(ids, "<u4").byteswap(), "uint32"),
+            *("{}.bin",),
+            dtype="uint32",
+            vocab_size=50_257,
+        ),
+        "vocab_size is 50257; with the bytes of each number swapped all of them would fit, so the "
+        'file is probably big-endian: write it again with ids.astype("<u4")',
+    ),
+    "uint32, stated as uint16": (
+        both(write_bare, "{}.bin", "uint32", dtype="uint16", vocab_size=50_257),
+        "train.bin: every second number of uint16 is 0, so its numbers have 32 bits; correct dtype",
+    ),
+    "uint16 of characters, stated as uint8": (
+        both(write_bare, "{}.bin", small=True, dtype="uint8", vocab_size=65),
+        "every second number of uint8 is 0, so its numbers have 16 bits; correct dtype in",
     ),
     "llm.c, not GPT-2's": (
         both(lambda path, ids: write_llmc(path, [*ids, 60_000]), "{}.bin"),
@@ -322,6 +396,32 @@ REFUSED: dict[str, tuple[Write, str]] = {
         "does not say what the tokens are; it must hold at least vocab_size, or tokenizer",
     ),
 }
+
+
+@pytest.mark.parametrize("text", WRONG_META)
+def test_a_meta_json_of_another_shape_is_named_and_says_what_it_must_hold(
+    tmp_path: Path, text: bytes
+) -> None:
+    write_bare(tmp_path / "train.bin", IDS)
+    write_bare(tmp_path / "val.bin", IDS)
+    (tmp_path / "meta.json").write_bytes(text)
+    said = refused(lambda: prepare(config(tmp_path)))
+    assert f"{tmp_path / 'meta.json'}: {WRONG_META[text]}" in said
+    assert said.endswith("; it must hold at least vocab_size, or tokenizer")
+    assert "object has no attribute" not in said
+
+
+def test_a_dtype_that_cannot_hold_the_vocabulary_is_named(tmp_path: Path) -> None:
+    """The ids above its largest one were cut when the file was written, and nothing shows it."""
+    for split in ("train", "val"):
+        write_npy(tmp_path / f"{split}.npy", IDS, "uint16")
+    meta(tmp_path, vocab_size=128_256)
+    assert (
+        "warning: uint16 has no room for ids above 65535, and the vocabulary has 128256: where the "
+        "tokenizer made such ids, others stand in their place"
+    ) in prepare(config(tmp_path)).note
+    meta(tmp_path, vocab_size=65_536)
+    assert "warning" not in prepare(config(tmp_path)).note
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -10,11 +10,11 @@ pickles.py reads the pickle.
 from __future__ import annotations
 
 import io
-import json
 import zipfile
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from nanoray.atomic import json_object
 from nanoray.config.pickle_machine import Refused
 from nanoray.config.weights.pickles import Shape, TensorOutline, outline_of_pickle
 from nanoray.errors import ConfigError
@@ -43,16 +43,13 @@ def outline_of(path: Path) -> Outline:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the mapping in a JSON file of a folder of weights. Raises ConfigError."""
     try:
-        values = json.loads(path.read_bytes())
+        return json_object(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"init_from: cannot read {path}: {error.strerror}; mend that") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"init_from: {path} is not JSON ({error}); copy it again") from None
-    if not isinstance(values, dict):
+    except ValueError as error:
         raise ConfigError(
-            f"init_from: {path} contains a {type(values).__name__} and no mapping; copy it again"
-        )
-    return values
+            f"init_from: {path} is not the JSON of a model ({error}); copy it again"
+        ) from None
 
 
 def _refuse_pointer(path: Path) -> None:
@@ -78,7 +75,7 @@ def _outline_of_safetensors(path: Path) -> Outline:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= min(size - 8, _MAX_HEADER):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json.loads(file.read(length))
+            header = json_object(file.read(length))
         rest = header.pop("__metadata__", {})
         tensors = {name: tuple(entry["shape"]) for name, entry in header.items()}
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
