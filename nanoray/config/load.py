@@ -148,7 +148,9 @@ def _parse_json(text: str) -> Any:
         return json.loads(text, object_pairs_hook=_without_repeats)
     except RecursionError:
         raise YamlError("is not JSON: its lists and mappings are nested too deeply") from None
-    except json.JSONDecodeError as error:
+    except YamlError:  # a key that is there twice
+        raise
+    except ValueError as error:  # also of a number with thousands of digits
         raise YamlError(f"is not JSON: {error}") from None
 
 

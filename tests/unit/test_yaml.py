@@ -181,6 +181,7 @@ def test_a_holder_that_nothing_merges_is_a_mistake(tmp_path: Path, text: str, me
         ('{"lr": 1, "lr": 2}', "has the key lr twice, as 1 and as 2; drop one of the two"),
         ('{"lr": 1,}', "is not JSON: "),
         ("[" * 100_000, "is not JSON: its lists and mappings are nested too deeply"),
+        ("1" * 5000, "is not JSON: Exceeds the limit"),
         ("[1]", "must hold `key: value` lines, not a list"),
     ],
 )
