@@ -28,6 +28,9 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 # The threads of a command that wait for each other would spin, and take the cores from the tests
 # beside it.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+# The server of the ranks imports matplotlib in the first test that needs one, and its list of fonts
+# must not lie in that test's cache.
+os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
 # A script's shell ignores Ctrl-C in what it starts with `&`, and so would all commands of the
 # tests.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
