@@ -341,6 +341,7 @@ def copy_with_state(optimizer: Optimizer, swap: Mapping[Tensor, Tensor | None]) 
 
     Some optimizers make their state when they are constructed, and need it in their first step.
     Where a new parameter has another shape, its state has the old one's first element everywhere.
+    What has the old one's dtype gets that of the new one.
     """
     duplicate = copy_of(optimizer, swap)
     for member, own in zip(members_of(duplicate), members_of(optimizer), strict=True):
@@ -349,13 +350,14 @@ def copy_with_state(optimizer: Optimizer, swap: Mapping[Tensor, Tensor | None]) 
                 continue
             state = {}
             for key, value in own.state[p].items():
-                is_like_parameter = isinstance(value, Tensor) and value.shape == p.shape
-                if is_like_parameter and new.shape != p.shape and value.numel():
-                    state[key] = torch.full(new.shape, value.flatten()[0].item(), dtype=value.dtype)
-                elif isinstance(value, Tensor):
-                    state[key] = value.detach().cpu().clone()
-                else:
+                if not isinstance(value, Tensor):
                     state[key] = copy.deepcopy(value)
+                    continue
+                dtype = new.dtype if value.dtype == p.dtype else value.dtype
+                if value.shape == p.shape and new.shape != p.shape and value.numel():
+                    state[key] = torch.full(new.shape, value.flatten()[0].item(), dtype=dtype)
+                else:
+                    state[key] = value.detach().to("cpu", dtype, copy=True)
             member.state[new] = state
     return duplicate
 

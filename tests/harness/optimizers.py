@@ -101,7 +101,7 @@ class Shampoo(Styled):
     def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         if not state:
             state["step"] = 0
-            state["GG"] = [0.1 * torch.eye(size) for size in p.shape]
+            state["GG"] = [0.1 * torch.eye(size, dtype=p.dtype) for size in p.shape]
             state["Q"] = [None for _ in p.shape]
         state["step"] += 1
         for dim, size in enumerate(p.shape):

@@ -224,10 +224,13 @@ def test_an_optimizer_continues_from_its_saved_state_to_the_bit(name: str) -> No
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_flat_pieces_are_refused_where_they_change_the_result(name: str) -> None:
+def test_flat_pieces_are_refused_where_they_change_the_result(
+    name: str, dtype: torch.dtype
+) -> None:
     case = CASES[name]
-    given = case.make(list(a_model(1).parameters()))
+    given = case.make(list(a_model(1).to(dtype).parameters()))
     if case.in_pieces:
         with pytest.raises(ConfigError, match="dp_mode = zero1 gives the optimizer flat") as found:
             require_elementwise(given, "zero1")
@@ -235,6 +238,50 @@ def test_flat_pieces_are_refused_where_they_change_the_result(name: str) -> None
         assert str(found.value).endswith("; use dp_mode ddp or ddp_by_hand")
         return
     require_elementwise(given, "zero1")
+
+
+class Coarse(styles.Styled):
+    """Keeps its momentum in a coarse type, and may scale it by the norm of the parameter."""
+
+    def __init__(self, params: Any, dtype: torch.dtype, by_norm: bool) -> None:
+        super().__init__(params)
+        self.dtype = dtype
+        self.by_norm = by_norm
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: Any, group: Any) -> None:
+        if not state:
+            state["momentum"] = torch.zeros_like(p, dtype=self.dtype)
+        momentum = 0.9 * state["momentum"].to(p.dtype) + grad
+        if self.by_norm:
+            momentum = momentum * (p.norm() / momentum.norm())
+        state["momentum"] = momentum.to(self.dtype)
+        p.sub_(momentum, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_tolerance_of_the_trial_follows_the_types_of_the_state(dtype: torch.dtype) -> None:
+    parameters = list(a_model(1).parameters())
+    require_elementwise(Coarse(parameters, dtype, by_norm=False), "zero1")
+    with pytest.raises(ConfigError, match=WHOLE):
+        require_elementwise(Coarse(parameters, dtype, by_norm=True), "zero1")
+
+
+class Overflowing(styles.Styled):
+    """Its update is infinite for any gradient: nothing can be compared."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: Any, group: Any) -> None:
+        p.add_(grad * float("inf"))
+
+
+def test_a_trial_that_overflows_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="values that are not finite from gradients of about 100"):
+        require_elementwise(Overflowing(list(a_model(1).parameters())), "zero1")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", [name for name in ACCEPTED if hasattr(torch.optim, name)])
+def test_torchs_optimizers_are_resumable_in_every_type(name: str, dtype: torch.dtype) -> None:
+    require_resumable(CASES[name].make(list(a_model(1).to(dtype).parameters())))
 
 
 def halves(model: nn.Module) -> list[list[Shard]]:
