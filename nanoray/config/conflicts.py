@@ -448,7 +448,8 @@ _GPT_KEYS = (
     "attention",
     "loss_chunk",
 )
-_RESNET_KEYS = ("resnet_depth", "sync_batchnorm", "label_smoothing")
+_RESNET_KEYS = ("resnet_depth", "label_smoothing")
+_NORM_KEYS = ("sync_batchnorm",)
 
 
 def _keys_of_models() -> list[Row]:
@@ -457,6 +458,7 @@ def _keys_of_models() -> list[Row]:
         (_TEXT_KEYS, ("gpt", "own")),
         (_GPT_KEYS, ("gpt",)),
         (_RESNET_KEYS, ("resnet",)),
+        (_NORM_KEYS, ("resnet", "own")),
     ):
         for key in keys:
             row = Row(

@@ -63,7 +63,7 @@ class Model(Group):
     """fixed: factor on the resnet's 16, 32 and 64 channels"""
 
     sync_batchnorm: bool = field(False, "model")
-    """resnet: normalise by the micro batches of all ranks together, not by each rank's own"""
+    """batch norms: normalise by the micro batches of all ranks together, not by each rank's own"""
 
     # The GPT; the defaults are those of nanoGPT's recipe for a CPU
     n_layer: Positive = field(4, "model")

@@ -10,11 +10,13 @@ weights: evaluation, checkpoints, hashes and the copy for a new rank need no rul
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from nanoray.compat import BatchNormBase
 from nanoray.errors import ConfigError
@@ -22,66 +24,60 @@ from nanoray.mesh.axis import Axis
 
 
 class BatchNorm(nn.Module):
-    """Normalise each channel of (B, C, H, W) by its mean and variance in this rank's micro batch.
+    """Normalise each channel of (B, C, ...) by its mean and variance in this rank's micro batch.
 
     With an `axis`, by those of the micro batches of all its ranks together. Evaluation uses the
-    running statistics.
+    running statistics. `adopt_norms` gives this forward to a norm of torch's, with any of its options.
     """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    pending: Tensor
+    passes: Tensor
+    momentum: float | None
+    eps: float
+    track_running_stats: bool
+    axis: Axis | None
+    always_synchronised: bool
 
     def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
         super().__init__()
         self.momentum = momentum
         self.eps = eps
+        self.track_running_stats = True
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
+        self.register_buffer("num_batches_tracked", None)  # norms of torch's count
+        self.prepare(always_synchronised=False)
+
+    def prepare(self, always_synchronised: bool) -> None:
+        """Add what the running statistics need to change with the weights."""
+        self.axis = None
+        self.always_synchronised = always_synchronised  # also without sync_batchnorm
         # The sums of mean and unbiased variance over the forward passes of this step, (2, C), and
-        # the number of these passes. Not part of the state.
-        self.register_buffer("pending", torch.zeros(2, channels), persistent=False)
-        self.register_buffer("passes", torch.zeros(1), persistent=False)
-        # Of a norm in place of torch's: how many times the running statistics were updated
-        self.register_buffer("num_batches_tracked", None)
-        self.axis: Axis | None = None
-        self.num_batches_tracked: Tensor | None
-        self.running_mean: Tensor
-        self.running_var: Tensor
-        self.pending: Tensor
-        self.passes: Tensor
-
-    @classmethod
-    def of(cls, norm: BatchNormBase) -> BatchNorm:
-        """Return a replacement of torch's norm, with the same parameters.
-
-        Raises ConfigError for a norm that cannot be replaced.
-        """
-        complete = norm.affine and norm.track_running_stats and norm.momentum
-        if not complete or isinstance(norm, nn.SyncBatchNorm):
-            raise ConfigError(
-                f"{norm} has no parameters, no running statistics or no momentum, or exchanges "
-                "them itself, so ranks could not agree on its statistics; use affine, "
-                "track_running_stats and momentum, and no SyncBatchNorm"
-            )
-        assert norm.momentum is not None
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        replacement = cls(norm.num_features, norm.momentum, norm.eps)
-        replacement.weight = norm.weight
-        replacement.bias = norm.bias
-        replacement.running_mean.copy_(norm.running_mean)
-        replacement.running_var.copy_(norm.running_var)
-        replacement.num_batches_tracked = norm.num_batches_tracked
-        return replacement.train(norm.training)
+        # the number of these passes. Not part of the state. Sums of 16 bits would lose digits.
+        running = torch.zeros(0) if self.running_mean is None else self.running_mean
+        dtype = torch.promote_types(running.dtype, torch.float32)
+        pending = running.new_zeros(2, running.numel(), dtype=dtype)
+        self.register_buffer("pending", pending, persistent=False)
+        self.register_buffer("passes", running.new_zeros(1, dtype=dtype), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return F.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
-            )
-        statistics = torch.zeros_like(self.pending)  # (2, C): mean and variance of this batch
-        mean = statistics[0]
-        var = statistics[1]
-        if self.axis is None or self.axis.size == 1:
+        running = self.running_mean
+        if not self.training and running is not None:
+            return F.batch_norm(x, running, self.running_var, self.weight, self.bias, eps=self.eps)
+        statistics = mean = var = None
+        if self.training and self.track_running_stats and running is not None:
+            # (2, C): mean and variance of this batch
+            statistics = torch.zeros_like(self.pending, dtype=running.dtype)
+            mean = statistics[0]
+            var = statistics[1]
+        if not self.training or self.axis is None or self.axis.size == 1:
             # With momentum 1 the "running" statistics that it writes are those of this batch.
             y = F.batch_norm(
                 x, mean, var, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps
@@ -89,33 +85,79 @@ class BatchNorm(nn.Module):
         else:
             y = _synchronised(x, self.weight, self.bias, statistics, self.eps, self.axis)
         # Only noted here; `update` applies it when the weights change.
-        with torch.no_grad():
-            self.pending += statistics
-            self.passes += 1
-        return y  # (B, C, H, W)
+        if statistics is not None:
+            with torch.no_grad():
+                self.pending += statistics
+                self.passes += 1
+        return y  # (B, C, ...)
 
     @torch.no_grad()
     def update(self, mean: Tensor, var: Tensor, good: Tensor) -> None:
         """Move the running statistics towards mean and var, (C,), if `good`, a boolean scalar."""
-        # Without a branch on `good`, so the host need not wait for the device.
-        for running, new in ((self.running_mean, mean), (self.running_var, var)):
-            running.copy_(torch.where(good, running + self.momentum * (new - running), running))
         if self.num_batches_tracked is not None:
             self.num_batches_tracked += good
+        momentum: float | Tensor = 0.0
+        if self.momentum is not None:
+            momentum = self.momentum
+        elif self.num_batches_tracked is not None:
+            momentum = 1 / self.num_batches_tracked.clamp(min=1)  # a mean over all steps
+        # Without a branch on `good`, so the host need not wait for the device.
+        for running, new in ((self.running_mean, mean), (self.running_var, var)):
+            if running is not None:  # a script may have removed them
+                running.copy_(torch.where(good, running + momentum * (new - running), running))
 
 
-def replace_norms(model: nn.Module) -> None:
-    """Replace each of torch's batch norms in a model; the parameters stay the same objects."""
-    # Children, because a module is replaced in its parent.
-    for module in model.modules():
-        for name, child in module.named_children():
-            if isinstance(child, BatchNormBase):
-                setattr(module, name, BatchNorm.of(child))
+def adopt_norms(model: nn.Module) -> None:
+    """Turn torch's batch norms in a model into this kind, in place. (all ranks)
+
+    Each stays the same object, so that references to it, its hooks and its attributes go on to
+    work. Raises ConfigError for a norm that cannot be adopted.
+    """
+    for name, module in model.named_modules():
+        # A lazy norm has its class and its channels after its first batch.
+        is_lazy = isinstance(module, LazyModuleMixin)
+        if isinstance(module, BatchNormBase) and not is_lazy and not has_own_forward(module):
+            _adopt(module, name)
+
+
+def has_own_forward(norm: BatchNormBase) -> bool:
+    """Whether a norm computes something else than torch's, as one with an activation does.
+
+    Its buffers are then those of rank 0, like any buffer that a forward changes.
+    """
+    torchs = (BatchNormBase.forward, nn.SyncBatchNorm.forward)
+    return type(norm).forward not in torchs or "forward" in vars(norm)
+
+
+def _adopt(norm: BatchNormBase, name: str) -> None:
+    is_synchronised = isinstance(norm, nn.SyncBatchNorm)
+    if is_synchronised and getattr(norm, "process_group", None) is not None:
+        raise ConfigError(
+            f"{name or 'the model'} is a SyncBatchNorm with a process_group of its own, which does "
+            "not outlive a lost rank; drop process_group: it then synchronises over all ranks of "
+            "the data"
+        )
+    # torch's DDP refuses a SyncBatchNorm on CPUs, and prepares it for exchanges of its own on GPUs.
+    kind: Any = BatchNormBase if is_synchronised else type(norm)
+    norm.__class__ = _kind_of(kind, type(norm).__name__)
+    assert isinstance(norm, BatchNorm)
+    norm.prepare(is_synchronised)
+
+
+@cache
+def _kind_of(kind: type[nn.Module], name: str) -> Any:
+    """Return a class of torch's norms with the forward above, under its name."""
+    return type(name, (BatchNorm, kind), {"__module__": kind.__module__})
 
 
 @torch.compiler.disable  # a compiled graph ends before the exchange and goes on after it
 def _synchronised(
-    x: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor, eps: float, axis: Axis
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    statistics: Tensor | None,
+    eps: float,
+    axis: Axis,
 ) -> Tensor:
     return Synchronised.apply(x, weight, bias, statistics, eps, axis)
 
@@ -138,47 +180,69 @@ class Synchronised(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        statistics: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        statistics: Tensor | None,
         eps: float,
         axis: Axis,
     ) -> Tensor:
-        """Return y (B, C, H, W); write mean and unbiased variance to `statistics`, (2, C).
+        """Return y (B, C, ...); write mean and unbiased variance to `statistics`, (2, C).
 
         (all ranks of the axis)
         """
-        x32 = x.float()
-        x64 = x32.double()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        x64 = wide.double()
         channels = x.shape[1]
+        others = [dim for dim in range(x.dim()) if dim != 1]  # all but that of the channels
+        per_channel = (-1, *[1] * (x.dim() - 2))  # the shape of (C,) beside x
 
         # In float64, because E[x²] - E[x]² loses digits, and squares about the common mean need a
         # second exchange.
         count = x64.new_full((channels,), float(x.numel() // channels))
-        own = torch.stack([x64.sum((0, 2, 3)), x64.square().sum((0, 2, 3)), count])  # (3, C)
+        own = torch.stack([x64.sum(others), x64.square().sum(others), count])  # (3, C)
         total, squares, m = axis.sum(own, "batchnorm")  # (C,) each
         # The mean and variance of all ranks' elements, and the unbiased one for evaluation.
         mean = total / m
         var = (squares / m - mean.square()).clamp(min=0.0)
-        statistics[0] = mean
-        statistics[1] = var * m / (m - 1)
+        if statistics is not None:
+            statistics[0] = mean
+            statistics[1] = var * m / (m - 1)
 
-        inv_std = (var + eps).rsqrt().float()
-        x_hat = (x32 - mean.float()[:, None, None]) * inv_std[:, None, None]  # (B, C, H, W)
-        ctx.save_for_backward(x_hat, weight, inv_std, m.float())
+        inv_std = (var + eps).rsqrt().to(wide.dtype)
+        centered = wide - mean.to(wide.dtype).view(per_channel)
+        x_hat = centered * inv_std.view(per_channel)  # (B, C, ...)
+        ctx.save_for_backward(x_hat, weight, inv_std, m.to(wide.dtype))
         ctx.axis = axis
-        return (x_hat * weight[:, None, None] + bias[:, None, None]).to(x.dtype)
+        y = x_hat
+        if weight is not None:
+            y = y * weight.view(per_channel)
+        if bias is not None:
+            y = y + bias.view(per_channel)
+        return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients of x, weight and bias. (all ranks of the axis)"""
         x_hat, weight, inv_std, m = ctx.saved_tensors
-        dy = grads[0].float()
-        db = dy.sum((0, 2, 3))  # (C,)
-        dw = (dy * x_hat).sum((0, 2, 3))  # (C,)
+        dy = grads[0].to(x_hat.dtype)
+        others = [dim for dim in range(dy.dim()) if dim != 1]
+        per_channel = (-1, *[1] * (dy.dim() - 2))
+        db = dy.sum(others)  # (C,)
+        dw = (dy * x_hat).sum(others)  # (C,)
 
         # axis.sum works in place, and this rank's own sums are the parameters' gradients.
         mean_dy, mean_dy_x_hat = ctx.axis.sum(torch.stack([db, dw]), "batchnorm") / m  # (C,) each
-        centered = dy - mean_dy[:, None, None] - x_hat * mean_dy_x_hat[:, None, None]
-        dx = (weight * inv_std)[:, None, None] * centered  # (B, C, H, W)
-        return dx.to(grads[0].dtype), dw, db, None, None, None
+        centered = dy - mean_dy.view(per_channel) - x_hat * mean_dy_x_hat.view(per_channel)
+        scale = inv_std if weight is None else weight * inv_std
+        dx = scale.view(per_channel) * centered  # (B, C, ...)
+
+        # A norm without weights, or with frozen ones, asks for no gradient of them.
+        needs_dw, needs_db = ctx.needs_input_grad[1:3]
+        return (
+            dx.to(grads[0].dtype),
+            dw if needs_dw else None,
+            db if needs_db else None,
+            None,
+            None,
+            None,
+        )

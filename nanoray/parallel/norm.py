@@ -38,6 +38,8 @@ def norm_of_owned(owned: Sequence[Tensor], axis: Axis, device: torch.device) -> 
     """
     chunks: list[Tensor] = []
     for tensor in owned:
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
         if device.type == "cpu":
             chunks += tensor.split(CHUNK)
         else:

@@ -19,7 +19,7 @@ from nanoray.parallel.hooks import StepHook
 
 
 def has_statistics(model: nn.Module) -> bool:
-    """Whether a model has norms with running statistics."""
+    """Whether a model has norms whose statistics ranks average or share."""
     return any(isinstance(module, BatchNorm) for module in model.modules())
 
 
@@ -35,7 +35,7 @@ class RunningStatistics(StepHook):
         self._axis = axis
         self._sums = torch.empty(0)  # of all norms: pending and passes, one after the other
         for norm in self._norms:
-            norm.axis = axis if synchronised else None
+            norm.axis = axis if synchronised or norm.always_synchronised else None
 
         # The model outlives its group of ranks, and a norm's axis would keep the group open.
         weakref.finalize(self, _release, self._norms, axis)

@@ -109,6 +109,16 @@ def classes(seed: int, count: int) -> tuple[Tensor, Tensor]:
     return x, torch.arange(count) % 4
 
 
+def halves(dtype: torch.dtype) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    """Return a function of samples in 16 bits."""
+
+    def batch(seed: int, count: int) -> tuple[Tensor, Tensor]:
+        x, y = vectors(seed, count)
+        return x.to(dtype), y.to(dtype)
+
+    return batch
+
+
 def doubles(seed: int, count: int) -> tuple[Tensor, Tensor]:
     """Return vectors and targets in float64."""
     x, y = vectors(seed, count)
@@ -720,6 +730,10 @@ def double() -> nn.Module:
     return Scripted().double()
 
 
+def in_16_bits(dtype: torch.dtype) -> nn.Module:
+    return Scripted().to(dtype)
+
+
 def bf16_base() -> nn.Module:
     """Return adapters in float32 around a frozen base in 16 bits."""
 
@@ -841,4 +855,6 @@ PUBLIC: list[Kind] = [
     ),
     Kind("torch.compile", compiled, vectors),
     Kind("float64", double, doubles),
+    Kind("bfloat16", lambda: in_16_bits(torch.bfloat16), halves(torch.bfloat16), tolerance=0.02),
+    Kind("float16", lambda: in_16_bits(torch.float16), halves(torch.float16), tolerance=0.004),
 ]

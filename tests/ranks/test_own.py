@@ -78,11 +78,6 @@ def with_batch_norm(run: Run) -> None:
     RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1), points(20, 2))
 
 
-def with_bare_norm(run: Run) -> None:
-    model = nn.Sequential(nn.Linear(3, 16), nn.BatchNorm1d(16, affine=False), nn.Linear(16, 1))
-    RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.05), run)
-
-
 def fit(run: Run, how: str = "dataset", steps: int | None = None) -> None:
     """What a script does: a model, two groups of parameters with rates of their own, an optimizer,
     data.
@@ -443,10 +438,6 @@ def of_half_a_model(run: Run) -> None:
             of_another_model,
             "ConfigError: the optimizer has a parameter of shape (16, 3) that is not the model's; "
             "make",
-        ),
-        (
-            with_bare_norm,
-            "ConfigError: BatchNorm1d(16",
         ),
         (
             with_a_closure,

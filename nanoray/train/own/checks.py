@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from nanoray.compat import storage_key
+from nanoray.compat import BatchNormBase, storage_key
 from nanoray.config import Config
 from nanoray.errors import ConfigError, DataError
+from nanoray.models.batch_norm import BatchNorm
 
 WRAPPERS = (nn.DataParallel, DistributedDataParallel, FSDPModule)
 
@@ -83,6 +85,7 @@ def require_trainable(model: nn.Module, config: Config, ranks: int) -> None:
             f"none of the {len(parameters)} parameters of {type(model).__name__} requires a "
             "gradient, so there is nothing to train; call requires_grad_(True) on some"
         )
+    _require_norms(model, config)
     if ranks == 1:
         return  # nothing is cut
     _require_hooks(model, config.dp_mode)
@@ -90,6 +93,30 @@ def require_trainable(model: nn.Module, config: Config, ranks: int) -> None:
         _require_one_type(trained)
     if config.sharded:
         _require_own_memory(parameters, config.dp_mode)
+
+
+def _require_norms(model: nn.Module, config: Config) -> None:
+    """Raise ConfigError for batch norms that cannot share statistics as the configuration asks."""
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, BatchNormBase)}
+    if config.sync_batchnorm and not norms:
+        raise ConfigError(
+            f"sync_batchnorm = True would be ignored: {type(model).__name__} has no batch norm of "
+            "torch.nn; drop it"
+        )
+    for name, norm in norms.items():
+        if config.sync_batchnorm and not isinstance(norm, BatchNorm):
+            raise ConfigError(
+                f"sync_batchnorm = True would be ignored by {name or 'the model'}, a "
+                f"{type(norm).__name__} with a forward of its own; drop it, or exchange the "
+                "statistics in that forward"
+            )
+        is_synchronised = isinstance(norm, BatchNorm) and norm.always_synchronised
+        if config.compile == "cuda_graphs" and is_synchronised:
+            raise ConfigError(
+                f"compile = cuda_graphs with a SyncBatchNorm, {name or 'the model'}: its ranks "
+                "exchange statistics within a layer, and a graph repeats what it has recorded; use "
+                "compile true"
+            )
 
 
 def _require_hooks(model: nn.Module, mode: str) -> None:
@@ -146,10 +173,17 @@ def _require_own_memory(parameters: dict[str, nn.Parameter], mode: str) -> None:
                 )
 
 
-def lazy_parameters(model: nn.Module) -> list[str]:
-    """Return the names of the parameters and buffers that get a shape in the first forward."""
+def lazy_parts(model: nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers that get a shape in the first forward.
+
+    Those of modules that get their class then come last: a lazy norm may have no such tensor.
+    """
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [name for name, tensor in tensors if is_lazy(tensor)]
+    names = [name for name, tensor in tensors if is_lazy(tensor)]
+    for name, module in model.named_modules():
+        if isinstance(module, LazyModuleMixin) and module.cls_to_become is not None:
+            names.append(name)
+    return names
 
 
 def require_dataset(data: Any, split: str, other: Any = None) -> None:

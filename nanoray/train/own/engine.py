@@ -25,11 +25,11 @@ from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.forecast.own_models import DryRunEnded
 from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.models.batch_norm import replace_norms
+from nanoray.models.batch_norm import adopt_norms
 from nanoray.run import RunSpec
 from nanoray.train.own.callbacks import Callback, observers_of
 from nanoray.train.own.checks import (
-    lazy_parameters,
+    lazy_parts,
     require_dataset,
     require_loss_fn,
     require_module,
@@ -93,8 +93,8 @@ class RuntimeEngine:
         in their order. They keep their rates and groups, unless the configuration sets `lr`,
         `schedule` or `warmup_steps`: then the rate of the first group follows it, and the others
         keep their ratio to it. A `scheduler` of torch, a list of them, or a function from the step
-        to the factor of the rate, is stepped once per optimizer step. torch's BatchNorm is replaced,
-        in place, by one whose running statistics are equal on all ranks (models/batch_norm.py).
+        to the factor of the rate, is stepped once per optimizer step. The running statistics
+        of torch's batch norms become equal on all ranks (models/batch_norm.py).
         """
         self._loaded: Loaded | None = None
         if isinstance(run, Run):
@@ -115,10 +115,10 @@ class RuntimeEngine:
         require_no_other_scheduler(self._one, schedulers)
         self._schedule = OwnSchedule(schedulers, self._one)
         self._is_cut = False  # whether a fit has left the optimizer's state to its shards
-        # torch's BatchNorm would let running statistics drift apart. A lazy norm has no channels
+        # torch's batch norms would let running statistics drift apart. A lazy norm has no channels
         # before its first batch.
-        if not lazy_parameters(model):
-            replace_norms(model)
+        if not lazy_parts(model):
+            adopt_norms(model)
 
     @property
     def run(self) -> Run:
@@ -177,10 +177,10 @@ class RuntimeEngine:
 
         require_dataset(train_data, "train", val_data)
         require_dataset(val_data, "validation")
-        if lazy_parameters(self.model):
+        if lazy_parts(self.model):
             first_batch = task_of(run.spec).first_batch()
             fill_lazy_parameters(self.model, self.loss_fn, *first_batch)
-            replace_norms(self.model)
+            adopt_norms(self.model)
         require_trainable(self.model, run.config, run.world_size)
         require_storable(self.model, self._one, run.config.sharded)
         require_resumable(self._one)

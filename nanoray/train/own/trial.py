@@ -33,7 +33,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import autocast
 from nanoray.models.weighted import Weighted
 from nanoray.train.own.call import arguments_of, loss_in, loss_of
-from nanoray.train.own.checks import describe, lazy_parameters
+from nanoray.train.own.checks import describe, lazy_parts
 from nanoray.train.own.untouched import untouched
 
 # Where the frames of a traceback lie that are not the script's
@@ -470,9 +470,9 @@ def fill_lazy_parameters(
     finally:
         for module in training:
             module.training = True
-    left = lazy_parameters(model)
+    left = lazy_parts(model)
     if left:
         raise ConfigError(
-            f"{left[0]} is a lazy parameter that the first forward has not used; run the model "
-            "once with a batch that uses it, before RuntimeEngine"
+            f"{left[0]} is lazy, and the first forward has not used it; run the model once with a "
+            "batch that uses it, before RuntimeEngine"
         )

@@ -1,0 +1,277 @@
+"""A refusal that advises another dp_mode: the advised mode then trains the same model."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from nanoray.checkpoint.resume import open_run
+from nanoray.config import make_config
+from nanoray.data.dataset import own_data
+from nanoray.train.own.engine import RuntimeEngine
+from nanoray.train.own.program import Program
+from nanoray.train.own.run import Run
+from nanoray.train.own.settings import DEFAULTS
+from tests.harness.lasting_ranks import LastingRanks
+from tests.harness.zoo import SAMPLES, WIDTH, Checkpointed, Layered, vectors
+
+ROOT = Path(__file__).resolve().parents[2] / "nanoray"
+SETTINGS: dict[str, Any] = {
+    "global_batch_size": 12,
+    "micro_batch_size": 0,
+    "max_steps": 6,
+    "log_every": 6,
+    "eval_every": 0,
+    "checkpoint_every": 0,
+    "tensorboard": False,
+    "precision": "fp32",
+    "timeout_s": 15,
+    "init_timeout_s": 30,
+}
+
+
+class Layers(nn.Module):
+    """Three layers, for subclasses to change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x)
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+        return self.head(h)
+
+
+class TwoTypes(Layers):
+    """Some weights in bf16, others in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.into(x).bfloat16()
+        for layer in self.layers:
+            h = torch.tanh(layer(h))
+        return self.head(h.float())
+
+
+class OneMemory(Layers):
+    """Two parameters over the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.randn(2 * WIDTH)
+        self.first = nn.Parameter(both[:WIDTH])
+        self.second = nn.Parameter(both[4 : WIDTH + 4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.first + self.second)
+
+
+class Complex(nn.Module):
+    """All of its weights are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)
+        self.head = nn.Linear(WIDTH, 1, dtype=torch.complex64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.into(x.to(torch.complex64)))).real
+
+
+class Number(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.scale)
+
+
+class Hooked(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight.register_hook(lambda gradient: gradient * 2)
+
+
+class Shared(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].weight = self.layers[0].weight
+
+
+class OnDataThemselves(Layers):
+    """Skips a layer on some ranks, before one that reads the data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers
+        h = self.into(x)
+        if x[0, 1] > 0:
+            h = h + first(h)
+        return self.head(h + second(x))
+
+
+class Translated(Layers):
+    """Its state_dict has another entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(self.add)
+        self.register_load_state_dict_pre_hook(self.drop)
+
+    @staticmethod
+    def add(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state["added"] = torch.zeros(1)
+
+    @staticmethod
+    def drop(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        state.pop("added", None)
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)))
+
+
+def tiny() -> nn.Module:
+    """Return a model with too few elements for two ranks: one."""
+    model = nn.Linear(WIDTH, 1, bias=False)
+    model.weight = nn.Parameter(torch.ones(1, WIDTH))
+    return model
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A model that a mode refuses, and words of the refusal."""
+
+    model: Callable[[], nn.Module]
+    mode: str
+    words: str
+    optimizer: str = "SGD"
+
+
+REFUSALS = {
+    "rows": Refusal(Layers, "zero1", "as if it used rows or norms", "Adafactor"),
+    "two types": Refusal(TwoTypes, "fsdp", "gathers weights of one type together"),
+    "scripted": Refusal(scripted, "zero2", "needs hooks, which a module of torch.jit.script"),
+    "one memory": Refusal(OneMemory, "zero1", "are two parameters over the same memory"),
+    "complex": Refusal(Complex, "fsdp", "sums gradients as real numbers"),
+    "number": Refusal(Number, "fsdp", "is a single number"),
+    "hook": Refusal(Hooked, "fsdp", "has a hook on its gradient"),
+    "shared": Refusal(Shared, "fsdp", "belongs to several layers"),
+    "order": Refusal(partial(Layered, "order"), "fsdp", "calls them in a different order"),
+    "on data": Refusal(OnDataThemselves, "fsdp", "skips a layer before one that reads"),
+    "two parts": Refusal(partial(Checkpointed, True, True), "ddp", "of a parameter in two parts"),
+    "translated": Refusal(Translated, "zero1", "a hook translates its state_dict"),
+    "too small": Refusal(tiny, "fsdp", "no element of this small model"),
+    "norms in bf16": Refusal(normed, "fsdp:bf16", "with batch normalisation"),
+}
+# Advised where this test cannot come: on Ray, where fsdp trains a copy of the model; and where ranks
+# have gathered different layers already, so that they wait for each other
+ELSEWHERE = (
+    "trains a copy of the model, but copy.deepcopy fails",
+    "so they may have gathered different weights",
+)
+
+
+def train(run: Run, refusal: Refusal) -> None:
+    torch.manual_seed(0)
+    model = refusal.model()
+    settings = {"momentum": 0.9} if refusal.optimizer == "SGD" else {}
+    optimizer = getattr(torch.optim, refusal.optimizer)(model.parameters(), lr=0.01, **settings)
+    data = TensorDataset(*vectors(0, SAMPLES))
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(data)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[LastingRanks]:
+    with LastingRanks(2, timeout_s=120) as pair:
+        yield pair
+
+
+def outcome(ranks: LastingRanks, refusal: Refusal, mode: str, folder: Path) -> dict[str, Any]:
+    settings = {"dp_mode": mode, "out_dir": str(folder)}
+    if mode.startswith("fsdp:"):
+        settings["precision"] = "bf16"
+    spec = open_run(make_config(DEFAULTS | SETTINGS | settings), own_data(), 0.0)
+    outcomes = ranks.train(spec, Program(partial(train, refusal=refusal), frozenset(settings)))
+    # A rank may be alone with its refusal: the others then wait for it in vain.
+    failed = [found for found in outcomes if "error" in found]
+    failed.sort(key=lambda found: found["error"] == "RuntimeError")
+    return failed[0] if failed else outcomes[0]
+
+
+def advised(message: str) -> list[str]:
+    """Return the modes that the end of a message advises."""
+    mode = "(?:ddp_by_hand|ddp|zero1|zero2|fsdp)"
+    found = re.findall(rf"dp_mode ({mode}(?:(?:, | or ){mode})*)", message)
+    return re.split(", | or ", found[-1]) if found else []
+
+
+MESSAGES: dict[str, str] = {}  # what the models above were refused with
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_an_advised_mode_accepts_the_model(ranks: LastingRanks, tmp_path: Path, name: str) -> None:
+    refusal = REFUSALS[name]
+    refused = outcome(ranks, refusal, refusal.mode, tmp_path / "refused")
+    assert refused.get("error") == "ConfigError", refused
+    assert refusal.words in refused["message"]
+    modes = advised(refused["message"])
+    assert modes, refused["message"]
+    MESSAGES[name] = refused["message"]
+    for mode in modes:
+        found = outcome(ranks, refusal, mode, tmp_path / mode)
+        assert "error" not in found, f"{refused['message']}\n{mode}: {found}"
+
+
+def texts_with_advice() -> Iterator[str]:
+    """Yield each text of the code about a script's model that advises a mode, as a pattern."""
+    files = [*(ROOT / "train" / "own").glob("*.py"), *(ROOT / "parallel").glob("fsdp*.py")]
+    files += [ROOT / "parallel" / "absent.py", ROOT / "parallel" / "ddp.py"]
+    files.append(ROOT / "checkpoint" / "storable.py")
+    for file in files:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        inner = {id(n) for j in ast.walk(tree) if isinstance(j, ast.JoinedStr) for n in j.values}
+        for node in ast.walk(tree):
+            parts: list[str] = []
+            if isinstance(node, ast.JoinedStr):
+                for value in node.values:
+                    is_text = isinstance(value, ast.Constant)
+                    parts.append(re.escape(str(value.value)) if is_text else "(?s:.*)")
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts = [] if id(node) in inner else [re.escape(node.value)]
+            pattern = "".join(parts)
+            if re.search(r"(use|or)\\ dp_mode\\ [a-z]", pattern):
+                yield pattern
+
+
+def test_each_text_with_an_advice_is_tried() -> None:
+    if MESSAGES.keys() != REFUSALS.keys():
+        pytest.skip("the tests above did not run in this process")
+    patterns = [*texts_with_advice()]
+    assert len(patterns) > 10
+    for pattern in patterns:
+        shown = pattern.replace("\\", "")
+        if any(words in shown for words in ELSEWHERE):
+            continue
+        assert any(re.search(pattern, text) for text in MESSAGES.values()), f"not tried: {shown}"

@@ -1,0 +1,198 @@
+"""Every class of torch.nn with its options, in every mode: trained as by plain torch, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.resume import open_run
+from nanoray.compat import BatchNormBase
+from nanoray.config import make_config
+from nanoray.data.dataset import own_data
+from nanoray.data.own import OwnData
+from nanoray.models.dropout import derive_seed, seed_generators
+from nanoray.train.own.engine import RuntimeEngine
+from nanoray.train.own.program import Program
+from nanoray.train.own.run import Run
+from nanoray.train.own.settings import DEFAULTS
+from tests.harness.lasting_ranks import LastingRanks
+from tests.harness.torch_nn import SPECIMENS, Around, Specimen, batch, unvaried
+from tests.harness.zoo_public import MODES
+
+CPU = torch.device("cpu")
+BATCH = 12
+STEPS = 4
+SEED = 1337
+SETTINGS: dict[str, Any] = {
+    "global_batch_size": BATCH,
+    "micro_batch_size": 0,
+    "max_steps": STEPS,
+    "log_every": STEPS,
+    "hash_every": STEPS,
+    "eval_every": 0,
+    "checkpoint_every": 0,
+    "tensorboard": False,
+    "precision": "fp32",
+    "timeout_s": 30,
+    "init_timeout_s": 30,
+}
+TOLERANCE = 2e-5
+TOGETHER = 60  # specimens that are trained as one model
+BY_NAME = {specimen.name: specimen for specimen in SPECIMENS}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD of all that is trained: it shows a wrong factor, and a gradient of zeros."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def train(run: Run, names: Sequence[str]) -> None:
+    model = Around(BY_NAME[name] for name in names)
+    RuntimeEngine(model, optimizer_of(model), run).fit(TensorDataset(*batch(4 * BATCH)))
+
+
+def alone(specimens: Sequence[Specimen], world: int) -> dict[str, Tensor]:
+    """Train in this process, with plain torch; return the weights and buffers.
+
+    A step's batch is computed in as many pieces as there are ranks, as under torch's DDP: each
+    begins with the same buffers, and those of the first one are kept. Running statistics of batch
+    norms are means over the pieces.
+    """
+    model = Around(specimens)
+    # All of them, or none
+    pieces = 1 if specimens[0].over_all_ranks else world
+    size = BATCH // pieces
+    data = OwnData(TensorDataset(*batch(4 * BATCH)), None, SEED, BATCH, CPU)
+    model.eval()
+    with torch.no_grad():
+        model(*data.train_batch(0, size))  # lazy modules get their weights
+    model.train()
+    optimizer = optimizer_of(model)
+    averaged = set()
+    for name, module in model.named_modules():
+        if isinstance(module, BatchNormBase):
+            averaged |= {f"{name}.running_mean", f"{name}.running_var"}
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        begin = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        after: list[dict[str, Tensor]] = []
+        for piece in range(pieces):
+            put_buffers(model, begin)
+            inputs, targets = data.train_batch(step * BATCH + piece * size, size)
+            seed_generators(derive_seed(SEED, step, 0, piece), CPU)
+            (model(inputs, targets) / pieces).backward()
+            after.append({name: buffer.clone() for name, buffer in model.named_buffers()})
+        for name in averaged & after[0].keys():
+            after[0][name] = torch.stack([buffers[name] for buffers in after]).mean(0)
+        put_buffers(model, after[0])
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def put_buffers(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, buffer in model.named_buffers():
+        buffer.data.copy_(values[name])
+
+
+def wrong(
+    ranks: LastingRanks, world: int, specimens: Sequence[Specimen], mode: str, folder: Path
+) -> Iterator[str]:
+    """Train specimens together, as one model; yield what differs from plain torch."""
+    settings = {"dp_mode": mode, "out_dir": str(folder)}
+    spec = open_run(make_config(DEFAULTS | SETTINGS | settings), own_data(), 0.0)
+    names = [specimen.name for specimen in specimens]
+    outcomes = ranks.train(spec, Program(partial(train, names=names), frozenset(settings)))
+    refusal = specimens[0].refused.get(mode, "") if len(specimens) == 1 else ""
+    for rank, outcome in enumerate(outcomes):
+        error = f"{outcome.get('error', 'none')}: {outcome.get('message', '')}"
+        if refusal and world > 1 and not (error.startswith("ConfigError") and refusal in error):
+            yield f"rank {rank} did not refuse with {refusal!r}: {error}"
+        elif not refusal and "error" in outcome:
+            yield f"rank {rank}: {error}"
+            return
+    if any("error" in outcome for outcome in outcomes):
+        return
+
+    newest, _ = newest_valid(spec.checkpoints)
+    assert newest is not None
+    ours = newest.state.model
+    for name, theirs in alone(specimens, world).items():
+        if name not in ours:
+            yield f"{name} is not in the checkpoint"
+            continue
+        far = (ours[name].double() - theirs.double()).abs().max().item() if theirs.numel() else 0.0
+        if not far <= TOLERANCE:
+            yield f"{name} is {far:.1e} away"
+
+
+def test_every_class_of_torch_nn_and_every_option_has_a_specimen() -> None:
+    """A new torch may bring others: add them to tests/harness/torch_nn.py."""
+    assert not unvaried()
+    assert len(BY_NAME) == len(SPECIMENS)
+
+
+def everyday() -> list[list[Specimen]]:
+    """Return a specimen of each family, with the options of its batch norms, and SyncBatchNorms."""
+    chosen: dict[bool, list[Specimen]] = {False: [], True: []}
+    seen = set()
+    for specimen in SPECIMENS:
+        # A class for images is computed as that for sequences.
+        family = specimen.kind.removeprefix("Lazy").rstrip("123d")
+        if family in seen and specimen.kind not in ("BatchNorm1d", "SyncBatchNorm"):
+            continue
+        seen.add(family)
+        chosen[specimen.over_all_ranks].append(specimen)
+    return [*chosen.values()]
+
+
+def test_a_specimen_of_each_family_trains_as_in_plain_torch(tmp_path: Path) -> None:
+    lines = []
+    with LastingRanks(2) as ranks:
+        for mode, together in zip(("fsdp", "ddp"), everyday(), strict=True):
+            lines += wrong(ranks, 2, together, mode, tmp_path / mode)
+    assert not lines, "\n".join(lines)
+
+
+def together_or_alone(mode: str) -> list[list[Specimen]]:
+    """Return all specimens: those that are refused alone, the others by TOGETHER."""
+    groups = [[specimen] for specimen in SPECIMENS if mode in specimen.refused]
+    for over_all_ranks in (False, True):
+        accepted = []
+        for specimen in SPECIMENS:
+            if specimen.over_all_ranks is over_all_ranks and mode not in specimen.refused:
+                accepted.append(specimen)
+        for first in range(0, len(accepted), TOGETHER):
+            groups.append(accepted[first : first + TOGETHER])
+    return groups
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_all_specimens_do_so(tmp_path: Path, world: int, mode: str) -> None:
+    """Those of a model that fails are tried one by one."""
+    if world == 1 and mode != "ddp":
+        pytest.skip("one rank shares nothing")
+    lines = []
+    with LastingRanks(world, timeout_s=200) as ranks:
+        for number, together in enumerate(together_or_alone(mode)):
+            found = [*wrong(ranks, world, together, mode, tmp_path / str(number))]
+            if not found or len(together) == 1:
+                lines += [f"{together[0].name}: {line}" for line in found]
+                continue
+            lines += [f"together: {line}" for line in found[:1]]
+            for place, specimen in enumerate(together):
+                folder = tmp_path / f"{number}-{place}"
+                for line in wrong(ranks, world, [specimen], mode, folder):
+                    lines.append(f"{specimen.name}: {line}")
+    assert not lines, "\n".join(lines)
