@@ -22,7 +22,7 @@ _JSON_TYPES = {
 }
 
 
-def json_object(text: str | bytes) -> dict[str, Any]:
+def json_mapping(text: str | bytes) -> dict[str, Any]:
     """Return the object in a JSON text. Raises ValueError for every other text."""
     try:
         value = json.loads(text)
@@ -57,7 +57,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(ValueError):
-            records.append(json_object(line))
+            records.append(json_mapping(line))
     return records
 
 

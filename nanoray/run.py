@@ -37,7 +37,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from nanoray import __version__
-from nanoray.atomic import json_object, replace_text, write_json
+from nanoray.atomic import json_mapping, replace_text, write_json
 from nanoray.config import Config
 from nanoray.data.prepare import DatasetInfo
 from nanoray.environment import working_folder
@@ -334,7 +334,7 @@ def newest_record(folder: Path, name: str = "metrics.jsonl") -> dict[str, Any] |
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - _RECORD_BYTES))
             complete_lines = file.read().split(b"\n")[:-1]
-        return json_object(complete_lines[-1])
+        return json_mapping(complete_lines[-1])
     except (OSError, ValueError, IndexError):
         return None
 

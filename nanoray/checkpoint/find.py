@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 from nanoray.checkpoint.files import (
     MANIFEST,
     STEP_NAME,
@@ -184,7 +184,7 @@ def _sort_key(run_dir: Path) -> tuple[float, int, list[str]]:
     started = 0.0
     newest = 0
     try:
-        started = float(json_object((run_dir / "run.json").read_text(encoding="utf-8"))["started"])
+        started = float(json_mapping((run_dir / "run.json").read_text(encoding="utf-8"))["started"])
         newest = max(steps_in(run_dir / "checkpoints", []).values(), default=0)
     except (OSError, ValueError, KeyError, TypeError):
         # A run of an older version, or a broken one: its name begins with the time, in UTC.
@@ -241,7 +241,7 @@ def _records(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     values = []
     for name in ("config.json", "run.json"):
         try:
-            values.append(json_object((run_dir / name).read_text(encoding="utf-8-sig")))
+            values.append(json_mapping((run_dir / name).read_text(encoding="utf-8-sig")))
         except (OSError, ValueError):
             return None
     return values[0], values[1]

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 from nanoray.cli import name_program, run_subcommand, tool_parser
 from nanoray.data.documents import FORMATS, Files
 from nanoray.data.hub import SETS, Hub
@@ -131,7 +131,7 @@ def _parse_tokenizer(given: str) -> str | dict[str, Any]:
     if path.is_dir():
         path /= "meta.json"
     try:
-        described = json_object(path.read_bytes())["tokenizer"]
+        described = json_mapping(path.read_bytes())["tokenizer"]
         return tokenizer_from_json(described).to_json()
     except (OSError, ValueError, KeyError, TypeError, DataError):
         raise DataError(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.data import download
 from nanoray.data.dataset import DatasetInfo, cache_dir, write
@@ -213,7 +213,7 @@ def store(folder: Path, info: DatasetInfo, train: bytes, val: bytes) -> DatasetI
 def _reuse(folder: Path, name: str) -> DatasetInfo | None:
     """Return the record of a complete and unchanged folder; None when it is absent or damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, DataError):
-        info = DatasetInfo.from_dict(json_object((folder / "meta.json").read_bytes()))
+        info = DatasetInfo.from_dict(json_mapping((folder / "meta.json").read_bytes()))
         info = replace(info, path=folder, name=name)
         verify(info)
         return info

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoray.atomic import json_object, one_at_a_time, replace_bytes, replace_text
+from nanoray.atomic import json_mapping, one_at_a_time, replace_bytes, replace_text
 from nanoray.errors import DataError
 
 VERSION = 1
@@ -117,7 +117,7 @@ def _folders_of(path: Path) -> list[Path]:
 def _load(folder: Path, name: str, state: dict[str, int]) -> np.ndarray | None:
     """Return an index that was written for this state of the file; else None."""
     try:
-        record = json_object((folder / f"{name}.json").read_bytes())
+        record = json_mapping((folder / f"{name}.json").read_bytes())
         records = record.pop("records", None)
         # Mapped: the ranks of a machine share it.
         starts = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)

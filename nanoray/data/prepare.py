@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
 from nanoray.data import cifar10, download
@@ -318,7 +318,7 @@ def _decode(source: _Source) -> str:
 def _reuse(folder: Path) -> DatasetInfo | None:
     """Return the record of a complete folder; None when it is absent or damaged."""
     try:
-        info = DatasetInfo.from_dict(json_object((folder / "meta.json").read_bytes()))
+        info = DatasetInfo.from_dict(json_mapping((folder / "meta.json").read_bytes()))
         info = replace(info, path=folder)  # the cache may have been moved
         tokenizer_from_json(info.tokenizer)
         itemsize = np.dtype(info.dtype).itemsize

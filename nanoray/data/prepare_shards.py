@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoray.atomic import json_object, write_json
+from nanoray.atomic import json_mapping, write_json
 from nanoray.data.dataset import PROGRESS
 from nanoray.data.documents import Batch, Piece, Source
 from nanoray.data.headers import LLMC_HEADER_BYTES, llmc_header
@@ -308,7 +308,7 @@ def _alone_in(out: Path) -> Iterator[None]:
 def _read(path: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file; None without the file. Raises DataError for another one."""
     try:
-        return json_object(path.read_bytes())
+        return json_mapping(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:

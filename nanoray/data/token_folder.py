@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
 from nanoray.data.dataset import PROGRESS, DatasetInfo, TokenFile, read_tokens
@@ -209,7 +209,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        meta = json_object(file.read_bytes())
+        meta = json_mapping(file.read_bytes())
         dtype = meta.get("dtype")
         size = meta.get("vocab_size")
         if "tokenizer" not in meta and size is not None:

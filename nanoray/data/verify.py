@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import json_object, replace_text
+from nanoray.atomic import json_mapping, replace_text
 from nanoray.data.dataset import DatasetInfo, TokenFile, read_tokens
 from nanoray.errors import DataError
 
@@ -30,7 +30,7 @@ def verify(info: DatasetInfo) -> None:
     record = info.path / RECORD
     # No record, a damaged one, or one of other files: read them.
     with suppress(OSError, ValueError):
-        if json_object(record.read_text(encoding="utf-8")) == state:
+        if json_mapping(record.read_text(encoding="utf-8")) == state:
             return
     digest = hashlib.sha256()
     for file in files:

@@ -28,7 +28,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 
 _EXIT_CODE = 49  # of /proc/PID/stat's fields after the command's name
 # pidfd_info: mask, cgroup id, 11 ids of the process and its user, exit status
@@ -91,7 +91,7 @@ def watch(record: Path) -> None:
 def read(record: Path) -> dict[str, float | str | None]:
     """Return a record: pid, signal (its name) or exit_code, oom, boot and monotonic; else {}."""
     with suppress(OSError, ValueError):
-        return json_object(record.read_text(encoding="utf-8"))
+        return json_mapping(record.read_text(encoding="utf-8"))
     return {}
 
 

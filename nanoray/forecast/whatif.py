@@ -30,7 +30,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.errors import ConfigError
 from nanoray.forecast.fit import Fit, fit
@@ -306,14 +306,14 @@ def _mode_of(run: Path) -> tuple[str, str]:
     Raises ConfigError for a mode without a prediction.
     """
     try:
-        config = json_object((run / "config.json").read_text(encoding="utf-8"))
+        config = json_mapping((run / "config.json").read_text(encoding="utf-8"))
         algorithm = config["allreduce"]
         mode = config.get("dp_mode", "ddp")
         # A summary has the device of the run, a configuration perhaps only `auto`.
         device = config.get("device")
         summary = run / "summary.json"
         if summary.exists():
-            device = json_object(summary.read_text(encoding="utf-8")).get("device")
+            device = json_mapping(summary.read_text(encoding="utf-8")).get("device")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"cannot read config and summary of {run}: {error}; give the folder of a run"

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 from nanoray.devices.gpus import gpu_loads
 from nanoray.errors import ConfigError
 from nanoray.faults.progress import ProgressFile
@@ -33,7 +33,7 @@ def lines(folder: Path, nvml: Any = None) -> list[str]:
     Raises ConfigError where there is no run.
     """
     try:
-        config = json_object((folder / "config.json").read_text(encoding="utf-8"))
+        config = json_mapping((folder / "config.json").read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         raise ConfigError(
             f"{folder} is no folder of a run (no config.json); give one such as runs/2026-..."
@@ -167,7 +167,7 @@ def _state(folder: Path, here: bool) -> str:
     summary = folder / "summary.json"
     if summary.exists() and summary.stat().st_mtime >= begun:
         try:
-            return f"ended: {json_object(summary.read_text(encoding='utf-8'))['exit_reason']}"
+            return f"ended: {json_mapping(summary.read_text(encoding='utf-8'))['exit_reason']}"
         except (OSError, ValueError, KeyError):
             return "ended, and its summary.json is damaged"
     return f"no process of it on this host{number}"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 from nanoray.checkpoint.find import find_run
 from nanoray.cli import Parser, parse_args
 from nanoray.config import PRESET_DIR, Batch, Config, did_you_mean, resolve_batch
@@ -216,7 +216,7 @@ def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
 def _dataset_of_run(path: Path) -> DatasetInfo | None:
     with suppress(OSError, ValueError, KeyError):
         return DatasetInfo.from_dict(
-            json_object((path / "run.json").read_text(encoding="utf-8"))["dataset"]
+            json_mapping((path / "run.json").read_text(encoding="utf-8"))["dataset"]
         )
     return None
 

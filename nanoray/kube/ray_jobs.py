@@ -124,7 +124,7 @@ class RayApi:
         answer = self._api.call(
             method, f"{service}/proxy{path}", headers=headers, read_timeout_s=PROXY_TIMEOUT_S
         )
-        return _require_object(answer)
+        return _require_mapping(answer)
 
     def _call_by_exec(self, head: Object, path: str, method: str) -> Object:
         command = ["python", "-c", _ASK_RAY, method, f"http://localhost:8265{path}"]
@@ -144,9 +144,9 @@ class RayApi:
         if int(code) >= 400:
             raise ApiError(int(code), shorten(answer))
         try:
-            return _require_object(json.loads(answer))
+            return _require_mapping(json.loads(answer))
         except ValueError:
-            return _require_object(answer)
+            return _require_mapping(answer)
 
     def _find_head(self, cluster: str) -> Object:
         """Return the cluster's head pod. Raises KubeError when none runs."""
@@ -171,7 +171,7 @@ class RayApi:
         raise ApiError(404, f"no head pod of {cluster} has a token")
 
 
-def _require_object(answer: Any) -> Object:
+def _require_mapping(answer: Any) -> Object:
     """Return an answer that is a JSON object, as all of Ray's are. Raises KubeError."""
     if not isinstance(answer, dict):
         raise KubeError(f"what answered is not Ray: {shorten(answer)}")

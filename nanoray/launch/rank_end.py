@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
@@ -281,7 +281,7 @@ class RankEnd:
     def last_word(self) -> dict[str, Any]:
         """Return what the rank wrote before it ended without its driver: {} if it wrote nothing."""
         with suppress(OSError, ValueError):
-            word = json_object(self.spec.last_word(self.slot).read_text(encoding="utf-8"))
+            word = json_mapping(self.spec.last_word(self.slot).read_text(encoding="utf-8"))
             # With another pid it is of an earlier process in this slot.
             if word["pid"] == self.facts["pid"]:
                 return word

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanoray.atomic import json_object, read_json_lines
+from nanoray.atomic import json_mapping, read_json_lines
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.faults.__main__ import story
@@ -130,7 +130,7 @@ def read_run(folder: Path) -> Run:
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file, {} where it is missing or incomplete."""
     with suppress(OSError, ValueError):
-        return json_object(path.read_text(encoding="utf-8"))
+        return json_mapping(path.read_text(encoding="utf-8"))
     return {}
 
 

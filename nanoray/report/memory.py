@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 
 COLUMNS = ("category", "at the peak", "most", "formula", "most / formula")
 
@@ -20,7 +20,7 @@ def read_memory(folder: Path) -> list[dict[str, Any]]:
     for path in folder.glob("memory/rank*.json"):
         # The run may be writing this file, or was killed while it did.
         with suppress(OSError, ValueError):
-            timelines.append(json_object(path.read_text(encoding="utf-8")))
+            timelines.append(json_mapping(path.read_text(encoding="utf-8")))
 
     # A rank that did not take part in the newest recorded step left the file of an older one.
     newest_step = max((timeline["step"] for timeline in timelines), default=0)

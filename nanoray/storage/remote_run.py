@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 from nanoray.storage.store import StorageError, Store
 from nanoray.storage.url import join
 
@@ -77,7 +77,7 @@ class RunUrl:
 
     def _read(self, store: Store, name: str) -> dict[str, Any]:
         try:
-            return json_object(store.read(name))
+            return json_mapping(store.read(name))
         except StorageError as error:
             if error.missing:
                 return {}

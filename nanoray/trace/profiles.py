@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import json_object, replace_bytes
+from nanoray.atomic import json_mapping, replace_bytes
 from nanoray.cli import writing
 from nanoray.errors import ConfigError
 
@@ -30,7 +30,7 @@ def read_profiles(run: Path) -> list[dict[str, Any]]:
     profiles = []
     for path in (run / FOLDER).glob(name_of("*")):
         try:
-            profile = json_object(gzip.decompress(path.read_bytes()))
+            profile = json_mapping(gzip.decompress(path.read_bytes()))
             profile[KEY]["rank"]  # a KeyError: another program wrote this file
             profiles.append(profile)
         except (OSError, EOFError, ValueError, KeyError, TypeError) as error:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 from nanoray.checkpoint.manifest import (
     MANIFEST,
     STEP_NAME,
@@ -203,7 +203,7 @@ def _started_here(out_dir: Path, recipe: Mapping[str, Any]) -> float:
         has_steps = any((run / "checkpoints").glob("step_*"))
         if is_run_name(run.name) and has_steps and not other_recipe(run, recipe):
             with suppress(OSError, ValueError):
-                newest = max(newest, _started(json_object((run / "run.json").read_text("utf-8"))))
+                newest = max(newest, _started(json_mapping((run / "run.json").read_text("utf-8"))))
     return newest
 
 

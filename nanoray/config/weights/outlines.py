@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from nanoray.atomic import json_object
+from nanoray.atomic import json_mapping
 from nanoray.config.pickle_machine import Refused
 from nanoray.config.weights.pickles import Shape, TensorOutline, outline_of_pickle
 from nanoray.errors import ConfigError
@@ -43,7 +43,7 @@ def outline_of(path: Path) -> Outline:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the mapping in a JSON file of a folder of weights. Raises ConfigError."""
     try:
-        return json_object(path.read_bytes())
+        return json_mapping(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"init_from: cannot read {path}: {error.strerror}; mend that") from None
     except ValueError as error:
@@ -75,7 +75,7 @@ def _outline_of_safetensors(path: Path) -> Outline:
             length = int.from_bytes(file.read(8), "little")
             if not 0 < length <= min(size - 8, _MAX_HEADER):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
-            header = json_object(file.read(length))
+            header = json_mapping(file.read(length))
         rest = header.pop("__metadata__", {})
         tensors = {name: tuple(entry["shape"]) for name, entry in header.items()}
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
