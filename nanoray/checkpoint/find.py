@@ -210,8 +210,11 @@ def other_recipe(
     if files is None:
         return {}
     config, run = files
-    # Keys that an older version did not have fall back to the run's files
+    # Keys that an older version did not have fall back to the run's files. So do all of a script's
+    # run: its model and data decide some of them (rates, batch size) after the command has begun.
     trained = (meta or {}).get("config") or {}
+    if trained.get("model") == "own":
+        trained = {}
     recorded = run.get("config")
     if isinstance(recorded, dict):
         trained = {**recorded, **trained}
