@@ -39,7 +39,7 @@ def test_each_test_has_a_job_of_its_own_under_a_name_that_kubernetes_takes() -> 
     assert [job_name(name) for name in names] == names
 
 
-@pytest.mark.parametrize("name", ["twin", live.name_of(node_names()[0]), "x" * 60, "a.b_C"])
+@pytest.mark.parametrize("name", ["twin", live.name_of(node_names()[0]), "x" * 47, "a.b_C"])
 def test_fetch_finds_the_folder_that_was_rendered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -33,8 +33,17 @@ class ScalarNode(Node):
     """A word."""
 
 
+class SequenceNode(Node):
+    """A list."""
+
+
 class MappingNode(Node):
-    """A mapping."""
+    """A mapping; the document, if it has any key."""
+
+    value: tuple[()] = ()  # its keys and values as nodes, which the stand-in does not make
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document = document
 
 
 class SafeLoader:
@@ -52,6 +61,15 @@ class SafeLoader:
     def construct_mapping(self, node: MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Raise YAMLError: there are no nodes."""
         raise YAMLError("the stand-in for PyYAML has no nodes")
+
+    def get_single_node(self) -> MappingNode | None:
+        """Return the document, None for an empty text. Raises YAMLError."""
+        found = self.get_single_data()
+        return None if found is None else MappingNode(found)
+
+    def construct_document(self, node: MappingNode) -> dict[str, Any]:
+        """Return the mapping."""
+        return node.document
 
     def get_single_data(self) -> dict[str, Any] | None:
         """Return the mapping, None for an empty text. Raises YAMLError."""
