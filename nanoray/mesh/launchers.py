@@ -340,7 +340,7 @@ def _place_of_mpi(env: Mapping[str, str]) -> Place | None:
 
 
 def _refuse_unknown_size(env: Mapping[str, str]) -> None:
-    """Raise ConfigError for a rank that only knows its number: each would train alone."""
+    """Raise ConfigError for a rank whose number alone is known: each would train alone."""
     known = [launcher.rank for launcher in (SRUN, *MPIRUNS)]
     if any(name in env for name in known):
         return
@@ -450,7 +450,7 @@ def _no_address(env: Mapping[str, str], place: Place, one_host: bool) -> str:
     ranks = f"{describe_variables(env, place)} ({place.launcher.name}) are ranks on "
     if one_host:
         return (
-            f"{ranks}one host, and neither a variable nor a process that they can look at tells "
+            f"{ranks}one host, and neither a variable nor a process that they can look at distinguishes "
             "them from another job's: MASTER_ADDR or MASTER_PORT is not set; "
             f"{how}, with a port of the job's own"
         )
