@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from nanoray.compat import close_loader_writer, end_loader, loader_expects, loader_has_ended
 from nanoray.data.epochs import BatchOfItems, Sample
 from nanoray.data.seeding import generators_kept, seed_generators_for
 from nanoray.data.stream import ShardStream
@@ -156,7 +157,7 @@ def begin(loader: DataLoader[Any]) -> Iterator[Any]:
     loader.worker_init_fn = _InitWorker(own)
     # With persistent_workers the loader has kept its iterator, and takes it up again.
     known: Any = loader._iterator
-    if known is not None and known._shutdown:
+    if known is not None and loader_has_ended(known):
         loader._iterator = None
     try:
         iterator: Any = iter(loader)
@@ -193,10 +194,7 @@ def _follow_workers(iterator: Any) -> None:
     write to, and may keep its lock. Then this process would read for ever: the pipe ends only when
     no process can write to it any more.
     """
-    # This process does not write to it, unless it has a thread that pins memory. That thread alone
-    # reads the pipe then, and torch finds by itself that a worker is gone.
-    if not hasattr(iterator, "_pin_memory_thread"):
-        iterator._worker_result_queue._writer.close()
+    close_loader_writer(iterator)  # this process reads it
     # Not the iterator itself: its workers end when nothing refers to it.
     arguments = (iterator._workers, weakref.ref(iterator))
     name = "nanoray-loader"
@@ -212,12 +210,12 @@ def _end_together(workers: list[Any], iterator_of: Callable[[], Any]) -> None:
     while running:
         ended = connection.wait(list(running))
         iterator = iterator_of()
-        if iterator is None or iterator._shutdown:
+        if iterator is None or loader_has_ended(iterator):
             return  # torch ends them
         for sentinel in ended:
             # One whose part of an iterable dataset is at its end ends as well.
             number = running.pop(sentinel)
-            if iterator._workers_status[number]:
+            if loader_expects(iterator, number):
                 for worker in workers:
                     worker.kill()
                 return
@@ -230,7 +228,7 @@ def end_workers(iterator: Any) -> None:
     Otherwise torch ends them when nothing refers to the iterator.
     """
     workers = getattr(iterator, "_workers", [])
-    if not workers or iterator._shutdown:
+    if not workers or loader_has_ended(iterator):
         return
     ended = connection.wait([worker.sentinel for worker in workers], timeout=0)
     if ended:
@@ -242,18 +240,13 @@ def _kill_workers(iterator: Any) -> None:
 
     It asks them to end, and takes a lock for that which a killed worker may have kept for ever.
     """
-    if iterator._shutdown:
+    if loader_has_ended(iterator):
         return
     for worker in iterator._workers:
         worker.kill()
     for worker in iterator._workers:
         worker.join(END_S)
-    # What torch does beside that, without a lock, or a thread that waits for one.
-    iterator._workers_done_event = threading.Event()
-    if hasattr(iterator, "_pin_memory_thread"):
-        iterator._pin_memory_thread_done_event.set()
-        del iterator._pin_memory_thread  # a daemon
-    iterator._shutdown_workers()
+    end_loader(iterator)
 
 
 class _InitWorker:
