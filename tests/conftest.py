@@ -74,6 +74,28 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _torch_is_left_as_it_was(_one_thread: None) -> Iterator[None]:
+    """What a test leaves set in torch would change the last bits of what the tests after it compute."""
+    before = _settings_of_torch()
+    yield
+    after = _settings_of_torch()
+    torch.set_num_threads(1)
+    assert after == before
+
+
+def _settings_of_torch() -> dict[str, object]:
+    """Return the settings of this process on which the results of torch's functions depend."""
+    return {
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "gradients": torch.is_grad_enabled(),
+    }
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _torchrun_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Torchrun makes a folder for its ranks' logs, also where they go elsewhere, and leaves it

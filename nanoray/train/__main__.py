@@ -62,7 +62,7 @@ from nanoray.run import (
 from nanoray.train.launcher import watch_launcher
 from nanoray.train.own.program import Program, dry_run
 from nanoray.train.own.run import Run
-from nanoray.train.recipe import train
+from nanoray.train.recipe import settings_put_back, train
 from nanoray.train.report import closing_lines
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
@@ -110,8 +110,8 @@ def train_here(
     loaded: Loaded, started: float, main: Callable[[Run], Any] | None = None
 ) -> Ended | None:
     """Train in this process, and print; return how it ended, or None after a dry run."""
-    # A program that goes on afterwards finds its environment as it was.
-    with environment(values_of(loaded.config.env, os.environ, started=True)):
+    # A program that goes on afterwards finds its environment, and torch's settings, as they were.
+    with environment(values_of(loaded.config.env, os.environ, started=True)), settings_put_back():
         return _train_here(loaded, started, main)
 
 
