@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanoray.config import Config, resolve_batch
@@ -41,13 +41,12 @@ def gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
 
     from nanoray.bench.simulate import VOCAB
     from nanoray.forecast.rank_memory import stage_activations
-    from nanoray.mesh.layout import Layout
     from nanoray.models.build import gpt_of
     from nanoray.models.costs import count_parameters
     from nanoray.models.gpt import ModelShape
 
     shape = ModelShape.of(config, VOCAB[config.tokenizer])
-    layout = Layout.of(config, mesh.world_size)
+    layout = mesh.layout
     at = layout.coords(mesh.rank)
     torch.manual_seed(config.seed)
     model = gpt_of(shape, config).to(mesh.device)
@@ -128,7 +127,9 @@ class Arm:
             config = config.model_copy(update={"dropout": 0.0})
         precision, _ = agree_on_precision(mesh, resolve_precision(config, mesh))
         config = resolved(config, mesh, precision, {})
+        # The arms of a benchmark divide the same ranks differently.
         layout = Layout.of(config, mesh.world_size)
+        mesh = replace(mesh, layout=layout)
         batch = resolve_batch(config, layout.dp)
         self.mesh = mesh
         self.config = config

@@ -387,13 +387,12 @@ def small_gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     """Return a small GPT whose samples of a step do not depend on ranks and micro batches."""
     import torch
 
-    from nanoray.mesh.layout import Layout
     from nanoray.models.build import gpt_of
     from nanoray.models.gpt import ModelShape
 
     # Samples of a step are numbered across ranks and micro batches, so every layout trains on the
     # same.
-    layout = Layout.of(config, mesh.world_size)
+    layout = mesh.layout
     d = layout.coords(mesh.rank).dp
     samples = micro * config.grad_accum_steps * layout.dp
     # All ranks and the single process start from the same weights.
@@ -416,8 +415,6 @@ def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, An
 
     samples: of a step, of all ranks together.
     """
-    from nanoray.mesh.layout import Layout
-
     # Sizes that no number of ranks divides evenly, and buckets of 4 KB, so that there are several.
     small = {
         "n_layer": 2,
@@ -435,7 +432,8 @@ def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, An
     }
     # The micro batch follows from the number of replicas, which the configuration decides.
     config = make_config(small | size | settings)
-    size = {"micro_batch_size": samples // accum // Layout.of(config, mesh.world_size).dp}
+    replicas = mesh.world_size // config.replica_ranks
+    size = {"micro_batch_size": samples // accum // replicas}
     # The benchmark has no dropout; a test may ask for it.
     arm = Arm(mesh, config.model_copy(update=size), small_gpt, drops="dropout" in settings)
     losses = []

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -841,7 +841,7 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
         threads=torch.get_num_threads(),
     )
     try:
-        train(spec, rendezvous, meet=lambda *_: mesh)
+        train(spec, rendezvous, meet=lambda *_, layout: replace(mesh, layout=layout))
     except TrainingDiverged as error:
         emit({"error": str(error).splitlines()[0]})
         return

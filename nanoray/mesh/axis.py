@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from nanoray.compat import all_gather_single
-from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.points import reached
 
@@ -346,13 +345,13 @@ def data_axis(mesh: Mesh) -> Axis:
     return Axis("dp", tuple(range(mesh.world_size)), mesh.rank, None, mesh)
 
 
-def axes_of(layout: Layout, mesh: Mesh, timeout_s: float) -> dict[str, Axis]:
+def axes_of(mesh: Mesh, timeout_s: float) -> dict[str, Axis]:
     """Form a process group for each group of every axis; return this rank's axes by name. (all
     ranks)
 
     A group of all ranks, or of one, is not formed. A collective that waits for `timeout_s` fails.
     """
-    layout.require(mesh.world_size)
+    layout = mesh.layout
     timeout = timedelta(seconds=timeout_s)
 
     # torch wants every rank to form every group, also those of other ranks, in one order.

@@ -47,6 +47,7 @@ from nanoray.mesh.interfaces import (
     publish_route,
     require_interfaces,
 )
+from nanoray.mesh.layout import Layout
 from nanoray.mesh.memory import plain_memory
 from nanoray.mesh.rendezvous import PATIENCE_S, Order, Rendezvous, T, connect_store, public_name
 from nanoray.mesh.wire import SealedStore
@@ -108,12 +109,17 @@ class Mesh:
     abortable: bool = False
     # The address of each rank's host, on the network over which the ranks met; () for one rank
     hosts: tuple[str, ...] = ()
+    # How the run divides these ranks; if none is given, all of them are data replicas
+    layout: Layout = field(default_factory=Layout)
 
     def __post_init__(self) -> None:
         if self.slot < 0:
             self.slot = self.rank
         if not self.slots:
             self.slots = self.world_size
+        if self.layout == Layout():
+            self.layout = Layout(dp=self.world_size)
+        self.layout.require(self.world_size)
 
     def all_reduce_mean(self, tensor: Tensor, what: str = "value") -> Tensor:
         """Average `tensor` over all ranks, in place; `what` names it for the listener. (all ranks)"""
@@ -356,20 +362,23 @@ def join(
     timeout_s: float,
     init_timeout_s: float,
     store: TCPStore | None = None,
+    layout: Layout | None = None,
 ) -> Mesh:
     """Meet the other ranks, check that all have the same `facts`, and form the groups. (all ranks)
 
-    `store` is the server that rank 0 opened with `open_store`, if any. Raises RendezvousError with
+    `store` is the server that rank 0 opened with `open_store`, if any. `layout` is how the run
+    divides the ranks; if none is given, all are data replicas. Raises RendezvousError with
     the absent ranks, or with the fact that differs and both values; ConfigError for an interface
     that this host does not have.
     """
     r = rendezvous
+    layout = layout or Layout(dp=r.world_size)
     device = torch.device(r.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if r.world_size == 1:
         reason = "one rank: no process group"
-        return Mesh(0, 1, 0, device, "none", reason, slot=r.slot, slots=r.slots)
+        return Mesh(0, 1, 0, device, "none", reason, slot=r.slot, slots=r.slots, layout=layout)
 
     # What fails in the same way each time is refused before anyone waits for this rank.
     require_interfaces(os.environ, r.backend)
@@ -427,6 +436,7 @@ def join(
         slots=r.slots,
         abortable=r.abortable,
         hosts=tuple(hosts),
+        layout=layout,
     )
 
 

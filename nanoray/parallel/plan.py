@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from nanoray.config import Config
 from nanoray.mesh.axis import Axis, axes_of, data_axis
-from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, whole_shards
 from nanoray.models.weighted import mean_of
@@ -77,7 +76,8 @@ class Plan:
         All ranks must hold equal weights, or receive them before the first step. Weights that are
         cut or sharded are sent here, by rank 0, because afterwards no rank has all of them.
         """
-        axes = axes_of(Layout.of(config, mesh.world_size, mesh.slots), mesh, config.timeout_s)
+        assert mesh.layout.replica_ranks == config.replica_ranks, "the mesh is divided otherwise"
+        axes = axes_of(mesh, config.timeout_s)
         self.model = model
         self.data = axes["dp_cp"]  # the ranks whose gradients are averaged
         self.rounds: Rounds | None = None  # of replicas that rarely communicate

@@ -27,7 +27,6 @@ from nanoray.devices.choose import choose_attention, choose_precision
 from nanoray.devices.device import Device
 from nanoray.devices.host import cpu_features
 from nanoray.errors import CheckpointError, ConfigError, DataError
-from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.fp8 import EMULATED, in_hardware
 from nanoray.run import RunSpec
@@ -170,7 +169,7 @@ def describe_run(
         where = device.name if device else torch.cuda.get_device_name(mesh.device)
     return [
         f"nanoray {__version__} · run {spec.folder.name} · {mesh.world_size} rank(s) = "
-        f"{Layout.of(spec.config, mesh.world_size, mesh.slots)} · backend {mesh.backend} "
+        f"{mesh.layout} · backend {mesh.backend} "
         f"({mesh.backend_reason}) · {where}",
         data,
         f"{model}, {spec.config.precision} ({why_precision})",

@@ -203,7 +203,11 @@ def meet_group(
     injector.plan(spec.config.faults, rendezvous.slot, spec.attempt, spec.started)
     reached("meet")
     log.info("attempt %d, pid %d, nice %d, %s", spec.attempt, os.getpid(), os.nice(0), rendezvous)
-    mesh = meet(rendezvous, facts(spec), spec.config.timeout_s, spec.config.init_timeout_s, store)
+    config = spec.config
+    layout = Layout.of(config, rendezvous.world_size, rendezvous.slots)
+    mesh = meet(
+        rendezvous, facts(spec), config.timeout_s, config.init_timeout_s, store, layout=layout
+    )
     reached("met")
     log.info("met the group")
     return mesh
@@ -327,9 +331,8 @@ class Recipe:
 
     def batch_for(self, mesh: Mesh) -> Batch:
         """Return how the group's ranks share the global batch, whose size is fixed."""
-        data_ranks_of_all_slots = Layout.of(self._cfg, mesh.slots).dp
-        data_ranks = Layout.of(self._cfg, mesh.world_size, mesh.slots).dp
-        batch = batch_for(self._cfg, data_ranks_of_all_slots, data_ranks)
+        data_ranks_of_all_slots = mesh.slots // mesh.layout.replica_ranks
+        batch = batch_for(self._cfg, data_ranks_of_all_slots, mesh.layout.dp)
         # None for a group that forms only to save: it does no step.
         return batch or resolve_batch(self._cfg, data_ranks_of_all_slots)
 
@@ -456,13 +459,12 @@ class Recipe:
         distance = 0
         owner = 0
         if self._mirrors:
-            layout = Layout.of(self._cfg, mesh.world_size)
-            distance, owner = mirrored(layout, mesh.rank, mesh.all_gather(mesh.local_rank))
+            local_ranks = mesh.all_gather(mesh.local_rank)
+            distance, owner = mirrored(mesh.layout, mesh.rank, local_ranks)
 
         # Hybrid sharding sends most within a group, which should be a node.
         if self._cfg.replicas > 1:
-            layout = Layout.of(self._cfg, mesh.world_size, mesh.slots)
-            split = split_groups(layout, mesh.all_gather(mesh.local_rank))
+            split = split_groups(mesh.layout, mesh.all_gather(mesh.local_rank))
             if split:
                 self.observers.note(
                     f"note    replicas = {self._cfg.replicas}: the group of ranks "

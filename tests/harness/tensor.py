@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from nanoray.bench.equivalence import small_gpt
 from nanoray.config import make_config
+from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.parallel.plan import Plan
@@ -33,6 +35,7 @@ def dropout_masks(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]
     }
     cut = {"tp": 2, "sequence_parallel": order.get("sequence", False)}
     config = make_config(settings | cut | {"grad_accum_steps": 1})
+    mesh = replace(mesh, layout=Layout.of(config, mesh.world_size))
     case = small_gpt(mesh, config, "fp32", 3)
     plan = Plan(case.model, mesh, config, 1, lambda model, x, y: model(x, y), lambda loss: loss)
     masks: dict[str, list[Any]] = {"stream": [], "attention": [], "stream_masks": []}

@@ -74,8 +74,9 @@ def model_of(config: Config) -> GPT:
 
 def state_of(rank: int, world: int, config: Config) -> TrainState:
     """Build one rank's state as the recipe does, before its first step."""
-    model, mesh = model_of(config), Mesh(rank, world, rank, CPU, "gloo", "test")
-    guards = Guards(config, Batch(1, 2, Layout.of(config, world).dp), CPU, None)
+    model, layout = model_of(config), Layout.of(config, world)
+    mesh = Mesh(rank, world, rank, CPU, "gloo", "test", layout=layout)
+    guards = Guards(config, Batch(1, 2, layout.dp), CPU, None)
     scaler = LossScaler(CPU, enabled=False)
     # The state lists what the whole model has, before the plan cuts it.
     state = TrainState(model, make_optimizer(model, config, None), scaler, guards)

@@ -37,6 +37,7 @@ from nanoray.devices.slots import cpu_share, local_slots
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.launch.__main__ import ray_address
 from nanoray.launch.placement import connected
+from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import Order
 from nanoray.run import RunSpec
 
@@ -148,11 +149,18 @@ def train_loop(args: dict[str, Any]) -> None:
     rank = context.get_world_rank()
     world = context.get_world_size()
 
-    def take_over(*_: Any) -> Mesh:
+    def take_over(*_: Any, layout: Layout) -> Mesh:
         backend = dist.get_backend() if world > 1 else "none"
         control = dist.new_group(backend="gloo") if world > 1 else None  # (all ranks)
         return Mesh(
-            rank, world, context.get_local_rank(), device, backend, "Ray Train's choice", control
+            rank,
+            world,
+            context.get_local_rank(),
+            device,
+            backend,
+            "Ray Train's choice",
+            control,
+            layout=layout,
         )
 
     rendezvous = Rendezvous(

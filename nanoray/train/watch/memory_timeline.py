@@ -45,7 +45,6 @@ from nanoray.config import Batch, Config
 from nanoray.faults.progress import OUTSIDE
 from nanoray.forecast.memory import local_of, model_memory, peak_memory
 from nanoray.forecast.rank_memory import stage_activations
-from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.models import resnet_costs
 from nanoray.models.build import OwnShape, shape_of
@@ -390,7 +389,7 @@ def predicted(spec: RunSpec, mesh: Mesh, par: Plan, batch: Batch) -> dict[str, i
         return {}
     bucket_mb = cfg.bucket_mb or default_bucket_mb(mesh.device)
     # A group that has shrunk has fewer groups of replicas than its configuration.
-    layout = Layout.of(cfg, mesh.world_size, mesh.slots)
+    layout = mesh.layout
     cfg = cfg.model_copy(update={"replicas": layout.replicas})
     shared_by = layout.shard_size
     parts = model_memory(

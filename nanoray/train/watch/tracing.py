@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 from nanoray.data.tokens import MicroBatches
-from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
@@ -104,7 +103,7 @@ def comm_trace(spec: RunSpec, mesh: Mesh, plan: Plan, resume_step: int) -> CommT
 
     log_of_all = None
     if mesh.rank == 0:
-        layout = Layout.of(config, mesh.world_size, mesh.slots)
+        layout = mesh.layout
         sizes = {axis: layout.size_of(axis) for axis in (*layout.steps, "inside")}
         bubble = plan.bubble if config.pp > 1 else None
         log_of_all = CommLog(
