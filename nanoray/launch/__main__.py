@@ -228,9 +228,9 @@ def _dry_run(
     dataset = prepare(config)
     config, notes = plan(replace(loaded, config=config), ranks, dataset)
     if main:
-        from nanoray.train.own.program import dry_run  # imports torch
+        from nanoray.train.own.program import Program  # imports torch
 
-        dry_run(main, config, loaded.given, ranks, where)
+        Program(main, loaded.given).dry_run(config, ranks, where)
         return 0
     batch = resolve_batch(config, Layout.of(config, ranks).dp)
     print("\n".join(dry_run_lines(config, notes, batch, dataset, where)))

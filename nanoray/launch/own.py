@@ -36,10 +36,12 @@ def _launch(main: Callable[[Any], Any], config: dict[str, Any], ray: bool, start
     if place and ray:
         refuse_both(place, loaded.config, loaded.given)
     if place or not ray:
+        # These import torch, which the driver does without.
         from nanoray.train.__main__ import run_here
+        from nanoray.train.own.program import Program
 
         try:
-            return run_here(loaded, started, main)
+            return run_here(loaded, started, Program(main, loaded.given))
         except KeyboardInterrupt:  # the second Ctrl-C
             return 130
     from nanoray.launch.__main__ import launch

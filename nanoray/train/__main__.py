@@ -60,8 +60,7 @@ from nanoray.run import (
     write_summary,
 )
 from nanoray.train.launcher import watch_launcher
-from nanoray.train.own.program import Program, dry_run
-from nanoray.train.own.run import Run
+from nanoray.train.program import Program
 from nanoray.train.recipe import settings_put_back, train
 from nanoray.train.report import closing_lines
 from nanoray.train.track.tracking import require_tracker
@@ -86,18 +85,18 @@ class Ended(NamedTuple):
     ranks: int
 
 
-def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None = None) -> int:
+def run_here(loaded: Loaded, started: float, program: Program | None = None) -> int:
     """Train in this process, as the only rank or as one of a launcher's; return the exit code.
 
-    `main` is a script's function that trains a model of its own.
+    `program` is a script that trains a model of its own.
     """
-    require_script(loaded.config, main)
-    ended = train_here(loaded, started, main)
+    require_script(loaded.config, program)
+    ended = train_here(loaded, started, program)
     if ended is None:
         return 0
     # The results are on disk. The end of Python would wait for gloo's threads, which can hang. A
     # script may have more to do; a command has not.
-    if ended.ranks > 1 and main is not None:
+    if ended.ranks > 1 and program is not None:
         abandon_groups()
     elif ended.ranks > 1:
         sys.stdout.flush()
@@ -106,37 +105,35 @@ def run_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None =
     return ended.code
 
 
-def train_here(
-    loaded: Loaded, started: float, main: Callable[[Run], Any] | None = None
-) -> Ended | None:
+def train_here(loaded: Loaded, started: float, program: Program | None = None) -> Ended | None:
     """Train in this process, and print; return how it ended, or None after a dry run."""
     # A program that goes on afterwards finds its environment, and torch's settings, as they were.
     with environment(values_of(loaded.config.env, os.environ, started=True)), settings_put_back():
-        return _train_here(loaded, started, main)
+        return _train_here(loaded, started, program)
 
 
-def _train_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | None) -> Ended | None:
+def _train_here(loaded: Loaded, started: float, program: Program | None) -> Ended | None:
     if loaded.scale:
         print("\n".join(forecast_lines(loaded, loaded.scale)))
         return None
     require_tracker(loaded.config.track)
     require_short_names(loaded.config)
-    run_rank = Program(main, loaded.given) if main else train
+    run_rank = program or train
     place = place_of(os.environ)
     rendezvous = _local_rendezvous(loaded.config)
     config, ranks = loaded.config, rendezvous.world_size
     if config.workers not in ("auto", rendezvous.world_size):
-        program = "-m nanoray.train ..."
+        what = "-m nanoray.train ..."
         ray = "`python -m nanoray.launch`"
-        if main:
-            program = "SCRIPT.py"
+        if program:
+            what = "SCRIPT.py"
             ray = "put the script into a function for nanoray.launch(main, config)"
         raise ConfigError(
             f"workers = {config.workers}, but this is {rendezvous.world_size} process(es); start "
-            f"`torchrun --nproc-per-node {config.workers} {program}`, or {ray}"
+            f"`torchrun --nproc-per-node {config.workers} {what}`, or {ray}"
         )
     if loaded.dry_run:
-        print_dry_run(loaded, rendezvous, main)
+        print_dry_run(loaded, rendezvous, program)
         return None
     if ranks > 1:
         require_interfaces(os.environ)
@@ -158,7 +155,7 @@ def _train_here(loaded: Loaded, started: float, main: Callable[[Run], Any] | Non
         upload.follow(spec, spec.attempt)
         if place:
             spec = replace(spec, notes=(place.describe(), *spec.notes))
-        stop = StopSignals(ends_process=main is None or ranks > 1)
+        stop = StopSignals(ends_process=program is None or ranks > 1)
         watch_launcher(place, stop.launcher_ended)
         run = partial(run_rank, spec, rendezvous, wanted=stop.wanted, store=store)
         with discarding_refused(spec, upload.forget):
@@ -240,17 +237,15 @@ def _lost_peer_in_one_line(spec: RunSpec, rank: int) -> Iterator[None]:
         ) from error
 
 
-def print_dry_run(
-    loaded: Loaded, rendezvous: Rendezvous, main: Callable[[Run], Any] | None
-) -> None:
+def print_dry_run(loaded: Loaded, rendezvous: Rendezvous, program: Program | None) -> None:
     """Print mesh, batch and memory of a run, without training."""
     ranks = rendezvous.world_size
     dataset = prepare(loaded.config)
     config, notes = plan(loaded, ranks, dataset)
     batch = resolve_batch(config, Layout.of(config, ranks).dp)
     where = f"this process on {rendezvous.device}, {rendezvous.threads} threads"
-    if main:
-        dry_run(main, config, loaded.given, ranks, where)
+    if program:
+        program.dry_run(config, ranks, where)
     else:
         print("\n".join(dry_run_lines(config, notes, batch, dataset, where)))
 

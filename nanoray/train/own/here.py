@@ -17,6 +17,7 @@ from nanoray.cli import Loaded
 from nanoray.errors import NanorayError
 from nanoray.mesh.mesh import abandon_groups
 from nanoray.train.__main__ import train_here
+from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
 from nanoray.train.own.settings import refuse_while_spawned, with_steps
 
@@ -30,7 +31,7 @@ def fit_here(loaded: Loaded, steps: int | None, fit: Callable[[Run], None]) -> d
     refuse_while_spawned()
     loaded = with_steps(loaded, steps)
     try:
-        ended = train_here(loaded, time.time(), fit)
+        ended = train_here(loaded, time.time(), Program(fit, loaded.given))
     finally:
         # The next fit forms its own groups, and the end of Python must not wait for their threads.
         abandon_groups()

@@ -20,7 +20,7 @@ from nanoray.train.own.task import OwnTask
 
 
 class Program:
-    """A script's function in the place of recipe.train: the launchers call it on every rank."""
+    """A script's function in the place of recipe.train (train.program.Program)."""
 
     def __init__(self, main: Callable[[Run], Any], given: frozenset[str]) -> None:
         self._main = main
@@ -42,19 +42,17 @@ class Program:
             raise ConfigError(_untrained(self._main))
         return run.outcome
 
+    def dry_run(self, config: Config, ranks: int, placement: str) -> None:
+        """Call the function up to `fit`, which prints mesh, batch and memory.
 
-def dry_run(
-    main: Callable[[Run], Any], config: Config, given: frozenset[str], ranks: int, placement: str
-) -> None:
-    """Call a script's function up to `fit`, which prints mesh, batch and memory.
+        The model is made in this process; no rank is started, no device taken and no run folder
+        made.
+        """
 
-    The model is made in this process; no rank is started, no device taken and no run folder made.
-    """
+        def print_lines(task: OwnTask) -> None:
+            print("\n".join(task.dry_run_lines(placement)))
 
-    def print_lines(task: OwnTask) -> None:
-        print("\n".join(task.dry_run_lines(placement)))
-
-    call_until_fit(main, config, given, ranks, print_lines)
+        call_until_fit(self._main, config, self._given, ranks, print_lines)
 
 
 def call_until_fit(

@@ -1,0 +1,34 @@
+"""What a command trains in the place of recipe.train: a script's function, which own/ makes a Program.
+
+    train_here(loaded, started)           ─► recipe.train
+    train_here(loaded, started, program)  ─► program ─► the script ─► ... ─► recipe.train
+
+So what opens a run does not know how a script is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from nanoray.config import Config
+from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.run import RunSpec
+
+
+class Program(Protocol):
+    """Trains as one rank, or describes what it would train."""
+
+    def __call__(
+        self,
+        spec: RunSpec,
+        rendezvous: Rendezvous,
+        watchers: Sequence[Any] = (),
+        wanted: Callable[[], Order] = lambda: Order.GO_ON,
+        store: Any = None,
+        rejoin: Any = None,
+    ) -> dict[str, Any]:
+        """Train `spec` as one rank and return the outcome, as recipe.train does. (all ranks)"""
+
+    def dry_run(self, config: Config, ranks: int, placement: str) -> None:
+        """Print mesh, batch and memory of a run of this many ranks, without training."""
