@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from nanoray.config import Batch
 from nanoray.data.epochs import Epochs, Sample
+from nanoray.data.fallible import Failure, FallibleSamples
 from nanoray.data.loader import draw_of_stream, own_order, plan_of, stream_of
 from nanoray.data.reader import Ahead, Collate, Reader, Workers, begin, end_workers, next_of
 from nanoray.data.seeding import generators_kept, seed_generators_for
@@ -49,14 +50,7 @@ class Counted(NamedTuple):
     samples: int
 
 
-class Failure(NamedTuple):
-    """An error of a script's data in the middle of a run."""
-
-    sample: int  # the first one of the micro batch that could not be read; -1: of validation
-    error: Exception
-
-
-class OwnData:
+class OwnData(FallibleSamples):
     """The two splits of a script; items and batches are pairs (inputs, targets), or dicts."""
 
     def __init__(
@@ -80,8 +74,6 @@ class OwnData:
         self._rank, self._ranks = place
         self._counts = False  # whether targets come with their number of samples
         self._newest: tuple[Any, int] | None = None  # the newest batch, and its first sample
-        self.keeps_errors = False  # whether an error waits until all ranks have seen it
-        self.failure: Failure | None = None
 
         self._stream = stream_of(train)
         self._train: Stateful | Items | Batches

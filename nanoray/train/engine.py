@@ -19,7 +19,7 @@ import torch
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
-from nanoray.data.own import OwnData
+from nanoray.data.fallible import FallibleSamples
 from nanoray.data.seeding import generators_kept
 from nanoray.data.tokens import MicroBatches
 from nanoray.mesh.mesh import Mesh, Vote
@@ -92,7 +92,7 @@ class Engine:
 
         # A script's data can fail in the middle of a run.
         self.reading: Reading | None = None
-        if isinstance(self.batches.data, OwnData):
+        if isinstance(self.batches.data, FallibleSamples):
             self.reading = Reading(self.mesh, self.batches.data, self.batch)
 
         every = self.cfg.audit_every

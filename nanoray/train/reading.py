@@ -21,7 +21,7 @@ import torch
 
 import nanoray
 from nanoray.config import Batch
-from nanoray.data.own import Failure, OwnData
+from nanoray.data.fallible import Failure, FallibleSamples
 from nanoray.errors import DataError, DataFailed
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
@@ -37,7 +37,7 @@ FRAMES = 8  # of the script's traceback, the innermost ones
 class Reading:
     """Lets the ranks agree on whether a script's data could be read."""
 
-    def __init__(self, mesh: Mesh, data: OwnData, batch: Batch) -> None:
+    def __init__(self, mesh: Mesh, data: FallibleSamples, batch: Batch) -> None:
         self._mesh = mesh
         self._data = data
         self._batch = batch

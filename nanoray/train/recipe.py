@@ -23,8 +23,8 @@ from nanoray.checkpoint.foreign import begin_with
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
 from nanoray.config.conflicts import refuse
+from nanoray.data.fallible import FallibleSamples
 from nanoray.data.lengths import length_at
-from nanoray.data.own import OwnData
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import MicroBatches
 from nanoray.data.verify import verify
@@ -547,7 +547,7 @@ class Recipe:
 
         # The parts of this group alone.
         batch = self.batch_for(mesh)
-        if isinstance(self.data, OwnData):
+        if isinstance(self.data, FallibleSamples):
             self.data.divide(batch, par.data_rank)
         lengths = self._length_of_samples()
         batches = self.batches(self.data, batch, par.data_rank, lengths, par.part)
@@ -658,7 +658,7 @@ class Recipe:
     def close(self) -> None:
         """Finish what is still being written, and close this process' files."""
         self.writer.close()
-        if isinstance(self.data, OwnData):
+        if isinstance(self.data, FallibleSamples):
             self.data.close()
         self.observers.close()
         self.ledger.close()
