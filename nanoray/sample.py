@@ -21,7 +21,7 @@ from nanoray.data.tokenizer import IdTokenizer, Tokenizer, tokenizer_from_json
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.sampling import generate
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 
 # Sizes of a ModelShape that have the same names as keys of the configuration
 SIZES = (

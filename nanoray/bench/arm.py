@@ -272,16 +272,13 @@ def _rounds_of(arm: Arm, config: Config, batch: Batch) -> tuple[Outer, Callable[
     device = arm.mesh.device
     guards = Guards(config, batch, device)
     state = TrainState(arm.case.model, arm.optimizer, LossScaler(device, False), guards)
-    state.begin_rounds(config.outer_momentum > 0, config.sync_fragments)
-    outer = state.outer
-    assert outer
+    outer = state.anchors(config.outer_momentum > 0, config.sync_fragments)
+    state.outer = outer
 
     def end_step(step: int) -> None:
         state.step = step
         for fragment, sent_at, means in rounds.meet(state):
             arm.plan.settle()
-            outer.update(
-                state.shards, fragment, means, sent_at, config.outer_lr, config.outer_momentum
-            )
+            outer.update(fragment, means, sent_at, config.outer_lr, config.outer_momentum)
 
     return outer, end_step

@@ -41,7 +41,7 @@ from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.rendezvous import open_store
 
 if TYPE_CHECKING:
-    from nanoray.state.train_state import StateDict
+    from nanoray.state.state_dict import StateDict
 
 RAW, SYNC, ASYNC, TORCH, DCP, DCP_ASYNC, STAGER, PROCESS = ARMS = (
     *("raw disk", "nanoray sync", "nanoray async"),
@@ -464,7 +464,7 @@ def make_arms(
 
     from nanoray.mesh.pieces import whole_shards
     from nanoray.models.gpt import GPT, ModelShape
-    from nanoray.state.train_state import optimizer_tensors
+    from nanoray.state.optimizer_part import optimizer_tensors
     from nanoray.train.optim.groups import make_optimizer
 
     cfg = load_config(
@@ -626,7 +626,8 @@ def saved_state(gpt: Any, optimizer: Any, step: int) -> StateDict:
     import torch
 
     from nanoray.mesh.pieces import whole_shards
-    from nanoray.state.train_state import StateDict, optimizer_tensors
+    from nanoray.state.optimizer_part import optimizer_tensors
+    from nanoray.state.state_dict import StateDict
 
     rng = [{"torch": torch.get_rng_state()}]
     meta = {"step": step, "world_size": 1, "val_loss": None}

@@ -620,7 +620,8 @@ def _steps(arm: Arm, count: int, peak: Callable[[], int]) -> Iterator[tuple[dict
                 arm.case.model, arm.plan.mirror_shards or (), arm.mirror
             )
         if arm.outer:
-            held["rounds"] = sum(tensor.nbytes for tensor in arm.outer.tensors().values())
+            kept = [*arm.outer.anchor.values(), *arm.outer.momentum.values()]
+            held["rounds"] = sum(tensor.nbytes for tensor in kept)
         yield held, peak()
         arm.plan.zero_grad()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 
 
 def missing_from(state: StateDict) -> list[str]:

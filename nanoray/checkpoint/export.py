@@ -25,7 +25,7 @@ from nanoray.atomic import replace_bytes, write_json
 from nanoray.config.weights import gpt2
 from nanoray.errors import ConfigError
 from nanoray.models.gpt import ModelShape
-from nanoray.state.train_state import StateDict, entries_of
+from nanoray.state.state_dict import StateDict, entries_of
 
 FORMATS = ("huggingface", "nanogpt", "safetensors", "torch")
 HF_ACTIVATION = {"tanh": "gelu_new", "exact": "gelu"}

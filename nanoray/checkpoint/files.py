@@ -45,7 +45,7 @@ from nanoray.checkpoint.tensorfile import (
 from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import Piece
 from nanoray.points import reached
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 
 # Formats
 WHOLE = 1  # whole tensors, of one writer

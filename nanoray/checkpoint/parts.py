@@ -28,7 +28,7 @@ from nanoray.checkpoint.tensorfile import damage_of, layout, read_file, tensors_
 from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import Piece, fill, overlaps
 from nanoray.points import reached
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 
 _POLL_S = 0.02
 _FILE = re.compile(r"(model|optimizer)-(\d{5})\.safetensors")

@@ -31,7 +31,7 @@ from nanoray.checkpoint import parts
 from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
 from nanoray.run import RunSpec, read_attempt
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 
 log = logging.getLogger("nanoray.rank")
 TRIES = 3  # failed checkpoints in a row (a full disk, say) that end the run

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def seed_generators_for(seed: int, *numbers: int) -> None:
@@ -44,3 +45,18 @@ def generators_kept(device: torch.device | None = None) -> Iterator[None]:
             torch.cuda.set_rng_state(of_gpu, gpu)
         np.random.set_state(of_numpy)
         random.setstate(of_python)
+
+
+def rng_state(device: torch.device) -> dict[str, Tensor]:
+    """Return this rank's random generators as bytes."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict[str, Tensor], device: torch.device) -> None:
+    """Restore what `rng_state` returned, for the generators that this device has."""
+    torch.set_rng_state(state["cpu"].clone())  # a view into a checkpoint's buffer may be unaligned
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"].clone(), device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoray.checkpoint.find import find_run
 from nanoray.errors import CheckpointError
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 
 
 def against(own: StateDict | None, path: Path) -> dict[str, Any]:

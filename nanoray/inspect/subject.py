@@ -34,7 +34,7 @@ from nanoray.models.build import OwnShape, shape_of
 from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import weight_type
 from nanoray.models.resnet import ResNetShape
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 from nanoray.train.own.program import call_until_fit
 from nanoray.train.own.settings import DEFAULTS
 from nanoray.train.own.task import OwnTask

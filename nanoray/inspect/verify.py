@@ -33,7 +33,7 @@ from nanoray.models import costs, resnet_costs
 from nanoray.models.build import OwnShape, build_model
 from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import autocast, step_unless, weight_type
-from nanoray.state.train_state import optimizer_tensors
+from nanoray.state.optimizer_part import optimizer_tensors
 from nanoray.train.optim.groups import make_optimizer
 
 TIED = ("lm_head.weight", "tok_emb.weight")  # of a GPT

@@ -102,7 +102,7 @@ class Rounds:
         """
         assert state.outer
         step = state.step
-        state.outer.apply_later(state.shards, step)
+        state.outer.apply_later(step)
         for fragment in range(self._fragments):
             # What was sent some steps ago must have arrived now.
             sent_at = self._newest_due(fragment, step - 1)
@@ -127,11 +127,11 @@ class Rounds:
         What another replica has finished is applied, where it is due after this step.
         """
         assert state.outer
-        state.outer.apply_later(state.shards, state.step)
+        state.outer.apply_later(state.step)
         for fragment in range(self._fragments):
             is_due = self._newest_due(fragment, state.step) == state.step
             if is_due and self._travels_at(state.step):
-                state.outer.put_aside(state.shards, fragment)
+                state.outer.put_aside(fragment)
 
     def _travels_at(self, step: int) -> bool:
         """Return whether what is sent after `step` travels beside the next steps."""
@@ -146,7 +146,7 @@ class Rounds:
 
     def _send(self, state: TrainState, fragment: int) -> None:
         assert state.outer
-        moved = state.outer.moved(state.shards, fragment)
+        moved = state.outer.moved(fragment)
         counts = state.outer.counts(fragment)
         self._flight[fragment] = Exchange(self._axis, moved, counts, self._bucket_mb, self._bits)
 

@@ -66,6 +66,24 @@ def buffer_names(model: nn.Module) -> set[str]:
     return names
 
 
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Return each name of the model's state with the first name of the same tensor.
+
+    Tied weights have several names, and are saved and sent once.
+    """
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            aliases[name] = first.setdefault(id(tensor), name)
+    return aliases
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where the weights of a model lie."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 def has_extra_state(module: nn.Module) -> bool:
     """Return whether a module defines get_extra_state."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
@@ -214,8 +232,7 @@ class Undisturbed:
             assign(tensor, copy)
 
         if self._values or self._tensors:
-            device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-            states = join(self._values, self._tensors, device)
+            states = join(self._values, self._tensors, device_of(self._model))
             # An extra state may be a tensor itself.
             for name, tensor in self._tensors.items():
                 if name.rpartition(".")[2] == EXTRA and name not in states:

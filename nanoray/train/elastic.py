@@ -3,13 +3,13 @@
     survivor   collective error ─► leave the groups ─► wait for the driver ─┐
     newcomer   process starts ─► imports torch ─────────────────────────────┤
                                                                             │
-                             new engine ◄─ share ◄─ furthest ◄─ meet ◄──────┘
+                          new engine ◄─ handover ◄─ furthest ◄─ meet ◄──────┘
 
-The new process group broadcasts the state of the rank with the most completed steps: nothing is
-read from disk and no completed step is repeated. Survivors can be one step apart, because the last
-all-reduce may have finished on some of them only. All ranks repeat the interrupted step with the
-same data and dropout, so the losses equal those of a run without the fault. Where the state is
-sharded, mirror.py puts it together.
+The ranks of the new process group bring all of them to the state of the rank with the most
+completed steps (handover.py): nothing is read from disk and no completed step is repeated.
+Survivors can be one step apart, because the last all-reduce may have finished on some of them only.
+All ranks repeat the interrupted step with the same data and dropout, so the losses equal those of a
+run without the fault.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state.train_state import Rate, TrainState, Update
+from nanoray.state.rank_state import Rate, Update
+from nanoray.state.train_state import TrainState
 from nanoray.train.evaluate import evaluate
 from nanoray.train.guard import replicas
 from nanoray.train.guard.audit import Audit
@@ -381,7 +382,7 @@ class Engine:
             # Nothing communicates here, so all replicas move their anchors by the same bits. But
             # weights of the inner step may be on their way to the ranks of this replica.
             self.par.settle()
-            state.outer.update(state.shards, fragment, means, step, lr, momentum)
+            state.outer.update(fragment, means, step, lr, momentum)
             has_changed = True
         if has_changed:
             self.par.send_weights()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,7 +31,9 @@ from nanoray.models.precision import step_unless
 from nanoray.parallel.norm import clip_to
 from nanoray.points import reached
 from nanoray.state.optimizers import elements_of, put_element
-from nanoray.state.train_state import Holding, TrainState, Update, fetch
+from nanoray.state.rank_state import Holding, Share, Update
+from nanoray.state.train_state import TrainState
+from nanoray.train.fetch import fetch
 
 log = logging.getLogger("nanoray.rank")
 # A place (the part of a parameter that a model has), and where elements of it begin and end
@@ -40,59 +43,53 @@ Kept = tuple[Shard, Optimizer | None]  # a shard, and its optimizer
 Kinds = dict[str, tuple[bool, torch.dtype]]
 
 
-def recover(
-    state: TrainState,
-    mesh: Mesh,
-    source: int,
-    wanted: Sequence[Holding],
-    clip: float,
-    weights: Sequence[Shard] = (),
-) -> None:
-    """Bring all ranks to the step of rank `source`, and fill `wanted` from their memory. (all ranks)
+@dataclass
+class FromHolders:
+    """A handover in which each rank gets its share from those that hold it, or mirror it."""
 
-    `source` is the rank with the most completed steps. `wanted` are this rank's share from now on,
-    and the one that it mirrors, if any; `weights` are further shards whose weights alone it needs.
-    Until this returns, the shards in `state` stay valid: another rank may be lost meanwhile. Raises
-    StateLost on all ranks when no rank is left that holds some share.
-    """
-    # A rank holds the state of the source's step, or can do the one update that it lacks.
-    behind = mesh.broadcast(state.step, source) - state.step
-    is_current = behind == 0
-    can_catch_up = behind == 1 and state.can_finish
-    holds = state.whole and (is_current or can_catch_up)
+    wanted: Share  # what this rank is to hold
+    weights: Sequence[Shard]  # further shards whose weights alone it needs
+    clip: float
 
-    norm, leave_out = mesh.broadcast(tuple(state.update), source)
-    update = Update(
-        None if norm is None else norm.to(mesh.device),
-        None if leave_out is None else leave_out.to(mesh.device),
-    )
-    packed, session = fetch(state, mesh, source, pieces=False)
-    if mesh.rank != source:
-        # Nothing communicates from here to the end of this block, so a step is finished as a whole
-        # or not at all.
-        if holds and behind:
-            finish(state, update, clip)
-            log.info("finished step %d, which rank %d had done", state.step + 1, source)
-        state.load(packed, optimizer=False, weights=False)
-        state.session = session
-        state.update = update
-    reached("caught_up")
+    def give(self, state: TrainState, mesh: Mesh, source: int) -> int:
+        """Bring all ranks to the step of rank `source`, and let this one hold what it wants.
 
-    held = []
-    if holds:
-        held.append(Holding(state.shards, state.optimizer, mesh.rank, state.frozen))
-        if state.mirror:
-            held.append(state.mirror)
-    deal(mesh, held, wanted, [shard for shard in weights if shard.trained])
-    deal_frozen(mesh, held, wanted)
-    state.can_finish = False
+        (all ranks) Until all of it has arrived, the shards in `state` stay valid.
+        """
+        # A rank holds the state of the source's step, or can do the one update that it lacks.
+        behind = mesh.broadcast(state.step, source) - state.step
+        is_current = behind == 0
+        can_catch_up = behind == 1 and state.can_finish
+        holds = state.whole and (is_current or can_catch_up)
+
+        norm, leave_out = mesh.broadcast(tuple(state.update), source)
+        update = Update(
+            None if norm is None else norm.to(mesh.device),
+            None if leave_out is None else leave_out.to(mesh.device),
+        )
+        packed, session = fetch(state, mesh, source, pieces=False)
+        if mesh.rank != source:
+            # Nothing communicates from here to the end of this block, so a step is finished as a
+            # whole or not at all.
+            if holds and behind:
+                finish(state, update, self.clip)
+                log.info("finished step %d, which rank %d had done", state.step + 1, source)
+            state.load(packed)
+            state.session = session
+            state.update = update
+        reached("caught_up")
+
+        held = state.holdings if holds else []
+        deal(mesh, held, self.wanted.holdings, [s for s in self.weights if s.trained])
+        deal_frozen(mesh, held, self.wanted.holdings)
+        state.can_finish = False
+        state.hold(self.wanted)
+        return 0
 
 
 def finish(state: TrainState, update: Update, clip: float) -> None:
     """Do the newest update of the other ranks from the gradients that this rank has kept."""
-    shards = list(state.shards)
-    if state.mirror:
-        shards += state.mirror.shards
+    shards = [shard for holding in state.holdings for shard in holding.shards]
     gradients = [shard.param.grad for shard in shards if shard.param.grad is not None]
     if clip and update.norm is not None:
         clip_to(clip, gradients, update.norm)
@@ -105,9 +102,8 @@ def copy_to_mirror(state: TrainState, mesh: Mesh) -> None:
     if state.mirror:
         # What has no state at this step must have none in the copy.
         state.mirror.optimizer.state.clear()
-        own = Holding(state.shards, state.optimizer, mesh.rank, state.frozen)
-        deal(mesh, [own], [state.mirror])
-        deal_frozen(mesh, [own], [state.mirror])
+        deal(mesh, [state.own], [state.mirror])
+        deal_frozen(mesh, [state.own], [state.mirror])
 
 
 @torch.no_grad()

@@ -45,7 +45,8 @@ from nanoray.parallel.compile import compile_layers
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.points import reached
 from nanoray.run import RunSpec
-from nanoray.state.train_state import Holding, TrainState, share
+from nanoray.state.rank_state import Holding, Share
+from nanoray.state.train_state import TrainState
 from nanoray.trace.ledger import Ledger
 from nanoray.train.agree import (
     agree_on_precision,
@@ -67,11 +68,12 @@ from nanoray.train.elastic import (
     warning_of_strays,
 )
 from nanoray.train.engine import Engine
+from nanoray.train.fetch import share
 from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import Guards
+from nanoray.train.handover import handover_of
 from nanoray.train.hardware import compare_hardware, this_device
-from nanoray.train.mirror import copy_to_mirror, recover
-from nanoray.train.rounds import rejoin, rejoin_shards
+from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.saving import read_checkpoint
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
 from nanoray.train.watch.instruments import Watch
@@ -356,9 +358,7 @@ class Recipe:
             begin_with(self.model, self._cfg.init_from, group.mesh)
 
         par, owner = self.cut_model(group)
-        if self._cfg.sharded:
-            self.require_shards(par, group.mesh)
-            self.hold(par, self.holdings(par, group.mesh.rank, owner))
+        self.hold_share(par, group.mesh, owner)
         # CPUs of different models may initialise weights differently.
         share(self.state, group.mesh, 0)
         self.begin_rounds(par)
@@ -368,23 +368,20 @@ class Recipe:
         """Let replicas that rarely communicate keep an anchor, from the weights of now."""
         if par.rounds is None:
             return
-        if self.state.outer is None:
-            self.state.begin_rounds(self._cfg.outer_momentum > 0, self._cfg.sync_fragments)
-        assert self.state.outer
-        self.state.outer.replica = par.rounds.replica
-        self.state.outer.replicas = par.rounds.replicas
-        self.state.outer.ranks = par.replica_axis.size
-        self.state.outer.saves = self.state.sharded or par.data.index == 0
+        state = self.state
+        if state.outer is None:
+            state.outer = state.anchors(self._cfg.outer_momentum > 0, self._cfg.sync_fragments)
+        state.outer.replica = par.rounds.replica
+        state.outer.replicas = par.rounds.replicas
+        state.outer.ranks = par.replica_axis.size
+        state.saves = state.sharded or par.data.index == 0
 
     def resumed(self, group: Group) -> Plan:
         """Continue from a checkpoint on disk. (all ranks)"""
         spec = group.spec
         state = self.state
         par, owner = self.cut_model(group)
-        if self._cfg.sharded:
-            self.require_shards(par, group.mesh)
-            self.hold(par, self.holdings(par, group.mesh.rank, owner))
-
+        self.hold_share(par, group.mesh, owner)
         self.begin_rounds(par)
         shape = shape_of(self._cfg, spec.dataset.vocab_size).to_dict()
         note = self.observers.note
@@ -403,29 +400,10 @@ class Recipe:
         state = self.state
         is_new = not state.whole  # this process has replaced a lost rank
         par, owner = self.cut_model(group)
-        if self._cfg.sharded and par.rounds:
-            (holding,) = self.holdings(par, mesh.rank, owner)
-            weights = whole_shards(self.model) if par.weights is None else par.weights
-            new = state.anchors_of(
-                holding.shards, self._cfg.outer_momentum > 0, self._cfg.sync_fragments
-            )
-            new, self._front = rejoin_shards(state, mesh, par.rounds.replica, holding, weights, new)
-            self.hold(par, [holding])
-            state.outer = new
-            self.begin_rounds(par)
-        elif self._cfg.sharded:
-            # Until recover() has returned, `state` keeps the old shards: another rank may be lost.
-            holdings = self.holdings(par, mesh.rank, owner)
-            weights = whole_shards(self.model) if par.weights is None else par.weights
-            recover(state, mesh, source, holdings, self._cfg.grad_clip, weights)
-            self.hold(par, holdings)
-        elif par.rounds:
-            self.begin_rounds(par)
-            if mesh.rank in group.strays:
-                state.whole = False
-            self._front = rejoin(state, mesh, source)
-        else:
-            share(state, mesh, source)
+        wanted = self.share_of(par, owner)
+        begin_rounds = partial(self.begin_rounds, par)
+        handover = handover_of(self._cfg, par, state, wanted, begin_rounds, group.strays)
+        self._front = handover.give(state, mesh, source)
         if group.strays:
             self.guards.count_healed(len(group.strays))
             self.observers.note(f"warning  {warning_of_strays(group)}")
@@ -512,26 +490,35 @@ class Recipe:
                 "small model; use fewer ranks, or dp_mode ddp"
             )
 
-    def holdings(self, par: Plan, rank: int, owner: int) -> list[Holding]:
-        """Return this rank's share of a sharded state, and its copy of `owner`'s, both at step 0.
+    def share_of(self, par: Plan, owner: int) -> Share | None:
+        """Return this rank's share of a sharded state at step 0, with a copy of `owner`'s.
 
-        Without mirrors there is no second one.
+        Without mirrors there is no copy. None: the state is not sharded.
         """
+        if not self._cfg.sharded:
+            return None
         make_optimizer = self.task.optimizer
         own = whole_shards(self.model) if par.shards is None else par.shards
         # A rank that has a state already keeps its optimizer until the new one is filled.
         of_whole_model = par.shards is None and not self.state.whole
         optimizer = make_optimizer(self.model, None if of_whole_model else own)
-        holdings = [Holding(own, optimizer, rank, par.frozen)]
+        mine = Share(
+            Holding(own, optimizer, frozen=par.frozen),
+            sharded=par.shards is not None,
+            weights=par.weights,
+            copies=par.copies,
+        )
         if par.mirror_shards is not None:
             optimizer = make_optimizer(self.model, par.mirror_shards)
-            holdings.append(Holding(par.mirror_shards, optimizer, owner, par.mirror_frozen))
-        return holdings
+            mine.mirror = Holding(par.mirror_shards, optimizer, owner, par.mirror_frozen)
+        return mine
 
-    def hold(self, par: Plan, holdings: Sequence[Holding]) -> None:
-        """Make these holdings the state of this rank."""
-        mirror = holdings[1] if len(holdings) > 1 else None
-        self.state.hold(holdings[0], mirror, par.shards is not None, par.weights, par.copies)
+    def hold_share(self, par: Plan, mesh: Mesh, owner: int) -> None:
+        """Let `state` be this rank's share, where it is sharded. (all ranks)"""
+        self.require_shards(par, mesh)
+        mine = self.share_of(par, owner)
+        if mine is not None:
+            self.state.hold(mine)
 
     def wire(self, group: Group, par: Plan) -> Engine:
         """Connect the parts of an engine, now that `state` holds the state of the run. (all ranks)"""
@@ -647,7 +634,7 @@ class Recipe:
         Where no rank has all of them they are read from the newest checkpoint. So are they where
         the layers of the model attend to keys of other ranks.
         """
-        if not self.state.shards_weights and self._cfg.cp == 1:
+        if self.state.weights is None and self._cfg.cp == 1:
             return self.model
         newest, _ = newest_valid(spec.checkpoints)
         assert newest, "a run saves before it ends"

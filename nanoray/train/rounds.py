@@ -12,8 +12,8 @@ finished of a round, the mean that all have, the others take from it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import cast
 
 import torch
@@ -24,8 +24,10 @@ from nanoray.errors import StateLost
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard
 from nanoray.state.optimizers import elements_of, put_element
-from nanoray.state.outer import OUTER_MOMENTUM, Outer
-from nanoray.state.train_state import Holding, Scalars, Session, TrainState, fetch
+from nanoray.state.outer import OUTER_MOMENTUM, Outer, joins_now, of_kind
+from nanoray.state.rank_state import Holding, Scalars, Session, Share
+from nanoray.state.train_state import TrainState
+from nanoray.train.fetch import fetch
 from nanoray.train.mirror import deal, deal_frozen
 
 Place = tuple[int, int, tuple[int, ...]]  # a rank's replica, its step (-1: it is new), its rounds
@@ -33,44 +35,55 @@ MOMENTUM = "momentum"  # kinds under which they travel beside an anchor
 SENT = "sent"
 
 
-def rejoin(state: TrainState, mesh: Mesh, source: int) -> int:
-    """Give each rank a state; return the step up to which replicas must train alone. (all ranks)
+@dataclass
+class FromReplicas:
+    """A handover among replicas that rarely communicate, whose ranks have whole models."""
 
-    Of whole models. `source` is the rank with the most completed steps.
-    """
-    assert state.outer
-    is_new = not state.whole
-    own: Place = (state.outer.replica, -1 if is_new else state.step, state.rounds)
-    places: list[Place] = mesh.all_gather(own)
+    begin_rounds: Callable[[], None]  # gives the state its place among the replicas
+    strays: Collection[int]  # ranks whose state differs from that of the majority
 
-    # Each replica's ranks take the state of the most advanced of them.
-    orphans = []  # replicas of which no rank is left
-    for replica in sorted({place[0] for place in places}):
-        members = [rank for rank, place in enumerate(places) if place[0] == replica]
-        best = max(members, key=lambda rank: places[rank][1:])
-        if places[best][1] < 0:
-            orphans.append(replica)
-            continue
-        behind = [rank for rank in members if places[rank][1:] != places[best][1:]]
-        if behind:
-            packed, _ = fetch(state, mesh, best)
-            if mesh.rank in behind:
+    def give(self, state: TrainState, mesh: Mesh, source: int) -> int:
+        """Let each replica go on from its own state; one that is lost takes that of the source.
+
+        (all ranks)
+        """
+        self.begin_rounds()
+        assert state.outer
+        if mesh.rank in self.strays:
+            state.whole = False
+        is_new = not state.whole
+        own: Place = (state.outer.replica, -1 if is_new else state.step, state.rounds)
+        places: list[Place] = mesh.all_gather(own)
+
+        # Each replica's ranks take the state of the most advanced of them.
+        orphans = []  # replicas of which no rank is left
+        for replica in sorted({place[0] for place in places}):
+            members = [rank for rank, place in enumerate(places) if place[0] == replica]
+            best = max(members, key=lambda rank: places[rank][1:])
+            if places[best][1] < 0:
+                orphans.append(replica)
+                continue
+            behind = [rank for rank in members if places[rank][1:] != places[best][1:]]
+            if behind:
+                packed, _ = fetch(state, mesh, best)
+                if mesh.rank in behind:
+                    state.load(packed)
+                    own = (replica, *places[best][1:])
+
+        # A replica that is lost as a whole begins anew from the furthest one. Others take from it
+        # the rounds that it has finished and they have not.
+        finished = places[source][2]
+        lack_rounds = [rank for rank, place in enumerate(places) if place[2] < finished]
+        if orphans or lack_rounds:
+            packed, _ = fetch(state, mesh, source)
+            if state.outer.replica in orphans:
+                joins_now(packed)
                 state.load(packed)
-                own = (replica, *places[best][1:])
+            elif own[2] < finished:
+                momenta = of_kind(OUTER_MOMENTUM, packed.optimizer)
+                state.outer.follow(finished, packed.model, momenta, state.step)
 
-    # A replica that is lost as a whole begins anew from the furthest one. Others take from it the
-    # rounds that it has finished and they have not.
-    finished = places[source][2]
-    lack_rounds = [rank for rank, place in enumerate(places) if place[2] < finished]
-    if orphans or lack_rounds:
-        packed, _ = fetch(state, mesh, source)
-        if state.outer.replica in orphans:
-            state.load(packed)
-            state.outer.joined = state.step
-        elif own[2] < finished:
-            state.follow(packed)
-
-    return _agree(state, state.outer, mesh, source, places[source][0])
+        return _agree(state, state.outer, mesh, source, places[source][0])
 
 
 def _agree(state: TrainState, outer: Outer, mesh: Mesh, source: int, replica: int) -> int:
@@ -96,85 +109,94 @@ def _agree(state: TrainState, outer: Outer, mesh: Mesh, source: int, replica: in
 # ---- replicas that shard their state -------------------------------------------------------------
 
 
-def rejoin_shards(
-    state: TrainState,
-    mesh: Mesh,
-    replica: int,
-    wanted: Holding,
-    weights: Sequence[Shard],
-    outer: Outer,
-) -> tuple[Outer, int]:
-    """Fill `wanted` with this rank's shards; return their anchors, and the step up to which
-    replicas must train alone. (all ranks)
+@dataclass
+class FromShardedReplicas:
+    """A handover among replicas that rarely communicate, each of whose ranks has a share.
 
     A replica that has lost a rank, or whose ranks are at different steps, begins anew from the
-    furthest complete one. replica: the number of this rank's. weights: further shards whose weights
-    alone are needed. outer: new anchors of the wanted shards, in which the values do not matter.
-    Raises StateLost on all ranks where no replica is complete.
+    furthest complete one.
     """
-    # A replica is complete if its ranks were one before, and hold the same pieces as before.
-    old = Holding(state.shards, state.optimizer, mesh.rank, state.frozen)
-    place: tuple[int, int, int, tuple[int, ...]] = (replica, -1, -1, ())
-    if state.whole and state.outer is not None and _pieces(old) == _pieces(wanted):
-        place = (replica, state.outer.replica, state.step, state.rounds)
-    places: list[tuple[int, int, int, tuple[int, ...]]] = mesh.all_gather(place)
 
-    complete: dict[int, tuple[int, tuple[int, ...]]] = {}  # replica -> its step and its rounds
-    for number in sorted({each[0] for each in places}):
-        of_ranks = {each[1:] for each in places if each[0] == number}
-        _, step, rounds = next(iter(of_ranks))
-        if len(of_ranks) == 1 and step >= 0:
-            complete[number] = (step, rounds)
-    if not complete:
-        raise StateLost(
-            "each replica has lost a rank, or has ranks at different steps: no replica has all of "
-            "its part of a round. The run continues from the newest checkpoint"
-        )
-    best = max(complete, key=lambda number: complete[number])
-    source = next(rank for rank, each in enumerate(places) if each[0] == best)
-    finished = complete[best][1]
+    wanted: Share  # what this rank is to hold
+    weights: Sequence[Shard]  # further shards whose weights alone it needs
+    replica: int  # of this rank
+    anchors: Outer  # new ones of the wanted shards, in which the values do not matter
+    begin_rounds: Callable[[], None]  # gives the state its place among the replicas
 
-    # (all ranks) What is whole on each rank: buffers, counters, guards. A replica that begins anew
-    # is no source any more, should another rank be lost now.
-    is_complete = replica in complete
-    packed, _ = fetch(state, mesh, source, pieces=False)
-    if not is_complete:
-        state.whole = False
-        state.load(packed, optimizer=False, weights=False)
+    def give(self, state: TrainState, mesh: Mesh, source: int) -> int:
+        """Fill the wanted shards and their anchors. (all ranks)
 
-    # (all ranks) Anchor, momentum and sent weights, to those that lack a round; then weights and
-    # the optimizer's state, to replicas that begin anew.
-    gives = replica == best
-    lacks_round = not is_complete or state.rounds < finished
-    taken = _of_outer(wanted.shards, outer)
-    given = [_of_outer(old.shards, state.outer)] if gives and state.outer else []
-    deal(mesh, given, [taken] if lacks_round else [])
-    held = [old] if gives else []
-    needed = [] if is_complete else [wanted]
-    deal(mesh, held, needed, [] if is_complete else [s for s in weights if s.trained])
-    deal_frozen(mesh, held, needed)
+        Until all has arrived, those in `state` stay valid. Raises StateLost on all ranks where no
+        replica is complete.
+        """
+        # A replica is complete if its ranks were one before, and hold the same pieces as before.
+        old = state.own
+        wanted = self.wanted.own
+        place: tuple[int, int, int, tuple[int, ...]] = (self.replica, -1, -1, ())
+        if state.whole and state.outer is not None and _pieces(old) == _pieces(wanted):
+            place = (self.replica, state.outer.replica, state.step, state.rounds)
+        places: list[tuple[int, int, int, tuple[int, ...]]] = mesh.all_gather(place)
 
-    # A complete replica copies its own shards, from memory to memory.
-    if is_complete:
-        _copy(old, wanted)
-        assert state.outer
-        new = state.outer
-    else:
-        for shard in taken.shards:
-            sent = taken.optimizer.state[shard.param].get(SENT)
-            if sent is not None:
-                outer.sent[shard.piece.name] = sent
-        outer.synced = list(finished)
-        outer.joined = state.step
-        new = outer
-    new.replica = replica
+        complete: dict[int, tuple[int, tuple[int, ...]]] = {}  # replica -> its step and its rounds
+        for number in sorted({each[0] for each in places}):
+            of_ranks = {each[1:] for each in places if each[0] == number}
+            _, step, rounds = next(iter(of_ranks))
+            if len(of_ranks) == 1 and step >= 0:
+                complete[number] = (step, rounds)
+        if not complete:
+            raise StateLost(
+                "each replica has lost a rank, or has ranks at different steps: no replica has all "
+                "of its part of a round. The run continues from the newest checkpoint"
+            )
+        best = max(complete, key=lambda number: complete[number])
+        source = next(rank for rank, each in enumerate(places) if each[0] == best)
+        finished = complete[best][1]
 
-    front = _agree(state, new, mesh, source, best)
-    # Nothing communicates from here on.
-    if is_complete and lacks_round:
-        momentum = {f"{OUTER_MOMENTUM}.{name}": each for name, each in outer.momentum.items()}
-        new.follow(wanted.shards, outer.anchor, momentum, {"synced": finished}, state.step)
-    return new, front
+        # (all ranks) What is whole on each rank: buffers, counters, guards. A replica that begins
+        # anew is no source any more, should another rank be lost now.
+        is_complete = self.replica in complete
+        packed, _ = fetch(state, mesh, source, pieces=False)
+        if not is_complete:
+            state.whole = False
+            state.load(packed)
+
+        # (all ranks) Anchor, momentum and sent weights, to those that lack a round; then weights
+        # and the optimizer's state, to replicas that begin anew.
+        gives = self.replica == best
+        lacks_round = not is_complete or state.rounds < finished
+        anchors = self.anchors
+        taken = _of_outer(anchors)
+        given = [_of_outer(state.outer)] if gives and state.outer else []
+        deal(mesh, given, [taken] if lacks_round else [])
+        held = [old] if gives else []
+        needed = [] if is_complete else [wanted]
+        deal(mesh, held, needed, [] if is_complete else [s for s in self.weights if s.trained])
+        deal_frozen(mesh, held, needed)
+
+        # A complete replica copies its own shards, from memory to memory.
+        if is_complete:
+            _copy(old, wanted)
+            assert state.outer
+            outer = state.outer
+        else:
+            for shard in taken.shards:
+                sent = taken.optimizer.state[shard.param].get(SENT)
+                if sent is not None:
+                    anchors.sent[shard.piece.name] = sent
+            anchors.synced = list(finished)
+            anchors.joined = state.step
+            outer = anchors
+        outer.replica = self.replica
+        front = _agree(state, outer, mesh, source, best)
+
+        # Nothing communicates from here on.
+        state.hold(self.wanted)
+        outer.shards = wanted.shards
+        state.outer = outer
+        self.begin_rounds()
+        if is_complete and lacks_round:
+            outer.follow(finished, anchors.anchor, anchors.momentum, state.step)
+        return front
 
 
 @torch.no_grad()
@@ -200,11 +222,11 @@ class _Kept:
         self.state: dict[nn.Parameter, dict[str, Tensor]] = defaultdict(dict)
 
 
-def _of_outer(shards: Sequence[Shard], outer: Outer) -> Holding:
+def _of_outer(outer: Outer) -> Holding:
     """Return anchors as shards, with momentum and sent weights as their optimizer's state, live."""
     kept = _Kept()
     anchors = []
-    for shard in shards:
+    for shard in outer.shards:
         name = shard.piece.name
         param = nn.Parameter(outer.anchor[name], requires_grad=False)
         anchors.append(replace(shard, param=param))

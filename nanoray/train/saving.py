@@ -14,14 +14,18 @@ from torch.nn.utils import get_total_norm
 from nanoray.checkpoint import files
 from nanoray.checkpoint.find import check_shape
 from nanoray.checkpoint.writer import CheckpointWriter
+from nanoray.data.seeding import rng_state, set_rng_state
 from nanoray.errors import CheckpointError, TrainingDiverged
 from nanoray.mesh.layout import DIVISIONS
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
 from nanoray.state.outer import Outer
-from nanoray.state.train_state import MEMORY, StateDict, TrainState, rng_state, set_rng_state
+from nanoray.state.state_dict import StateDict
+from nanoray.state.train_state import TrainState
 from nanoray.train.workload import Workload
+
+MEMORY = "compression"  # the key of what compression keeps, beside each rank's generators
 
 
 def save_checkpoint(
@@ -66,7 +70,7 @@ def gather_rank_states(
     It consists of random generators, the position of a loader, the memory of compression, and a
     replica's loss scale.
     """
-    own = rng_state(mesh.device) | workload.loader(state.samples) | state.replica_values()
+    own = rng_state(mesh.device) | workload.loader(state.samples) | state.of_rank()
     states_of_ranks = mesh.gather(own)
     if state.memory is None:
         return states_of_ranks
@@ -115,8 +119,7 @@ def read_checkpoint(
     damaged, or of a model of another shape.
     """
     replica = 0 if state.outer is None else state.outer.replica
-    pieces = state.pieces if state.sharded else None
-    saved = files.load(Path(path), pieces, state.weight_pieces, replica)
+    saved = files.load(Path(path), state.pieces, state.weight_pieces, replica)
     check_shape(saved, model_shape, path)
     for name in state.weight_pieces or ():
         if name not in saved.model:
@@ -129,21 +132,20 @@ def read_checkpoint(
 
     # Each rank continues its own generators, which only an equal number of ranks can.
     if meta["world_size"] == mesh.world_size:
-        set_rng_state(saved.rng[mesh.rank], mesh.device)
+        saved.own = saved.rng[mesh.rank]
+        set_rng_state(saved.own, mesh.device)
     else:
         note(
             f"resume  written by {meta['world_size']} ranks, now {mesh.world_size}: same batches, "
             "but sums in another order and new dropout masks, so losses agree closely and not bit "
             "for bit"
         )
-    if not state.load_memory(saved, mesh.rank, mesh.world_size, par.forget_memory):
+    if not load_memory(state.memory, saved, par.forget_memory):
         note(
             f"resume  the residue of compressed gradients of {meta['world_size']} ranks does not "
             f"fit {mesh.world_size} with grad_compress = {spec.config.grad_compress}: it begins "
             "anew; losses agree closely"
         )
-
-    state.load_replica_values(saved, mesh.rank, mesh.world_size)
 
     for axis in DIVISIONS:
         before = meta.get("config", {}).get(axis, 1)
@@ -153,6 +155,24 @@ def read_checkpoint(
     if meta["dataset"]["tokens_sha256"] != spec.dataset.tokens_sha256:
         note(f"resume  the dataset differs from the checkpoint's ({meta['dataset']['name']})")
     return saved
+
+
+def load_memory(memory: Tensor | None, saved: StateDict, forget: Callable[[], None]) -> bool:
+    """Restore the memory of compressed gradients; return False if it had to be reset.
+
+    It is reset by `forget` when another number of ranks had saved it, or none. False also if
+    `saved` has one and this run compresses nothing. It is removed from `saved`: for each rank, it
+    is as large as the weights.
+    """
+    mine = saved.own.get(MEMORY)
+    memories = [of_rank.pop(MEMORY, None) for of_rank in saved.rng]
+    if memory is None:
+        return all(of_rank is None for of_rank in memories)
+    if mine is None or mine.shape != memory.shape:
+        forget()
+        return False
+    memory.copy_(mine)
+    return True
 
 
 def refuse_broken_round(saved: StateDict, outer: Outer | None, path: str) -> None:

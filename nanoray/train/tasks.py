@@ -24,7 +24,7 @@ from nanoray.models.sampling import generate
 from nanoray.models.weighted import LossValue
 from nanoray.parallel.script import Script
 from nanoray.run import RunSpec
-from nanoray.state.train_state import Schedule
+from nanoray.state.rank_state import Schedule
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.watch.observers import short
 from nanoray.train.workload import Workload

@@ -16,7 +16,7 @@ from nanoray.bench.harness.rank_pool import RankPool
 from nanoray.checkpoint.find import newest_valid
 from nanoray.models.precision import LossScaler
 from nanoray.parallel import cp_blocks
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 from tests.gpu.conftest import backend
 from tests.harness import commands
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nanoray.checkpoint import files
 from nanoray.config.weights.gpt2 import PREFIX, weights_of
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 
 # Before transformers is imported: no test asks the hub for anything
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -20,7 +20,8 @@ from nanoray.models.precision import LossScaler
 from nanoray.models.resnet import ResNet, ResNetShape
 from nanoray.parallel.statistics import RunningStatistics
 from nanoray.run import RunSpec
-from nanoray.state.train_state import TrainState, share
+from nanoray.state.train_state import TrainState
+from nanoray.train.fetch import share
 from nanoray.train.guard import replicas
 from nanoray.train.guard.guards import Guards
 from nanoray.train.optim.groups import make_optimizer

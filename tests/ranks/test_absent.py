@@ -107,7 +107,7 @@ def test_a_rank_is_lost_in_a_step_that_leaves_gradients_absent(
 def test_a_state_that_a_rollback_leaves_behind_is_forgotten() -> None:
     """A parameter without state in the checkpoint has none afterwards."""
     from nanoray.mesh.pieces import whole_shards
-    from nanoray.state.train_state import load_optimizer_tensors, optimizer_tensors
+    from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 
     model = BY_NAME[BRANCH].model()
     optimizer = torch.optim.AdamW(model.parameters())

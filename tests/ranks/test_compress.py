@@ -19,7 +19,7 @@ from nanoray.config import make_config
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.compress import Sent, orthonormal
 from nanoray.parallel.plan import Plan
-from nanoray.state.train_state import MEMORY
+from nanoray.train.saving import MEMORY
 from tests.harness.axes import Runs, equal, final
 from tests.harness.elastic import run_elastic
 from tests.harness.ranks import records, series

@@ -16,7 +16,7 @@ from nanoray.mesh.mesh import Mesh, collectives_started
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.run import RunSpec
 from nanoray.state.outer import Outer
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 from nanoray.train.recipe import train
 from nanoray.train.watch.instruments import Watch
 from tests.harness.axes import equal, final

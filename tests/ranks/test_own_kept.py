@@ -25,7 +25,7 @@ from nanoray.data.dataset import own_data
 from nanoray.data.own import OwnData
 from nanoray.mesh.memory import bytes_of
 from nanoray.run import RunSpec
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run

@@ -31,7 +31,7 @@ from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece
 from nanoray.run import RunSpec, write_attempt
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 from nanoray.train.agree import find_checkpoint
 from tests.harness.alone import engine_of
 from tests.harness.cluster import wait_for as until

@@ -21,7 +21,7 @@ from nanoray.checkpoint import tensorfile
 from nanoray.checkpoint.files import load, save
 from nanoray.checkpoint.find import check_shape, find_run, newest_valid
 from nanoray.errors import CheckpointError
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 from tests.harness.commands import forkserver, killed_saves
 from tests.harness.messages import find_line
 from tests.harness.permissions import closed

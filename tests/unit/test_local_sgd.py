@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from nanoray.parallel.compress import from_int8
 from nanoray.parallel.local_sgd import Rounds
 from nanoray.run import RunSpec
 from nanoray.state.outer import Outer, fragments_of
-from nanoray.state.train_state import Holding, TrainState
+from nanoray.state.rank_state import Holding, Share
+from nanoray.state.state_dict import StateDict
+from nanoray.state.train_state import TrainState
 from nanoray.train.guard.guards import Guards
 from nanoray.train.recipe import train
-from nanoray.train.rounds import rejoin, rejoin_shards
+from nanoray.train.rounds import FromReplicas, FromShardedReplicas
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, series
 from tests.harness.replicas import CPU, Simulation
@@ -126,7 +129,7 @@ def trained(spec: Any, replicas: int, joined: int = 0) -> tuple[Simulation, list
         state = TrainState(
             replica.model, replica.optimizer, scaler, Guards(config, again.batch, CPU)
         )
-        state.begin_rounds(config.outer_momentum > 0, config.sync_fragments)
+        state.outer = state.anchors(config.outer_momentum > 0, config.sync_fragments)
         states.append(state)
         rounds.append(Rounds(ThreadAxis(wire, index), config))  # type: ignore[arg-type]
 
@@ -140,7 +143,7 @@ def trained(spec: Any, replicas: int, joined: int = 0) -> tuple[Simulation, list
         assert state.outer
         lr, momentum = config.outer_lr, config.outer_momentum
         for fragment, step, means in rounds[index].meet(state):
-            state.outer.update(state.shards, fragment, means, step, lr, momentum)
+            state.outer.update(fragment, means, step, lr, momentum)
 
     for _ in range(config.max_steps):
         simulation.train(1)
@@ -238,13 +241,12 @@ def test_a_run_resumes_with_fragments_on_their_way(
         assert series(spec, "val/loss") == series(whole, "val/loss")
 
     load = Outer.load
-    monkeypatch.setattr(
-        Outer,
-        "load",
-        lambda self, shards, tensors, *args: load(
-            self, shards, {n: t for n, t in tensors.items() if "momentum" not in n}, *args
-        ),
-    )
+
+    def forgetting(self: Outer, saved: StateDict) -> None:
+        kept = {name: t for name, t in saved.optimizer.items() if "outer_momentum" not in name}
+        load(self, replace(saved, optimizer=kept))
+
+    monkeypatch.setattr(Outer, "load", forgetting)
     assert not equal(final(resumed(7, "forgotten")), final(whole))
 
 
@@ -290,8 +292,8 @@ class Ranks:
             scaler = LossScaler(CPU, False)
             guards = Guards(self.config, self.simulation.batch, CPU)
             state = TrainState(one.model, one.optimizer, scaler, guards)
-            state.begin_rounds(self.config.outer_momentum > 0, self.config.sync_fragments)
-            assert state.outer
+            momentum = self.config.outer_momentum > 0
+            state.outer = state.anchors(momentum, self.config.sync_fragments)
             state.outer.replica = replica
             self.states.append(state)
 
@@ -315,17 +317,18 @@ class Ranks:
         assert state.outer
         for fragment in range(len(state.outer.synced)):
             torch.manual_seed(step)
-            means = [torch.randn_like(m) for m in state.outer.moved(state.shards, fragment)]
-            state.outer.update(state.shards, fragment, means, step, 0.7, 0.9)
+            means = [torch.randn_like(m) for m in state.outer.moved(fragment)]
+            state.outer.update(fragment, means, step, 0.7, 0.9)
 
     def meet(self, source: int) -> list[int]:
-        """Call `rejoin` on every rank; return the step up to which each must train alone."""
+        """Give every rank its state; return the step up to which each must train alone."""
         wire = Wire(len(self.states))
         fronts = [-1] * len(self.states)
 
         def call(rank: int) -> None:
             mesh: Any = ThreadMesh(wire, rank)
-            fronts[rank] = rejoin(self.states[rank], mesh, source)
+            handover = FromReplicas(begin_rounds=lambda: None, strays=())
+            fronts[rank] = handover.give(self.states[rank], mesh, source)
 
         threads = [threading.Thread(target=call, args=(r,)) for r in range(len(self.states))]
         for thread in threads:
@@ -373,7 +376,7 @@ def test_a_finished_round_is_taken_from_a_replica_that_has_it(text: Path, tmp_pa
         sent = ranks.weights(2)
         if count == 2:
             for fragment in range(count):
-                ranks.outer(2).put_aside(ranks.states[2].shards, fragment)
+                ranks.outer(2).put_aside(fragment)
             ranks.go_to(2, 9)
             ranks.go_to(2, 10)
         since = ranks.weights(2) - sent
@@ -430,8 +433,8 @@ def test_a_replica_that_has_lost_a_share_begins_anew(text: Path, tmp_path: Path,
     """Two replicas of two ranks each; the complete one keeps its own, whatever the other one had."""
     ranks = Ranks(make_spec(text, tmp_path, **RECIPE | {"sync_fragments": 2}), [0, 0, 1, 1])
     for rank, state in enumerate(ranks.states):
-        state.hold(halves(state, rank % 2), None, sharded=True)
-        state.begin_rounds(True, 2)
+        state.hold(Share(halves(state, rank % 2)))
+        state.outer = state.anchors(True, 2)
         outer = ranks.outer(rank)
         outer.replica = rank // 2
         if rank == lost:
@@ -440,10 +443,10 @@ def test_a_replica_that_has_lost_a_share_begins_anew(text: Path, tmp_path: Path,
         for fragment in range(2):
             # Its mean must be the same on both replicas, and another one for each half.
             torch.manual_seed(rank % 2)
-            means = [torch.randn_like(m) for m in outer.moved(state.shards, fragment)]
-            outer.update(state.shards, fragment, means, 4, 0.7, 0.9)
+            means = [torch.randn_like(m) for m in outer.moved(fragment)]
+            outer.update(fragment, means, 4, 0.7, 0.9)
         ranks.go_to(rank, 6)
-        outer.put_aside(state.shards, 1)
+        outer.put_aside(1)
         ranks.go_to(rank, 7)
 
     before = [(ranks.weights(rank), ranks.anchor(rank).clone()) for rank in range(4)]
@@ -454,10 +457,10 @@ def test_a_replica_that_has_lost_a_share_begins_anew(text: Path, tmp_path: Path,
     def call(rank: int) -> None:
         state = ranks.states[rank]
         mesh: Any = ThreadMesh(wire, rank)
-        new = state.anchors_of(wanted[rank].shards, True, 2)
-        outer, fronts[rank] = rejoin_shards(state, mesh, rank // 2, wanted[rank], [], new)
-        state.hold(wanted[rank], None, sharded=True)
-        state.outer = outer
+        new = state.anchors(True, 2, wanted[rank].shards)
+        share = Share(wanted[rank])
+        handover = FromShardedReplicas(share, [], rank // 2, new, begin_rounds=lambda: None)
+        fronts[rank] = handover.give(state, mesh, 0)
 
     threads = [threading.Thread(target=call, args=(rank,)) for rank in range(4)]
     for thread in threads:
@@ -471,8 +474,8 @@ def test_a_replica_that_has_lost_a_share_begins_anew(text: Path, tmp_path: Path,
         twin = rank % 2 + 2 * (1 - broken)  # of the complete replica
         assert torch.equal(ranks.weights(rank), before[twin][0])
         assert torch.equal(ranks.anchor(rank), before[twin][1])
-        ours = ranks.states[rank]._tensors_of_shards()
-        theirs = ranks.states[twin]._tensors_of_shards()
+        ours = ranks.states[rank].pack_own(first=False).optimizer
+        theirs = ranks.states[twin].pack_own(first=False).optimizer
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
         assert ranks.outer(rank).counting == [rank // 2 != broken] * 2
@@ -528,12 +531,12 @@ def wrong_layers(patch: pytest.MonkeyPatch) -> None:
     """The means of a fragment are applied to its layers in another order, where shapes allow it."""
     update = Outer.update
 
-    def shifted(self: Outer, shards: Any, fragment: int, means: Any, *args: Any) -> None:
+    def shifted(self: Outer, fragment: int, means: Any, *args: Any) -> None:
         by_shape: dict[Any, list[torch.Tensor]] = {}
         for mean in means:
             by_shape.setdefault(mean.shape, []).append(mean)
         reverse = [by_shape[mean.shape].pop() for mean in means]
-        update(self, shards, fragment, reverse, *args)
+        update(self, fragment, reverse, *args)
 
     patch.setattr(Outer, "update", shifted)
 

@@ -29,7 +29,8 @@ from nanoray.models.build import gpt_of
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
-from nanoray.state.train_state import Holding, TrainState
+from nanoray.state.rank_state import Holding, Share
+from nanoray.state.train_state import TrainState
 from nanoray.train.guard.guards import Guards
 from nanoray.train.optim.groups import make_optimizer
 
@@ -83,7 +84,7 @@ def state_of(rank: int, world: int, config: Config) -> TrainState:
     plan = Plan(model, mesh, config, 2, lambda model, x, y: model(x, y), lambda loss: loss)
     assert plan.shards is not None
     optimizer = make_optimizer(model, config, plan.shards)
-    state.hold(Holding(plan.shards, optimizer, rank), None, True, plan.weights)
+    state.hold(Share(Holding(plan.shards, optimizer), weights=plan.weights))
     return state
 
 
@@ -169,7 +170,7 @@ def saved_by(mesh: str, folder: Path, change: Callable[[TrainState], None]) -> P
 
 
 def load_into(path: Path, state: TrainState) -> None:
-    state.load(load(path, state.pieces if state.sharded else None, state.weight_pieces))
+    state.load(load(path, state.pieces, state.weight_pieces))
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, MoE, RouterTrain
 from nanoray.models.sampling import generate
 from nanoray.parallel import ep, tp
 from nanoray.run import recovers_in_place
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 from nanoray.trace import experts as picture
 from nanoray.train.watch import routing
 from tests.unit.test_activation_checkpointing import Living

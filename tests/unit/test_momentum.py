@@ -14,7 +14,7 @@ from nanoray.config import Config, make_config
 from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.precision import LossScaler
-from nanoray.state.train_state import load_optimizer_tensors, optimizer_tensors
+from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.train.optim.groups import make_optimizer
 
 

@@ -15,7 +15,7 @@ from nanoray.forecast.memory import Sizes, held_bytes, state_memory
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import step_unless
-from nanoray.state.train_state import load_optimizer_tensors, optimizer_tensors
+from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.train.optim.groups import make_optimizer, set_lr
 from nanoray.train.optim.muon import MOMENTUM, Muon, orthogonal
 

@@ -17,8 +17,8 @@ from nanoray.mesh.pieces import whole_shards
 from nanoray.models.costs import scaling_parameters
 from nanoray.models.gpt import ModelShape
 from nanoray.parallel.norm import clip_to
+from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.state.optimizers import kept_alone
-from nanoray.state.train_state import load_optimizer_tensors, optimizer_tensors
 from nanoray.train.optim.groups import lr_at, make_optimizer
 
 

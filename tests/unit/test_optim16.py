@@ -17,7 +17,7 @@ from nanoray.forecast.memory import Sizes, held_bytes, state_memory
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import LossScaler, float32_products, weight_type
-from nanoray.state.train_state import load_optimizer_tensors, optimizer_tensors
+from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.optim.optim16 import Optim16, random_bits, round_at_random
 

@@ -18,8 +18,8 @@ from torch import nn
 
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.pieces import Shard, whole_shards
+from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.state.optimizers import changed_groups, group_values, load_groups, values_of
-from nanoray.state.train_state import load_optimizer_tensors, optimizer_tensors
 from nanoray.state.values import Unsupported, put_together, same, take_apart
 from nanoray.train.own.optimizer import (
     optimizer_of,

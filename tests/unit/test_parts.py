@@ -25,7 +25,7 @@ from nanoray.checkpoint.files import Draft, load, save, save_shared
 from nanoray.checkpoint.find import newest_valid
 from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import Piece
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 from tests.harness.commands import killed_saves
 
 VIEWS = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,10 @@ from nanoray.config import Batch, make_config
 from nanoray.errors import StateDiverged
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import LossScaler
-from nanoray.state.train_state import EMA_DECAY, StateDict, TrainState, share
+from nanoray.state.rank_state import EMA_DECAY
+from nanoray.state.state_dict import StateDict
+from nanoray.state.train_state import TrainState
+from nanoray.train.fetch import share
 from nanoray.train.guard import replicas
 from nanoray.train.guard.guards import Guards
 
@@ -260,3 +264,90 @@ def test_a_newcomer_gets_everything_and_a_tied_weight_once(steps: int) -> None:
     assert (second.scalars, second.session) == (first.scalars, first.session)
     assert second.whole
     assert wire.tensors == []
+
+
+# Each part, in every use of the list of parts.
+
+
+def flip(tensor: Tensor) -> None:
+    """Flip one bit of a tensor."""
+    tensor.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+
+def weight(state: TrainState) -> Any:
+    return state.model.emb.weight
+
+
+def running_mean(state: TrainState) -> Any:
+    return state.model.norm.running_mean
+
+
+def moment(state: TrainState) -> Any:
+    return state.optimizer.state[state.model.emb.weight]["exp_avg"]
+
+
+def anchor(state: TrainState) -> Any:
+    assert state.outer
+    return state.outer.anchor["emb.weight"]
+
+
+def outer_momentum(state: TrainState) -> Any:
+    assert state.outer
+    return state.outer.momentum["emb.weight"]
+
+
+def betas(state: TrainState) -> Any:
+    return state.optimizer.param_groups[0]["betas"]
+
+
+def scale(state: TrainState) -> Any:
+    return state.scaler.values()
+
+
+def losses(state: TrainState) -> Any:
+    return state.step, state.samples, state.scalars
+
+
+def seen_by_guards(state: TrainState) -> Any:
+    return state.guards.values()
+
+
+TENSORS = [weight, running_mean, moment, anchor, outer_momentum]
+VALUES: dict[Any, Callable[[TrainState], Any]] = {
+    betas: lambda state: state.optimizer.param_groups[0].update(betas=(0.5, 0.6)),
+    scale: lambda state: state.scaler.load_values({"scale": 8.0, "good_steps": 3, "skipped": 1}),
+    losses: lambda state: state.see_loss(0.25, smooth=True),
+    seen_by_guards: lambda state: state.guards.rolled_back("step_3", "why"),  # type: ignore[attr-defined]
+}
+
+
+def of_replicas(state: TrainState, rarely: bool) -> TrainState:
+    if rarely:
+        state.outer = state.anchors(momentum=True, fragments=1)
+    return state
+
+
+@pytest.mark.parametrize("what", [*TENSORS, *VALUES])
+def test_each_part_is_saved_received_and_compared(what: Callable[[TrainState], Any]) -> None:
+    rarely = what in (anchor, outer_momentum)
+    first = of_replicas(a_state(1, steps=3, fp16=True), rarely)
+    before = replicas.digest(first)
+    if what in TENSORS:
+        flip(what(first))
+    else:
+        VALUES[what](first)
+    # What the guards have seen, and losses, are those of one rank.
+    if what in (*TENSORS, scale):
+        assert replicas.digest(first) != before
+
+    loaded = of_replicas(a_state(2, fp16=True), rarely)
+    loaded.load(through_json(first.pack()))
+    wire = Wire()
+    share(first, WireMesh(0, wire), 0)
+    received = of_replicas(a_state(2, fp16=True), rarely)
+    share(received, WireMesh(1, wire), 0)
+    for state in (loaded, received):
+        if what in TENSORS:
+            assert torch.equal(what(state), what(first))
+        else:
+            assert what(state) == what(first)

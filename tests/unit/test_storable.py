@@ -20,7 +20,7 @@ from nanoray.checkpoint.files import save
 from nanoray.checkpoint.storable import unstorable
 from nanoray.mesh.memory import bytes_of
 from nanoray.state.modules import Undisturbed, extra_states, join, split
-from nanoray.state.train_state import StateDict
+from nanoray.state.state_dict import StateDict
 from nanoray.state.values import same
 from nanoray.train.own.task import mode_notes
 from tests.harness.keepers import KEEPERS

@@ -30,7 +30,8 @@ from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import LossScaler
 from nanoray.parallel import tp
 from nanoray.parallel.buckets import Buckets
-from nanoray.state.train_state import Holding, TrainState
+from nanoray.state.rank_state import Holding, Share
+from nanoray.state.train_state import TrainState
 from nanoray.train.guard.guards import Guards
 
 SHAPE = ModelShape(n_layer=2, n_head=4, n_embd=24, block_size=8, bias=True, vocab_size=65)
@@ -293,7 +294,7 @@ def test_a_rank_saves_and_loads_its_pieces_and_no_whole_weights(tmp_path: Path) 
         torch.manual_seed(1)
         state = TrainState(GPT(SHAPE), optimizer, scaler, guards)
         state.model = model
-        state.hold(Holding(shards, optimizer, rank), None, True, shards)
+        state.hold(Share(Holding(shards, optimizer), weights=shards))
         states.append(state)
         assert state.pack().model == {}
 
@@ -310,6 +311,7 @@ def test_a_rank_saves_and_loads_its_pieces_and_no_whole_weights(tmp_path: Path) 
         with torch.no_grad():
             for p in state.model.parameters():
                 p.zero_()
-        state.load(saved, optimizer=False)
+        saved.has_optimizer = False
+        state.load(saved)
         for name, p in state.model.named_parameters():
             assert torch.equal(p, before[name]), name

@@ -127,10 +127,6 @@ class Guards:
         self._returns = values["returns"]
         self._overflows = values.get("overflows", 0)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return nothing: the ring holds this rank's own losses, which differ between replicas."""
-        return {}
-
     def count_healed(self, ranks: int) -> None:
         """Count replicas that took over the majority's state."""
         self._counts["healed"] += ranks

@@ -17,7 +17,9 @@ from nanoray.errors import StateDiverged
 from nanoray.mesh.memory import plain_memory
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import is_cut
-from nanoray.state.train_state import TrainState, optimizer_tensors, share
+from nanoray.state.optimizer_part import optimizer_tensors
+from nanoray.state.train_state import TrainState
+from nanoray.train.fetch import share
 from nanoray.train.guard.certificate import format_hash
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -245,7 +247,7 @@ def _heal(tensor: Tensor | None, mesh: Mesh, source: int, takes: bool) -> None:
 
 def _whole_weights(state: TrainState) -> set[str]:
     """Return the names of the weights that every rank has as a whole, in a state of pieces."""
-    if is_cut(state.model) or state.shards_weights:
+    if is_cut(state.model) or state.weights is not None:
         return set()
     return {name for name, _ in state.model.named_parameters()}
 
@@ -265,7 +267,7 @@ def _compare_mirrors(state: TrainState, mesh: Mesh) -> None:
     hashes = []
     for shards, optimizer in ((state.shards, state.optimizer), (mirror.shards, mirror.optimizer)):
         tensors = optimizer_tensors(optimizer, shards)
-        if state.shards_weights:
+        if state.weights is not None:
             tensors |= {shard.piece.name: shard.param for shard in shards}
         # Owner and mirror may list them in another order.
         _, hashes_of_tensors = hash_tensors(dict(sorted(tensors.items())))

@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from nanoray.data.seeding import rng_state, set_rng_state
 from nanoray.data.tokens import MicroBatches
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
 from nanoray.run import RunSpec
-from nanoray.state.train_state import TrainState, rng_state, set_rng_state
+from nanoray.state.train_state import TrainState
 from nanoray.trace.log import CommLog, CommTrace
 from nanoray.trace.recorder import CommRecorder
 
@@ -59,7 +60,7 @@ class Tracing:
         # Sharded weights are gathered in every forward, and attention to other parts of a sequence
         # needs their keys: then no backward can do without communication.
         unsynced = None
-        if not self._state.shards_weights and self._plan.part is None:
+        if self._state.weights is None and self._plan.part is None:
             unsynced = self._backward_alone
         self._pause(self._trace.end(unsynced))
 

@@ -1,0 +1,118 @@
+"""The optimizers as a part of the state: this rank's own, and the groups of that of its mirror."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanoray.errors import CheckpointError
+from nanoray.mesh.pieces import Shard
+from nanoray.state.optimizers import (
+    changed_groups,
+    group_values,
+    load_groups,
+    load_tensors,
+    tensors_of,
+    values_of,
+)
+from nanoray.state.outer import without_outer
+from nanoray.state.part import StatePart
+from nanoray.state.rank_state import RankState
+from nanoray.state.state_dict import StateDict, Tensors
+
+
+class OptimizerPart(StatePart):
+    """The optimizer state of this rank's shards, its groups, and a script's schedulers."""
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        # The values of the optimizer's groups, to see which ones it changes
+        self._group_values = group_values(state.optimizer)
+
+    def pack(self, packed: StateDict) -> None:
+        state = self._state
+        if state.sharded:
+            packed.has_optimizer = False
+        else:
+            packed.optimizer = optimizer_tensors(state.optimizer, state.shards)
+
+        values: dict[str, Any] = {}
+        groups = self.changed_groups()
+        if groups:
+            values["groups"] = groups
+        # Of a sharded state, no parameter has such values.
+        kept = values_of(state.optimizer, _names_of(state.shards))
+        if kept:
+            values["state"] = kept
+        if state.schedule and state.schedule.has_state:
+            values["schedule"] = state.schedule.values()
+        if values:
+            packed.meta["optimizer"] = values
+
+    def pack_own(self, packed: StateDict, first: bool) -> None:
+        packed.optimizer = {}
+        for name, tensor in optimizer_tensors(self._state.optimizer, self._state.shards).items():
+            _, _, param = name.partition(".")
+            if param in (packed.pieces or ()):
+                packed.optimizer[name] = tensor
+
+    def changed_groups(self) -> list[list[dict[str, Any]]]:
+        """Return the values of the optimizer's groups that have changed since the start, as JSON."""
+        # Without a schedule of the script, the rate is a function of the step.
+        skip = ("lr_factor",) if self._state.schedule else ("lr", "lr_factor")
+        return changed_groups(self._state.optimizer, self._group_values, skip)
+
+    def load(self, saved: StateDict) -> None:
+        """Restore it; of a sharded state, `saved.optimizer` has this rank's pieces."""
+        state = self._state
+        step = saved.meta["step"]
+        values = saved.meta.get("optimizer", {})
+        kept = values.get("state", {})
+        tensors = without_outer(saved.optimizer)
+        # Before its first step an optimizer has no state.
+        if saved.has_optimizer and (tensors or kept or step > 0):
+            load_optimizer_tensors(state.optimizer, state.shards, tensors, kept, cut=state.sharded)
+        for each in state.optimizers:
+            load_groups(each, values.get("groups", []))
+        if state.schedule:
+            state.schedule.load_values(values.get("schedule"), step)
+        elif "schedule" in values:
+            raise CheckpointError(
+                "the checkpoint has the state of a scheduler, but the script gives none; give "
+                "RuntimeEngine the same scheduler, or start anew with resume none"
+            )
+
+    def compared(self, tensors: Tensors) -> None:
+        if self._state.sharded:
+            return
+        # An optimizer creates its state in the order of the gradients, which may differ.
+        own = optimizer_tensors(self._state.optimizer, self._state.shards)
+        tensors |= dict(sorted(own.items()))
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> Tensors:
+    """Return the optimizer's state as one flat dict with names such as `exp_avg.<parameter>`."""
+    return tensors_of(optimizer, _names_of(shards))
+
+
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer,
+    shards: Sequence[Shard],
+    tensors: Tensors,
+    values: dict[str, Any] | None = None,
+    cut: bool = False,
+) -> None:
+    """Restore what `optimizer_tensors` returned, in place on each parameter's device.
+
+    `values` are those of `values_of`; with `cut` the tensors are flat pieces. Raises
+    CheckpointError when the state belongs to another optimizer or to other parameters.
+    """
+    params = {shard.piece.name: shard.param for shard in shards}
+    load_tensors(optimizer, params, tensors, values or {}, cut)
+
+
+def _names_of(shards: Sequence[Shard]) -> dict[Tensor, str]:
+    return {shard.param: shard.piece.name for shard in shards}
