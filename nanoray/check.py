@@ -30,6 +30,7 @@ from nanoray import __version__
 from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.config import Config
 from nanoray.config.data import exists
+from nanoray.config.mesh import IN_REPLICA
 from nanoray.data import cifar10
 from nanoray.data.dataset import absolute, cache_dir
 from nanoray.data.token_folder import inspect_folder
@@ -530,7 +531,7 @@ OF_THE_RUN = (
     ("--device NAME", "cuda, mig, cpu or auto"),
     ("--backend NAME", "of the process group: nccl, gloo or auto"),
     ("--precision NAME", "whether the devices compute in it"),
-    ("--cp N, --tp N, --pp N", "how many ranks share a model"),
+    (", ".join(f"--{axis} N" for axis in IN_REPLICA), "how many ranks share a model"),
     ("--dataset NAME|PATH", "whether it is there, or can be downloaded"),
     ("--out_dir DIR", "whether runs can be written there"),
     ("--ray_address HOST:PORT", "the cluster to ask"),

@@ -40,6 +40,7 @@ from nanoray.bench.harness.rank_pool import (
 )
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
 from nanoray.config import Config, load_config, make_config, resolve_batch
+from nanoray.config.mesh import CUTS_MODEL, IN_REPLICA
 from nanoray.errors import ConfigError
 from nanoray.mesh.layout import Layout
 
@@ -451,7 +452,7 @@ def _base(arm: str) -> str:
 
 
 def _fits(mode: str, model: str, workers: int) -> bool:
-    ranks = math.prod(ARMS[mode].get(axis, 1) for axis in ("cp", "tp", "pp", "ep"))
+    ranks = math.prod(ARMS[mode].get(axis, 1) for axis in {*IN_REPLICA, *CUTS_MODEL})
     if mode in HYBRID:
         ranks = 2 * ARMS[mode]["replicas"]  # a group of one rank shards nothing
     return workers % ranks == 0 and (model == "gpt" or mode not in ONLY_GPT)

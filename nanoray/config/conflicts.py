@@ -18,13 +18,12 @@ from typing import Any, Literal
 
 from nanoray.config.data import IMAGES
 from nanoray.config.keys import Keys
-from nanoray.config.mesh import BY_HAND, SHARDS_STATE, WHOLE_MODELS
+from nanoray.config.mesh import BY_HAND, CUTS_MODEL, SHARDS_STATE, WHOLE_MODELS
 from nanoray.config.optim import FRAGMENT_DELAY
 from nanoray.config.spellings import PART_OF_FIELD, spell
 from nanoray.errors import ConfigError
 from nanoray.storage.url import is_secret, is_url, local_folder
 
-AXES = ("tp", "pp", "ep")
 PURE = ("bf16_pure", "fp16_pure")  # values of precision whose weights have 16 bits
 
 Known = Literal["keys", "ranks", "device"]
@@ -51,7 +50,7 @@ class Condition:
 
     def brief(self, config: Keys) -> str:
         """Write the key and its value, but an axis without its size."""
-        if self.key in AXES:
+        if self.key in CUTS_MODEL:
             return self.key
         return self.value(config)
 
@@ -483,7 +482,7 @@ def _keys_of_experts() -> list[Row]:
 def _only_whole_models(asked: Condition, why: str, remedy: str) -> list[Row]:
     """Rows of a feature that needs whole models: none of the axes may divide them."""
     rows = []
-    for axis in AXES:
+    for axis in CUTS_MODEL:
         rows.append(Row(asked, above(axis, 1), why, remedy.format(axis=axis)))
     return rows
 

@@ -62,4 +62,4 @@ class Keys(Fault, Log, Mesh, Optim, BatchSizes, Model, Data, Run):
             return False
         if self.dp_mode in SHARDS_STATE:
             return self.replicas > 1
-        return 1 < self.tp * self.pp * self.ep <= ranks / 2
+        return 1 < self.model_parts <= ranks / 2

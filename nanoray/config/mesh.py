@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from math import prod
+from typing import Literal, NamedTuple
 
 from pydantic import field_validator
 
 from nanoray.config.fields import Group, Natural, Positive, field, hidden
+
+
+class AxisKey(NamedTuple):
+    """An axis of the mesh beside the data replicas, by the key of its size."""
+
+    key: str
+    in_replica: bool  # its ranks read the same samples: ranks = dp x cp x tp x pp
+    cuts_model: bool  # its ranks have different weights
+
+
+# Every axis that divides a model or its samples; nanoray.forecast.parallelisms has what each costs
+AXES = (
+    AxisKey("cp", in_replica=True, cuts_model=False),
+    AxisKey("tp", in_replica=True, cuts_model=True),
+    AxisKey("pp", in_replica=True, cuts_model=True),
+    AxisKey("ep", in_replica=False, cuts_model=True),
+)
+IN_REPLICA = tuple(axis.key for axis in AXES if axis.in_replica)
+CUTS_MODEL = tuple(axis.key for axis in AXES if axis.cuts_model)
 
 # Values of dp_mode, by what a rank keeps
 WHOLE_MODELS = ("ddp", "ddp_by_hand")  # all weights, gradients and optimizer state
@@ -143,7 +163,12 @@ class Mesh(Group):
     @property
     def replica_ranks(self) -> int:
         """The ranks that read the same samples: each has a part of them, or of the model."""
-        return self.cp * self.tp * self.pp
+        return prod(getattr(self, axis) for axis in IN_REPLICA)
+
+    @property
+    def model_parts(self) -> int:
+        """The parts into which the axes cut the weights."""
+        return prod(getattr(self, axis) for axis in CUTS_MODEL)
 
     @field_validator("backend")
     @classmethod
@@ -159,7 +184,7 @@ class Mesh(Group):
     @property
     def sharded(self) -> bool:
         """Whether no rank has the whole state: each keeps the optimizer state of its own shard."""
-        return self.tp * self.pp * self.ep > 1 or self.dp_mode in SHARDS_STATE
+        return self.model_parts > 1 or self.dp_mode in SHARDS_STATE
 
     @property
     def chunks(self) -> int:

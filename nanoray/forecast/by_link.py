@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from nanoray.forecast.job import Job
 from nanoray.forecast.links import placed, share_between_nodes
-from nanoray.forecast.talks.talk import Talk
+from nanoray.forecast.parallelisms.data import ranks_of_group
+from nanoray.forecast.parallelisms.record import Talk
 from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.layout import Layout
 
@@ -38,11 +39,6 @@ def sent_by_link(talks: Iterable[Talk], layout: Layout, ranks_per_node: int) -> 
         inside += nbytes * (1 - share)
         between += nbytes * share
     return Sent(inside, between)
-
-
-def ranks_of_group(layout: Layout) -> int:
-    """Return the ranks, next to each other, of one group of replicas: meant to fill a node."""
-    return layout.shard_size * layout.tp
 
 
 def link_lines(job: Job, layout: Layout, micro: int, ranks_per_node: int | None) -> list[str]:

@@ -118,12 +118,7 @@ def dry_run_lines(
 
     return [
         f"mesh       {layout.world_size} rank(s) = {layout}",
-        *talk_lines(
-            layout,
-            config.sequence_parallel,
-            config.cp_attention == "all_gather",
-            config.sync_every,
-        ),
+        *talk_lines(config, layout),
         f"placement  {placement}",
         f"data       {dataset.note}, {classes} {dataset.vocab_size}",
         *layout_lines(config, shape, layout, batch, assume_device(config), cut_sizes),
@@ -160,7 +155,7 @@ def sizes_of_stage(config: Config, classes: int, stage: int) -> RankSizes:
     from nanoray.models.precision import weight_type
 
     # Ranks of a stage hold equally many parameters, so the first one stands for all.
-    place = Coords(dp=0, tp=0, pp=stage, ep=0)
+    place = Coords(pp=stage)
     model = rank_model(config, classes, weight_type(config.precision), place)
     return RankSizes.of(config, model)
 
@@ -198,7 +193,7 @@ def layout_lines(
     stages = range(layout.pp)
     # Stages differ: the first holds the embedding and the last holds the head.
     sizes = [sizes_of(stage) for stage in stages]
-    if layout.tp * layout.pp * layout.ep > 1:  # cp leaves a rank all of its parameters
+    if layout.model_parts > 1:
         most = max(each.params for each in sizes)
         about_model += f", {most:,} on a rank"
     lines.append(f"model      {parameters:,} parameters{about_model}")
@@ -223,54 +218,23 @@ def batch_line(config: Config, batch: Batch, samples: str, tokens: int = 0) -> s
     )
 
 
-def talk_lines(
-    layout: Layout, sequence: bool = False, gathers: bool = False, sync_every: int = 0
-) -> list[str]:
-    """Return the groups of ranks that exchange tensors in a step; none if all exchange with all.
+def talk_lines(config: Config, layout: Layout) -> list[str]:
+    """Return the groups of ranks that exchange tensors in a step; none if all exchange with all."""
+    from nanoray.forecast.parallelisms.registry import PARALLELISMS
 
-    `sequence`: sequence parallelism. `gathers`: with cp, keys and values are gathered.
-    `sync_every`: steps of a round, where replicas rarely communicate.
-    """
     # With data parallelism alone there is one group, and it contains every rank.
-    if layout.replica_ranks * layout.ep * layout.replicas == 1:
+    if layout.sizes() == Layout(dp=layout.dp).sizes():
         return []
-    between = "sums of gradients, once per step"
-    if sync_every:
-        between = f"how far their weights have moved, once in {sync_every} steps"
-    sums = "all-gathers and 2 reduce-scatters" if sequence else "sums"
-    rest = " of the rest" if layout.ep > 1 else ""
-    # Gradients are summed over parts of sequences as over data replicas.
-    data = "dp_cp" if layout.cp > 1 else "dp"
-    contents = {
-        "cp": _about_cp(gathers),
-        "tp": f"2 {sums} of activations per block, forward and backward each",
-        "pp": "the residual stream of each micro batch, and its gradient back",
-        "ep": "tokens to their experts and back, per block, forward and backward each",
-        "edp": "gradients of experts, once per step",
-        "shard": "gradients to the rank that updates them, and weights back",
-        "replica": between,
-        data: f"gradients{rest}, once per step",
-    }
-    # Groups of replicas sum gradients in two steps, in place of one sum over all data ranks.
-    unused = ("shard", "replica") if layout.replicas == 1 else (data,)
-    for axis in unused:
-        del contents[axis]
-
+    # A later parallelism may exchange something else over the groups of an earlier one.
+    contents: dict[str, str] = {}
+    for parallelism in PARALLELISMS:
+        contents |= parallelism.words(config, layout)
     lines = []
     for axis, content in contents.items():
-        if axis == "edp" and layout.ep == 1:
-            continue
         groups = layout.groups(axis)
         if len(groups[0]) > 1:
             lines.append(f"talk       {axis}: ranks {_format_groups(groups)}: {content}")
     return lines
-
-
-def _about_cp(gathers: bool) -> str:
-    """Return what the ranks that share sequences exchange."""
-    if gathers:
-        return "all keys and values, per block; in backward the sums of their gradients"
-    return "keys and values round a ring, per block, forward and backward each, and their gradients"
 
 
 def _format_groups(groups: list[tuple[int, ...]]) -> str:

@@ -79,11 +79,6 @@ class Job:
 
     def config_at(self, layout: Layout) -> Config:
         """Return the configuration with the axes of this layout, unchecked."""
-        axes = {
-            "tp": layout.tp,
-            "pp": layout.pp,
-            "ep": layout.ep,
-            "cp": layout.cp,
-            "replicas": layout.replicas,
-        }
-        return self.config.model_copy(update={"dp_mode": self.mode(layout), **axes})
+        sizes = layout.sizes()
+        del sizes["dp"]  # which follows from the number of ranks
+        return self.config.model_copy(update={"dp_mode": self.mode(layout), **sizes})

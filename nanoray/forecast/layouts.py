@@ -9,21 +9,20 @@ predicted step
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from nanoray.config.conflicts import excluded_layout
-from nanoray.config.mesh import SHARDS_STATE
 from nanoray.errors import ConfigError
-from nanoray.forecast.by_link import ranks_of_group
 from nanoray.forecast.job import Job
+from nanoray.forecast.parallelisms.record import Tried, divisors
+from nanoray.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.forecast.predict import Network, Prediction, Speed, memory_of, predict
 from nanoray.mesh.layout import Layout
 
 GB = 1e9
 DOES_NOT_FIT = "does not fit"  # begins the refusal of a layout that needs too much memory
 MOST_REASONS = 6  # that an error lists
-LEAST_TOKENS = 128  # of a sequence on a rank of cp, that a search tries
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,6 @@ class Found:
     layout: Layout
     best: Prediction | None = None
     refused: str = ""
-
-
-def divisors(n: int) -> list[int]:
-    """Return the divisors of n, rising."""
-    # Divisors come in pairs, so a search up to the square root finds them all.
-    low = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
-    high = [n // k for k in low]
-    return sorted({*low, *high})
 
 
 def factors(n: int) -> str:
@@ -61,101 +52,29 @@ def factors(n: int) -> str:
     return f"{n} = {'*'.join(map(str, primes))}"
 
 
-def factorizations(ranks: int, experts: bool = False, tokens: int = 0) -> Iterator[Layout]:
-    """Yield every dp·cp·tp·pp = ranks; with experts each ep that divides dp.
+def candidates(job: Job, ranks: int, ranks_per_node: int | None = None) -> Iterable[Layout]:
+    """Return every layout that is worth a try: of each parallelism the sizes that it names.
 
-    `tokens`: of a sequence; 0: any. Each rank of cp takes two equal parts of it. Sizes of cp that
-    leave a rank fewer than LEAST_TOKENS are no candidates: messages would take most of their time.
+    `ranks_per_node`: also with a sharded state in each group of whole nodes.
     """
-    sizes = divisors(ranks)
-    if tokens:
-        sizes = [cp for cp in sizes if cp == 1 or _divides_sequences(cp, tokens)]
-    for tp in divisors(ranks):
-        for pp in divisors(ranks // tp):
-            rest = ranks // tp // pp
-            for cp in sizes:
-                if rest % cp:
-                    continue
-                dp = rest // cp
-                for ep in divisors(dp) if experts else [1]:
-                    yield Layout(dp, tp, pp, ep, cp)
-
-
-def _divides_sequences(cp: int, tokens: int) -> bool:
-    """Return whether each of `cp` ranks gets two equal parts of a sequence, worth their messages."""
-    return tokens % (2 * cp) == 0 and tokens // cp >= LEAST_TOKENS
-
-
-def candidates(job: Job, ranks: int, ranks_per_node: int | None = None) -> Iterator[Layout]:
-    """Yield every layout that is worth a try; on nodes also with a sharded state in each of them.
-
-    Replicas that rarely communicate are single data ranks, or groups that shard their state.
-    """
-    for layout in factorizations(ranks, bool(job.experts), job.shape.block_size):
-        if not job.config.sync_every:
-            yield layout
-        elif layout.dp > 1:
-            yield replace(layout, replicas=layout.dp)
-        shards = job.mode(layout) in SHARDS_STATE and layout.ep == 1
-        if shards and ranks_per_node is not None:
-            yield from _with_replicas(layout, ranks_per_node)
-
-
-def _with_replicas(layout: Layout, ranks_per_node: int) -> Iterator[Layout]:
-    """Yield a layout with each number of replicas whose groups fill whole nodes."""
-    for replicas in divisors(layout.dp):
-        # One group is the layout itself, and a group of one rank shards nothing.
-        if replicas in (1, layout.dp):
-            continue
-        grouped = replace(layout, replicas=replicas)
-        if ranks_of_group(grouped) % ranks_per_node == 0:
-            yield grouped
+    tried = Tried(job, ranks_per_node)
+    layouts: Iterable[Layout] = (Layout(dp=ranks),)
+    for parallelism in PARALLELISMS:
+        layouts = [other for layout in layouts for other in parallelism.tries(tried, layout)]
+    return layouts
 
 
 def refusal(job: Job, layout: Layout) -> str:
     """Return the rule that a layout breaks, with its numbers; "" if it breaks none."""
-    shape = job.shape
-    tp = layout.tp
-    pp = layout.pp
-
-    # Sizes that must divide.
-    cut_by_tp = {
-        "n_head": shape.n_head,
-        "4*n_embd": 4 * shape.n_embd,
-        "the padded vocabulary": shape.padded_vocab,
-    }
-    for name, size in cut_by_tp.items():
-        if size % tp:
-            return f"tp does not divide {name} = {size}"
-    cp = layout.cp
-    if cp > 1 and shape.block_size % (2 * cp):
-        return f"2*cp does not divide block_size = {shape.block_size}"
-    first = job.config.seq_warmup_from
-    if cp > 1 and job.config.seq_warmup_steps and first % (2 * cp):
-        return f"2*cp does not divide the {first} tokens with which seq_warmup_steps begins"
-    own = shape.block_size // cp
-    if job.cuts_sequence(layout) and own % tp:
-        of_rank = "block_size/cp" if cp > 1 else "block_size"
-        return f"sequence_parallel: tp does not divide {of_rank} = {own}"
-    # Each stage of an interleaved pipeline holds several chunks of layers.
-    parts = pp * job.chunks if pp > 1 else 1
-    if shape.n_layer % parts:
-        chunks = f"*chunks = pp*{job.chunks}" if job.chunks > 1 else ""
-        return f"pp{chunks} does not divide n_layer = {shape.n_layer}"
+    for parallelism in PARALLELISMS:
+        reason = parallelism.refusal(job, layout)
+        if reason:
+            return reason
     # What a start would refuse, a search does not offer
+    sizes = layout.sizes()
+    del sizes["dp"]
     experts = job.experts.count if job.experts else 0
-    axes = {"tp": tp, "pp": pp, "ep": layout.ep, "cp": layout.cp, "replicas": layout.replicas}
-    excluded = excluded_layout(job.config, job.mode(layout), axes, experts)
-    if excluded:
-        return excluded
-    # Experts are cut twice: tp divides the hidden units of each, ep divides their number.
-    if job.experts and job.experts.hidden % tp:
-        return f"tp does not divide expert_hidden = {job.experts.hidden}"
-    if job.experts and job.experts.count % layout.ep:
-        return f"ep does not divide experts = {job.experts.count}"
-    if job.sequences % layout.dp:
-        return f"dp does not divide the step's {job.sequences} sequences"
-    return ""
+    return excluded_layout(job.config, job.mode(layout), sizes, experts)
 
 
 def micros(job: Job, layout: Layout, most: int) -> list[int]:

@@ -17,16 +17,17 @@ import torch
 from torch import nn
 
 from nanoray.config import Config
+from nanoray.config.mesh import CUTS_MODEL
 from nanoray.errors import ConfigError
+from nanoray.forecast.parallelisms.record import axis_of
+from nanoray.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Coords, Layout
-from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, whole_pieces
 from nanoray.models.build import build_model
-from nanoray.parallel import ep, tp
+from nanoray.parallel import ep
 from nanoray.parallel.buckets import Buckets
 from nanoray.parallel.fsdp import rows_of
-from nanoray.parallel.pp import split
 
 MOST_RANKS = 128  # whose shards are laid out one by one
 
@@ -45,12 +46,9 @@ def rank_model(config: Config, classes: int, dtype: torch.dtype, place: Coords) 
     # In the order in which a run cuts (parallel/plan.py)
     with torch.device("meta"):
         model = build_model(config, classes).to(dtype)
-        if config.tp > 1:
-            tp.cut(model, _axis("tp", config.tp, place.tp))
-        if config.pp > 1:
-            split(model, place.pp, config.pp, config.chunks)
-        if config.ep > 1:
-            ep.cut(model, _axis("ep", config.ep, place.ep))
+        for parallelism in PARALLELISMS:
+            if parallelism.cut and getattr(config, parallelism.key) > 1:
+                parallelism.cut(model, config, place)
     return model
 
 
@@ -69,7 +67,7 @@ def holders_of(
         )
     # Data replicas and parts of sequences have the same model, so each place of the other axes is
     # cut once.
-    models: dict[tuple[int, int, int], nn.Module] = {}
+    models: dict[tuple[int, ...], nn.Module] = {}
     # The ranks that cut one copy of the state, and each rank's place among them
     index_of: dict[int, int] = {}
     for group in layout.groups("shard"):
@@ -79,7 +77,7 @@ def holders_of(
     holders = []
     for rank in range(layout.world_size):
         place = layout.coords(rank)
-        key = (place.tp, place.pp, place.ep)
+        key = tuple(getattr(place, axis) for axis in CUTS_MODEL)
         if key not in models:
             models[key] = model_at(place)
         model = models[key]
@@ -90,7 +88,7 @@ def holders_of(
             held = _rows(model, held, layout.shard_size, index_of[rank])
             updated = held
         elif shares and config.dp_mode in ("zero1", "zero2"):
-            data = _axis("shard", layout.shard_size, index_of[rank])
+            data = axis_of("shard", layout.shard_size, index_of[rank])
             updated = _slices(model, config, layout, place, data, bucket_mb)
         holders.append(Holder(place, held, updated))
     return holders
@@ -115,14 +113,8 @@ def _slices(
     buckets: Buckets | ep.ExpertParallel
     if layout.ep > 1:
         # Experts have fewer replicas, so their buckets are cut over an axis of their own.
-        replicas = _axis("edp", layout.dp // layout.ep, place.dp // layout.ep)
+        replicas = axis_of("edp", layout.dp // layout.ep, place.dp // layout.ep)
         buckets = ep.ExpertParallel(model, data, replicas, config.dp_mode, bucket_mb)
     else:
         buckets = Buckets(model, data, config.dp_mode, bucket_mb)
     return {shard.piece.name: shard.piece for shard in buckets.shards or ()}
-
-
-def _axis(name: str, size: int, index: int) -> Axis:
-    """Return an axis without a process group: the other ranks do not exist."""
-    mesh = Mesh(index, size, 0, torch.device("meta"), "none", "dry run")
-    return Axis(name, tuple(range(size)), index, None, mesh)

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from nanoray.config import Batch
-from nanoray.config.optim import FRAGMENT_DELAY
+from nanoray.config.mesh import IN_REPLICA, SHARDS_STATE
 from nanoray.forecast.job import Job
 from nanoray.forecast.links import (
     Cost,
@@ -44,9 +44,10 @@ from nanoray.forecast.links import (
     seen_by,
     send,
 )
+from nanoray.forecast.parallelisms.record import Compute, Talk
+from nanoray.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.forecast.rank_memory import AssumedDevice, rank_memory
 from nanoray.forecast.simulate import NOTHING, Bucket, Step, simulate
-from nanoray.forecast.talks.talk import Talk
 from nanoray.forecast.traffic import talks_of
 from nanoray.forecast.weights import Weights, layers_of, rank_sizes, tensors_of
 from nanoray.mesh.layout import Layout
@@ -219,33 +220,31 @@ def _predict_stage(
     forward_s = forward * tokens / speed.forward_flops
     backward_s = backward * tokens / speed.backward_flops
     updated = sum(tensor.numel for tensor in tensors)
-    if mode in ("zero1", "zero2", "fsdp"):
+    if mode in SHARDS_STATE:
         updated = updated // layout.shard_size
     optimizer_s = speed.optimizer_s * updated
 
-    # The attention to one block of keys and values, beside which the next ones travel.
-    attention = 2 * job.shape.n_embd * own_tokens / micro * tokens
-    attention_s = {
-        "ring_forward": attention / speed.forward_flops,
-        "ring_again": attention / speed.forward_flops,
-        "ring_backward": 2 * attention / speed.backward_flops,
-    }
+    # Compute beside which messages in the midst of a pass travel
+    compute = Compute(job, own_tokens // micro, tokens, speed.forward_flops, speed.backward_flops)
+    hidden_s: dict[str, float] = {}
+    for parallelism in PARALLELISMS:
+        hidden_s |= parallelism.hides(compute)
 
     def exposed(talk: Talk) -> Cost:
-        """Return what compute waits for of one message: all of it, if no attention hides it."""
+        """Return what compute waits for of one message: all of it, if nothing hides it."""
         cost = price(talk)
-        if talk.when not in attention_s:
+        if talk.when not in hidden_s:
             return cost
-        # Keys, values and their gradients travel in the same time.
+        # Messages of one kind travel in the same time.
         together_s = sum(price(other).seconds for other in talks if other.when == talk.when)
         left = 1.0
         if together_s:
-            left = max(0.0, 1 - attention_s[talk.when] / together_s)
+            left = max(0.0, 1 - hidden_s[talk.when] / together_s)
         return Cost(cost.latency_s * left, cost.transfer_s * left, cost.cpu)
 
     # What a micro batch waits for in the midst of its layers, by pass and by axis.
     waits = {}
-    alone_s = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "pp": 0.0}
+    alone_s = {each.key: 0.0 for each in PARALLELISMS if each.in_pass}
     for when, kinds in WAITS.items():
         costs = []
         for talk in talks:
@@ -264,9 +263,9 @@ def _predict_stage(
     every_micro_sends = mode == "zero2"
     sending = accum if every_micro_sends else 1
     buckets, collective = _buckets(tensors, talks, sending, backward_s, price)
-    inner = [axis for axis in ("tp", "cp") if layout.size_of(axis) > 1]
-    inner.append("pp")
-    one_link = any(network.one_link(layout, inner[0], axis) for axis in layout.gradient_axes)
+    # What a pass waits for travels mostly along the innermost axis of a replica.
+    inner = min(IN_REPLICA, key=lambda axis: (layout.steps[axis].size == 1, layout.steps[axis]))
+    one_link = any(network.one_link(layout, inner, axis) for axis in layout.gradient_axes)
     quiet = Step(forward_s, backward_s, 0.0, (), (waits["forward"], waits["backward"]), one_link)
     loud = replace(quiet, optimizer_s=optimizer_s, buckets=buckets)
     quiet_s = simulate(quiet, lambda nbytes: NOTHING, 1, speed.cores, speed.threads).step_s
@@ -282,7 +281,9 @@ def _predict_stage(
         if talk.when in ("after", "once")
     )
     total_s = last_s + (accum - 1) * other_s + accum * gathers_s + after_s
-    total_s += _exposed_fragments(job, talks, price, total_s)
+    step_s = total_s
+    for parallelism in PARALLELISMS:
+        total_s += parallelism.delay_s(job, talks, lambda talk: price(talk).seconds, step_s)
 
     # Split the total into parts. The axes share the waiting in the ratio of their own seconds.
     compute_s = accum * (forward_s + backward_s) * stretch + update_s
@@ -308,19 +309,6 @@ def _sum(costs: Iterable[tuple[float, Cost]]) -> Cost:
     if not core_seconds:
         return Cost(latency_s, transfer_s, 0.0)
     return Cost(latency_s, transfer_s, core_seconds / (latency_s + transfer_s))
-
-
-def _exposed_fragments(
-    job: Job, talks: Iterable[Talk], price: Callable[[Talk], Cost], step_s: float
-) -> float:
-    """Return the seconds of a step, on average, in which training waits for a fragment of a round.
-
-    A fragment travels while two steps are computed; what takes longer delays the second one.
-    """
-    travelling_s = sum(talk.times * price(talk).seconds for talk in talks if talk.when == "travels")
-    fragments = job.config.sync_fragments
-    waited_s = max(0.0, travelling_s / fragments - FRAGMENT_DELAY * step_s)
-    return fragments * waited_s / max(1, job.config.sync_every)
 
 
 def _exposed_gather(cost: Cost, count: float, forward_s: float, backward_s: float) -> float:

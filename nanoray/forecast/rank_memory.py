@@ -15,11 +15,12 @@ import torch
 
 from nanoray.config import Batch, Config
 from nanoray.devices.gpus import discover_gpus
-from nanoray.forecast.memory import RankSizes, exchanged, rank_state
+from nanoray.forecast.memory import RankSizes, rank_state
+from nanoray.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.mesh.layout import Layout
 from nanoray.models import resnet_costs
 from nanoray.models.build import kernels_of
-from nanoray.models.costs import Cut, activation_memory, ring_memory, with_kernels
+from nanoray.models.costs import Cut, activation_memory, with_kernels
 from nanoray.models.gpt import ModelShape
 from nanoray.models.resnet import ResNetShape
 from nanoray.parallel.ddp import default_bucket_mb
@@ -78,9 +79,12 @@ def rank_memory(
     shared_by = layout.shard_size
     state = rank_state(config, sizes, shared_by, batch.accum, device.bucket_mb, device.mirrored)
     activations = stage_activations(config, shape, batch, device.precision, stage)
-    # Replicas average their weights between two steps, in memory that a step has for activations.
-    of_step = state["in_flight"] + sum(activations.values())
-    more = exchanged(config, sizes, shared_by, device.bucket_mb) - of_step
+    # What is exchanged between two steps takes memory that a step has for activations.
+    between = sum(
+        parallelism.between(config, sizes, shared_by, device.bucket_mb)
+        for parallelism in PARALLELISMS
+    )
+    more = between - state["in_flight"] - sum(activations.values())
     if more > 0:
         state["exchange"] = more
     return state | activations
@@ -89,16 +93,14 @@ def rank_memory(
 def stage_activations(
     config: Config, shape: ModelShape | ResNetShape, batch: Batch, precision: str, stage: int
 ) -> dict[str, int]:
-    """Return the bytes of activations on one stage, for all micro batches whose backward is due.
-
-    With cp also those of the ring, which one block's attention takes for a moment.
-    """
+    """Return the bytes of activations on one stage, for all micro batches whose backward is due."""
     # A ResNet is not cut into stages, so one micro batch is in flight.
     if isinstance(shape, ResNetShape):
         return resnet_costs.activation_memory(shape, batch.micro, precision)
     parts = _kept_activations(config, shape, batch, precision, stage)
-    ring = ring_memory(shape, batch.micro, precision, kernels_of(config), Cut.of(config))
-    return parts | {"ring": ring} if ring else parts
+    for parallelism in PARALLELISMS:
+        parts |= parallelism.keeps(config, shape, batch, precision)
+    return parts
 
 
 def _kept_activations(

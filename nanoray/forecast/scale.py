@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from nanoray.forecast.layouts import Found
     from nanoray.forecast.links import Topology
     from nanoray.forecast.memory import RankSizes
+    from nanoray.forecast.parallelisms.record import Talk
     from nanoray.forecast.predict import Network, Prediction
-    from nanoray.forecast.talks.talk import Talk
 
 GB = 1e9
 MB = 1e6
@@ -216,10 +216,15 @@ def _mesh(layout: Layout, topology: Topology | None, name: str | None) -> list[s
     if topology:
         size = topology.ranks_per_node
         nodes = f"; {-(-layout.world_size // size):,} node(s) of {size} ({name})"
+    # The innermost axis first. Groups of replicas divide the data axis.
+    axes: list[str] = []
+    for axis in layout.steps:
+        if axis == "dp" and layout.replicas > 1:
+            axes += layout.gradient_axes
+        elif axis in layout.sizes():
+            axes.append(axis)
     rows = []
-    # Groups of replicas divide the data axis.
-    data_axes = layout.gradient_axes if layout.replicas > 1 else ("dp",)
-    for axis in ("tp", "cp", *data_axes, "pp", "ep"):
+    for axis in axes:
         stride, size = layout.steps[axis]
         if size == 1:
             continue
@@ -375,9 +380,10 @@ def _why_not(found: Sequence[Found], best: Prediction) -> list[tuple[str, str]]:
     all of them.
     """
     from nanoray.forecast.layouts import why_slower
+    from nanoray.forecast.parallelisms.registry import PARALLELISMS
 
     rows: list[tuple[str, str]] = []
-    for axis in ("tp", "cp", "pp", "ep", "replicas"):
+    for axis in [each.key for each in PARALLELISMS if each.key in best.layout.sizes()]:
         others = {getattr(layout.layout, axis) for layout in found}
         others.discard(getattr(best.layout, axis))
         refused: dict[str, list[int]] = {}

@@ -47,17 +47,14 @@ from nanoray.forecast.links import (
     send,
 )
 from nanoray.forecast.simulate import NOTHING, Bucket, Schedule, Step, simulate
+from nanoray.mesh.layout import DIVISIONS
 from nanoray.trace.__main__ import read_steps
 from nanoray.trace.log import PAUSES
 from nanoray.trace.timeline import group_of
 
 KNOWN = {
     "grad_compress": "none",
-    "tp": 1,
-    "pp": 1,
-    "ep": 1,
-    "cp": 1,
-    "replicas": 1,
+    **dict.fromkeys(DIVISIONS, 1),
     "sync_every": 0,
 }
 MODES = ("ddp", "zero1", "zero2", "fsdp")

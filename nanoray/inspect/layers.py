@@ -19,7 +19,7 @@ from nanoray.forecast.own_models import kept_per_element
 from nanoray.forecast.predict import flops_of
 from nanoray.forecast.rank_memory import assume_device
 from nanoray.inspect.subject import Subject, Unknown
-from nanoray.mesh.layout import Coords, Layout
+from nanoray.mesh.layout import DIVISIONS, Coords, Layout
 from nanoray.models import resnet_costs
 from nanoray.models.build import kernels_of
 from nanoray.models.costs import Cut, activation_memory, with_kernels
@@ -95,8 +95,8 @@ def layers_of(
     shape = subject.shape
     # Data parallelism goes too: a single process shards nothing.
     if not cut:
-        axes = {"tp": 1, "pp": 1, "ep": 1, "cp": 1, "replicas": 1}
-        whole = {**axes, "sequence_parallel": False, "dp_mode": "ddp"}
+        uncut = dict.fromkeys(DIVISIONS, 1)
+        whole = {**uncut, "sequence_parallel": False, "dp_mode": "ddp"}
         config = config.model_copy(update=whole)
         layout = Layout()
 
@@ -219,7 +219,7 @@ def _states(subject: Subject, whole: bool) -> dict[str, dict[str, int]]:
     states: dict[str, dict[str, int]] = {}
     for stage in range(layout.pp):
         # Every rank of a stage holds the same layers, so rank 0 of each stage is enough.
-        model = subject.model if whole else subject.at(Coords(0, 0, stage, 0))
+        model = subject.model if whole else subject.at(Coords(pp=stage))
         experts = names_of_experts(model) if layout.ep > 1 else set()
         layers: dict[str, set[str]] = {}
         for name, _ in model.named_parameters():

@@ -29,7 +29,7 @@ from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.owners import rank_model
 from nanoray.forecast.scale import known_dataset
 from nanoray.forecast.trial import Loss
-from nanoray.mesh.layout import Coords, Layout
+from nanoray.mesh.layout import DIVISIONS, Coords, Layout
 from nanoray.models.build import OwnShape, shape_of
 from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import weight_type
@@ -236,9 +236,9 @@ def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int
     layout = Layout.of(config, ranks)
     batch, shape = resolve_batch(config, layout.dp), shape_of(config, dataset.vocab_size)
     # The model is whole, whatever the layout; `Subject.at` cuts it for one rank.
-    axes = {"tp": 1, "pp": 1, "ep": 1, "cp": 1}
-    whole = config.model_copy(update={**axes, "sequence_parallel": False})
-    model = rank_model(whole, dataset.vocab_size, weight_type(config.precision), Coords(0, 0, 0, 0))
+    uncut = dict.fromkeys(DIVISIONS, 1)
+    whole = config.model_copy(update={**uncut, "sequence_parallel": False})
+    model = rank_model(whole, dataset.vocab_size, weight_type(config.precision), Coords())
     example = example_of(config, batch.micro)
     return Subject(title, config, why, dataset, layout, batch, model, shape, example)
 

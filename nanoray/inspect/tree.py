@@ -9,10 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from nanoray import __version__
+from nanoray.config.mesh import CUTS_MODEL
 from nanoray.errors import ConfigError
 from nanoray.forecast.dry_run import sizes_of_stage
 from nanoray.forecast.own_models import first_line
 from nanoray.forecast.owners import Holder, holders_of
+from nanoray.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.forecast.rank_memory import assume_device, memory_lines, rank_memory
 from nanoray.forecast.trial import Seen, Trial, trial_on_fakes
 from nanoray.inspect.layers import layer_of, layers_of, totals
@@ -92,9 +94,7 @@ def dump(subject: Subject) -> dict[str, Any]:
         "why_precision": subject.why,
         "device": config.device,
         "ranks": layout.world_size,
-        "layout": {
-            axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "ep", "cp", "replicas")
-        },
+        "layout": layout.sizes(),
         "dp_mode": dp_mode,
         "optimizer": optimizer,
         "batch": {**batch._asdict(), "unit": unit, "units": batch.micro * units_per_sample},
@@ -234,25 +234,22 @@ def owners_of(
         if name in holder.updated:
             updated[rank] = holder.updated[name]
 
-    # One part of the line for each axis, from the outermost cut to the innermost.
+    # One part of the line for each axis: first who has it at all, then how it is cut, then axes that
+    # do not cut it.
     parts = []
-    if layout.pp > 1:
-        # A tied embedding is held by two stages.
-        stages = sorted({holders[rank].place.pp for rank in held})
-        noun = "stages" if len(stages) > 1 else "stage"
-        parts.append(f"pp: {noun} {' and '.join(map(str, stages))}")
     shape = "×".join(map(str, next(iter(held.values())).view))
-    for axis in ("tp", "ep"):
-        size = getattr(layout, axis)
-        if size == 1:
+    for parallelism in sorted(PARALLELISMS, key=lambda one: (not one.holders, not one.cut)):
+        axis = parallelism.key
+        if not parallelism.in_pass or layout.size_of(axis) == 1:
             continue
-        dim = _cut_along(axis, held, holders)
-        if dim is None:
+        dim = _cut_along(axis, held, holders) if parallelism.cut else None
+        if parallelism.holders:
+            places = {getattr(holders[rank].place, axis) for rank in held}
+            parts.append(f"{axis}: {parallelism.holders(places)}")
+        elif dim is None:
             parts.append(f"{axis}: whole on each")
         else:
-            parts.append(f"{axis}: 1/{size} along dim {dim} of {shape}")
-    if layout.cp > 1:
-        parts.append("cp: whole on each")
+            parts.append(f"{axis}: 1/{layout.size_of(axis)} along dim {dim} of {shape}")
     if layout.size_of("dp_cp") > 1:
         sharing = {
             "zero1": "weights and gradients whole, optimizer sliced",
@@ -293,12 +290,11 @@ def _cut_along(axis: str, pieces: dict[int, Piece], holders: list[Holder]) -> in
 
 def _differ_only_in(axis: str, place: Coords, other: Coords) -> bool:
     """Return whether two places differ in `axis` and in no other one."""
-    for name in ("tp", "ep", "pp"):
-        equal = getattr(place, name) == getattr(other, name)
-        if equal == (name == axis):
-            return False
-    # The ranks of ep are data ranks, so for ep the place in dp must differ, too.
-    return axis == "ep" or (place.dp, place.cp) == (other.dp, other.cp)
+    differing = {name for name in place._fields if getattr(place, name) != getattr(other, name)}
+    if axis == "ep":
+        # Its ranks are data ranks, which also differ in what reads other samples.
+        differing.intersection_update(CUTS_MODEL)
+    return differing == {axis}
 
 
 def _grouped(pieces: dict[int, Piece]) -> list[dict[str, Any]]:

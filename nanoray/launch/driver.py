@@ -18,6 +18,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import Failure, FailureCollector, back_off_s
 from nanoray.faults.hang import Position, Watchdog
@@ -270,11 +271,12 @@ class Driver:
     def _refuse_useless_spares(self, group: WorkerGroup) -> None:
         config = self.spec.config
         if config.spares not in ("auto", 0) and not group.in_place:
+            *axes, last = [f"{axis.key} {getattr(config, axis.key)}" for axis in AXES]
             raise ConfigError(
                 f"spares = {config.spares} would be ignored: with backend {group.backend}, "
                 f"{self.place.workers} rank(s), allreduce {config.allreduce}, "
-                f"dp_mode {config.dp_mode}, cp {config.cp}, tp {config.tp}, pp {config.pp} and "
-                f"ep {config.ep} a fault restarts all ranks; drop spares"
+                f"dp_mode {config.dp_mode}, {', '.join(axes)} and {last} a fault restarts all "
+                "ranks; drop spares"
             )
 
     # Watch.

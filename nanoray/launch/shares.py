@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nanoray.config import Config, batch_for
+from nanoray.config.mesh import AXES
 from nanoray.mesh.layout import Layout, mirrored
 
 
@@ -57,8 +58,7 @@ class Shares:
         elif config.replicas > 1:
             rank_groups = layout.groups("replica")
         else:
-            # The ranks with the same part of the model: whatever samples or positions they have.
-            rank_groups = layout.groups("edp" if layout.ep > 1 else "dp_cp")
+            rank_groups = layout.groups(layout.copies_axis)
         held = [tuple(members[rank] for rank in ranks) for ranks in rank_groups]
         groups: dict[int, list[int]] = {}
         if layout.replicas > 1:
@@ -162,7 +162,8 @@ def smaller(
 
 def no_replica(config: Config, left: Sequence[int]) -> str:
     """Return a message: why none of the ranks that are left can go on."""
-    sizes = f"{config.cp}*{config.tp}*{config.pp}*{config.ep} = cp*tp*pp*ep"
+    keys = [axis.key for axis in AXES]
+    sizes = f"{'*'.join(str(getattr(config, key)) for key in keys)} = {'*'.join(keys)}"
     whole = f"replicas of {sizes} ranks"
     if config.replicas > 1:
         whole = f"groups of the size that replicas = {config.replicas} gives them"

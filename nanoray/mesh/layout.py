@@ -28,7 +28,7 @@ from math import prod
 from typing import NamedTuple
 
 from nanoray.config import Config
-from nanoray.config.mesh import SHARDS_STATE
+from nanoray.config.mesh import AXES, CUTS_MODEL, IN_REPLICA, SHARDS_STATE
 from nanoray.errors import ConfigError
 
 
@@ -36,10 +36,10 @@ class Coords(NamedTuple):
     """A rank's place: data replica, tensor shard, pipeline stage, share of the experts, part of the
     sequences, and group of data replicas."""
 
-    dp: int
-    tp: int
-    pp: int
-    ep: int
+    dp: int = 0
+    tp: int = 0
+    pp: int = 0
+    ep: int = 0
     cp: int = 0
     replicas: int = 0
 
@@ -67,8 +67,7 @@ class Layout:
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        for axis in Coords._fields:
-            size = getattr(self, axis)
+        for axis, size in self.sizes().items():
             if size < 1:
                 raise ConfigError(
                     f"{axis} = {size}, but an axis has at least one rank; raise {axis}"
@@ -123,11 +122,8 @@ class Layout:
             )
         return cls(
             dp=ranks // share,
-            tp=config.tp,
-            pp=config.pp,
-            ep=config.ep,
-            cp=config.cp,
             replicas=_replicas_of(config, ranks // share, (slots or ranks) // share),
+            **{axis.key: getattr(config, axis.key) for axis in AXES},
         )
 
     def __str__(self) -> str:
@@ -138,6 +134,10 @@ class Layout:
             parts.append(f"{axis} {size}")
         return " × ".join(parts)
 
+    def sizes(self) -> dict[str, int]:
+        """Return every size by its key: the data replicas, the axes, and the groups of replicas."""
+        return {axis: getattr(self, axis) for axis in Coords._fields}
+
     @property
     def world_size(self) -> int:
         return self.dp * self.replica_ranks
@@ -145,7 +145,12 @@ class Layout:
     @property
     def replica_ranks(self) -> int:
         """The ranks that read the same samples."""
-        return self.cp * self.tp * self.pp
+        return prod(getattr(self, axis) for axis in IN_REPLICA)
+
+    @property
+    def model_parts(self) -> int:
+        """The parts into which the axes cut the weights."""
+        return prod(getattr(self, axis) for axis in CUTS_MODEL)
 
     @property
     def shard_size(self) -> int:
@@ -160,6 +165,11 @@ class Layout:
         if self.cp > 1:
             return ("dp_cp",)
         return ("dp",)
+
+    @property
+    def copies_axis(self) -> str:
+        """The axis whose ranks have the same weights, whatever samples or positions they read."""
+        return "edp" if self.ep > 1 else "dp_cp"
 
     @property
     def least_ranks(self) -> int:
@@ -195,7 +205,7 @@ class Layout:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes of this layout, without those that repeat another one."""
-        names = ["dp", "tp", "pp", "ep", "cp"]
+        names = [axis for axis in Coords._fields if axis != "replicas"]
         if self.ep > 1:
             names.append("edp")
         if self.cp > 1:
@@ -216,9 +226,11 @@ class Layout:
     @property
     def product(self) -> str:
         """The number of ranks as a product of the axes, such as dp*tp*pp = 2*2*1 = 4."""
-        sizes = {"dp": self.dp, "cp": self.cp, "tp": self.tp, "pp": self.pp}
-        if self.cp == 1:
-            del sizes["cp"]
+        sizes = {"dp": self.dp}
+        for axis in IN_REPLICA:
+            size = getattr(self, axis)
+            if size > 1 or axis in CUTS_MODEL:
+                sizes[axis] = size
         values = "*".join(str(size) for size in sizes.values())
         return f"{'*'.join(sizes)} = {values} = {self.world_size}"
 
@@ -232,11 +244,9 @@ class Layout:
 
     def coords(self, rank: int) -> Coords:
         """Return the place of a rank."""
-        # rank = ((p·dp + d)·cp + c)·tp + t, from the right.
-        rest, t = divmod(rank, self.tp)
-        rest, c = divmod(rest, self.cp)
-        p, d = divmod(rest, self.dp)
-        return Coords(d, t, p, d % self.ep, c, d // (self.dp // self.replicas))
+        places = {axis: rank // stride % size for axis, (stride, size) in self.steps.items()}
+        places["replicas"] = places["replica"]
+        return Coords(**{axis: places[axis] for axis in Coords._fields})
 
     def rank(self, dp: int = 0, tp: int = 0, pp: int = 0, cp: int = 0) -> int:
         """Return the rank at a place."""
@@ -295,8 +305,8 @@ def _replicas_of(config: Config, dp: int, dp_of_all: int) -> int:
 
 
 def _sizes_above_one(sizes: Config | Layout) -> dict[str, int]:
-    """Return cp, tp and pp by name, where a replica has several of their ranks."""
-    return {axis: getattr(sizes, axis) for axis in ("cp", "tp", "pp") if getattr(sizes, axis) > 1}
+    """Return the axes by name of which a replica has several ranks."""
+    return {axis: getattr(sizes, axis) for axis in IN_REPLICA if getattr(sizes, axis) > 1}
 
 
 def split_groups(layout: Layout, local_ranks: Sequence[int]) -> list[tuple[int, ...]]:

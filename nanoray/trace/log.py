@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nanoray.atomic import write_json
+from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.metrics import algbw_gbps, busbw_factor
 from nanoray.trace.recorder import (
@@ -38,8 +39,8 @@ from nanoray.trace.timeline import MAX_DRAWN, chrome_trace, draw, newest_window
 # Phases of a step
 PAUSES = ("eval", "checkpoint")  # not counted in a step's time
 IDLE = "idle"  # a stage of a pipeline waits for another one
-# Axes whose groups lie within a stage of a pipeline
-IN_A_STAGE = ("dp", "tp", "cp", "dp_cp", "shard", "replica")
+# Axes whose groups lie within a stage of a pipeline, and are numbered in it
+IN_A_STAGE = Layout().steps.keys() - {"pp", "ep", "edp"}
 TURNS = ("data", "forward", "backward")  # what the stages of a pipeline do between waits
 # Phases in which a rank can be slower than the others
 WORK = ("data", "forward", "backward", "optimizer", "log")

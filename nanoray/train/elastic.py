@@ -125,9 +125,9 @@ def leave(group: Group, state: TrainState) -> None:
 
     # A model that was cut for the group refers to it.
     config = group.spec.config
-    if config.tp * config.pp * config.ep > 1 or config.dp_mode == "fsdp":
+    if config.model_parts > 1 or config.dp_mode == "fsdp":
         state.leave_model()
-    elif config.cp > 1:
+    else:
         cp.release(state.model)
 
     # Frees the DDP wrapper with its hooks on the parameters and its reference to the group

@@ -8,9 +8,9 @@ from nanoray.cli import parse_args
 from nanoray.forecast.layouts import candidates
 from nanoray.forecast.links import Link, Topology
 from nanoray.forecast.memory import RankSizes, Sizes, exchanged, state_memory
+from nanoray.forecast.parallelisms.record import Talk
 from nanoray.forecast.predict import OnTopology, predict
 from nanoray.forecast.scale import forecast_lines
-from nanoray.forecast.talks.talk import Talk
 from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.layout import Layout
 from nanoray.models.costs import count_parameters

@@ -14,16 +14,17 @@ from nanoray.config import make_config
 from nanoray.forecast.by_link import link_lines, sent_by_link
 from nanoray.forecast.dry_run import talk_lines
 from nanoray.forecast.job import Job
-from nanoray.forecast.layouts import candidates, factorizations, refusal, search
+from nanoray.forecast.layouts import candidates, refusal, search
 from nanoray.forecast.links import Link, Topology, placed
 from nanoray.forecast.memory import Sizes, state_memory
+from nanoray.forecast.parallelisms.record import Talk
 from nanoray.forecast.predict import OnTopology, Speed, memory_of, predict
-from nanoray.forecast.talks.talk import Talk
 from nanoray.forecast.traffic import talks_of
 from nanoray.forecast.weights import tensors_of
 from nanoray.mesh.layout import Layout
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
+from tests.harness.factorizations import factorizations
 
 SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)
 P = count_parameters(SHAPE)
@@ -185,7 +186,7 @@ def test_the_dry_run_compares_both_links_with_the_mode_without_groups() -> None:
 
 
 def test_who_talks_to_whom() -> None:
-    found = talk_lines(Layout(dp=4, replicas=2))
+    found = talk_lines(job().config, Layout(dp=4, replicas=2))
     assert [line.split(": ")[0].split()[1] for line in found] == ["shard", "replica"]
     assert [line.split(": ")[1] for line in found] == ["ranks 0 1 | 2 3", "ranks 0 2 | 1 3"]
 
@@ -248,12 +249,16 @@ def test_the_search_offers_groups_that_fill_nodes() -> None:
     assert Layout(dp=16, replicas=8) not in offered, "half a node"
     assert all(one.shard_size > 1 for one in offered)
     # Where nothing is sharded, and where no node is known, there are none.
-    plain = [*factorizations(16, tokens=long.block_size)]
-    assert [*candidates(replace(job(64), shape=long), 16, 4)] == plain
-    assert [*candidates(some, 16)] == plain
+    plain = factorizations(16, tokens=long.block_size)
+    for found in (
+        [*candidates(replace(job(64), shape=long), 16, 4)],
+        [*candidates(some, 16)],
+    ):
+        assert set(found) == plain
+        assert len(found) == len(plain), "each once"
 
-    found = search(some, 16, 1, OnTopology(NODES), Speed(1e12, 1e12), None, 4)
-    assert {one.layout for one in found} == {*candidates(some, 16, 4)}
-    fastest = next(one for one in found if one.layout.dp == 16)
+    steps = search(some, 16, 1, OnTopology(NODES), Speed(1e12, 1e12), None, 4)
+    assert {one.layout for one in steps} == {*candidates(some, 16, 4)}
+    fastest = next(one for one in steps if one.layout.dp == 16)
     assert fastest.layout.replicas == 4, "a group in each node"
     assert not refusal(some, fastest.layout)

@@ -331,18 +331,20 @@ def owned(rank: int, split: int, dp: int, mode: str) -> list[Shard]:
 
 
 def test_who_talks_to_whom() -> None:
+    config = make_config({"micro_batch_size": 1})
     layout = Layout(dp=4, ep=2)
     assert layout.groups("ep") == [(0, 1), (2, 3)]
     assert layout.groups("edp") == [(0, 2), (1, 3)]
     assert str(layout) == "dp 4 (ep 2)"
-    assert [line.split(": ")[1] for line in talk_lines(layout)] == [
+    assert [line.split(": ")[1] for line in talk_lines(config, layout)] == [
         "ranks 0 1 | 2 3",
         "ranks 0 2 | 1 3",
         "ranks 0 1 2 3",
     ]
-    assert [line.split()[1] for line in talk_lines(Layout(dp=2, ep=2))] == ["ep:", "dp:"], (
-        "nobody has the same experts"
-    )
+    assert [line.split()[1] for line in talk_lines(config, Layout(dp=2, ep=2))] == [
+        "ep:",
+        "dp:",
+    ], "nobody has the same experts"
 
 
 def test_a_rank_has_its_experts() -> None:

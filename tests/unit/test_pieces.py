@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoray.errors import ConfigError
 from nanoray.mesh.layout import Layout
+from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, boxes_of_range, fill, overlaps, whole_pieces, whole_shards
 from nanoray.models.gpt import GPT, ModelShape
 
@@ -103,6 +105,15 @@ def test_every_rank_has_one_place_and_one_group_per_axis(sizes: tuple[int, int, 
         assert {len(group) for group in groups} == {getattr(layout, axis)}
         for group in groups:
             assert [getattr(places[rank], axis) for rank in group] == [*range(len(group))]
+
+
+def test_a_mesh_has_one_layout() -> None:
+    cpu = torch.device("cpu")
+    assert Mesh(3, 4, 0, cpu, "none", "").layout == Layout(dp=4), "without one it is data parallel"
+    layout = Layout(dp=2, tp=2)
+    assert Mesh(3, 4, 0, cpu, "none", "", layout=layout).layout is layout
+    with pytest.raises(ConfigError, match=r"dp\*tp\*pp = 2\*2\*1 = 4, but there are 8 ranks"):
+        Mesh(3, 8, 0, cpu, "none", "", layout=layout)
 
 
 def test_neighbours_share_a_replica() -> None:

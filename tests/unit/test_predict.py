@@ -20,8 +20,7 @@ from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.forecast.job import Experts, Job
 from nanoray.forecast.layouts import (
-    divisors,
-    factorizations,
+    candidates,
     factors,
     refusal,
     search,
@@ -39,6 +38,7 @@ from nanoray.forecast.links import (
     send,
 )
 from nanoray.forecast.memory import Sizes, state_memory
+from nanoray.forecast.parallelisms.record import divisors
 from nanoray.forecast.predict import (
     OnTopology,
     Prediction,
@@ -64,6 +64,7 @@ from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel import ep
 from nanoray.parallel.schedules import in_flight
 from nanoray.parallel.tp import cut, names_of_partial
+from tests.harness.factorizations import factorizations
 
 # 256 rows with padding
 SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)
@@ -630,20 +631,19 @@ def test_slower_links_never_make_a_step_shorter(layout: Layout, mode: str, micro
 
 @pytest.mark.parametrize("ranks", [1, 12, 36, 97])
 def test_every_factorization_once(ranks: int) -> None:
-    found = [(one.dp, one.tp, one.pp, one.cp) for one in factorizations(ranks)]
-    brute = {
-        (a, b, c, ranks // a // b // c)
-        for a in range(1, ranks + 1)
-        for b in range(1, ranks // a + 1)
-        for c in range(1, ranks // a // b + 1)
-        if ranks % (a * b * c) == 0
-    }
+    def tried(tokens: int, experts: Experts | None = None) -> list[Layout]:
+        shape = replace(shape_with(experts), block_size=tokens)
+        return [*candidates(replace(job(), shape=shape), ranks)]
+
+    # Sequences that any number of ranks may cut
+    long = 2 * 128 * ranks
+    found = tried(long)
     assert len(found) == len(set(found))
-    assert set(found) == brute
+    assert set(found) == factorizations(ranks)
     # A rank of cp takes two equal parts of a sequence, together 128 tokens or more.
-    parts = {one.cp for one in factorizations(ranks, tokens=1536)}
+    parts = {one.cp for one in tried(1536)}
     assert parts == {cp for cp in (1, 2, 3, 4, 6, 12) if ranks % cp == 0}
-    assert {one.ep for one in factorizations(ranks, experts=True)} == set(divisors(ranks))
+    assert set(tried(long, Experts(6, 2, 64))) == factorizations(ranks, experts=True)
 
 
 @pytest.mark.slow
@@ -663,7 +663,7 @@ def test_the_best_is_never_slower_than_what_it_lists(
             one = try_layout(some, layout, 16, OnTopology(NODES), SPEED, memory_gb)
             assert one.best is None, layout
         return
-    assert {one.layout for one in found} == set(factorizations(ranks, tokens=SHAPE.block_size))
+    assert {one.layout for one in found} == factorizations(ranks, tokens=SHAPE.block_size)
     best = found[0].best
     assert best is not None
     for one in found:

@@ -18,9 +18,9 @@ from nanoray.forecast.job import Job
 from nanoray.forecast.layouts import refusal
 from nanoray.forecast.links import Link, Topology, placed
 from nanoray.forecast.owners import holders_of, rank_model
+from nanoray.forecast.parallelisms.record import Talk
 from nanoray.forecast.predict import OnTopology, Speed, predict, stage_memory
 from nanoray.forecast.scale import forecast_lines
-from nanoray.forecast.talks.talk import Talk
 from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
@@ -228,7 +228,8 @@ def test_a_large_run_has_its_mesh_memory_traffic_and_seconds() -> None:
     ],
 )
 def test_who_exchanges_what_is_a_line_of_a_dry_run(way: str, what: str) -> None:
-    cp, data = talk_lines(Layout(dp=2, cp=2), gathers=way == "all_gather")
+    config = make_config({"micro_batch_size": 1, "cp": 2, "cp_attention": way})
+    cp, data = talk_lines(config, Layout(dp=2, cp=2))
     assert cp.startswith(f"talk       cp: ranks 0 1 | 2 3: {what}")
     assert data == "talk       dp_cp: ranks 0 1 2 3: gradients, once per step"
 

@@ -194,12 +194,16 @@ def test_dry_run_tells_memory_and_who_talks_to_whom(text: Path, tmp_path: Path) 
     (memory,) = [line for line in lines if line.startswith("memory")]
     model, _, _ = cut(0, 2, 1, ModelShape.of(config, dataset.vocab_size))
     assert f"parameters {4 * Sizes.of(model).params / 2**20:.1f}" in memory
-    assert talk_lines(Layout(dp=4)) == []
+    assert talk_lines(config, Layout(dp=4)) == []
+    rows = config.model_copy(update={"sequence_parallel": True})
     assert (
         "tp: ranks 0 1: 2 all-gathers and 2 reduce-scatters of activations per block"
-        in talk_lines(Layout(tp=2), True)[0]
+        in talk_lines(rows, Layout(tp=2))[0]
     )
-    assert "0..7 | 8..15 | 16..23 | 24..31 | and 4 more groups" in talk_lines(Layout(dp=8, tp=8))[0]
+    assert (
+        "0..7 | 8..15 | 16..23 | 24..31 | and 4 more groups"
+        in talk_lines(config, Layout(dp=8, tp=8))[0]
+    )
 
 
 def test_what_cannot_be_cut_is_refused(text: Path, tmp_path: Path) -> None:

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
-from nanoray.forecast.talks.talk import Sender, Talk
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import nn
+
+from nanoray.config import Config
+from nanoray.forecast.job import Job
+from nanoray.forecast.parallelisms.record import (
+    Parallelism,
+    Sender,
+    Talk,
+    Tried,
+    axis_of,
+    divisors,
+)
 from nanoray.forecast.weights import layers_of
+from nanoray.mesh.layout import Coords, Layout
+from nanoray.parallel import tp
 
 
 def talks(sender: Sender) -> list[Talk]:
@@ -103,3 +119,48 @@ def _partial_rows(sender: Sender) -> int:
     if sender.is_last:
         rows += 1 + shape.bias  # the last norm
     return rows
+
+
+def _words(config: Config, layout: Layout) -> dict[str, str]:
+    sums = "all-gathers and 2 reduce-scatters" if config.sequence_parallel else "sums"
+    return {"tp": f"2 {sums} of activations per block, forward and backward each"}
+
+
+def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
+    for size in divisors(layout.dp):
+        yield replace(layout, dp=layout.dp // size, tp=size)
+
+
+def _refusal(job: Job, layout: Layout) -> str | None:
+    shape = job.shape
+    cut = {
+        "n_head": shape.n_head,
+        "4*n_embd": 4 * shape.n_embd,
+        "the padded vocabulary": shape.padded_vocab,
+    }
+    if job.experts:
+        cut["expert_hidden"] = job.experts.hidden  # ep divides the number of experts
+    for name, size in cut.items():
+        if size % layout.tp:
+            return f"tp does not divide {name} = {size}"
+    # The positions that a rank of cp has
+    own = shape.block_size // layout.cp
+    if job.cuts_sequence(layout) and own % layout.tp:
+        of_rank = "block_size/cp" if layout.cp > 1 else "block_size"
+        return f"sequence_parallel: tp does not divide {of_rank} = {own}"
+    return None
+
+
+def _cut(model: nn.Module, config: Config, place: Coords) -> None:
+    tp.cut(model, axis_of("tp", config.tp, place.tp))
+
+
+TENSOR = Parallelism(
+    key="tp",
+    in_pass=True,
+    talks=talks,
+    words=_words,
+    tries=_tries,
+    refusal=_refusal,
+    cut=_cut,
+)

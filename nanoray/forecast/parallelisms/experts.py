@@ -1,0 +1,75 @@
+"""Expert parallelism: tokens travel to their experts and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import nn
+
+from nanoray.config import Config
+from nanoray.forecast.job import Job
+from nanoray.forecast.parallelisms.record import (
+    Parallelism,
+    Sender,
+    Talk,
+    Tried,
+    axis_of,
+    divisors,
+)
+from nanoray.mesh.layout import Coords, Layout
+from nanoray.parallel import ep
+
+
+def talks(sender: Sender) -> list[Talk]:
+    """Return how tokens travel to their experts and back, with their gradients."""
+    job = sender.job
+    experts = job.experts
+    if sender.layout.ep == 1 or experts is None:
+        return []
+    size = 2 if job.half else 4
+    # A token travels once to each of its experts.
+    routed = size * sender.tokens * job.shape.n_embd * experts.per_token
+    forward = sender.blocks * 2  # there and back
+    # Backward computes a block again where its activations were not kept.
+    backward = 2 * forward if sender.repeats else forward
+    return [
+        Talk("ep", "all_to_all", "tokens to experts and back", forward, routed, "forward"),
+        Talk("ep", "all_to_all", "their gradients", backward, routed, "backward"),
+    ]
+
+
+def _words(config: Config, layout: Layout) -> dict[str, str]:
+    if layout.ep == 1:
+        return {}
+    return {
+        "ep": "tokens to their experts and back, per block, forward and backward each",
+        "edp": "gradients of experts, once per step",
+    }
+
+
+def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
+    # The ranks that share experts are data ranks, so dp stays.
+    for size in divisors(layout.dp) if tried.job.experts else [1]:
+        yield replace(layout, ep=size)
+
+
+def _refusal(job: Job, layout: Layout) -> str | None:
+    if job.experts and job.experts.count % layout.ep:
+        return f"ep does not divide experts = {job.experts.count}"
+    return None
+
+
+def _cut(model: nn.Module, config: Config, place: Coords) -> None:
+    ep.cut(model, axis_of("ep", config.ep, place.ep))
+
+
+EXPERTS = Parallelism(
+    key="ep",
+    in_pass=True,
+    talks=talks,
+    words=_words,
+    tries=_tries,
+    refusal=_refusal,
+    cut=_cut,
+)

@@ -1,0 +1,77 @@
+"""Pipeline parallelism: the residual stream crosses the boundaries of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from torch import nn
+
+from nanoray.config import Config
+from nanoray.forecast.job import Job
+from nanoray.forecast.parallelisms.record import Parallelism, Sender, Talk, Tried, divisors
+from nanoray.mesh.layout import Coords, Layout
+from nanoray.parallel.pp import split
+
+
+def talks(sender: Sender) -> list[Talk]:
+    """Return what crosses the boundaries of a stage, in float32."""
+    job = sender.job
+    layout = sender.layout
+    if layout.pp == 1:
+        return []
+    shape = job.shape
+    # Every chunk of a stage has its own boundary, which each micro batch crosses.
+    sends = sender.accum * job.chunks
+    stream = 4.0 * sender.tokens * shape.n_embd
+    if job.cuts_sequence(layout):
+        stream /= layout.tp  # each tensor rank sends its own positions
+    sent = [
+        Talk("pp", "send", "residual stream", sends, stream, "forward"),
+        Talk("pp", "send", "its gradient", sends, stream, "backward"),
+    ]
+    # The first and the last stage hold the tied embedding, so they add up its gradients.
+    if sender.is_first or sender.is_last:
+        tied = 4 * shape.padded_vocab * shape.n_embd / layout.tp
+        sent.append(Talk("pp", "send", "gradient of the embedding", 1, tied, "once"))
+    return sent
+
+
+def _words(config: Config, layout: Layout) -> dict[str, str]:
+    return {"pp": "the residual stream of each micro batch, and its gradient back"}
+
+
+def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
+    for size in divisors(layout.dp):
+        yield replace(layout, dp=layout.dp // size, pp=size)
+
+
+def _refusal(job: Job, layout: Layout) -> str | None:
+    # Each stage of an interleaved pipeline holds several chunks of layers.
+    parts = layout.pp * job.chunks if layout.pp > 1 else 1
+    if job.shape.n_layer % parts:
+        chunks = f"*chunks = pp*{job.chunks}" if job.chunks > 1 else ""
+        return f"pp{chunks} does not divide n_layer = {job.shape.n_layer}"
+    return None
+
+
+def _cut(model: nn.Module, config: Config, place: Coords) -> None:
+    split(model, place.pp, config.pp, config.chunks)
+
+
+def _holders(stages: Collection[int]) -> str:
+    """Name the stages that have a parameter: of a tied embedding these are two."""
+    noun = "stages" if len(stages) > 1 else "stage"
+    return f"{noun} {' and '.join(map(str, sorted(stages)))}"
+
+
+PIPELINE = Parallelism(
+    key="pp",
+    in_pass=True,
+    talks=talks,
+    words=_words,
+    tries=_tries,
+    refusal=_refusal,
+    cut=_cut,
+    holders=_holders,
+)

@@ -1,0 +1,158 @@
+"""What a way to share the work says of itself: one record for each, listed in registry.py.
+
+    key        of its size, in the configuration and in a Layout
+    talks      what a rank sends in a step, as kinds of collectives
+    words      what its groups exchange, for a dry run
+    tries      the sizes that a search tries
+    refusal    the rule of arithmetic that a layout breaks, for a search
+    hides      the compute beside which some of its messages travel
+    delay_s    what a step waits for messages of earlier steps
+    keeps      activations beside those of models/costs.py
+    between    what it takes between two steps, when there are no activations
+    cut        how it cuts a whole model for one rank
+    holders    who has a parameter, for an inspection
+
+A record says only what differs from a way that sends nothing and keeps nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from nanoray.config import Batch, Config
+from nanoray.forecast.job import Job
+from nanoray.forecast.memory import RankSizes
+from nanoray.forecast.weights import layers_of
+from nanoray.mesh.axis import Axis
+from nanoray.mesh.layout import Coords, Layout
+from nanoray.mesh.mesh import Mesh
+from nanoray.models.gpt import ModelShape
+
+
+class Sender(NamedTuple):
+    """A rank of one stage of a layout, in a step."""
+
+    job: Job
+    layout: Layout
+    stage: int
+    accum: int  # micro batches
+    tokens: int  # of a micro batch, on this rank
+
+    @property
+    def blocks(self) -> int:
+        """The blocks that the rank computes in a step, one for each layer and micro batch."""
+        return self.accum * layers_of(self.job.shape.n_layer, self.layout.pp, self.stage)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the rank embeds tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the rank computes the loss."""
+        return self.stage == self.layout.pp - 1
+
+    @property
+    def repeats(self) -> bool:
+        """Whether backward computes a block's forward again."""
+        return self.job.config.activation_checkpointing != "none"
+
+
+class Talk(NamedTuple):
+    """Collectives of one kind, of a rank in a step."""
+
+    axis: str  # of Layout.steps
+    op: str  # all_reduce | reduce_scatter | all_gather | all_to_all | send
+    what: str
+    times: float
+    nbytes: float  # the tensor of one of them
+    # forward | backward: compute waits for it. ring_forward | ring_again | ring_backward: the same,
+    # but the attention of the block that is there hides it; again is in backward. prefetched: a pass
+    # hides it. beside: backward hides it. after: it follows the update. once: nothing hides it.
+    # travels: it has the next steps for it.
+    when: str
+    every: int = 1  # steps from one time to the next
+
+    def sent(self, ranks: int) -> float:
+        """Return the bytes that a rank of the axis sends in a step, the mean over all steps."""
+        # Each rank keeps its own part of the tensor and sends the others.
+        share = (ranks - 1) / ranks
+        if self.op == "all_reduce":
+            share *= 2  # a reduce-scatter and an all-gather
+        elif self.op == "send":
+            share = 1.0
+        return self.times * self.nbytes * share / self.every
+
+
+class Compute(NamedTuple):
+    """The compute of a micro batch on a rank, beside which messages may travel."""
+
+    job: Job
+    tokens: int  # of one sequence, on this rank
+    own_tokens: float  # of the micro batch, as far as tp does not divide their compute
+    forward_flops: float  # a second
+    backward_flops: float
+
+
+class Tried(NamedTuple):
+    """What a search looks for layouts for."""
+
+    job: Job
+    ranks_per_node: int | None  # None: nodes are not known
+
+
+def _one_size(tried: Tried, layout: Layout) -> Iterable[Layout]:
+    return (layout,)
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """One way to share the work: see the top of this file."""
+
+    key: str
+    # What compute waits for in the midst of a pass counts as this part of a step, else as dp
+    in_pass: bool
+    talks: Callable[[Sender], list[Talk]]
+    # From a configuration and its layout to contents by axis of Layout.steps
+    words: Callable[[Config, Layout], Mapping[str, str]]
+    # From a layout without this way to those with each of its sizes
+    tries: Callable[[Tried, Layout], Iterable[Layout]] = _one_size
+    refusal: Callable[[Job, Layout], str | None] = lambda job, layout: None
+    # Seconds by the `when` of talks
+    hides: Callable[[Compute], Mapping[str, float]] = lambda compute: {}
+    # (job, its talks of a step, the seconds of a talk, the step's seconds without it)
+    delay_s: Callable[[Job, Sequence[Talk], Callable[[Talk], float], float], float] = (
+        lambda job, talks, seconds, step_s: 0.0
+    )
+    # Bytes by part. The batch is that of one rank.
+    keeps: Callable[[Config, ModelShape, Batch, str], Mapping[str, int]] = (
+        lambda config, shape, batch, precision: {}
+    )
+    # (configuration, parameters of a rank, ranks that cut one copy of the state, bucket_mb)
+    between: Callable[[Config, RankSizes, int, float], int] = (
+        lambda config, sizes, ranks, bucket_mb: 0
+    )
+    # In place, on the meta device, for the rank at these coordinates
+    cut: Callable[[nn.Module, Config, Coords], object] | None = None
+    # From the places along the axis that have a parameter to words; None: by how it is cut
+    holders: Callable[[Collection[int]], str] | None = None
+
+
+def divisors(n: int) -> list[int]:
+    """Return the divisors of n, rising."""
+    # Divisors come in pairs, so a search up to the square root finds them all.
+    low = [k for k in range(1, int(n**0.5) + 1) if n % k == 0]
+    high = [n // k for k in low]
+    return sorted({*low, *high})
+
+
+def axis_of(name: str, size: int, index: int) -> Axis:
+    """Return an axis without a process group: the other ranks do not exist."""
+    mesh = Mesh(index, size, 0, torch.device("meta"), "none", "dry run")
+    return Axis(name, tuple(range(size)), index, None, mesh)
