@@ -8,8 +8,8 @@ python examples/finetune_gpt2.py --init_from gpt2-xl --workers 8 --dp_mode zero2
 
 Then, for text or for transformers:
 
-python -m nanoray.sample runs --prompt "Shall I compare thee"
-python -m nanoray.checkpoint export runs/RUN --format huggingface --out finetuned
+nanoray sample runs --prompt "Shall I compare thee"
+nanoray checkpoint export runs/RUN --format huggingface --out finetuned
 """
 
 import sys

@@ -11,7 +11,7 @@
 launch          call a function on every rank of a new run: on Ray, under torchrun, or alone
 RuntimeEngine   train a module: its `fit` is the loop
 Run             one rank's part of a run, as the function receives it
-Config          the configuration; each key is a flag of `nanoray launch`, too
+Config          the configuration; each key is a flag of `python -m nanoray.launch`, too
 ShardStream     samples from files that are read in sequence
 Weighted        a loss as a sum and its weight, in place of a mean
 Callback        hooks that a script overrides

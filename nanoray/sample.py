@@ -1,4 +1,4 @@
-"""Generate text from a checkpoint: `python -m nanoray.sample runs/2026-... --prompt 'To be'`.
+"""Generate text from a checkpoint: `nanoray sample runs/2026-... --prompt 'To be'`.
 
 Weights of other tools, as `--init_from` reads them, will do as well.
 """

@@ -62,6 +62,9 @@ COMMAND_FLAGS = {
 }
 
 
+# The commands that are also modules: `python -m nanoray.train`. All others are `nanoray NAME` alone.
+MODULES = ("train", "launch", "bench")
+
 # A word that no shell can pass. A command line that ends in it raises its parser, or the names of its
 # subcommands: completion.py asks every command in this way, and no command needs a list of its own.
 DESCRIBE = "\0"
@@ -119,9 +122,10 @@ def name_program(command: str) -> str:
         return f"python -m nanoray {command}"
     # `python -m nanoray.train`: Python has put the module's file there
     if called.is_absolute() and PACKAGE in called.resolve().parents:
-        parts = called.resolve().relative_to(PACKAGE.parent).with_suffix("").parts
-        module = ".".join(part for part in parts if part != "__main__")
-        return " ".join([f"python -m {module}", *command.split()[1:]])
+        room = called.resolve().parent.name
+        if room in MODULES:
+            return " ".join([f"python -m nanoray.{room}", *command.split()[1:]])
+        return f"nanoray {command}"
     # An example that passes its flags on
     if called.suffix == ".py" and called.name != "__main__.py":
         return f"python {called}"

@@ -41,7 +41,7 @@ class Log(Group):
 
     profile: str = field("", "log")
     """steps A:B, from A up to B but without B, whose operations torch.profiler records on each rank;
-    python -m nanoray.trace RUN --profile puts them on one clock; these steps take longer, no bit of
+    nanoray timeline RUN --profile puts them on one clock; these steps take longer, no bit of
     the training changes"""
 
     comm_trace: str = field("off", "log")

@@ -206,7 +206,7 @@ HUGGING_FACE = _names(
     ("no_cuda", "device", "device cpu"),
     ("local_rank", "", "the launcher sets LOCAL_RANK; drop it"),
     ("dataloader_num_workers", "", "tokens are read from a memory map, without workers; drop it"),
-    ("do_train", "", "`nanoray train` always trains; drop it"),
+    ("do_train", "", "`python -m nanoray.train` always trains; drop it"),
     ("do_eval", "eval_every", "in steps; 0 is never"),
     ("dataset_name", "dataset"),
     ("train_file", "dataset"),
@@ -359,7 +359,7 @@ TORCHRUN = _names(
     (
         "nproc_per_node",
         "workers",
-        "of `nanoray launch`; or torchrun --nproc-per-node before the -m",
+        "of `python -m nanoray.launch`; or torchrun --nproc-per-node before the -m",
     ),
     ("nnodes", "workers", "all ranks of all nodes; or torchrun --nnodes before the -m"),
     ("max_restarts", "max_failures"),

@@ -33,7 +33,7 @@ A text file (.txt, .md) is one document, and its end is for validation. Of JSON 
 and parquet, each record's --field is a document, and the first of every 1 / val_fraction documents is for
 validation. GPT-2's tokens have <|endoftext|> after each document; characters and bytes a newline.
 
-    python -m nanoray.data tokenize corpus/*.jsonl --out tokens
+    nanoray data tokenize corpus/*.jsonl --out tokens
     python -m nanoray.train --dataset tokens
 """
 

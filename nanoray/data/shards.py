@@ -115,7 +115,7 @@ def kind_of(files: Sequence[Path]) -> str:
         if file.suffix in _COMPRESSED:
             raise DataError(
                 f"{file} is compressed, and a record in the middle of it cannot be read alone; "
-                "unpack it, or prepare token shards: python -m nanoray.data tokenize"
+                "unpack it, or prepare token shards: nanoray data tokenize"
             )
         kind = SUFFIXES.get(file.suffix)
         if kind is None:

@@ -134,7 +134,7 @@ class ShardStream(IterableDataset[Any]):
         if block_size and self.kind != "tokens":
             raise DataError(
                 f"block_size = {block_size} would be ignored: the files are {self.kind}; prepare "
-                "token shards with python -m nanoray.data tokenize, or cut in transform"
+                "token shards with nanoray data tokenize, or cut in transform"
             )
         if self.kind == "tokens" and not (isinstance(block_size, int) and block_size > 0):
             raise DataError(

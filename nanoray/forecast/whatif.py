@@ -324,7 +324,8 @@ def _mode_of(run: Path) -> tuple[str, str]:
         raise ConfigError(
             f"{run} has {', '.join(others)}: only what travels in {', '.join(MODES)} with whole "
             "gradients, without cp, tp, pp, ep, replicas and rounds, is known; for layouts there is "
-            "`nanoray bench layouts`, and for rounds `nanoray launch --dry_run --world_size N`"
+            "`python -m nanoray.bench layouts`, and for rounds `python -m nanoray.launch --dry_run "
+            "--world_size N`"
         )
     if mode == "fsdp" and device != "cpu":
         raise ConfigError(

@@ -1,7 +1,7 @@
 """`nanoray inspect TARGET`: the dump of a model, checked by one batch with --verify.
 
 TARGET is the folder of a run, one of its checkpoints, a YAML file, the name of a preset, or a
-script with its own model. Flags of `nanoray train --help all` change the configuration:
+script with its own model. Flags of `python -m nanoray.train --help all` change the configuration:
 `nanoray inspect gpt2-124m --tp 2 --world_size 8`. With --live: what a run does now, from the files
 in its folder; nothing else goes with it. Exit code 1: --verify found something wrong.
 """

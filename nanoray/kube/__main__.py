@@ -69,7 +69,7 @@ def _make(name: str, command: Callable[[Loaded, float], int], argv: list[str]) -
         f"{name.capitalize()} a training run on Kubernetes.",
         sections=(("of the cluster, also the YAML key kube", _flags_of_kube()),),
         usage="[flags of the cluster] [flags of the run]",
-        more="The flags of the run are those of `nanoray launch --help`; --help all prints them.",
+        more="The flags of the run are those of `python -m nanoray.launch`; --help all prints them.",
     )
     return run_command(run, run_flags, name_program(f"kube {name}"), about, elsewhere=True)
 

@@ -1,4 +1,4 @@
-"""Draw the traced steps of a run: `python -m nanoray.trace RUN`."""
+"""Draw the traced steps of a run: `nanoray timeline RUN`."""
 
 from __future__ import annotations
 

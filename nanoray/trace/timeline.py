@@ -1,7 +1,7 @@
 """Draw the timeline of traced steps: phases and collectives of all ranks.
 
 As a picture (SVG, PNG), and as JSON for Perfetto. A run with --comm_trace draws its newest steps at
-its end; `python -m nanoray.trace RUN --step S` draws others.
+its end; `nanoray timeline RUN --step S` draws others.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _next_commands(spec: RunSpec, summary: dict[str, Any]) -> list[str]:
         prompt = ""
         if _can_write(_PROMPT, spec.dataset.tokenizer):
             prompt = f" --prompt {shlex.quote(_PROMPT)}"
-        commands.append(f"{python} -m nanoray.sample {run}{prompt}")
+        commands.append(f"{python} -m nanoray sample {run}{prompt}")
     if config.model != "own":
         resume = f"{python} -m nanoray.launch --resume {run}"
         # A run that ended early (a signal, stop_at, target_loss) has steps left of its own recipe.

@@ -225,7 +225,9 @@ def test_a_checkpoint_of_a_gpu_goes_on_on_a_cpu(gpu_recipe: list[str], tmp_path:
         on_cpu, tmp_path, "--checkpoint_every", "6", "--precision", "fp32", "--resume", str(half)
     )
     assert final(both).meta["step"] == 12
-    told = commands.run("nanoray.sample", str(both), "--device", "cuda", "--max_new_tokens", "20")
+    told = commands.run(
+        "nanoray", "sample", str(both), "--device", "cuda", "--max_new_tokens", "20"
+    )
     assert told.returncode == 0, told.stderr
 
 

@@ -223,7 +223,7 @@ def test_sigterm_checkpoints_and_exits_143(recipe: Path, tmp_path: Path) -> None
 
 def test_sample_continues_a_prompt(one_process: tuple[Path, str]) -> None:
     run = only_run(one_process[0])
-    args = ("nanoray.sample", "--prompt", "abc", "--max_new_tokens", "20", "--num_samples", "2")
+    args = ("nanoray", "sample", "--prompt", "abc", "--max_new_tokens", "20", "--num_samples", "2")
     first, second = python(*args, str(run)), python(*args, str(one_process[0]))
     assert first.returncode == 0, first.stderr
     texts = first.stdout.split("---\n")
@@ -252,7 +252,7 @@ def test_sample_refuses(
     one_process: tuple[Path, str], args: list[str], code: int, message: str
 ) -> None:
     process = python(
-        "nanoray.sample", *[str(only_run(one_process[0])) if a == "RUN" else a for a in args]
+        "nanoray", "sample", *[str(only_run(one_process[0])) if a == "RUN" else a for a in args]
     )
     assert process.returncode == code
     assert message in process.stderr

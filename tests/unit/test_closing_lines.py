@@ -49,4 +49,4 @@ def test_a_run_stopped_before_its_first_checkpoint_cannot_be_continued(
 ) -> None:
     spec = make_spec(text, tmp_path)
     assert [words for words in suggested(spec, "stopped", None) if "--resume" in words] == []
-    assert [words for words in suggested(spec, "stopped", None) if "nanoray.sample" in words] == []
+    assert [words for words in suggested(spec, "stopped", None) if "sample" in words] == []

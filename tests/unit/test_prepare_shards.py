@@ -355,7 +355,16 @@ def test_a_command_killed_at_any_moment_is_finished_by_the_next(
 def test_a_process_that_is_killed_is_followed_by_another_one(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("".join(f"line {i} of a text\n" for i in range(400_000)))
-    command = [sys.executable, "-m", "nanoray.data", "tokenize", str(path), "--tokenizer", "byte"]
+    command = [
+        sys.executable,
+        "-m",
+        "nanoray",
+        "data",
+        "tokenize",
+        str(path),
+        "--tokenizer",
+        "byte",
+    ]
     command += ["--shard_tokens", "1000000", "--out"]
     out = tmp_path / "out"
     first = subprocess.Popen([*command, str(out)], stdout=subprocess.DEVNULL)

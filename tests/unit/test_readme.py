@@ -19,6 +19,7 @@ from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.report import Report, number
 from nanoray.bench.registry import BENCHMARKS
 from nanoray.cli import parse_args
+from nanoray.cli.parsers import MODULES
 from tests.harness.commands import run
 from tests.harness.foreign import written_gpt2
 from tests.stress.control import ControlBenchmark
@@ -28,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```\n(.*?)```", README, re.DOTALL)
 COMMAND = re.compile(
-    r"^(make|python|python3|torchrun|ray|tensorboard|kubectl|\.venv/bin/\S+|CUDA_VISIBLE_DEVICES=\S+) ",
+    r"^(make|nanoray(?= [a-z])|python|python3|torchrun|ray|tensorboard|kubectl|\.venv/bin/\S+|"
+    r"CUDA_VISIBLE_DEVICES=\S+) ",
     re.M,
 )
 COMMANDS_IN_BLOCKS = [
@@ -90,12 +92,12 @@ def check_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         flags = words[words.index(module) + 1 :]
         assert parse_args(flags, "x", "y").config
     elif module:
-        assert module in {target.removesuffix(".__main__") for target, _ in COMMANDS.values()}
-    elif words[:3] == ["python", "-m", "nanoray"]:
-        assert words[3] in COMMANDS
-        if words[3] == "kube":
+        assert module == "nanoray.bench", "all other commands are `nanoray NAME`"
+    elif words[0] == "nanoray":
+        assert words[1] in {*COMMANDS} - {*MODULES}
+        if words[1] == "kube":
             monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-            assert importlib.import_module(COMMANDS["kube"][0]).main([*words[4:], "--dry_run"]) == 0
+            assert importlib.import_module(COMMANDS["kube"][0]).main([*words[2:], "--dry_run"]) == 0
     elif words[0] == "kubectl":
         assert (ROOT / words[words.index("-k") + 1] / "kustomization.yaml").is_file()
     elif words[0] == "make":
@@ -139,7 +141,7 @@ def test_the_first_minute_as_a_new_user_without_internet(
     assert re.search(r"step +10/10 \| loss \d\.\d+ \| val \d\.\d+", done.stdout)
     (run,) = (folder / "runs").iterdir()
     assert json.loads((run / "summary.json").read_text())["dataset"] == "stdlib"
-    next_commands = [line[7:] for line in done.stdout.splitlines() if " -m nanoray.sample " in line]
+    next_commands = [line[7:] for line in done.stdout.splitlines() if " -m nanoray sample " in line]
     sampled = subprocess.run(
         next_commands[0], shell=True, cwd=folder, capture_output=True, text=True, timeout=600
     )
