@@ -132,15 +132,15 @@ def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]
             emit(common | {"algorithm": name, "bytes": data.nbytes} | found)
 
 
-def _lacks(name: str, mesh: Mesh) -> str:
-    """Return why this algorithm cannot run here, or ""."""
+def _lacks(name: str, mesh: Mesh) -> str | None:
+    """Return why this algorithm cannot run here, or None."""
     if mesh.world_size == 1:
         return "one rank has no other to sum with"
     if name in FORCED and mesh.backend != "nccl":
         return f"backend {mesh.backend} has one algorithm and no switch"
     if name in BY_HAND and mesh.device.type == "cuda" and mesh.backend != "nccl":
         return f"{mesh.backend} sends and receives no CUDA tensors"
-    return ""
+    return None
 
 
 def _reductions(names: list[str], mesh: Mesh) -> dict[str, Callable[[Tensor], Any]]:

@@ -431,7 +431,7 @@ def _reason_to_skip(ladder: Ladder, settings: Mapping[str, Any]) -> str:
                 return f"{key} = {of_gpus} is for GPUs"
     elif ladder.gpu and not ladder.gpu.bf16 and settings["precision"] in ("tf32", "bf16"):
         return f"a GPU older than compute capability 8 has no {settings['precision']}"
-    why = cannot_compile(ladder.device) if settings["compile"] else ""
+    why = cannot_compile(ladder.device) if settings["compile"] else None
     return f"compile = true {why}" if why else ""
 
 

@@ -41,15 +41,15 @@ def download(python: str, machine: str) -> None:
     subprocess.run(command, check=True)
 
 
-def copy_text(given: str) -> str:
-    """Put tiny Shakespeare into the folder; return why it is not there, or ""."""
+def copy_text(given: str) -> str | None:
+    """Put tiny Shakespeare into the folder; return why it is not there, or None."""
     from nanoray.data.download import FetchFailed, fetch
 
     try:
         (FOLDER / "shakespeare.txt").write_bytes(fetch(given or URL, tries=2, total_s=30))
     except FetchFailed as error:
         return f"no text: {error}; give --text FILE, or the baby GPT trains on another text"
-    return ""
+    return None
 
 
 def archive() -> float:

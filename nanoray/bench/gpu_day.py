@@ -410,8 +410,8 @@ def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def lacking_torch() -> str:
-    """Return why this Python cannot run anything, or ""."""
+def lacking_torch() -> str | None:
+    """Return why this Python cannot run anything, or None."""
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -419,7 +419,7 @@ def lacking_torch() -> str:
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_TORCH:
         return f"torch {version} is older than 2.11, the oldest that nanoray runs on; install a newer one"
-    return ""
+    return None
 
 
 @contextmanager

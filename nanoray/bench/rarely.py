@@ -182,7 +182,7 @@ class RarelyBenchmark(Benchmark):
             lrs = lrs[:1]
             rare_lrs = rare_lrs[:1]
             outers = outers[:1]
-        reason = why_not() if speeds else ""
+        reason = why_not() if speeds else None
 
         recipe = RECIPE | {"preset": args.preset, "device": "cpu", "max_steps": steps}
         recipe |= data_flags(args) | settings_of(args)
@@ -224,7 +224,7 @@ class RarelyBenchmark(Benchmark):
                 )
                 starter = Starter(args, recipe, folder)
                 times = time_all(starter, report, arms, rates, speeds)
-            elif speeds:
+            elif reason:
                 for arm in arms:
                     report.rows.append(Row(arm, f"{STEP}, {speeds[0]}", "ms", (), skipped=reason))
             add_equal_time_rows(report, curves, times, steps)

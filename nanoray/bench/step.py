@@ -358,7 +358,7 @@ def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) 
         if arm.startswith(TWO) and available_cpus() < 2:
             climb.skipped[arm] = "one core is no place for two ranks"
             continue
-        reason = cannot_compile("cpu") if RUNGS[arm].get("compile") else ""
+        reason = cannot_compile("cpu") if RUNGS[arm].get("compile") else None
         if reason:
             climb.skipped[arm] = f"compile = true {reason}"
             continue

@@ -166,8 +166,8 @@ def _find_newest(
     return None
 
 
-def _unreadable(run_dir: Path) -> str:
-    """Return why this user may not read a run, or "". Run folders are private to their user."""
+def _unreadable(run_dir: Path) -> str | None:
+    """Return why this user may not read a run, or None. Run folders are private to their user."""
     try:
         os.listdir(run_dir / "checkpoints")
         for name in ("config.json", "run.json"):
@@ -176,7 +176,7 @@ def _unreadable(run_dir: Path) -> str:
         return f"{error.filename}: {error.strerror}"
     except OSError:
         pass  # a missing file is no secret
-    return ""
+    return None
 
 
 def _sort_key(run_dir: Path) -> tuple[float, int, list[str]]:

@@ -39,8 +39,8 @@ class FolderKeeper:
             if not _is_missing(spec.folder / name):
                 self._makers[name] = make
 
-    def check(self, spec: RunSpec) -> str:
-        """Make anew what is missing; return a line that says so, empty if nothing was missing.
+    def check(self, spec: RunSpec) -> str | None:
+        """Make anew what is missing; return a line that says so, None if nothing was missing.
 
         spec: of the present attempt.
         """
@@ -50,7 +50,7 @@ class FolderKeeper:
         missing = [name for name in self._makers if _is_missing(folder / name)]
         if not missing:
             self._failed = False
-            return ""
+            return None
 
         what = f"another program has removed {', '.join(missing)} from {folder}"
         identity = _identity(folder)
@@ -64,7 +64,7 @@ class FolderKeeper:
             # It is tried again at the next call, and reported once.
             first_time = not self._failed
             self._failed = True
-            return f"warning  {what}, which cannot be made anew: {error}" if first_time else ""
+            return f"warning  {what}, which cannot be made anew: {error}" if first_time else None
 
         self._identity = _identity(folder)
         kept = ""

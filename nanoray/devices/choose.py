@@ -75,13 +75,13 @@ def require_compiler(config: Config, device: str) -> None:
         raise ConfigError(f"compile = true {why}, or use --compile false")
 
 
-def cannot_compile(device: str) -> str:
-    """Return why torch cannot compile for this device, with a remedy; "" if it can."""
+def cannot_compile(device: str) -> str | None:
+    """Return why torch cannot compile for this device, with a remedy; None if it can."""
     if device != "cpu":
         # Triton builds its launchers in C.
         names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
         if any(map(shutil.which, names)):
-            return ""
+            return None
         return (
             f"needs a C compiler for a GPU, and {' or '.join(names)} is not on the PATH; install "
             "gcc, name another one in CC"
@@ -98,7 +98,7 @@ def cannot_compile(device: str) -> str:
             f"cannot work on a CPU from {sys.prefix}: torch passes this path to {compiler} "
             "unquoted, and it has a space; make the environment in another folder"
         )
-    return ""
+    return None
 
 
 def choose_attention(config: Config, kind: str, precision: str, features: frozenset[str]) -> str:

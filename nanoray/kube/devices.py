@@ -66,8 +66,8 @@ class Device:
         return self.attributes.get("profile") or self.attributes.get("productName", "?")
 
 
-def check_driver(api: Api, objects: list[Object]) -> str:
-    """Return a line about the device classes that the pods claim, an empty one without claims.
+def check_driver(api: Api, objects: list[Object]) -> str | None:
+    """Return a line about the device classes that the pods claim, None without claims.
 
     Raises KubeError when the cluster has no DRA or not NVIDIA's driver for it.
     """
@@ -87,7 +87,7 @@ def check_driver(api: Api, objects: list[Object]) -> str:
                 "device_plugin"
             ) from None
     if not classes:
-        return ""
+        return None
     return f"dra:     {', '.join(classes)}"
 
 

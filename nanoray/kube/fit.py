@@ -278,10 +278,10 @@ def _holds(room: Amounts, requests: Amounts) -> bool:
     return all(room.get(resource, 0.0) >= amount for resource, amount in requests.items())
 
 
-def _why_on_no_node(pod: Pod, nodes: list[Node]) -> str:
+def _why_on_no_node(pod: Pod, nodes: list[Node]) -> str | None:
     """Return why no node could hold a pod even if it were empty, with the remedy.
 
-    Returns an empty text if one could.
+    Returns None if one could.
     """
     # Labels and taints.
     open_nodes = []
@@ -298,7 +298,7 @@ def _why_on_no_node(pod: Pod, nodes: list[Node]) -> str:
 
     # Room.
     if any(_holds(node.allocatable, pod.requests) for node in open_nodes):
-        return ""
+        return None
     reasons = []
     remedies = []
     smaller = "add a larger node"
@@ -348,7 +348,7 @@ def _remedy_of_devices(resource: str, most: float, nodes: list[Node]) -> str:
     )
 
 
-def _why_refused(spec: dict[str, Any], node: Node) -> str:
+def _why_refused(spec: dict[str, Any], node: Node) -> str | None:
     """Return why a node does not take a pod whatever room it has: labels, affinity, taints."""
     for key, value in spec.get("nodeSelector", {}).items():
         if node.labels.get(key) != value:
@@ -368,7 +368,7 @@ def _why_refused(spec: dict[str, Any], node: Node) -> str:
             continue
         if not any(_tolerates(toleration, taint) for toleration in tolerations):
             return f"has the taint {taint['key']}:{taint['effect']}"
-    return ""
+    return None
 
 
 def _format_term(term: list[dict[str, Any]]) -> str:

@@ -34,7 +34,9 @@ def require_interfaces(
     Every run has groups of gloo, whatever its backend. `interfaces`: of another host.
     """
     own = own_interfaces() if interfaces is None else interfaces
-    checks: dict[str, Callable[[str, Sequence[str]], str]] = {"GLOO_SOCKET_IFNAME": _gloo_problem}
+    checks: dict[str, Callable[[str, Sequence[str]], str | None]] = {
+        "GLOO_SOCKET_IFNAME": _gloo_problem
+    }
     if backend == "nccl":
         checks["NCCL_SOCKET_IFNAME"] = _nccl_problem
 
@@ -65,23 +67,23 @@ def own_interfaces() -> list[str]:
     return [name for name in names if name in with_address]
 
 
-def _gloo_problem(value: str, own: Sequence[str]) -> str:
-    """Return what is wrong with a list of whole names, as gloo reads it; "" if nothing is."""
+def _gloo_problem(value: str, own: Sequence[str]) -> str | None:
+    """Return what is wrong with a list of whole names, as gloo reads it; None if nothing is."""
     if len(value) < 2:  # torch takes a shorter value for none
-        return ""
+        return None
     missing = [name for name in value.split(",") if name not in own]
     if missing:
         return f"names no interface ({', '.join(map(repr, missing))})"
-    return ""
+    return None
 
 
-def _nccl_problem(value: str, own: Sequence[str]) -> str:
-    """Return what is wrong with NCCL's value; "" if nothing is.
+def _nccl_problem(value: str, own: Sequence[str]) -> str | None:
+    """Return what is wrong with NCCL's value; None if nothing is.
 
     `eth,ib` are beginnings of names, `=eth0` whole names; `^lo` and `^=lo` are those to leave out.
     """
     if not value:
-        return ""
+        return None
     excludes = value.startswith("^")
     names = value.removeprefix("^")
     whole = names.startswith("=")
@@ -95,7 +97,7 @@ def _nccl_problem(value: str, own: Sequence[str]) -> str:
 
     left = [interface for interface in own if is_wanted(interface) != excludes]
     if left:
-        return ""
+        return None
     return "leaves no interface" if excludes else "names no interface"
 
 

@@ -71,11 +71,11 @@ class StorageError(Exception):
         self.missing = missing
 
 
-def missing_package(url: str) -> str:
-    """Return the line that refuses a URL whose package is missing; "" if it is there."""
+def missing_package(url: str) -> str | None:
+    """Return the line that refuses a URL whose package is missing; None if it is there."""
     package, extra = PACKAGES[protocol_of(url)]
     if importlib.util.find_spec(package) is not None:
-        return ""
+        return None
     return (
         f"{url} needs the package {package}, which this Python does not have; run: pip install "
         f"'nanoray[{extra}]'"

@@ -36,8 +36,8 @@ def join(url: str, *names: str) -> str:
     return "/".join([url.rstrip("/"), *names])
 
 
-def problem_of(key: str, url: str) -> str:
-    """Return why the value of a key is no URL of object storage, and the remedy; "" if it is one."""
+def problem_of(key: str, url: str) -> str | None:
+    """Return why the value of a key is no URL of object storage, and the remedy; None if it is one."""
     shown = f"{key} = {without_credentials(url)}"
     if not is_url(url):
         return f"{shown} is no URL; write s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER"
@@ -64,8 +64,8 @@ def problem_of(key: str, url: str) -> str:
     return _problem_of_folder(shown, f"{protocol}://{bucket}", path)
 
 
-def _problem_of_folder(shown: str, start: str, path: str) -> str:
-    """Return why objects below a folder would not be found under their names; "" if they would."""
+def _problem_of_folder(shown: str, start: str, path: str) -> str | None:
+    """Return why objects below a folder would not be found under their names; None if they would."""
     segments = path.rstrip("/").split("/") if path.rstrip("/") else []
     if any(segment in ("", ".", "..") for segment in segments):
         # Some servers and clients take these segments for names, others for steps through folders.
@@ -73,7 +73,7 @@ def _problem_of_folder(shown: str, start: str, path: str) -> str:
         return f"{shown} has an empty segment, . or .., which name no folder there; write {right}"
     if not path.isprintable():
         return f"{shown!a} has a character that cannot be seen, such as a line's end; write it anew"
-    return ""
+    return None
 
 
 def local_folder(url: str) -> Path | None:

@@ -54,7 +54,7 @@ SECRET = "wJalrXUtnFEMI/K7MDENG"
     ],
 )
 def test_these_urls_are_accepted(url: str) -> None:
-    assert problem_of("upload", url) == ""
+    assert problem_of("upload", url) is None
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_package_that_is_missing_is_named_with_its_command(
 
 @pytest.mark.parametrize("folder", ["a b", "a%2Fb", "ü#1", "a*b[1]?", "a::b", "~x", "$HOME", "{x}"])
 def test_a_folder_with_any_name_has_its_objects_under_it(tmp_path: Path, folder: str) -> None:
-    assert problem_of("upload", f"file://{tmp_path}/{folder}") == ""
+    assert problem_of("upload", f"file://{tmp_path}/{folder}") is None
     store = Store(f"file://{tmp_path}/{folder}/")
     store.probe()
     store.put("RUN/m", b"12")

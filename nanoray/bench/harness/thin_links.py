@@ -83,8 +83,8 @@ class Speed:
         return 1e6 * self.mbit_per_s / 8
 
 
-def why_not() -> str:
-    """Return why this machine cannot have such links; "" if it can."""
+def why_not() -> str | None:
+    """Return why this machine cannot have such links; None if it can."""
     if not shutil.which("unshare"):
         return "there is no `unshare` (util-linux)"
     probe = f"open({TUN!r}, 'r+b', buffering=0)"
@@ -92,7 +92,7 @@ def why_not() -> str:
         [*_in_namespace(), sys.executable, "-c", probe], capture_output=True, text=True
     )
     if done.returncode == 0:
-        return ""
+        return None
     last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
     return f"no network namespace with a {TUN} ({last[0]})"
 

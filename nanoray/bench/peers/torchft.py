@@ -36,11 +36,11 @@ PEER_LIGHTHOUSE = "NANORAY_PEER_LIGHTHOUSE"
 TIMEOUT = timedelta(seconds=60)
 
 
-def missing() -> str:
-    """Return why torchft cannot be measured here; empty if it can."""
+def missing() -> str | None:
+    """Return why torchft cannot be measured here; None if it can."""
     if importlib.util.find_spec("torchft") is None:
         return "torchft is not installed: pip install torchft==0.2.0, which nanoray[bench] holds"
-    return ""
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:
