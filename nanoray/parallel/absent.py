@@ -24,6 +24,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.compress import Compressor
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mode import DataParallel
+from nanoray.parallel.script import unfrozen
 
 
 class AbsentGradients(StepHook):
@@ -97,12 +98,3 @@ class FrozenParameters(StepHook):
         for name, p in self._frozen.items():
             if p.requires_grad:
                 raise unfrozen(name)
-
-
-def unfrozen(name: str) -> ConfigError:
-    """Return the error for a parameter that was frozen when the run began, and no longer is."""
-    return ConfigError(
-        f"{name} had requires_grad = False when the run began, and has True now: no rank would "
-        "share its gradient or save its state. Let it require a gradient when RuntimeEngine is "
-        "made, and freeze it then until its step"
-    )

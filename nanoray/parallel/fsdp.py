@@ -35,11 +35,11 @@ from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Piece, Shard, whole_pieces
 from nanoray.models.batch_norm import BatchNorm
-from nanoray.parallel.absent import unfrozen
 from nanoray.parallel.fsdp_order import LayerOrder
 from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import clip_to, norm_of_owned
+from nanoray.parallel.script import unfrozen
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 

@@ -6,10 +6,8 @@ feature                                   class
 tied embedding of a pipeline              pp.TiedEmbedding
 gradients of a rank's own positions       stream.PartialGradients
 running statistics of batch norms         statistics.RunningStatistics
-buffers that a script's forward changes   loose_buffers.LooseBuffers
 error feedback of compressed gradients    compress.Compressor
-gradients that no rank has computed       absent.AbsentGradients
-hooks of a script's optimizer             script.AfterUpdate
+of a script's own model                   script.Script.hooks
 """
 
 from __future__ import annotations

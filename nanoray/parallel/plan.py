@@ -26,7 +26,6 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, whole_shards
 from nanoray.models.weighted import mean_of
 from nanoray.parallel import cp, ep, hybrid, pp, tp
-from nanoray.parallel.absent import AbsentGradients, FrozenParameters
 from nanoray.parallel.buckets import BY_HAND, Buckets
 from nanoray.parallel.compress import Compressor
 from nanoray.parallel.ddp import TorchDDP
@@ -35,10 +34,9 @@ from nanoray.parallel.fsdp import FSDP, frozen_to_cut
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.local_sgd import Rounds
-from nanoray.parallel.loose_buffers import LooseBuffers, is_loose
 from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import norm_of_owned
-from nanoray.parallel.script import AfterUpdate, Script
+from nanoray.parallel.script import Script
 from nanoray.parallel.statistics import RunningStatistics, has_statistics
 from nanoray.parallel.stream import PartialGradients
 from nanoray.parallel.weighted_flow import WeightedFlow
@@ -139,16 +137,9 @@ class Plan:
             self._hooks.append(RunningStatistics(model, self.data, config.sync_batchnorm))
         if self._compressor is not None:
             self._hooks.append(self._compressor)
-        # A script's own model may leave parameters without a gradient; nanoray's never do.
-        if config.model == "own" and self.data.size > 1:
-            self._hooks.append(AbsentGradients(model, self._mode, mesh, self._compressor))
-        elif config.model == "own" and any(not p.requires_grad for p in model.parameters()):
-            self._hooks.append(FrozenParameters(model))
-        if is_loose(model):
-            self._hooks.append(LooseBuffers(model, mesh))
         self._script = script
-        if script and script.after_update:
-            self._hooks.append(AfterUpdate(script.after_update, self._mode.settle))
+        if script:
+            self._hooks += script.hooks(model, self._mode, mesh, self.data, self._compressor)
 
         # The losses that `forward_backward` has returned in the newest step
         self.own_losses: list[Tensor] = []

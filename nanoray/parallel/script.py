@@ -1,4 +1,4 @@
-"""What a step calls of a user's script besides the model: its loss, and what follows an update."""
+"""What a step has of a script besides the model: its loss, and hooks that the Plan calls."""
 
 from __future__ import annotations
 
@@ -6,28 +6,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanoray.parallel.hooks import StepHook
+from torch import nn
 
-Wait = Callable[[], None]
+from nanoray.errors import ConfigError
+from nanoray.mesh.axis import Axis
+from nanoray.mesh.mesh import Mesh
+from nanoray.parallel.compress import Compressor
+from nanoray.parallel.hooks import StepHook
+from nanoray.parallel.mode import DataParallel
+
+# (model, mode, mesh, the ranks whose gradients are averaged, compression if any) -> hooks
+MakeHooks = Callable[[nn.Module, DataParallel, Mesh, Axis, Compressor | None], list[StepHook]]
 
 
 @dataclass(frozen=True)
 class Script:
-    """Code of a script that the Plan calls, or whose side effects it undoes."""
+    """Code of a script whose side effects the Plan undoes, and the hooks of its steps."""
 
-    code: Sequence[Any] = ()
+    code: Sequence[Any]
     """what a forward calls besides the model, such as a loss"""
 
-    after_update: Callable[[Wait], None] | None = None
-    """called after each update with a function that waits until the weights are complete"""
+    hooks: MakeHooks
+    """makes the hooks of a model that a mode has prepared (all ranks)"""
 
 
-class AfterUpdate(StepHook):
-    """Calls a script after an update, when this rank has all weights."""
-
-    def __init__(self, call: Callable[[Wait], None], wait: Wait) -> None:
-        self._call = call
-        self._wait = wait
-
-    def sent(self) -> None:
-        self._call(self._wait)
+def unfrozen(name: str) -> ConfigError:
+    """Return the error for a parameter that was frozen when the run began, and no longer is."""
+    return ConfigError(
+        f"{name} had requires_grad = False when the run began, and has True now: no rank would "
+        "share its gradient or save its state. Let it require a gradient when RuntimeEngine is "
+        "made, and freeze it then until its step"
+    )

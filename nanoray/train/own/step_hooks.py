@@ -2,6 +2,8 @@
 
     the copy steps its shards ─► the ranks exchange weights ─► hooks of the script's own optimizer
 
+`StepHooks` calls them, as the hook `AfterUpdate` of the Plan's steps.
+
 torch calls them from `step()`, at a moment when a rank has updated its own shards alone: a moving
 average of the weights (torch.optim.swa_utils.AveragedModel) would mix old and new ones. So the
 copies have none of the hooks, and the script's are called when the weights are complete, once per
@@ -21,6 +23,7 @@ from torch.optim import Optimizer
 from nanoray.compat import STEP_POST_HOOKS, STEP_PRE_HOOKS, global_optimizer_hooks
 from nanoray.config import Config
 from nanoray.errors import ConfigError
+from nanoray.parallel.hooks import StepHook
 from nanoray.state.optimizers import members_of
 
 
@@ -102,3 +105,15 @@ class StepHooks:
                 group.update({key: of_shards[key] for key in of_shards if key != "params"})
             for function in functions:
                 function(member, (), {})
+
+
+class AfterUpdate(StepHook):
+    """Calls the hooks of a script's optimizer after an update, when this rank has all weights."""
+
+    def __init__(self, hooks: StepHooks, wait: Callable[[], None]) -> None:
+        """`wait` returns when the weights are complete."""
+        self._hooks = hooks
+        self._wait = wait
+
+    def sent(self) -> None:
+        self._hooks.call(self._wait)

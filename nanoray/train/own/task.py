@@ -15,16 +15,22 @@ from nanoray.data.own import LOADER, STREAM, Batches, Counted, OwnData, batch_si
 from nanoray.data.tokens import MicroBatches, Samples
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.own_models import own_lines
+from nanoray.mesh.axis import Axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.models.weighted import LossValue, Weighted, mean_of
+from nanoray.parallel.absent import AbsentGradients, FrozenParameters
+from nanoray.parallel.compress import Compressor
+from nanoray.parallel.hooks import StepHook
+from nanoray.parallel.loose_buffers import LooseBuffers, is_loose
+from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.script import Script
 from nanoray.run import RunSpec
 from nanoray.train.own.call import loss_of
 from nanoray.train.own.run import Run
 from nanoray.train.own.schedule import OwnSchedule
 from nanoray.train.own.shards import cut_optimizer, follow_parameters
-from nanoray.train.own.step_hooks import StepHooks
+from nanoray.train.own.step_hooks import AfterUpdate, StepHooks
 from nanoray.train.own.trial import Subject, try_model
 from nanoray.train.tasks import Loss, RankStates
 from nanoray.train.workload import Workload
@@ -194,7 +200,27 @@ class OwnTask:
 
     @property
     def script(self) -> Script:
-        return Script((self._given.loss_fn,), self._given.step_hooks.call)
+        return Script((self._given.loss_fn,), self._step_hooks)
+
+    def _step_hooks(
+        self,
+        model: nn.Module,
+        mode: DataParallel,
+        mesh: Mesh,
+        data: Axis,
+        compressor: Compressor | None,
+    ) -> list[StepHook]:
+        """Return what a script's model adds to a step. (all ranks)"""
+        hooks: list[StepHook] = []
+        # A script's model may leave parameters without a gradient; nanoray's own never do.
+        if data.size > 1:
+            hooks.append(AbsentGradients(model, mode, mesh, compressor))
+        elif any(not p.requires_grad for p in model.parameters()):
+            hooks.append(FrozenParameters(model))
+        if is_loose(model):
+            hooks.append(LooseBuffers(model, mesh))
+        hooks.append(AfterUpdate(self._given.step_hooks, mode.settle))
+        return hooks
 
     def loss(self, model: nn.Module, x: Any, y: Any) -> LossValue:
         """Return the loss of a batch. Raises ConfigError where a later one is of another kind."""
