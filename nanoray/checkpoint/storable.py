@@ -86,14 +86,6 @@ def _extra_state_lines(model: nn.Module) -> list[str]:
     for prefix, module in model.named_modules():
         if not has_extra_state(module):
             continue
-        try:
-            module.get_extra_state()
-        except Exception as error:  # it is code of the script
-            lines.append(
-                f"module {prefix or type(module).__name__}: get_extra_state raises "
-                f"{type(error).__name__}: {error}; mend it: each checkpoint calls it"
-            )
-            continue
         restores = type(module).set_extra_state is not nn.Module.set_extra_state
         if not restores:
             lines.append(

@@ -529,7 +529,10 @@ class Batches:
 
 
 def source_of(data: Any, split: str, micro: int, seed: int = 0) -> Items | Batches:
-    """Return data as items with an index, or as batches. Raises DataError when it is neither."""
+    """Return data as items with an index, or as batches.
+
+    Raises DataError for data that no resume could read again, TypeError for what is no iterable.
+    """
     stream = stream_of(data)
     if stream is not None and len(stream) == 0:
         raise DataError(f"the stream of the {split} data has no sample; give files that have some")
@@ -545,19 +548,13 @@ def source_of(data: Any, split: str, micro: int, seed: int = 0) -> Items | Batch
         return _items_of_loader(data, split, micro, seed)
     if _is_dataset(data) and not isinstance(data, DataLoader):
         return items_of(data, split, seed)
-    if isinstance(data, Iterable):
-        # A generator, or another iterator, cannot begin again.
-        if not isinstance(data, DataLoader) and iter(data) is data:
-            raise DataError(
-                f"the {split} data can be iterated once only; give a class whose __iter__ begins "
-                "anew, or a dataset with len() and [], so that a resumed run can start again"
-            )
-        return Batches(data, split, micro, seed)
-    kind = type(data).__name__
-    raise DataError(
-        f"the {split} data are a {kind}; give a dataset (len and []), a DataLoader or an iterable "
-        "of batches"
-    )
+    # A generator, or another iterator, cannot begin again.
+    if not isinstance(data, DataLoader) and iter(data) is data:
+        raise DataError(
+            f"the {split} data can be iterated once only; give a class whose __iter__ begins "
+            "anew, or a dataset with len() and [], so that a resumed run can start again"
+        )
+    return Batches(data, split, micro, seed)
 
 
 def _is_dataset(data: Any) -> bool:
@@ -642,7 +639,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
         return named, named
     raise DataError(
         f"a batch is a {kind}, but must be a pair of inputs and targets; pack it as (inputs, "
-        "targets)"
+        "targets), two arrays as torch.utils.data.TensorDataset(inputs, targets)"
     )
 
 

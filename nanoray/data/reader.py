@@ -20,7 +20,7 @@ from nanoray.compat import close_loader_writer, end_loader, loader_expects, load
 from nanoray.data.epochs import BatchOfItems, Sample
 from nanoray.data.seeding import generators_kept, seed_generators_for
 from nanoray.data.stream import ShardStream
-from nanoray.errors import DataError
+from nanoray.errors import DataError, one_line
 
 Collate = Callable[[list[Any]], Any]
 END_S = 5.0  # how long a killed worker may take to be gone
@@ -67,13 +67,7 @@ class Reader:
     def _item(self, number: int, index: int, item: Any) -> Any:
         if self._draws:
             seed_generators_for(self._seed, number, index)
-        try:
-            return self.dataset[item]
-        except IndexError as error:
-            raise DataError(
-                f"the dataset has len() = {len(self.dataset)}, but [{item!r}] raises IndexError "
-                f"({error}); give it the number of samples that it has"
-            ) from error
+        return self.dataset[item]
 
 
 @dataclass(frozen=True)
@@ -182,7 +176,7 @@ def next_of(iterator: Iterator[Any]) -> Any:
             raise
         _kill_workers(iterator)
         raise DataError(
-            f"a worker process of the DataLoader ended ({_first_line(error)}); look for a "
+            f"a worker process of the DataLoader ended ({one_line(error)}); look for a "
             "lack of memory, or use num_workers=0 to see its error"
         ) from error
 
@@ -293,10 +287,6 @@ class _Sequence:
                 return
             yield samples
             number += 1
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _unchanged(batch: Any) -> Any:

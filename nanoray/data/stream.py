@@ -98,11 +98,6 @@ class ShardStream(IterableDataset[Any]):
                 f"window = {window} would be ignored: the stream is not shuffled; drop it, or "
                 "shuffle=False"
             )
-        if transform is not None and not callable(transform):
-            raise DataError(
-                f"transform is a {type(transform).__name__}, and cannot be called; give a function "
-                "of a record"
-            )
         self.files = find_files(files)
         self.kind = kind_of(self.files) if kind == "auto" else kind
         self._require_options(columns, block_size)

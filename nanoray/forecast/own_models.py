@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import Batch, Config
+from nanoray.errors import one_line
 from nanoray.forecast.dry_run import batch_line
 from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.forecast.rank_memory import assume_device, memory_line
@@ -61,8 +62,7 @@ def own_lines(
         more["activations"] = trial_on_fakes(model, loss, *example, device.precision).kept
     except Exception as error:
         notes.append(
-            "memory     without activations: a forward on fake tensors failed "
-            f"({first_line(error)})"
+            f"memory     without activations: a forward on fake tensors failed ({one_line(error)})"
         )
     if moments is None:
         notes.append(
@@ -95,9 +95,3 @@ def kept_per_element(optimizer: torch.optim.Optimizer) -> float | None:
     # Scalars such as a step count do not grow with the parameter.
     numbers = sum(value.numel() for value in kept.values() if value.dim())
     return numbers / prod(PROBE)
-
-
-def first_line(error: Exception) -> str:
-    """Return an error's type and the first line of its text."""
-    first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:120]}"

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from nanoray import __version__
 from nanoray.config.mesh import CUTS_MODEL
-from nanoray.errors import ConfigError
+from nanoray.errors import ConfigError, one_line
 from nanoray.forecast.dry_run import sizes_of_stage
-from nanoray.forecast.own_models import first_line
 from nanoray.forecast.owners import Holder, holders_of
 from nanoray.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.forecast.rank_memory import assume_device, memory_lines, rank_memory
@@ -49,7 +48,7 @@ def dump(subject: Subject) -> dict[str, Any]:
             # Any exception: a model that reads values, such as `.item()`, fails on fake tensors.
             # It may still run on real ones, so the dump goes on without what the trial gives.
             notes.append(
-                f"{SHAPELESS}: a trial on fake tensors failed ({first_line(error)}); --verify has "
+                f"{SHAPELESS}: a trial on fake tensors failed ({one_line(error)}); --verify has "
                 "them"
             )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray import cloudpickle
 
-from nanoray.errors import ConfigError
+from nanoray.errors import ConfigError, one_line
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Script:
             return cls(name, cloudpickle.dumps(main), given)
         except Exception as error:  # whatever the objects raise that it refers to
             raise ConfigError(
-                f"{name} cannot be sent to the ranks ({_one_line(error)}): it refers to an object of "
+                f"{name} cannot be sent to the ranks ({one_line(error)}): it refers to an object of "
                 "this process; make that object inside the function, or call nanoray.launch(..., "
                 "ray=False)"
             ) from None
@@ -42,12 +42,8 @@ class Script:
             main: Callable[[Any], Any] = cloudpickle.loads(self.pickled)
         except Exception as error:
             raise ConfigError(
-                f"{self.name} cannot be loaded on this rank's node ({_one_line(error)}): it is sent "
+                f"{self.name} cannot be loaded on this rank's node ({one_line(error)}): it is sent "
                 "by the name of its module; put the module on storage that all nodes have in their "
                 "PYTHONPATH, or give Ray a runtime_env with working_dir"
             ) from None
         return main
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

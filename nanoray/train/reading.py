@@ -10,28 +10,14 @@ none of this.
 
 from __future__ import annotations
 
-import os
-import re
-import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-import nanoray
 from nanoray.config import Batch
-from nanoray.data.fallible import Failure, FallibleSamples
-from nanoray.errors import DataError, DataFailed
+from nanoray.data.fallible import FallibleSamples
+from nanoray.errors import DataError, DataFailed, shown
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
-
-# Frames of a traceback that are not the script's, and how a frame looks as text
-LIBRARIES = tuple(
-    f"{Path(file).resolve().parent}{os.sep}" for file in (nanoray.__file__, torch.__file__)
-)
-FRAME = re.compile(r'  File "(?P<file>.+)", line \d+, in .+\n(    .*\n)*')
-FRAMES = 8  # of the script's traceback, the innermost ones
 
 
 class Reading:
@@ -56,7 +42,7 @@ class Reading:
             error = raised
 
         # (all ranks) One rank's error ends all of them.
-        own = "" if error is None else _describe(error)
+        own = "" if error is None else shown(error)
         everyone = self._mesh.all_gather((own, self._data.fingerprint if error is None else 0))
         for number, (text, _) in enumerate(everyone):
             if text:
@@ -100,28 +86,11 @@ class Reading:
     def raise_failure(self, step: int, saved: bool) -> None:
         """Raise the error of the rank that could not read, on all ranks. (all ranks)"""
         failure = self._data.failure
-        own = "" if failure is None else _describe(failure.error)
+        own = "" if failure is None else shown(failure.error)
         texts = self._mesh.all_gather(own)
         rank = next(number for number, text in enumerate(texts) if text)
         kept = f"the {step} steps before it are saved" if saved else "no step was lost"
         raise DataFailed(
             f"after step {step} rank {rank} could not read the script's data; {kept}: mend the "
             f"data, and resume. {texts[rank]}"
-        ) from (failure.error if isinstance(failure, Failure) else None)
-
-
-def _describe(error: Exception) -> str:
-    """Return an error as one line, and the script's own lines of the traceback after it."""
-    first = (str(error).splitlines() or [""])[0]
-    if isinstance(error, DataError) and not first.startswith("Caught "):
-        return str(error)
-    text = "".join(traceback.format_exception(error))
-    line = f"{type(error).__name__}: {first}"
-    if first.startswith("Caught "):  # torch's text for what was raised in a worker process
-        line = text.rstrip().splitlines()[-1]
-
-    frames = []
-    for found in FRAME.finditer(text):
-        if not found["file"].startswith(LIBRARIES):
-            frames.append(found[0].rstrip())
-    return "\n".join([line, *frames[-FRAMES:]])
+        ) from (failure.error if failure else None)

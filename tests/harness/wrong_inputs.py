@@ -228,6 +228,38 @@ class Late(Model):
         return self.second(self.layer(x))
 
 
+class Leaves(Model):
+    """Removes a layer in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x) + self.second(x)
+        del self.second
+        return y
+
+
+class Elsewhere(Model):
+    """Its outputs depend on a tensor that is no parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.ones(1, requires_grad=True)
+        return self.layer(x).detach() * scale
+
+
+class HalfLazy(Model):
+    """Has a lazy layer that the forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.LazyLinear(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
 class Shifts(Model):
     """Changes its inputs in place."""
 
@@ -465,6 +497,16 @@ class Frame:
         raise KeyError(name)
 
 
+class Stateful(InBatches):
+    """An iterable with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
 class Uneven(InBatches):
     """Batches with a target too few."""
 
@@ -480,10 +522,17 @@ class Wrong:
     words: Sequence[str]  # of the message, in their order
     worlds: Sequence[int] = (1,)
     settings: dict[str, Any] = field(default_factory=dict)
+    loud: bool = False  # Python or torch raises by itself; nanoray looks for the others
 
 
-def wrong(*words: str, worlds: Sequence[int] = (1,), settings: Any = None, **given: Any) -> Wrong:
-    return Wrong(partial(fit, **given), words, worlds, settings or {})
+def wrong(
+    *words: str,
+    worlds: Sequence[int] = (1,),
+    settings: Any = None,
+    loud: bool = False,
+    **given: Any,
+) -> Wrong:
+    return Wrong(partial(fit, **given), words, worlds, settings or {}, loud)
 
 
 def a_function(x: Tensor) -> Tensor:
@@ -511,44 +560,47 @@ WRONG_MODELS: dict[str, Wrong] = {
         partial(given_as, model=a_function, trained=nn.Linear(4, 1)),
         (
             "the model is the function a_function",
-            "no torch.nn.Module",
-            "derive it",
+            "give an instance of a torch.nn.Module",
         ),
     ),
     "a class as the model": Wrong(
         partial(given_as, model=Model, trained=nn.Linear(4, 1)),
         (
             "the model is the class Model",
-            "give an instance",
+            "give an instance of a torch.nn.Module",
         ),
     ),
     "no model": Wrong(
         partial(given_as, model=None, trained=nn.Linear(4, 1)),
         (
             "the model is None",
-            "derive it",
+            "give an instance",
         ),
     ),
     "meta weights": Wrong(
         partial(built, build=on_meta),
         (
-            "0.weight is on the meta device",
+            "0.weight is on the device meta",
             "to_empty",
         ),
     ),
     "all weights frozen": Wrong(
         partial(built, build=frozen),
         (
-            "none of the 4 parameters",
-            "requires_grad_(True)",
+            "the backward of Sequential",
+            "failed before step 1",
+            "does not require grad",
+            "weights with requires_grad",
         ),
+        loud=True,
     ),
     "inference weights": Wrong(
         partial(built, build=inferred),
         (
-            "0.weight was made under torch.inference_mode",
-            "outside of it",
+            "Sequential failed before step 1",
+            "inference tensor",
         ),
+        loud=True,
     ),
     "wrapped in DataParallel": Wrong(
         partial(built, build=parallel),
@@ -558,68 +610,94 @@ WRONG_MODELS: dict[str, Wrong] = {
         ),
         EVERY,
     ),
-    "no forward": wrong("NoForward has no forward", "define forward", model=NoForward),
+    "no forward": wrong(
+        "the forward of NoForward",
+        "failed before step 1",
+        'missing the required "forward" function',
+        loud=True,
+        model=NoForward,
+    ),
     "two arguments": wrong(
-        "called with the inputs alone",
+        "the forward of TwoArguments",
         "float32",
         "(12, 4)",
-        "takes (x, mask)",
-        "'mask'",
-        "one argument",
+        "failed before step 1",
+        "missing 1 required positional argument: 'mask'",
+        "mend it, or the data",
+        loud=True,
         model=TwoArguments,
     ),
     "output is a dict": wrong(
-        "loss_fn, called with a dict of logits",
+        "loss_fn (the function mse_loss), called with a dict of logits",
         "(12, 1)",
         "AttributeError",
         "what the model returns",
+        loud=True,
         model=ReturnsDict,
     ),
     "output is a tuple": wrong(
-        "loss_fn, called with a tuple of",
+        "called with a tuple of",
         "AttributeError",
         "what the model returns",
+        loud=True,
         model=ReturnsTuple,
     ),
     "forward raises": wrong(
         "the forward of Raises",
         "4)",
+        "failed before step 1",
         "ValueError: this model is unhappy",
         "mend it",
         'raise ValueError("this model is unhappy")',
+        loud=True,
         model=Raises,
         worlds=EVERY,
     ),
     "forward raises on one rank": wrong(
         "on rank ",
         "the forward of RaisesOften",
+        "failed before step 1",
         "IndexError: an unlucky sample",
+        'raise IndexError("an unlucky sample")',
+        loud=True,
         model=RaisesOften,
         worlds=(2, 3),
     ),
     "shapes do not fit": wrong(
         "the forward of WrongShape",
+        "failed before step 1",
         "shapes cannot be multiplied",
         "self.second(self.layer(x))",
+        loud=True,
         model=WrongShape,
         worlds=EVERY,
     ),
     "no_grad in forward": wrong(
-        "no gradient flows through the forward of NoGradInside",
-        "remove detach",
+        "the backward of NoGradInside",
+        "failed before step 1",
+        "does not require grad",
+        "no detach, torch.no_grad",
+        loud=True,
         model=NoGradInside,
         worlds=EVERY,
     ),
     "through numpy": wrong(
-        "no gradient flows through the forward of ThroughNumpy", "numpy", model=ThroughNumpy
+        "the backward of ThroughNumpy",
+        "failed before step 1",
+        "does not require grad",
+        "numpy",
+        loud=True,
+        model=ThroughNumpy,
     ),
     "backward in forward": wrong(
         "the forward of ByHand calls backward", "torch.autograd.grad", model=ByHand, worlds=EVERY
     ),
     "in-place change": wrong(
         "the backward of InPlace",
+        "failed before step 1",
         "modified by an inplace operation",
-        "mend the forward",
+        "change in place",
+        loud=True,
         model=InPlace,
         worlds=EVERY,
     ),
@@ -631,7 +709,10 @@ WRONG_MODELS: dict[str, Wrong] = {
     ),
     "other output in eval mode": wrong(
         "the evaluation of Evaluates, in eval mode",
+        "failed before step 1",
+        "AttributeError",
         "in eval mode what it returns in training",
+        loud=True,
         model=Evaluates,
         val=points(),
         settings={"eval_every": 2},
@@ -641,11 +722,26 @@ WRONG_MODELS: dict[str, Wrong] = {
         "the gradient of table.weight is sparse", "sparse=False", model=SparseRows, worlds=EVERY
     ),
     "out of memory": wrong(
-        "out of memory", "the forward of Huge", "halve --micro_batch_size", model=Huge
+        "out of memory", "the forward of Huge", "halve --micro_batch_size", loud=True, model=Huge
     ),
-    "another device": wrong("the forward of OtherDevice", "device", "mend it", model=OtherDevice),
-    "endless recursion": wrong("the forward of Recursive", "RecursionError", model=Recursive),
-    "sys.exit in forward": wrong("the forward of Exits", "SystemExit: gone", model=Exits),
+    "another device": wrong(
+        "the forward of OtherDevice",
+        "failed before step 1",
+        "device",
+        "mend it",
+        loud=True,
+        model=OtherDevice,
+    ),
+    "endless recursion": wrong(
+        "the forward of Recursive",
+        "failed before step 1",
+        "RecursionError",
+        loud=True,
+        model=Recursive,
+    ),
+    "sys.exit in forward": wrong(
+        "the forward of Exits", "failed before step 1", "SystemExit: gone", loud=True, model=Exits
+    ),
     "two types with fsdp": wrong(
         "fsdp",
         "second.weight is float64",
@@ -674,6 +770,23 @@ WRONG_MODELS: dict[str, Wrong] = {
         model=Late,
         worlds=EVERY,
     ),
+    "a layer removed in forward": wrong(
+        "the forward removes the parameter second.bias", "remove it in __init__", model=Leaves
+    ),
+    "a loss of no parameter": wrong(
+        "the loss depends on no parameter that is trained", "requires_grad", model=Elsewhere
+    ),
+    "a lazy layer that is not used": wrong(
+        "second.weight is lazy", "the first forward has not used it", model=HalfLazy
+    ),
+    "lazy layers and a loader with a state": wrong(
+        "the model has lazy modules",
+        "the train data are a loader with a state",
+        "run the model on one batch",
+        model=HalfLazy,
+        data=Stateful(),
+        settings={"micro_batch_size": 6},
+    ),
     "inputs changed in place": wrong(
         "the forward of Shifts changes its inputs in place",
         "x = x - 1",
@@ -689,9 +802,12 @@ WRONG_MODELS: dict[str, Wrong] = {
         settings={"dp_mode": "zero1"},
     ),
     "get_extra_state raises": wrong(
-        "module BadState: get_extra_state raises",
+        "the state_dict of BadState",
+        "failed before step 1",
         "LookupError: no state yet",
         "mend",
+        'raise LookupError("no state yet")',
+        loud=True,
         model=BadState,
     ),
     "weights of 4 bits": wrong("packed has the dtype float4_e2m1fn_x2", "cast it", model=Float4),
@@ -710,76 +826,125 @@ WRONG_MODELS: dict[str, Wrong] = {
 WRONG_LOSSES: dict[str, Wrong] = {
     "loss of a vector": wrong(
         "loss_fn returns a float32 tensor of shape",
-        "not one number",
+        "as a tensor of one real number",
         "loss.mean()",
         loss_fn=vector,
         worlds=EVERY,
     ),
     "loss as a float": wrong(
-        "loss_fn returns the number", "without .item()", loss_fn=as_float, worlds=EVERY
+        "loss_fn returns the number",
+        "as a tensor of one real number",
+        "without .item()",
+        loss_fn=as_float,
+        worlds=EVERY,
     ),
     "detached loss": wrong(
-        "no gradient flows through loss_fn", "remove detach", loss_fn=detached, worlds=EVERY
+        "the backward of Sequential",
+        "failed before step 1",
+        "does not require grad",
+        "no detach",
+        loud=True,
+        loss_fn=detached,
+        worlds=EVERY,
     ),
-    "integer loss": wrong("loss_fn returns a int64 tensor", "floating point", loss_fn=integer),
-    "boolean loss": wrong("loss_fn returns a bool tensor", "floating point", loss_fn=boolean),
+    "integer loss": wrong(
+        "loss_fn returns a int64 tensor", "as a tensor of one real number", loss_fn=integer
+    ),
+    "boolean loss": wrong(
+        "loss_fn returns a bool tensor", "as a tensor of one real number", loss_fn=boolean
+    ),
     "complex loss": wrong(
-        "loss_fn returns a complex64 tensor", "real floating point", loss_fn=complex_loss
+        "loss_fn returns a complex64 tensor", "as a tensor of one real number", loss_fn=complex_loss
     ),
-    "no loss": wrong("loss_fn returns None", "return loss", loss_fn=nothing),
-    "three losses": wrong("loss_fn returns a tuple", "as one tensor", loss_fn=three),
-    "dict of losses": wrong("loss_fn returns a dict of loss", "as one tensor", loss_fn=mapping),
+    "no loss": wrong("loss_fn returns None", "return the mean loss", loss_fn=nothing),
+    "three losses": wrong(
+        "loss_fn returns a tuple", "as a tensor of one real number", loss_fn=three
+    ),
+    "dict of losses": wrong(
+        "loss_fn returns a dict of loss", "as a tensor of one real number", loss_fn=mapping
+    ),
     "object with a loss": wrong(
-        "loss_fn returns a SimpleNamespace", "its .loss", loss_fn=attributes
+        "loss_fn returns a SimpleNamespace", "as a tensor of one real number", loss_fn=attributes
     ),
-    "array as loss": wrong("loss_fn returns a float32 array", "as one tensor", loss_fn=array),
+    "array as loss": wrong(
+        "loss_fn returns a float32 array", "as a tensor of one real number", loss_fn=array
+    ),
     "empty loss": wrong(
-        "loss_fn returns a float32 tensor of shape (0,)", "not one number", loss_fn=empty
+        "loss_fn returns a float32 tensor of shape (0,)",
+        "as a tensor of one real number",
+        loss_fn=empty,
     ),
     "backward in the loss": wrong(
-        "loss_fn calls backward", "return the loss alone", loss_fn=backward_inside, worlds=EVERY
+        "loss_fn calls backward",
+        "leave the loss's backward to nanoray",
+        loss_fn=backward_inside,
+        worlds=EVERY,
     ),
     "loss_fn raises": wrong(
-        "loss_fn, called with",
+        "loss_fn (the function raising), called with",
+        "failed before step 1",
         "KeyError: 'targets'",
         'raise KeyError("targets")',
+        loud=True,
         loss_fn=raising,
         worlds=EVERY,
     ),
     "loss_fn of one argument": wrong(
-        "loss_fn is called with the model's output and the targets",
-        "takes (output)",
-        "two arguments",
+        "loss_fn (the function one_argument)",
+        "failed before step 1",
+        "takes 1 positional argument but 2 were given",
+        "loss_fn(output, targets)",
+        loud=True,
         loss_fn=one_argument,
     ),
-    "class as loss_fn": wrong("loss_fn is the class MSELoss", "MSELoss()", loss_fn=nn.MSELoss),
-    "name as loss_fn": wrong("loss_fn is the text 'mse'", "give a function", loss_fn="mse"),
+    "class as loss_fn": wrong(
+        "loss_fn (the class MSELoss)",
+        "failed before step 1",
+        "loss_fn(output, targets)",
+        loud=True,
+        loss_fn=nn.MSELoss,
+    ),
+    "name as loss_fn": wrong(
+        "loss_fn (the text 'mse')",
+        "failed before step 1",
+        "'str' object is not callable",
+        loud=True,
+        loss_fn="mse",
+    ),
     "classes out of range": wrong(
-        "loss_fn, called with",
+        "loss_fn (the function cross_entropy), called with",
+        "failed before step 1",
         "Target 5 is out of bounds",
+        loud=True,
         model=partial(nn.Linear, 4, 2)(),
         loss_fn=F.cross_entropy,
         data=TensorDataset(inputs(), torch.full((24,), 5)),
     ),
     "float targets of classes": wrong(
-        "loss_fn, called with",
+        "called with",
         "(12, 2)",
+        "failed before step 1",
         "multi-target not supported",
+        loud=True,
         model=partial(nn.Linear, 4, 2)(),
         loss_fn=F.cross_entropy,
         data=TensorDataset(inputs(), torch.zeros(24, 1)),
     ),
     "model returns no loss": wrong(
-        "without a loss_fn",
-        "ReturnsTuple takes (x)",
+        "the forward of ReturnsTuple",
+        "failed before step 1",
+        "takes 2 positional arguments but 3 were given",
         "give RuntimeEngine a loss_fn",
+        loud=True,
         loss_fn=None,
         model=ReturnsTuple,
     ),
     "model takes no targets": wrong(
-        "without a loss_fn",
-        "Sequential takes (input)",
+        "the forward of Sequential",
+        "failed before step 1",
+        "takes 2 positional arguments but 3 were given",
         "give RuntimeEngine a loss_fn",
+        loud=True,
         loss_fn=None,
     ),
     "a pair of sum and weight": wrong(
@@ -792,118 +957,183 @@ WRONG_LOSSES: dict[str, Wrong] = {
         "Weighted whose weight is the number -1.0", "0 or more", loss_fn=below_zero
     ),
     "sum of a vector": wrong(
-        "Weighted whose sum is a float32 tensor", "not one number", loss_fn=vector_and_weight
+        "Weighted whose sum is a float32 tensor",
+        "as a tensor of one real number",
+        loss_fn=vector_and_weight,
     ),
 }
 WRONG_DATA: dict[str, Wrong] = {
     "targets of another length": wrong(
-        "loss_fn, called with",
+        "called with",
         "(6, 1)",
         "(5, 1)",
+        "failed before step 1",
         "must match the size",
         "or what the model returns",
+        loud=True,
         data=Uneven(),
         settings={"micro_batch_size": 6},
     ),
     "an array": wrong(
-        "the train data are a float32 array of shape (24, 4)",
+        "a batch is a Tensor",
+        "must be a pair of inputs and targets",
         "TensorDataset(inputs, targets)",
         data=X,
     ),
     "a tensor": wrong(
-        "the train data are a float32 tensor of shape (24, 4)",
-        "TensorDataset",
+        "a batch is a Tensor",
+        "must be a pair of inputs and targets",
+        "TensorDataset(inputs, targets)",
         data=torch.zeros(24, 4),
     ),
     "fit(X, y)": wrong(
-        "the train data are a float32 array",
-        "second argument of fit is the validation data",
-        "TensorDataset",
+        "a batch is a Tensor",
+        "must be a pair of inputs and targets",
+        "TensorDataset(inputs, targets)",
         data=X,
         val=Y,
     ),
     "fit(X, y) of tensors": wrong(
-        "the train data are a float32 tensor",
-        "second argument of fit",
-        "TensorDataset",
+        "a batch is a Tensor",
+        "must be a pair of inputs and targets",
+        "TensorDataset(inputs, targets)",
         data=torch.zeros(24, 4),
         val=torch.zeros(24, 1),
     ),
-    "a pair of arrays": wrong("the train data are a tuple of arrays", "TensorDataset", data=(X, Y)),
+    "a pair of arrays": wrong(
+        "reading the train data, a tuple of a float32 array of shape (24, 4)",
+        "failed before step 1",
+        "equal size",
+        "TensorDataset(inputs, targets)",
+        loud=True,
+        data=(X, Y),
+    ),
     "a list of two tensors": wrong(
-        "the train data are a list of arrays",
-        "TensorDataset",
+        "reading the train data, a list of a float32 tensor",
+        "failed before step 1",
+        "equal size",
+        "TensorDataset(inputs, targets)",
+        loud=True,
         data=[torch.zeros(24, 4), torch.zeros(24, 1)],
     ),
     "a dict of arrays": wrong(
-        "the train data are a dict of x, y", "TensorDataset", data={"x": X, "y": Y}
+        "reading the train data, a dict of x, y",
+        "failed before step 1",
+        "KeyError",
+        "TensorDataset(inputs, targets)",
+        loud=True,
+        data={"x": X, "y": Y},
     ),
     "a data frame": wrong(
-        "the train data are a Frame", "names of columns", "TensorDataset", data=Frame()
+        "reading the train data, a Frame",
+        "failed before step 1",
+        "KeyError",
+        "TensorDataset(inputs, targets)",
+        loud=True,
+        data=Frame(),
     ),
-    "a path": wrong("the train data are the text 'train.csv'", "read it", data="train.csv"),
-    "a number": wrong("the train data are a int", "give a dataset", data=24),
+    "a path": wrong(
+        "a batch is a list of 12",
+        "must be a pair of inputs and targets",
+        "TensorDataset(inputs, targets)",
+        data="train.csv",
+    ),
+    "a number": wrong(
+        "reading the train data, the number 24",
+        "failed before step 1",
+        "'int' object is not iterable",
+        "give a dataset",
+        loud=True,
+        data=24,
+    ),
     "items are dicts": wrong(
-        "a batch is a dict",
-        "or give pairs of inputs and targets",
+        "the forward of Sequential, called with a NamedBatch of x, labels",
+        "failed before step 1",
+        "unexpected keyword argument 'x'",
+        "the keys of a batch are its arguments by name",
+        loud=True,
         data=Items({"x": _X, "labels": _Y}),
     ),
     "items of three": wrong(
-        "a batch is a list of 3", "pack it as (inputs, targets)", data=Items((_X, _Y, _Y))
+        "a batch is a list of 3",
+        "must be a pair of inputs and targets",
+        "pack it as (inputs, targets)",
+        data=Items((_X, _Y, _Y)),
     ),
     "items of one": wrong("a batch is a Tensor", "pack it as (inputs, targets)", data=Items(_X)),
     "items of text": wrong(
         "the forward of Sequential, called with a tuple of the text 'a text'",
+        "failed before step 1",
         "must be Tensor",
         "mend it, or the data",
+        loud=True,
         data=Items(("a text", _Y)),
     ),
     "items of objects": wrong(
-        "reading the train data failed",
+        "reading the train data, a Items",
+        "failed before step 1",
         "<class 'object'>",
-        "mend the dataset",
+        "give a dataset",
+        loud=True,
         data=Items((object(), _Y)),
     ),
     "items are None": wrong(
-        "reading the train data failed", "NoneType", "mend the dataset", data=Items((None, _Y))
+        "reading the train data, a Items",
+        "failed before step 1",
+        "NoneType",
+        "give a dataset",
+        loud=True,
+        data=Items((None, _Y)),
     ),
     "__getitem__ raises": wrong(
-        "reading the train data failed",
+        "reading the train data, a BrokenItems",
+        "failed before step 1",
         "OSError: the disk is gone",
         'raise OSError("the disk is gone")',
+        loud=True,
         data=BrokenItems(0),
         worlds=EVERY,
     ),
     "validation raises": wrong(
-        "reading the validation data failed",
+        "reading the validation data, a BrokenLater",
+        "failed before step 1",
         "LookupError: no such sample",
+        loud=True,
         val=BrokenLater(0),
         settings={"eval_every": 2},
         worlds=EVERY,
     ),
     "validation is a tensor": wrong(
-        "the validation data are a float32 tensor",
-        "TensorDataset",
+        "a batch is a Tensor",
+        "must be a pair of inputs and targets",
+        "TensorDataset(inputs, targets)",
         val=torch.zeros(24, 4),
         settings={"eval_every": 2},
     ),
     "a dataset without items": wrong("the train data are empty", "at least one", data=[]),
     "a function as data": wrong(
-        "the train data are a builtin_function",
+        "reading the train data, the function iter",
+        "failed before step 1",
+        "is not iterable",
         "give a dataset",
+        loud=True,
         data=iter,
         settings={"micro_batch_size": 6},
     ),
     "double inputs": wrong(
         "the forward of Sequential, called with a float64 tensor",
+        "failed before step 1",
         "Double and Float",
         "or the data",
+        loud=True,
         data=TensorDataset(inputs().double(), inputs().sum(1, keepdim=True)),
     ),
     "integer inputs": wrong(
         "the forward of Sequential, called with a int64 tensor",
+        "failed before step 1",
         "Long and Float",
         "or the data",
+        loud=True,
         data=TensorDataset(inputs().long(), inputs().sum(1, keepdim=True)),
     ),
 }

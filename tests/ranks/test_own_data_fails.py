@@ -127,12 +127,12 @@ STARTED = {
     "a len that lies": Case(
         lambda: three(Broken("lies")),
         "after step 3 rank 1 could not read the script's data; the 3 steps before it are saved: mend "
-        "the data, and resume. the dataset has len() = 48, but [45] raises IndexError",
+        "the data, and resume. IndexError: out of range\n  File",
     ),
     "a len that lies to a worker": Case(
         lambda: three(Broken("lies"), **worker),
         "after step 3 rank 1 could not read the script's data; the 3 steps before it are saved: mend "
-        "the data, and resume. nanoray.errors.DataError: the dataset has len() = 48, but [45] raises",
+        "the data, and resume. IndexError: out of range\n  File",
     ),
     "another shape": Case(
         lambda: three(Broken("other shape")), "after step 3 rank 1 could not read the script's data"
@@ -148,12 +148,12 @@ refused = partial(Case, step=0, error="DataError")
 REFUSED = {
     "the first item": refused(
         lambda: three(Broken("at once")),
-        "reading the train data failed in the trial before step 1: OSError: [Errno 5] the disk; mend",
+        "reading the train data, a DataLoader, failed before step 1: OSError: [Errno 5] the disk; give",
         error="ConfigError",
     ),
     "validation at once": refused(
         lambda: three(DATA),
-        "reading the validation data failed in the trial before step 1: OSError: [Errno 5] the di",
+        "reading the validation data, a Broken, failed before step 1: OSError: [Errno 5] the disk; give",
         error="ConfigError",
         val_data=lambda: Broken("at once"),
     ),
@@ -221,6 +221,8 @@ def test_data_that_fail_cost_no_step_and_say_why(tmp_path: Path) -> None:
         assert 'raise KeyError("no such image")' in outcome["message"], "the user's own line"
         assert outcome["message"].count("File") == 1, "and no other"
     assert "a worker process of the DataLoader ended" in outcomes[2][0]["message"]
+    large = outcomes[list(TABLE).index("a large batch")][0]["message"]
+    assert "samples, more than micro_batch_size = 3, which the first one had" in large
     assert DataFailed.exit_code == 1
 
 

@@ -383,7 +383,7 @@ def test_schedulers_that_would_do_nothing_or_too_much_are_refused(tmp_path: Path
          lr_scheduler.ReduceLROnPlateau, {}, ()),
         ("the configuration sets lr, warmup_steps, and the script gives a scheduler; set the rates",
          partial(one_cycle, total_steps=8), {}, ("lr", "warmup_steps")),
-        ("scheduler is a int; give a scheduler of torch.optim.lr_scheduler", lambda optimizer: 3,
+        ("int does not belong to the optimizer that RuntimeEngine was given", lambda optimizer: 3,
          {}, ()),
         ("StepLR does not belong to the optimizer that RuntimeEngine was given",
          lambda optimizer: lr_scheduler.StepLR(optim.SGD(network().parameters()), 2), {}, ()),

@@ -81,6 +81,8 @@ def test_a_mistake_is_refused_in_one_line_on_all_ranks(
     (message,) = messages
     line, _, frames = message.partition("\n")
     assert ";" in line, "a remedy"
+    wrapped = "failed before step 1: " in line or line.startswith("out of memory: ")
+    assert wrapped == case.loud, "one wrapper shows what raises by itself"
     # The frames that follow are the script's alone.
     assert frames.count("  File ") == frames.count("wrong_inputs.py"), message
     place = 0
@@ -236,5 +238,7 @@ def test_lazy_modules_train_as_others_do(ranks: Ranks, tmp_path: Path, world: in
 def test_a_model_that_cannot_be_copied_is_refused_where_a_copy_is_needed() -> None:
     model = network()
     model.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"deepcopy fails on Sequential \(.*; keep what cannot"):
+    with pytest.raises(
+        ConfigError, match=r"copy.deepcopy of Sequential failed before.*; keep what cannot"
+    ):
         copied(model)

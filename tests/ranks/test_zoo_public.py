@@ -195,10 +195,13 @@ def table() -> str:
         cells = [cell(kind, MODES[:-1]), cell(kind, MODES[-1:])]
         lines.append(f"| {kind.name} | {cells[0]} | {cells[1]} | {kind.note} |")
 
-    lines += ["", "| refused before step 1 | |", "| --- | --- |"]
+    head = "| refused before step 1 | what nanoray looks for | what Python or torch raises |"
+    lines += ["", head, "| --- | --- | --- |"]
     mistakes = {"model": WRONG_MODELS, "loss": WRONG_LOSSES, "data": WRONG_DATA}
     for what, wrong in mistakes.items():
-        lines.append(f"| {what} | {'; '.join(wrong)} |")
+        silent = "; ".join(name for name, case in wrong.items() if not case.loud)
+        loud = "; ".join(name for name, case in wrong.items() if case.loud)
+        lines.append(f"| {what} | {silent} | {loud} |")
     return "\n".join(lines)
 
 

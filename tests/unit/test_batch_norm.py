@@ -17,7 +17,7 @@ from nanoray.mesh.axis import Axis
 from nanoray.models.batch_norm import BatchNorm, adopt_norms
 from nanoray.parallel.loose_buffers import is_loose
 from nanoray.parallel.statistics import RunningStatistics
-from nanoray.train.own.checks import lazy_parts, require_trainable
+from nanoray.train.own.checks import lazy_parts, require_sharable
 from nanoray.train.own.settings import DEFAULTS, loaded_of
 
 CHANNELS = 3
@@ -237,17 +237,17 @@ def test_a_lazy_norm_without_weights_is_adopted_after_its_first_batch() -> None:
 def test_a_norm_that_cannot_be_synchronised_as_asked_is_refused() -> None:
     config = loaded_of({"sync_batchnorm": True}).config
     with pytest.raises(ConfigError, match="would be ignored: Sequential has no batch norm"):
-        require_trainable(nn.Sequential(nn.Linear(3, 3)), config, 2)
+        require_sharable(nn.Sequential(nn.Linear(3, 3)), config, 2)
     own = nn.Sequential(nn.Linear(3, 3), WithActivation(3))
     adopt_norms(own)
     with pytest.raises(ConfigError, match="by 1, a WithActivation with a forward of its own; drop"):
-        require_trainable(own, config, 2)
+        require_sharable(own, config, 2)
 
     graphs = make_config(DEFAULTS | {"compile": "cuda_graphs"})
     synchronised = nn.Sequential(nn.Linear(3, 3), nn.SyncBatchNorm(3))
     adopt_norms(synchronised)
     with pytest.raises(ConfigError, match="cuda_graphs with a SyncBatchNorm, 1: its ranks"):
-        require_trainable(synchronised, graphs, 2)
+        require_sharable(synchronised, graphs, 2)
 
     group: Any = object()
     with pytest.raises(ConfigError, match="0 is a SyncBatchNorm with a process_group of its own"):

@@ -275,7 +275,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "block_size of text": ("a.txt", {"block_size": 4}, "block_size = 4 would be ignored: the"),
     "window 0": ("a.txt", {"window": 0}, "window = 0 is no number above 0"),
     "an idle window": ("a.txt", {"window": 9, "shuffle": False}, "window = 9 would be ignored"),
-    "no function": ("a.txt", {"transform": 3}, "transform is a int, and cannot be called"),
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from nanoray.errors import one_line
 from nanoray.mesh.rendezvous import Order
 from nanoray.train.own.hook_guard import HookGuard
 from nanoray.train.own.run import Run
@@ -190,8 +191,7 @@ class Observer:
         what = f"{where} raised {type(error).__name__}"
         if what not in self._warned:
             log.error("%s failed", where, exc_info=error)
-        text = _first_line(error)
-        self._warn_once(what, f"{what}: {text}; {end}" if text else f"{what}; {end}")
+        self._warn_once(what, f"{where} raised {one_line(error)}; {end}")
 
     def _warn_once(self, what: str, line: str) -> None:
         if what not in self._warned:
@@ -215,11 +215,3 @@ def _end_child(error: BaseException | None) -> None:
         with suppress(Exception):  # of any class: a program may have put its own there
             stream.flush()
     os._exit(code)
-
-
-def _first_line(error: BaseException) -> str:
-    try:
-        lines = str(error).strip().splitlines()
-    except Exception:  # of the script's own class
-        return ""
-    return lines[0][:300] if lines else ""

@@ -30,10 +30,8 @@ from nanoray.run import RunSpec
 from nanoray.train.own.callbacks import Callback, observers_of
 from nanoray.train.own.checks import (
     lazy_parts,
-    require_dataset,
-    require_loss_fn,
     require_module,
-    require_trainable,
+    require_sharable,
 )
 from nanoray.train.own.here import end_in_one_line, fit_here
 from nanoray.train.own.hook_guard import HookGuard
@@ -104,7 +102,6 @@ class RuntimeEngine:
             self._run = None
             self._loaded = loaded_of(run)
         require_module(model)
-        require_loss_fn(loss_fn)
         self.model = model
         self.optimizer = optimizer
         self.loss_fn = loss_fn
@@ -175,13 +172,11 @@ class RuntimeEngine:
         def task_of(spec: RunSpec) -> OwnTask:
             return OwnTask(given, spec, train_data, val_data, steps)
 
-        require_dataset(train_data, "train", val_data)
-        require_dataset(val_data, "validation")
         if lazy_parts(self.model):
             first_batch = task_of(run.spec).first_batch()
             fill_lazy_parameters(self.model, self.loss_fn, *first_batch)
             adopt_norms(self.model)
-        require_trainable(self.model, run.config, run.world_size)
+        require_sharable(self.model, run.config, run.world_size)
         require_storable(self.model, self._one, run.config.sharded)
         require_resumable(self._one)
         if run.world_size > 1:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from nanoray.checkpoint.tensorfile import DTYPE_NAMES
-from nanoray.errors import CheckpointError, ConfigError
+from nanoray.errors import ConfigError, one_line
 from nanoray.state.optimizers import (
     TRIAL_STEPS,
     Trial,
@@ -37,7 +37,7 @@ from nanoray.state.optimizers import (
 )
 from nanoray.state.values import Unsupported, same
 from nanoray.train.optim.modes import has_modes, set_mode
-from nanoray.train.own.schedule import needed_arguments
+from nanoray.train.own.part import part
 from nanoray.train.own.several import Several
 
 STEPS_AFTER = 7  # of both copies after a resume: Lookahead's slow weights move every fifth step
@@ -57,8 +57,6 @@ def optimizer_of(given: Any) -> Optimizer:
     """
     several = isinstance(given, (list, tuple))
     members = list(given) if several else [given]
-    if not members:
-        raise ConfigError("the list of optimizers is empty; give at least one")
     owners: dict[Tensor, Optimizer] = {}
     for member in members:
         if not isinstance(member, Optimizer):
@@ -91,13 +89,6 @@ def require_resumable(optimizer: Optimizer) -> None:
 
 def _require_resumable(optimizer: Optimizer) -> None:
     name = _name(optimizer)
-    # Of the class: a scheduler has replaced the method of the object.
-    needed = needed_arguments(type(optimizer).step)
-    if needed:
-        raise ConfigError(
-            f"{name}.step() needs {', '.join(needed)}, but nanoray computes gradients once and "
-            "calls step() without arguments; use another optimizer"
-        )
     make_trial: Callable[[Optimizer], Trial] = trial_of
     try:
         _take_steps(_trial(optimizer, make_trial), range(TRIAL_STEPS + STEPS_AFTER))
@@ -128,7 +119,7 @@ def _require_resumable(optimizer: Optimizer) -> None:
     second = _trial(optimizer, make_trial)
     for old, new in zip(first.probes, second.probes, strict=True):
         new.data.copy_(old.data)
-    try:
+    with part(f"{name}, resumed from its own state_dict,", "use another optimizer"):
         params = {str(i): probe for i, probe in enumerate(second.probes)}
         load_tensors(second.optimizer, params, tensors, json.loads(json.dumps(values)))
         load_groups(second.optimizer, json.loads(json.dumps(groups)))
@@ -137,11 +128,6 @@ def _require_resumable(optimizer: Optimizer) -> None:
         seeds = range(TRIAL_STEPS, TRIAL_STEPS + STEPS_AFTER)
         for trial in (first, second):
             _take_steps(trial, seeds)
-    except (CheckpointError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{name} cannot be resumed from its own state_dict ({_first_line(error)}); use "
-            "another optimizer"
-        ) from None
     for old, new in zip(first.probes, second.probes, strict=True):
         exact = exact and same(old.data, new.data)
     if not exact:
@@ -222,7 +208,7 @@ def _compare_with_halves(optimizer: Optimizer, matrix: tuple[int, int]) -> str:
                     probe.grad = gradient.flatten().chunk(2)[side].clone()
                 half.update()
     except Exception as error:  # any class of optimizer may come from a user's script
-        return f"fails on them ({_first_line(error)})"
+        return f"fails on them ({one_line(error)})"
 
     for i, start in enumerate(before):
         update = whole.probes[i].detach() - start
@@ -327,27 +313,18 @@ def _uneven_gradients(trial: Trial, seed: int) -> list[Tensor]:
 
 
 def _trial(optimizer: Optimizer, make_trial: Callable[[Optimizer], Trial]) -> Trial:
-    try:
+    what = f"{_name(optimizer)}, copied to be tried,"
+    with part(what, "keep what cannot be copied out of its attributes, or use another optimizer"):
         trial = make_trial(optimizer)
-    except Exception as error:  # any class of optimizer may come from a user's script
-        raise ConfigError(
-            f"{_name(optimizer)} cannot be copied to be tried before the first step "
-            f"({_first_line(error)}); keep what cannot be copied out of its attributes, or use "
-            "another optimizer"
-        ) from None
     set_mode([trial.optimizer], "train")
     return trial
 
 
 def _take_steps(trial: Trial, seeds: Sequence[int]) -> None:
-    try:
+    what = f"{_name(trial.optimizer)}, in a step() on dense gradients and without a closure,"
+    with part(what, "use another optimizer, or other settings of it"):
         for seed in seeds:
             trial.step(seed)
-    except Exception as error:  # any class of optimizer may come from a user's script
-        raise ConfigError(
-            f"{_name(trial.optimizer)} fails on dense gradients, in a step() without a closure "
-            f"({_first_line(error)}); use another optimizer, or other settings of it"
-        ) from None
 
 
 def _saved(trial: Trial) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -359,12 +336,6 @@ def _saved(trial: Trial) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _name(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
-
-
-def _first_line(error: Exception) -> str:
-    """Return an error's type and the first line of its text."""
-    first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first[:120]}"
 
 
 # Parameters.

@@ -165,19 +165,11 @@ def schedulers_of(given: Any, optimizer: Optimizer) -> list[Any]:
     given = given if isinstance(given, (list, tuple)) else [given]
     schedulers: list[Any] = []
     for each in given:
-        is_scheduler = callable(getattr(each, "step", None)) and hasattr(each, "state_dict")
-        if each is None:
-            continue
-        if is_scheduler:
-            schedulers.append(each)
-        elif callable(each):
+        if callable(each) and not hasattr(each, "step"):
             for member in members_of(optimizer):
                 schedulers.append(LambdaLR(member, each))
-        else:
-            raise ConfigError(
-                f"scheduler is a {type(each).__name__}; give a scheduler of torch.optim."
-                "lr_scheduler, a list of them, or a function of the step"
-            )
+        elif each is not None:
+            schedulers.append(each)
     for scheduler in schedulers:
         _require_usable(scheduler, optimizer)
     return schedulers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from nanoray.config import Batch, Config, resolve_batch
 from nanoray.data.own import LOADER, STREAM, Batches, Counted, OwnData, batch_size_of
+from nanoray.data.stateful import is_stateful
 from nanoray.data.tokens import MicroBatches, Samples
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.own_models import own_lines
@@ -27,6 +29,7 @@ from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.script import Script
 from nanoray.run import RunSpec
 from nanoray.train.own.call import loss_of
+from nanoray.train.own.part import describe, part
 from nanoray.train.own.run import Run
 from nanoray.train.own.schedule import OwnSchedule
 from nanoray.train.own.shards import cut_optimizer, follow_parameters
@@ -138,7 +141,8 @@ class OwnTask:
         """
         config = self._spec.config
         if self._batch_size == UNKNOWN:
-            self._batch_size, self._begun = batch_size_of(self._train_data, config.seed)
+            with _reading("train", self._train_data):
+                self._batch_size, self._begun = batch_size_of(self._train_data, config.seed)
         size = self._batch_size
         if size is None:
             return {}
@@ -189,11 +193,6 @@ class OwnTask:
             return own
 
         held = {shard.piece.name: shard for shard in shards}
-        if not held.keys() & self._given.updated.keys():
-            raise ConfigError(
-                f"dp_mode = {self._spec.config.dp_mode} leaves rank {self._given.run.rank} no "
-                "element of this small model; use fewer ranks, or dp_mode ddp"
-            )
         shards_optimizer = cut_optimizer(own, self._given.updated, held)
         self._given.step_hooks.follow(shards_optimizer)
         return shards_optimizer
@@ -258,9 +257,10 @@ class OwnTask:
         place = (self._given.run.rank, ranks)
         batch = resolve_batch(cfg, ranks)
         # Batches of a fixed size, or loaders that each rank has alone, fit one number of ranks.
-        self._data = OwnData(
-            self._train_data, self._val_data, cfg.seed, batch.micro, device, place, self._begun
-        )
+        with _reading("train and validation", (self._train_data, self._val_data)):
+            self._data = OwnData(
+                self._train_data, self._val_data, cfg.seed, batch.micro, device, place, self._begun
+            )
         if self._data.in_batches and cfg.recovery == "shrink":
             kind = "batches of a fixed size"
             if self._data.stateful:
@@ -289,17 +289,21 @@ class OwnTask:
         if data.stateful and self._spec.resume:
             return []
         batches = MicroBatches(data, batch, mesh.rank)
+
+        def train_batch() -> tuple[Any, Any]:
+            with _reading("train", self._train_data):
+                return batches.get(0, 0)
+
         val_batch = None
         if config.eval_every and self._val_data is not None:
 
             def val_batch() -> tuple[Any, Any]:
-                windows = data.val_windows(config.eval_samples)
-                inputs, targets = data.val_batch(windows[: data.windows_at_once])
+                with _reading("validation", self._val_data):
+                    windows = data.val_windows(config.eval_samples)
+                    inputs, targets = data.val_batch(windows[: data.windows_at_once])
                 return inputs, targets.targets if isinstance(targets, Counted) else targets
 
-        subject = Subject(
-            model, self._given.loss_fn, lambda: batches.get(0, 0), val_batch, data.in_batches
-        )
+        subject = Subject(model, self._given.loss_fn, train_batch, val_batch, data.in_batches)
         return try_model(subject, config, mesh)
 
     def first_batch(self) -> tuple[Any, Any]:
@@ -307,15 +311,13 @@ class OwnTask:
 
         Raises ConfigError for a loader with a state, which would not yield that batch again.
         """
-        data = self.data(torch.device("cpu"))
-        if self._data.stateful:
+        if is_stateful(self._train_data):
             raise ConfigError(
                 "the model has lazy modules, whose shapes follow from a batch, and the train data "
                 "are a loader with a state; run the model on one batch before RuntimeEngine"
             )
-        config = self._spec.config.model_copy(update=self._size_of_batches())
-        batch = resolve_batch(config, self._given.run.world_size)
-        return data.train_batch(self._given.run.rank * batch.micro, batch.micro)
+        _, _, batch = self.example()
+        return batch
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         """Let the script's loader continue from this rank's state in a checkpoint.
@@ -377,7 +379,10 @@ class OwnTask:
         """Return the configuration with the script's settings, its batch, and a micro batch."""
         config = self._spec.config.model_copy(update=self.settings())
         batch = resolve_batch(config, self._given.run.world_size)
-        return config, batch, self.data(torch.device("cpu")).train_batch(0, batch.micro)
+        data = self.data(torch.device("cpu"))
+        with _reading("train", self._train_data):
+            first = data.train_batch(self._given.run.rank * batch.micro, batch.micro)
+        return config, batch, first
 
     def dry_run_lines(self, placement: str) -> list[str]:
         """Return the lines of a dry run. Reads one micro batch."""
@@ -393,14 +398,18 @@ class OwnTask:
 
 def copied(model: nn.Module) -> nn.Module:
     """Return a copy of a script's model. Raises ConfigError for one that cannot be copied."""
-    try:
+    what = f"dp_mode = fsdp on Ray trains a copy of the model, but copy.deepcopy of {type(model).__name__}"
+    with part(what, "keep what cannot be copied outside of the model, or use dp_mode zero2"):
         return copy.deepcopy(model)
-    except Exception as error:  # any attribute of a script's module may refuse it
-        raise ConfigError(
-            f"dp_mode = fsdp on Ray trains a copy of the model, but copy.deepcopy fails on "
-            f"{type(model).__name__} ({type(error).__name__}: {error}); keep what cannot be copied "
-            "outside of the model, or use dp_mode zero2"
-        ) from error
+
+
+def _reading(split: str, data: Any) -> AbstractContextManager[None]:
+    """Name the data of a split where reading them fails."""
+    return part(
+        f"reading the {split} data, {describe(data)},",
+        "give a dataset with len() and [], a DataLoader or an iterable, of pairs (inputs, targets) "
+        "or dicts, and for two arrays torch.utils.data.TensorDataset(inputs, targets)",
+    )
 
 
 def mode_notes(model: nn.Module) -> list[str]:

@@ -2,7 +2,6 @@
 
 weights       compared with a copy afterwards: a forward may write them, also through `.data`
 gradients     those of before, usually None; and which weights require one
-attributes    what a forward binds anew on a module, of any type
 generators    also those that modules have
 buffers, extra states, modes, side effects: state.modules.Undisturbed, as around every other pass
 """
@@ -25,8 +24,6 @@ from nanoray.mesh.memory import assign, equal_bits
 from nanoray.state.modules import Undisturbed
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-# Of nn.Module itself; Undisturbed restores the buffers
-_INTERNAL = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 @dataclass
@@ -47,7 +44,7 @@ def untouched(model: nn.Module, device: torch.device, code: Iterable[Any] = ()) 
     weights = {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
     gradients = {name: p.grad for name, p in model.named_parameters()}
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
-    modules = [_Attributes(name, module) for name, module in _plain_modules(model)]
+    generators = {name: (each, _state_of(each)) for name, each in _generators_of(model)}
     for p in model.parameters():
         p.grad = None
     with generators_kept(device), Undisturbed(model, code):
@@ -60,42 +57,21 @@ def untouched(model: nn.Module, device: torch.device, code: Iterable[Any] = ()) 
                 if name in weights and not equal_bits(p.detach().cpu(), weights[name]):
                     traces.written.append(name)
                     assign(p.data, weights[name])
-            for attributes in modules:
-                traces.drawn += attributes.restore()
+            for name, (generator, state) in generators.items():
+                if not _same_state(_state_of(generator), state):
+                    traces.drawn.append(name)
+                    _set_state(generator, state)
 
 
-class _Attributes:
-    """The attributes of one module, and the states of the generators among them."""
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self._name = name
-        self._module = module
-        self._before = {k: v for k, v in vars(module).items() if k not in _INTERNAL}
-        self._generators = {}
-        for key, value in self._before.items():
+def _generators_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the random generators that modules have for themselves, by their names."""
+    for prefix, module in model.named_modules():
+        # A scripted module keeps its attributes in C++.
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        for key, value in vars(module).items():
             if isinstance(value, GENERATORS):
-                self._generators[key] = _state_of(value)
-
-    def restore(self) -> list[str]:
-        """Give the module back what it had; return the names of the generators that were used."""
-        used = []
-        for key, state in self._generators.items():
-            generator = self._before[key]
-            if not _same_state(_state_of(generator), state):
-                used.append(f"{self._name}.{key}" if self._name else key)
-                _set_state(generator, state)
-
-        attributes = vars(self._module)
-        for key in attributes.keys() - self._before.keys() - set(_INTERNAL):
-            del attributes[key]
-        attributes.update(self._before)
-        return used
-
-
-def _plain_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules whose attributes are Python's. A scripted module has its own."""
-    named = model.named_modules()
-    return [(name, m) for name, m in named if not isinstance(m, torch.jit.ScriptModule)]
+                yield f"{prefix}.{key}" if prefix else key, value
 
 
 def _state_of(generator: Any) -> Any:

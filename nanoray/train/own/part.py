@@ -1,0 +1,81 @@
+"""One wrapper around what a script has written: an error of its code ends the run in one line.
+
+    the forward of Net, called with a float32 tensor of shape (12, 4), failed before step 1:
+    ValueError: this model is unhappy; mend it, or the data
+      File "train.py", line 12, in forward
+        raise ValueError("this model is unhappy")
+
+So what Python or torch refuses by itself needs no check: the line names the part of the script, the
+error speaks for itself, and the script's own frames follow. As a ConfigError it is not tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoray.errors import ConfigError, NanorayError, one_line, shown
+
+
+@contextmanager
+def part(what: str, remedy: str) -> Iterator[None]:
+    """Raise ConfigError for whatever the script's code inside raises. `what`: its part, in words."""
+    try:
+        yield
+    except NanorayError:
+        raise
+    except (Exception, SystemExit) as error:
+        if _is_out_of_memory(error):
+            raise ConfigError(
+                f"out of memory: {what} failed ({one_line(error)}); halve --micro_batch_size: "
+                "accumulation doubles and the result stays the same"
+            ) from error
+        line, newline, frames = shown(error).partition("\n")
+        text = f"{what} failed before step 1: {line}; {remedy}{newline}{frames}"
+        raise ConfigError(text) from error
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(value: Any) -> str:
+    """Return what a value is, in a few words: its type, and the shape or the keys."""
+    if isinstance(value, Tensor):
+        return f"a {type_name(value.dtype)} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"a {value.dtype} array of shape {value.shape}"
+    if isinstance(value, Mapping):
+        keys = [str(key) for key in value]
+        shown = ", ".join(keys[:6])
+        if len(keys) > 6:
+            shown += ", ..."
+        return f"a {type(value).__name__} of {shown or 'nothing'}"
+    if isinstance(value, (tuple, list)):
+        parts = [describe(part) for part in value[:3]]
+        if len(value) > 3:
+            parts.append("...")
+        return f"a {type(value).__name__} of {', '.join(parts) or 'nothing'}"
+    if isinstance(value, (str, bytes, Path)):
+        return f"the text {str(value)[:40]!r}"
+    if isinstance(value, (bool, int, float)):
+        return f"the number {value!r}"
+    if value is None:
+        return "None"
+    name = getattr(value, "__name__", "")
+    if callable(value) and name:
+        return f"the {'class' if isinstance(value, type) else 'function'} {name}"
+    return f"a {type(value).__name__}"

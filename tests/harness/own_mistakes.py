@@ -1,0 +1,122 @@
+"""Every mistake of a script that nanoray looks for, and what would come of it unnoticed.
+
+Each line is a check of the code: words of its message, which a test expects as well
+(tests/unit/test_own_mistakes.py compares the three). What Python or torch raises by itself, before step
+1, has no check and no line here: train/own/part.py names the part of the script and shows the error.
+"""
+
+from __future__ import annotations
+
+MODEL = {
+    "give an instance of a torch.nn.Module": "another error for each class, none about the model",
+    "give the plain module": "the batch is shared twice",
+    "sync_batchnorm = True would be ignored": "statistics of each rank alone",
+    "cuda_graphs with a SyncBatchNorm,": "a graph that repeats old statistics",
+    "needs hooks, which a module of torch.jit.script": "an error on the ranks, and a retry",
+    "gathers weights of one type": "an error on the ranks, and a retry",
+    "are two parameters over the same memory": "two weights that drift apart",
+    "is on the device meta and has no values": "an error on the ranks, and a retry",
+    "has no shape before the first forward": "no checkpoint",
+    "is a DTensor": "a checkpoint of one rank's part",
+    "is a nested tensor": "no checkpoint",
+    "keep its integers, int_repr()": "no checkpoint",
+    "use a dense tensor (to_dense)": "no checkpoint",
+    "a subclass of Tensor; keep its parts": "a checkpoint without what the class adds",
+    "cast it to one of": "no checkpoint",
+    "has get_extra_state and no": "a state that no resume restores",
+    "translates its state_dict": "a resume that restores no weight",
+    "the first forward has not used it": "a weight without a value",
+    "the model has lazy modules": "a loader that has moved before step 1",
+    "changes its inputs in place": "a repeated step on other data",
+    "calls backward": "gradients counted twice",
+    "the loss depends on no parameter that is trained": "nothing is trained",
+    "is sparse, and nanoray sums, clips": "an error in step 1, and a retry",
+    "keeps the graph of the batch before": "an error in step 2, and a retry",
+    "the forward writes the frozen weight": "a repeated step counts twice",
+    "as max_norm of nn.Embedding": "ranks that drift apart",
+    "the forward makes the parameter": "a weight that is never trained",
+    "the forward removes the parameter": "a resume that lacks a weight",
+    "had requires_grad = False when the run": "a gradient of one rank alone",
+    "so they may have gathered different": "weights of another layer",
+    "does not depend on the": "buffers of mixed bytes",
+    "calls them in a different order": "weights of another layer",
+    "skips a layer before one that reads": "ranks that wait for ever",
+}
+LOSS = {
+    "as a tensor of one real number": "a validation loss of many numbers",
+    "the number of targets": "a gradient of the wrong sign or size",
+    "the loss is nanoray.Weighted for some batches": "a mean with wrong weights",
+}
+OPTIMIZER = {
+    "give a torch.optim.Opti": "another error for each class, none about the optimizer",
+    "belongs to both": "two updates in a step",
+    "that is not the model's": "a weight that is never trained",
+    "give it all parameters, or set": "a weight that is never trained",
+    "which a checkpoint cannot hold": "an error at the first checkpoint",
+    "takes other steps after a resume": "a resume that trains differently",
+    "gives the optimizer flat pieces": "other updates than in one process",
+    "draws random numbers in its step": "ranks that drift apart",
+    "the hook before the step of": "a hook that sees a part of the gradients",
+    "(register_step_post_hook)": "a hook that sees a part of the weights",
+    "has been replaced by another": "a replaced step that is never called",
+    "a hook on the steps of all optimizers": "a hook that sees parts of weights",
+    "the optimizer is capturable": "an error in step 1, and a retry",
+    "and the schedule sets": "groups without a rate",
+    "is above the optimizer's lr": "a rate that rises",
+}
+SCHEDULE = {
+    "has total_steps =": "an error in the last steps",
+    "follows the validation loss, but the run evaluates": "a rate that never moves",
+    "has the state of": "a resume at the wrong place of the schedule",
+    "does not belong to the optimizer that RuntimeEngine": "a rate that never moves",
+    "is called once after each step": "an error in step 1, and a retry",
+    "is attached to the optimizer": "a rate that never moves",
+    "and the script gives a scheduler": "a rate that two set",
+}
+DATA = {
+    "must be a pair of inputs and targets": "rows taken for inputs and targets",
+    "has no sample; give files": "an endless search for a batch",
+    "can be iterated once only": "a resume without data",
+    "data are empty; give at least one sample": "an endless search for a batch",
+    "that can be iterated again": "an endless search for a batch",
+    "data yield no batch": "a validation loss of nothing",
+    "samples, but micro_batch_size =": "a wrong number of samples in a step",
+    "more than micro_batch_size": "a wrong number of samples in a step",
+    "data come in batches of": "a wrong number of samples in a step",
+    "but the checkpoint was saved with": "samples repeated and left out",
+    "of the data has no batch": "an endless search for a batch",
+    "but the oldest known state of the": "other samples in a repeated step",
+    "yields no batch in a whole epoch": "an endless search for a batch",
+    "a worker process of the DataLoader ended": "a wait without an end",
+    "the DataLoader of the": "a resume with other samples",
+    "the stream needs no loader": "an order that no resume repeats",
+    "recovery = shrink changes the number of ranks": "an error after the first lost rank",
+    "give micro_batch_size": "an error after the first lost rank",
+    "loaders, one of each rank, but now there are": "samples repeated and left out",
+}
+RUN = {
+    "there is no run before fit": "None in the place of a run",
+    "fit was called twice in one run": "two runs in one folder",
+    "has cut the state of the optimizer": "an optimizer without its state",
+    "returned without training": "a job that succeeds and trains nothing",
+    "two trackers report to": "two runs in one of the tracker",
+    "is a name of nanoray's own": "a metric that is overwritten",
+    "is no name for run.log": "a record that cannot be written",
+    "characters, and run.log takes": "a record that readers cut",
+    "characters; run.log takes": "a record that readers cut",
+    "without one value; log a number": "a record that cannot be written",
+    "run.log takes numbers and texts": "a record that cannot be written",
+    "which JSON cannot contain": "a record that cannot be read",
+    "the configuration is a": "another error for each class",
+    "but the script brings its own; drop the key": "a key that is ignored",
+    "a process that multiprocessing has spawned": "a run in each worker process",
+    "asks for Ray, but": "a run on one rank of many",
+}
+MISTAKES = {
+    "model": MODEL,
+    "loss": LOSS,
+    "optimizer": OPTIMIZER,
+    "scheduler": SCHEDULE,
+    "data": DATA,
+    "run": RUN,
+}
