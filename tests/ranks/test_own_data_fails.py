@@ -148,12 +148,12 @@ refused = partial(Case, step=0, error="DataError")
 REFUSED = {
     "the first item": refused(
         lambda: three(Broken("at once")),
-        "reading the train data, a DataLoader, failed before step 1: OSError: [Errno 5] the disk; give",
+        "reading the train data, a DataLoader, failed before step 1: OSError: [Errno 5] the disk; mend",
         error="ConfigError",
     ),
     "validation at once": refused(
         lambda: three(DATA),
-        "reading the validation data, a Broken, failed before step 1: OSError: [Errno 5] the disk; give",
+        "reading the validation data, a Broken, failed before step 1: OSError: [Errno 5] the disk; mend",
         error="ConfigError",
         val_data=lambda: Broken("at once"),
     ),

@@ -407,8 +407,8 @@ def _reading(split: str, data: Any) -> AbstractContextManager[None]:
     """Name the data of a split where reading them fails."""
     return part(
         f"reading the {split} data, {describe(data)},",
-        "give a dataset with len() and [], a DataLoader or an iterable, of pairs (inputs, targets) "
-        "or dicts, and for two arrays torch.utils.data.TensorDataset(inputs, targets)",
+        "mend it, or give a dataset with len() and [], a DataLoader or an iterable, of pairs (inputs, "
+        "targets) or dicts, and for two arrays torch.utils.data.TensorDataset(inputs, targets)",
     )
 
 

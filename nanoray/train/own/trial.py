@@ -147,7 +147,8 @@ def _forward(subject: Subject, x: Any, y: Any) -> Tensor:
     what = (
         f"loss_fn ({describe(subject.loss_fn)}), called with {describe(output)} and {describe(y)},"
     )
-    with part(what, "as loss_fn(output, targets): mend it, or what the model returns"):
+    remedy = "give a function of the output and the targets, or mend what the model returns"
+    with part(what, remedy):
         loss = subject.loss_fn(output, y)
     _require_no_backward(model, "loss_fn")
     return _scalar_of(loss, "loss_fn")
