@@ -135,8 +135,9 @@ class Actor:
         self.refs: list[Ref] = []
         self.runs: list[Ref] = []
         self.sleepers: list[tuple[Ref, bool, int | None]] = []
-        # Whether it has held the run's state; its steps when its group broke
-        self.trained, self.kept = False, 0
+        # Whether it has held the run's state; its steps when its group broke; which share of the
+        # state it holds where tp divides that (-1: it was left out of the group)
+        self.trained, self.kept, self.share = False, 0, 0
         self.collectives = 0  # that it has started
         self.avoids: list[str] = []  # nodes on which Ray must not place it
         self.home = ""  # a spare's node, also once it has a slot
@@ -241,6 +242,8 @@ class ScriptedRay:
     ended_for_certain: list[int] = field(default_factory=list)
     # Order -> what happens right after it
     reactions: dict[str, Callable[[], None]] = field(default_factory=dict)
+    # First word of an order -> what happens right after the next such order
+    armed: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
     start_s: float = START_S
     # Node -> Unix ms of its end; 0 if nobody said
     draining: dict[str, int] = field(default_factory=dict)
@@ -350,16 +353,19 @@ class ScriptedRay:
         actor.write_progress()
         return actor.step - 1 if actor.trains_since is not None else actor.kept
 
+    def in_memory(self, without: Actor | None = None) -> int:
+        """The completed steps of the state of which the ranks hold every share, less one rank."""
+        steps = dict.fromkeys(range(self.spec.config.tp), 0)
+        for actor in self.created:
+            if actor is not without and actor.slot is not None and actor.share in steps:
+                steps[actor.share] = max(steps[actor.share], self.holds(actor))
+        return min(steps.values())
+
     def _judge(self, actor: Actor) -> None:
-        """Note a state that is thrown away: no checkpoint and no other rank has as many steps."""
-        own = self.holds(actor)
-        others = [
-            self.holds(other)
-            for other in self.created
-            if other is not actor and other.slot is not None
-        ]
-        if own > max([self.saved, *others]):
-            self.thrown_away.append((actor.slot if actor.slot is not None else -1, own, self.saved))
+        """Note a state that is thrown away: no checkpoint and no other ranks have as many steps."""
+        steps = self.in_memory()
+        if actor.slot is not None and steps > max(self.saved, self.in_memory(without=actor)):
+            self.thrown_away.append((actor.slot, steps, self.saved))
 
     def get(self, refs: Any, timeout: float | None = None) -> Any:
         pending = refs if isinstance(refs, list) else [refs]
@@ -384,6 +390,9 @@ class ScriptedRay:
     def _note(self, order: str) -> None:
         self.orders.append(order)
         if event := self.reactions.pop(order, None):
+            self.time.after(0.0, event)
+        for first_word, event in [armed for armed in self.armed if order.startswith(armed[0])]:
+            self.armed.remove((first_word, event))
             self.time.after(0.0, event)
 
     # What actors do when they are called
@@ -449,11 +458,14 @@ class ScriptedRay:
             self.refusing_starts[r.slot] -= 1
             self.forming[r.rank] = actor
             actor.step, actor.phase = 0, "init"
-            self.time.after(
-                0.01, lambda: self.fail(r.slot, "refused", "ConfigError: no shared folder")
-            )
+            self.time.after(0.01, partial(self._refuse, actor))
             return
         self._join(actor, spec, r)
+
+    def _refuse(self, actor: Actor) -> None:
+        """Let a newcomer's `run` say that it cannot work, unless it has ended before."""
+        if actor.alive:
+            self._fail(actor, "refused", "ConfigError: no shared folder", NOTICE_S)
 
     def on_go_on(self, actor: Actor, ref: Ref, spec: dict[str, Any], r: Rendezvous) -> None:
         self._note(f"go_on {r.slot} as {r.rank}/{r.world_size} attempt {spec['attempt']}")
@@ -499,7 +511,10 @@ class ScriptedRay:
             return
         self.members = [self.forming[rank] for rank in sorted(self.forming)]
         self.forming = {}
-        for member in self.members:
+        for other in self.created:
+            other.share = -1
+        for rank, member in enumerate(self.members):
+            member.share = rank % self.spec.config.tp
             member.base, member.phase, member.trains_since = (
                 self.furthest,
                 "backward",
@@ -636,7 +651,16 @@ class ScriptedRay:
         step: int | None = None,
     ) -> None:
         """Let a rank's `run` return an error."""
-        actor = self.actors[slot]
+        self._fail(self.actors[slot], kind, message, notice_s, step)
+
+    def _fail(
+        self,
+        actor: Actor,
+        kind: str,
+        message: str,
+        notice_s: float | None,
+        step: int | None = None,
+    ) -> None:
         actor.write_progress()
         name, _, text = message.partition(": ")
         failed = {
@@ -662,6 +686,11 @@ class ScriptedRay:
         actor = self.actors[slot]
         actor.phase, actor.frozen = "forward", frozen
         actor.write_progress()
+
+    def break_group(self) -> None:
+        """Let a collective fail on every rank, although no rank is lost."""
+        for member in list(self.members):
+            self.lose_peer(member)
 
     def drain(self, driver: Driver, slot: int | None, notice_s: float | None = None) -> None:
         """Announce that a rank's node (None: the driver's) will be taken away."""

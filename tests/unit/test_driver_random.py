@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +41,10 @@ KINDS = (
     "freeze",
     "sigterm",
     "head",
+    "break",
 )
 KINDS += ("drain", "drain", "drain_driver")
+ORDERS = (None, None, None, "start", "run", "go_on", "spare", "kill", "pause", "stop")
 BOUND_S = 3 * SAVE_S  # from a stop until the run is over, whatever else happens
 
 
@@ -54,6 +57,10 @@ class Event(NamedTuple):
     notice_s: float  # until the peers know
     report_s: float  # until Ray knows
     drain_s: float | None = None  # until a drained node is gone, if anybody says
+    # First word of an order: the fault comes with the next such order after `at`, so that it meets
+    # the driver while it recovers.
+    order: str | None = None
+    delay_s: float = 0.0  # and so long after it
 
 
 EVENTS = st.builds(
@@ -64,6 +71,8 @@ EVENTS = st.builds(
     notice_s=st.sampled_from([0.0, 0.02, 1.0, 20.0]),
     report_s=st.sampled_from([0.001, 0.01, 0.5]),
     drain_s=st.sampled_from([None, 3.0, 30.0]),
+    order=st.sampled_from(ORDERS),
+    delay_s=st.sampled_from([0.02, 0.3, 1.0, 5.0]),
 )
 CONFIGS = st.fixed_dictionaries(
     {
@@ -72,14 +81,16 @@ CONFIGS = st.fixed_dictionaries(
         "spares": st.sampled_from([0, 0, 1]),
         "replace_timeout": st.sampled_from([0.0, 5.0, 60.0]),
         "max_failures": st.sampled_from([0, 3, 99]),
+        "tp": st.sampled_from([1, 1, 2]),
     }
-)
+).filter(lambda config: config["tp"] == 1 or config["workers"] == 4)  # 2 x 2 recovers in place
 STARTS = st.fixed_dictionaries(
     {
         "start_s": st.sampled_from([0.5, 2.0, 1000.0]),
         "failing": st.dictionaries(st.integers(0, 3), st.integers(1, 4), max_size=1),
         "refusing": st.dictionaries(st.integers(0, 3), st.integers(1, 4), max_size=1),
         "room": st.sampled_from([0, 1, 3]),
+        "lost_requests": st.dictionaries(st.integers(0, 3), st.integers(1, 2), max_size=1),
     }
 )
 
@@ -106,6 +117,17 @@ def fire(run: Run, event: Event, stops: list[float]) -> None:
         run.ray.fail(event.slot, event.kind, "ValueError: x", event.notice_s)
     elif event.kind in ("hang", "freeze") and trains and actor in run.ray.members:
         run.ray.hang(event.slot, event.kind == "freeze")
+    elif event.kind == "break":
+        run.ray.break_group()
+
+
+def schedule(run: Run, event: Event, stops: list[float]) -> None:
+    """Let an event happen now, or with the driver's next order of that kind."""
+    if event.order is None:
+        fire(run, event, stops)
+        return
+    late = partial(run.ray.at, event.delay_s, fire, run, event, stops)
+    run.ray.armed.append((event.order, late))
 
 
 def play(folder: Path, config: dict[str, Any], starts: dict[str, Any], plan: list[Event]) -> None:
@@ -116,10 +138,11 @@ def play(folder: Path, config: dict[str, Any], starts: dict[str, Any], plan: lis
         dict(starts["refusing"]),
     )
     run.ray.room = starts.get("room", 0)
+    run.ray.lost_requests = dict(starts.get("lost_requests", {}))
     stops: list[float] = []
     run.ray.at(0.0, lambda: setattr(run.ray, "start_s", starts["start_s"]))
     for event in plan:
-        run.ray.at(event.at, fire, run, event, stops)
+        run.ray.at(event.at, schedule, run, event, stops)
     outcome = run()
     assert run.ray.thrown_away == [], "a state in memory that no checkpoint and no other rank has"
     assert run.ray.without_head == [], "Ray would wait for ever"
