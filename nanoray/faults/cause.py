@@ -304,8 +304,8 @@ class FailureCollector:
         return min(self.failures, key=lambda failure: CAUSES[failure.cause])
 
 
-def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int) -> str:
-    """Return why the run must not continue after `cause`, the newest of `history`; empty if it may.
+def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int) -> str | None:
+    """Return why the run must not continue after `cause`, the newest of `history`; None if it may.
 
     A deterministic failure repeats at the same place: an exception twice, a death without a stated
     reason three times.
@@ -313,7 +313,7 @@ def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int)
     if not cause.retry:
         return "restarting cannot cure this"
     if cause.cause in NOT_CHARGED:
-        return ""
+        return None
     history = _charged(history)
 
     # Deterministic: the newest failures are equal.
@@ -342,7 +342,7 @@ def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int)
                 f"more than {FAILURES_PER_HOUR} failures within an hour, although the run went on "
                 "after each"
             )
-    return ""
+    return None
 
 
 def without_progress(history: list[Failure]) -> int:

@@ -111,8 +111,8 @@ class ClusterWatch:
             time.sleep(0.002)  # the thread answers within a millisecond or two
         return True
 
-    def trouble(self) -> str:
-        """Return why this run should stop now, with a checkpoint; empty if it need not."""
+    def trouble(self) -> str | None:
+        """Return why this run should stop now, with a checkpoint; None if it need not."""
         if self.replaced:
             return ANOTHER_HEAD
         if self.head_lost:
@@ -121,7 +121,7 @@ class ClusterWatch:
         if self._driver_node in self.draining:
             notice = self.notice(self._driver_node)
             return f"the driver's node {self._driver_node[:8]} is being drained{notice}"
-        return ""
+        return None
 
     # Drained nodes.
 

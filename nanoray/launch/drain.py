@@ -94,7 +94,7 @@ class Drains:
         """Return the drained members as the cause why all ranks save and start again."""
         collector = FailureCollector(group.drained, False, 0.0, 0.0)
         for slot in group.drained:
-            collector.ended(slot, drain_of(group, slot), group.clock.monotonic())
+            collector.ended(slot, drain_of(group, slot), group.pool.clock.monotonic())
         return collector
 
 

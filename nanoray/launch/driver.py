@@ -4,7 +4,8 @@ connect ─► place (placement group) ─► Driver: start ─► watch ─► 
                                                 ▲                   │
                                                 └─ restart, regroup ┘
 
-Only the driver prints. situation.py decides what comes next, recover.py deals with lost ranks.
+Only the driver prints. Where the run is stands in run_state.py; situation.py decides from it what
+comes next; watcher.py watches the ranks, and recover.py deals with lost ones.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import Failure, FailureCollector, back_off_s
-from nanoray.faults.hang import Position, Watchdog
-from nanoray.launch.actors import POLL_S, ActorPool, start_timeout_s
+from nanoray.launch.actors import ActorPool, start_timeout_s
 from nanoray.launch.cluster_watch import ClusterWatch
-from nanoray.launch.drain import AbortOrders, Drains, Leave
 from nanoray.launch.fault_log import FaultLog
 from nanoray.launch.moves import Moves
 from nanoray.launch.placement import Placement
-from nanoray.launch.rank_end import end_hung
-from nanoray.launch.recover import Recoverer, Saving
+from nanoray.launch.recover import Recoverer
+from nanoray.launch.run_state import RunState
 from nanoray.launch.script import Script
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.situation import (
@@ -46,20 +46,17 @@ from nanoray.launch.situation import (
     StartRanks,
     Step,
     TrainOn,
-    Watch,
+    WatchRanks,
     exit_code_after_giving_up,
     next_step,
 )
-from nanoray.launch.worker import DRIVER_SILENT_S, Heartbeat
-from nanoray.launch.worker_group import SETTLE_S, WorkerGroup
+from nanoray.launch.watcher import Watcher
+from nanoray.launch.worker import DRIVER_SILENT_S
+from nanoray.launch.worker_group import WorkerGroup
 from nanoray.output import say
 from nanoray.points import reached
 from nanoray.run import RunSpec
 from nanoray.train.watch.observers import Console
-
-# While ranks save, one that does not notice a lost peer for this long is ended.
-STOP_PATIENCE_S = 30.0
-MUTE_S = 5.0  # a living rank answers a heartbeat within a second or two
 
 
 class Driver:
@@ -88,26 +85,14 @@ class Driver:
         self._api = api
         self._clock = clock
 
-        self.console = Console(spec.config.max_steps)
-        head_timeout_s = spec.config.head_timeout_s
-        self.cluster = ClusterWatch(place, api, cluster_clock, head_timeout_s)
-        self.faults = FaultLog(spec.folder, clock)
-        self.recoverer = Recoverer(spec, place, stop, self.cluster, self.faults, clock)
-        self._drains = Drains(self.cluster)
+        config = spec.config
+        self.cluster = ClusterWatch(place, api, cluster_clock, config.head_timeout_s)
+        self.faults = FaultLog(spec.folder, config.max_failures, clock)
+        self.recoverer = Recoverer(stop, self.cluster, self.faults, FolderKeeper(spec), clock)
         self._moves = Moves(clock)
-        self._aborts = AbortOrders(clock)
-        self._steps: dict[int, int] = {}  # by slot, as its last heartbeat said
-
-        # The present ranks, and how far the driver has come with them.
-        self.group: WorkerGroup | None = None
-        self._stage = Stage.NO_RANKS
-        self._collector: FailureCollector | None = None  # of the last watch
-        self._heartbeat_at: dict[int, float] = {}  # slot -> monotonic seconds of its last heartbeat
-
-    @property
-    def spec(self) -> RunSpec:
-        """Return the spec of the present attempt."""
-        return self.recoverer.spec
+        self.watcher = Watcher(stop, self.cluster, self.faults, self.recoverer, self._moves, clock)
+        self.console = Console(config.max_steps)
+        self.at = RunState(spec)
 
     def run(self) -> dict[str, Any]:
         """Return rank 0's outcome, or why there is none (`ok` False)."""
@@ -115,67 +100,74 @@ class Driver:
             with self.cluster:
                 while True:
                     step = next_step(self._situation())
-                    outcome = self._do(step)
-                    if outcome is not None:
-                        return outcome
+                    match step:
+                        case Finish():
+                            return self._finished()
+                        case EndUntrained():
+                            return self._ended_untrained()
+                        case GiveUp(reason, note):
+                            return self._gave_up(reason, note)
+                    stage = self._take(step)
+                    self.at.stage = stage
         finally:
             if self.faults.recovery:
                 self.faults.close("none")
-            if self.group:
-                self.group.end()
+            if self.at.group:
+                self.at.group.end()
+
+    # Decide.
 
     def _situation(self) -> Situation:
         """Return the values on which the next step depends."""
-        saving = self.recoverer.saving
+        saving = self.at.saving
         situation = Situation(
-            stage=self._stage,
+            stage=self.at.stage,
             stop_requested=self.stop.requested,
             saving=saving is not None,
-            saving_reason=saving.reason if saving else "",
-            too_late=self.recoverer.too_late,
+            saving_reason=saving.reason if saving else None,
+            too_late=self.at.too_late(self._clock.monotonic()),
         )
-        if self._stage is Stage.WATCHED:
+        if self.at.stage is Stage.WATCHED:
             return self._after_watch(situation)
-        if self._stage is Stage.CAUSE_NAMED:
+        if self.at.stage is Stage.CAUSE_NAMED:
             return self._after_fault(situation)
         return situation
 
     def _after_watch(self, situation: Situation) -> Situation:
         """Add what matters when the watch over the ranks is over."""
-        assert self.group
-        assert self._collector
-        outcome = self.recoverer.outcome
-        all_waiting = self._collector.all_waiting
-        rank_failed = bool(self._collector.failures)
-        # This reads progress files, so it is evaluated only where it matters.
-        can_grow = all_waiting and not rank_failed and self.recoverer.can_grow(self.group)
+        group = self.at.ranks
+        collector = self.at.collector
+        assert collector
+        outcome = self.at.outcome
+        all_waiting = collector.all_waiting
+        rank_failed = bool(collector.failures)
         return replace(
             situation,
             exit_reason=outcome["exit_reason"] if outcome else "",
             rank_failed=rank_failed,
             all_waiting=all_waiting,
-            some_silent=bool(self._collector.silent),
-            pausing=self.group.pausing,
-            can_grow=can_grow,
+            some_silent=bool(collector.silent),
+            pausing=group.pausing,
+            # This reads progress files, so it is evaluated only where it matters.
+            can_grow=all_waiting and not rank_failed and group.can_grow,
         )
 
     def _after_fault(self, situation: Situation) -> Situation:
         """Add what matters for the forming of another group."""
-        group = self.group
-        forming = self.recoverer.forming
-        assert group
+        group = self.at.ranks
+        forming = self.at.forming
         assert forming
-        assert self._collector
+        assert self.at.collector
         situation = replace(
             situation,
-            all_waiting=self._collector.all_waiting,
+            all_waiting=self.at.collector.all_waiting,
             reason=forming.reason,
             later_reason=forming.later_reason,
             no_replica=forming.no_replica,
             tries_left=forming.tries_left,
             awaited=forming.awaited,
             workers=self.place.workers,
-            may_shrink=self.spec.config.recovery == "shrink",
+            may_shrink=self.at.spec.config.recovery == "shrink",
             unfit=any(slot in group.pool.unfit for slot in forming.lost),
         )
         if not situation.all_waiting:  # only ranks that wait can form another group
@@ -188,51 +180,40 @@ class Driver:
             trainable=trainable,
         )
 
-    def _do(self, step: Step) -> dict[str, Any] | None:
-        """Take a step; return the outcome of the run if it was the last one."""
+    def _take(self, step: Step) -> Stage:
+        """Take a step that does not end the run; return how far that has brought it."""
         match step:
             case StartRanks():
-                self._start()
-            case Watch():
-                self._watch_until_decision()
+                return self._start()
+            case WatchRanks():
+                return self._watch()
             case Grow():
-                assert self.group
-                moving = self._moves.ready(self.group)
-                if self.recoverer.grow(self.group, moving):
-                    self._moves.announce_moved(self.group, moving)
-                self._stage = Stage.RUNNING
+                self._grow()
+                return Stage.RUNNING
             case NameCause(group_broke):
-                assert self.group
-                assert self._collector
-                self.recoverer.name_cause(self.group, self._collector, group_broke)
-                self._stage = Stage.CAUSE_NAMED
+                assert self.at.collector
+                self.recoverer.name_cause(self.at, self.at.collector, group_broke)
             case AwaitReplacements():
-                assert self.group
-                self.recoverer.await_replacements(self.group)
+                self.recoverer.await_replacements(self.at)
             case TrainOn():
-                self._form_group(saves=False)
-            case Save():
-                self._save(step)
+                if self.recoverer.form_group(self.at, saves=False):
+                    return Stage.RUNNING
+            case Save(reason, no_replacement):
+                if self._save(reason, no_replacement):
+                    return Stage.RUNNING
             case Restart(note):
-                self._restart(note)
-            case GiveUp(reason, note):
-                return self._gave_up(reason, note)
-            case Finish():
-                return self._finished()
-            case EndUntrained():
-                return self._ended_untrained()
-        return None
+                return self._restart(note)
+        return Stage.CAUSE_NAMED
 
     # Start.
 
-    def _start(self) -> None:
+    def _start(self) -> Stage:
         """Start all ranks; a stop that is requested meanwhile interrupts that."""
-        self.recoverer.outcome = None
         try:
             self.stop.check()
-            self.recoverer.begin_attempt()
+            self.recoverer.begin_attempt(self.at)
             pool = ActorPool(
-                self.spec,
+                self.at.spec,
                 self.place,
                 self.stop.check,
                 self.cluster,
@@ -241,22 +222,21 @@ class Driver:
                 clock=self._clock,
                 variables=self._variables,
             )
-            self.group = WorkerGroup(pool)
-            self.group.create()
-            self.group.begin()
-            self._refuse_useless_spares(self.group)
-            self._stage = Stage.RUNNING
+            self.at.group = WorkerGroup(pool)
+            self.at.group.create()
+            self.at.group.begin()
+            self._refuse_useless_spares(self.at.group)
         except StopRequested:
-            pass  # the next step ends the run
+            return Stage.NO_RANKS  # the next step ends the run
         except RayError as error:
-            self._collector = self._failed_start(error)
-            self._stage = Stage.WATCHED
+            return self._watched(self._failed_start(error))
+        return Stage.RUNNING
 
     def _failed_start(self, error: RayError) -> FailureCollector:
         """Return an actor's failure while starting. Raises PlacementError if none ever started."""
         message = f"an actor failed while starting: {error}"
         if isinstance(error, GetTimeoutError):
-            timeout_s = start_timeout_s(self.spec.config)
+            timeout_s = start_timeout_s(self.at.spec.config)
             message = (
                 f"the actors did not start within {timeout_s:g} s; look at `ray logs`, "
                 "and whether every node has this nanoray and torch"
@@ -269,11 +249,11 @@ class Driver:
         return collector
 
     def _refuse_useless_spares(self, group: WorkerGroup) -> None:
-        config = self.spec.config
+        config = self.at.spec.config
         if config.spares not in ("auto", 0) and not group.in_place:
             *axes, last = [f"{axis.key} {getattr(config, axis.key)}" for axis in AXES]
             raise ConfigError(
-                f"spares = {config.spares} would be ignored: with backend {group.backend}, "
+                f"spares = {config.spares} would be ignored: with backend {group.meeting.backend}, "
                 f"{self.place.workers} rank(s), allreduce {config.allreduce}, "
                 f"dp_mode {config.dp_mode}, {', '.join(axes)} and {last} a fault restarts all "
                 "ranks; drop spares"
@@ -281,188 +261,44 @@ class Driver:
 
     # Watch.
 
-    def _watch_until_decision(self) -> None:
+    def _watch(self) -> Stage:
         """Watch the ranks; those on drained nodes end if the others can go on without them."""
-        assert self.group
-        self.recoverer.outcome = None
+        self.at.outcome = None
         try:
-            collector = self.watch(self.group)
+            collector = self.watcher.watch(self.at, self.console)
         except RayError as error:
             collector = self._failed_start(error)
-        still_trains = self.recoverer.outcome is None and not self.recoverer.ending
-        if still_trains and self._drains.end(self.group, collector):
-            self.recoverer.start_replacements(self.group, collector, collector.failures)
-        self._collector = collector
-        self._stage = Stage.WATCHED
+        self.watcher.end_drained(self.at, collector)
+        return self._watched(collector)
 
-    def watch(self, group: WorkerGroup) -> FailureCollector:
-        """Print what the ranks report until they have finished, have failed, or all wait."""
-        config = self.spec.config
-        # A survivor may be computing, and notices a lost peer in its next collective only.
-        patience_s = max(config.timeout_s, config.init_timeout_s) + SETTLE_S
-        collector = FailureCollector(
-            group.members, group.in_place, patience_s, SETTLE_S, group.live
-        )
-        watchdog = Watchdog(group.members, config.hang_timeout, self._clock.monotonic)
-        members = set(group.members)
-        self._heartbeat_at = dict.fromkeys(members, self._clock.monotonic())
-        self._steps = {}
-        # Each rank has one heartbeat pending all the time; its answer requests the next one.
-        for slot in group.members:
-            group.request_heartbeat(slot, after=self.faults.target)
-
-        while not collector.complete(self._clock.monotonic()) and not self.recoverer.too_late:
-            self.recoverer.keep_folder()
-            self.recoverer.request_again(group)
-            self._send_orders(group, collector)
-            for kind, slot, value in group.events(POLL_S):
-                if kind == "ended":
-                    watchdog.ended(slot)
-                    # What a script printed before an error comes before the error.
-                    if slot == group.members[0]:
-                        group.print_messages(self.console, wait_s=1.0)
-                    self.recoverer.note_end(group, collector, slot, value)
-                elif kind == "heartbeat" and slot in group.runs and slot in members:
-                    self._on_heartbeat(group, collector, watchdog, slot, value)
-                elif kind == "started":
-                    self._on_start(group, collector, slot, value)
-            # After a failure rank 0 may be lost, and all ranks stand still.
-            if not collector.failures:
-                group.print_messages(self.console)
-                self._check_for_hang(group, collector, watchdog)
-
-        # All that rank 0 reported until its end, or until it left its group.
-        if not collector.failures:
-            group.print_messages(self.console, wait_s=5.0)
-        return collector
-
-    def _send_orders(self, group: WorkerGroup, collector: FailureCollector) -> None:
-        """Order the ranks to stop, to leave drained nodes, or to leave a group that broke."""
-        # A stop is requested from outside, or because of trouble with the cluster.
-        if not self.recoverer.ending:
-            trouble = self.cluster.trouble()
-            if trouble:
-                self.stop.request(trouble)
-        if not (self.recoverer.ending or group.pausing or collector.failures):
-            self._leave_drained_nodes(group)
-            # A rank goes back to its slot in undisturbed training.
-            undisturbed = not self.faults.recovery and not group.pausing
-            if undisturbed and self._moves.due(group):
-                group.pause()
-        if self.recoverer.ending:
-            group.stop()
-            if collector.failures:
-                collector.hurry(STOP_PATIENCE_S, self._clock.monotonic())
-        if self.recoverer.headless or self.cluster.head_lost:
-            self._give_up_mute_ranks(group, collector)
-        self._aborts.send_due(group, collector)
-
-    def _give_up_mute_ranks(self, group: WorkerGroup, collector: FailureCollector) -> None:
-        """Wait no longer for ranks that do not answer, where Ray reports no death without a head.
-
-        A rank that answers is alive and will notice the fault; one that does not is dead.
-        """
-        now = self._clock.monotonic()
-        patience_s = max(MUTE_S, 3 * group.heartbeat_s)
-        mute_s = [now - self._heartbeat_at.get(slot, now) for slot in collector.silent]
-        if all(seconds > patience_s for seconds in mute_s):
-            collector.hurry(0.0, now)
-
-    def _leave_drained_nodes(self, group: WorkerGroup) -> None:
-        """Order all ranks to leave their group, or to save, if ranks should leave drained nodes."""
-        self._drains.announce(group)
-        leave = self._drains.decide(group)
-        if leave is Leave.IN_PLACE:
-            group.pause()
-        elif leave is Leave.SAVE:
-            positions = [position for position, _ in group.positions().values()]
-            failures = self._drains.failures(group)
-            self.faults.add(failures, positions, self.spec.attempt, len(group.members))
-            self.faults.set_recovery("restart")
-            self.recoverer.saving = Saving("")
-
-    def _on_heartbeat(
-        self,
-        group: WorkerGroup,
-        collector: FailureCollector,
-        watchdog: Watchdog,
-        slot: int,
-        heartbeat: Heartbeat,
-    ) -> None:
-        """Note a rank's position, and request the next one."""
-        now = self._clock.monotonic()
-        self._heartbeat_at[slot] = now
-        waiting = heartbeat.waiting and heartbeat.attempt == self.spec.attempt
-        collector.set_waiting(slot, waiting, now)
-        trains_alone = self.spec.config.sync_every > 0
-        if trains_alone and heartbeat.step != self._steps.get(slot):
-            collector.moved(slot, now)
-        self._steps[slot] = heartbeat.step
-        watchdog.update(slot, Position(heartbeat.step, heartbeat.phase), heartbeat.written_at)
-
-        # A base of -1 belongs to a group that has not been built yet.
-        completed_a_step = -1 < heartbeat.base < heartbeat.step - 1
-        if completed_a_step:
-            group.newcomers.discard(slot)
-
-        # A fault is overcome once a rank has completed a step that was not completed before it.
-        # Spares start only in undisturbed training, which they would slow down otherwise.
-        recovery = self.faults.recovery
-        if recovery:
-            overcome = recovery.update(heartbeat.step, heartbeat.base, heartbeat.waiting)
-            if overcome and not self.recoverer.saving:
-                self.faults.close_as_recovered()
-        elif heartbeat.step > 1 and not collector.failures:
-            group.add_spares()
-        group.request_heartbeat(slot, heartbeat.waiting, self.faults.target)
-
-    def _on_start(
-        self, group: WorkerGroup, collector: FailureCollector, slot: int, ready: bool
-    ) -> None:
-        """Note that a new actor is ready, or died before; a ready one may let the group grow."""
-        self.recoverer.note_start(group, slot, ready)
-        undisturbed = not collector.failures and not self.recoverer.ending
-        if ready and undisturbed and self.recoverer.can_grow(group):
-            group.pause()
-
-    def _check_for_hang(
-        self, group: WorkerGroup, collector: FailureCollector, watchdog: Watchdog
-    ) -> None:
-        """End the rank that all others wait for, once none has made progress for too long."""
-        if watchdog.quiet:
-            # Progress files are newer than heartbeats.
-            for slot, (position, written_at) in group.positions().items():
-                watchdog.update_from_file(slot, position, written_at)
-        if watchdog.hangs():
-            end_hung(group, watchdog, collector)
-            self.recoverer.start_replacements(group, collector, collector.failures)
+    def _watched(self, collector: FailureCollector) -> Stage:
+        """Note how the ranks ended."""
+        self.at.collector = collector
+        return Stage.WATCHED
 
     # Recover.
 
-    def _save(self, step: Save) -> None:
-        """Let the ranks that are left save what they hold."""
-        if step.no_replacement:
-            timeout_s = self.spec.config.replace_timeout
-            budget = self.recoverer.budget
-            say(f"replace  {budget} no new actor within {timeout_s:g} s")
-        self.recoverer.begin_saving(step.reason)
-        self._form_group(saves=True)
+    def _grow(self) -> None:
+        """Take in actors that are ready, and those that were prepared for ranks' own slots."""
+        moving = self._moves.ready(self.at.ranks)
+        if self.recoverer.grow(self.at, moving):
+            self._moves.announce_moved(self.at.ranks, moving)
 
-    def _form_group(self, saves: bool) -> None:
-        assert self.group
-        if self.recoverer.form_group(self.group, saves):
-            self._stage = Stage.RUNNING
+    def _save(self, reason: str | None, no_replacement: bool) -> bool:
+        """Let the ranks that are left save what they hold; return whether their group formed."""
+        if no_replacement:
+            timeout_s = self.at.spec.config.replace_timeout
+            say(f"replace  {self.faults.budget} no new actor within {timeout_s:g} s")
+        self.recoverer.begin_saving(self.at, reason)
+        return self.recoverer.form_group(self.at, saves=True)
 
-    def _restart(self, note: str) -> None:
+    def _restart(self, note: str | None) -> Stage:
         """End all ranks; the next attempt starts from the newest checkpoint."""
         if note:
             self.faults.explain(note)
-        if self.group:
-            self.group.end()
-        self.group = None
-        self.recoverer.saving = None
-        self.recoverer.forming = None
-        self._stage = Stage.NO_RANKS
+        if self.at.group:
+            self.at.group.end()
+        self.at = RunState(self.at.spec)
         reached("restarting")
 
         self.faults.set_recovery("restart")
@@ -470,14 +306,14 @@ class Driver:
         pause = ""
         if seconds:
             pause = f", in {seconds:.0f} s: no step was completed since the last failure"
-        budget = self.recoverer.budget
-        say(f"restart  {budget} from the newest checkpoint{pause}\n")
+        say(f"restart  {self.faults.budget} from the newest checkpoint{pause}\n")
         self.stop.wait(seconds, self._clock)
+        return Stage.NO_RANKS
 
     # The end.
 
     def _finished(self) -> dict[str, Any]:
-        outcome = self.recoverer.outcome
+        outcome = self.at.outcome
         assert outcome is not None
         reached("finished")
         if self.faults.recovery:  # the run ended before it completed another step
@@ -492,7 +328,7 @@ class Driver:
         why = (
             f"no call of this driver reached the ranks for {silent_s:.0f} s: it was frozen (Ctrl-Z, "
             f"a sleeping or paused machine) or cut off. They saved at step {outcome['step']} and ended; "
-            f"no failure is counted. --resume {self.spec.folder} continues"
+            f"no failure is counted. --resume {self.at.spec.folder} continues"
         )
         say(f"\nstop     {why}")
         return outcome | {"exit_code": 128 + signal.SIGTERM, "why": why}
@@ -510,10 +346,10 @@ class Driver:
             "why": self.stop.reason,
         }
 
-    def _gave_up(self, reason: str, note: str) -> dict[str, Any]:
+    def _gave_up(self, reason: str, note: str | None) -> dict[str, Any]:
         if note:
             self.faults.explain(note)
-        outcome = self.recoverer.outcome
+        outcome = self.at.outcome
         saved = ""
         if outcome and "step" in outcome:
             saved = f" Saved at step {outcome['step']}."
@@ -528,6 +364,6 @@ class Driver:
                 self.stop.exit_code, self.stop.reason, bool(saved), failure_code
             ),
             "message": (
-                f"{cause.title}. Gave up: {reason}.{saved} Checkpoints and logs: {self.spec.folder}"
+                f"{cause.title}. Gave up: {reason}.{saved} Checkpoints and logs: {self.at.spec.folder}"
             ),
         }

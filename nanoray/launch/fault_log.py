@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.faults import exit_record
-from nanoray.faults.cause import Failure, FailureCollector, FaultReport, Recovery, consequences_of
+from nanoray.faults.cause import (
+    Failure,
+    FailureCollector,
+    FaultReport,
+    Recovery,
+    consequences_of,
+    without_progress,
+)
 from nanoray.faults.hang import Position
 from nanoray.output import say
 
@@ -20,7 +27,8 @@ LOG_BYTES = 1 << 14  # read from the end of the log: long enough for those lines
 class FaultLog:
     """The causes so far, and the fault that the run is recovering from at present, if any."""
 
-    def __init__(self, folder: Path, clock: Any = time) -> None:
+    def __init__(self, folder: Path, max_failures: int, clock: Any = time) -> None:
+        self.max_failures = max_failures
         self.causes: list[Failure] = []  # one per fault, oldest first
         self.recovery: Recovery | None = None
         self._folder = folder
@@ -60,6 +68,11 @@ class FaultLog:
             completed.append(Failure(0, "killed", "", *position).completed)
         self.recovery = Recovery(report, known_at, max(completed))
         return cause
+
+    @property
+    def budget(self) -> str:
+        """Return how many of the failures that are allowed have happened, e.g. `1/3`."""
+        return f"{without_progress(self.causes)}/{self.max_failures}"
 
     @property
     def target(self) -> int | None:

@@ -135,7 +135,7 @@ def _end_rank(group: WorkerGroup, slot: int, failure: Failure, collector: Failur
     if failure.cause == "hung":
         bounded(lambda: end_for_certain(failure.facts, group.pool.api))
     group.runs.pop(slot, None)
-    collector.ended(slot, failure, group.clock.monotonic())
+    collector.ended(slot, failure, group.pool.clock.monotonic())
 
 
 def end_for_certain(facts: dict[str, Any], api: Any = ray) -> None:
@@ -331,4 +331,4 @@ def _node_end(error: str) -> str:
 def _rank_end(group: WorkerGroup, slot: int) -> RankEnd:
     known = group.position(slot)
     position = Position(0, "init") if known is None else known[0]
-    return RankEnd(slot, group.facts[slot], group.spec, position, group.clock)
+    return RankEnd(slot, group.facts[slot], group.spec, position, group.pool.clock)

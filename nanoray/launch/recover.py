@@ -1,4 +1,4 @@
-"""What the driver does about lost ranks, while the others keep the run's state in memory.
+"""What is done about lost ranks, while the others keep the run's state in memory.
 
     a rank is lost ─► a new actor starts in its slot ─► the others wait ─► the cause is named
                                                                                │
@@ -6,7 +6,8 @@
        restart   ◄─ form a group that only saves     ◄─────────────────────────┘
        or end
 
-Which of these comes next is decided in situation.py.
+Which of these comes next is decided by the driver (situation.py). Here each is done, and what
+happened is noted in the RunState.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any
 from ray.exceptions import RayError
 
 from nanoray.checkpoint.folder import FolderKeeper
-from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up, without_progress
+from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up
 from nanoray.launch.actors import POLL_S, START_TRIES
 from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
 from nanoray.launch.fault_log import FaultLog
-from nanoray.launch.placement import Placement
 from nanoray.launch.rank_end import end_silent, read_result
+from nanoray.launch.run_state import Forming, RunState, Saving
 from nanoray.launch.shares import no_replica, smaller
 from nanoray.launch.signals import Stop
 from nanoray.launch.worker_group import WorkerGroup
@@ -37,100 +38,55 @@ SAVE_S = 90.0
 FOLDER_CHECK_S = 1.0  # between two looks at what another program may have removed
 
 
-@dataclass(frozen=True)
-class Saving:
-    """The ranks that are left only save what they hold."""
-
-    reason: str  # why the run ends then; empty: all ranks start again
-    until: float = math.inf  # monotonic seconds; set once a rank has failed
-
-
-@dataclass
-class Forming:
-    """The forming of another group after a fault: what has been tried so far."""
-
-    reason: str  # why training must not go on, as decided on the fault
-    lost: list[int]  # slots of the ranks that were lost; more are added if more are lost
-    size_before: int  # of the group that broke
-    began_at: float  # monotonic seconds
-    later_reason: str = ""  # the same as `reason`, after a fault while replacements were awaited
-    awaited: bool = False  # replacements were awaited
-    tries_left: int = START_TRIES
-    no_replica: str = ""  # why the ranks that are left make no whole replica
-
-
 @dataclass
 class Recoverer:
     """Replaces lost ranks, names causes, and forms groups after faults."""
 
-    spec: RunSpec  # of the present attempt
-    place: Placement
     stop: Stop
     cluster: ClusterWatch
     faults: FaultLog
+    keeper: FolderKeeper
     clock: Any
-
-    # Rank 0's outcome, which it returns after the last checkpoint.
-    outcome: dict[str, Any] | None = None
-    saving: Saving | None = None
-    forming: Forming | None = None
-    headless: bool = False  # the head did not answer when a rank was lost
     each_second: Callable[[], None] = lambda: None  # called with each look at the folder
 
-    _keeper: FolderKeeper = field(init=False)
     _folder_checked_at: float = -math.inf  # monotonic seconds
     _is_first_attempt: bool = True
     # Slot -> new actors in a row that died before they were ready.
     _failed_starts: dict[int, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._keeper = FolderKeeper(self.spec)
-
-    @property
-    def ending(self) -> bool:
+    def ending(self, at: RunState) -> bool:
         """Return whether the ranks only save what they hold: no step follows."""
-        return self.stop.requested or self.saving is not None
+        return self.stop.requested or at.saving is not None
 
-    @property
-    def too_late(self) -> bool:
-        """Return whether the time in which the ranks that are left may save is over."""
-        return self.saving is not None and self.clock.monotonic() > self.saving.until
-
-    @property
-    def budget(self) -> str:
-        """Return how many of the failures that are allowed have happened, e.g. `1/3`."""
-        return f"{without_progress(self.faults.causes)}/{self.spec.config.max_failures}"
-
-    def begin_attempt(self) -> None:
+    def begin_attempt(self, at: RunState) -> None:
         """Count attempts; from now on no rank of an older one may commit a checkpoint."""
         if not self._is_first_attempt:
-            self.spec = self.spec.next_attempt()
-        self.keep_folder(at_once=True)
+            at.spec = at.spec.next_attempt()
+        self.keep_folder(at.spec, at_once=True)
         try:
-            write_attempt(self.spec)
+            write_attempt(at.spec)
         except OSError as error:
             if self._is_first_attempt:
                 raise
-            say(f"warning  attempt {self.spec.attempt} is not noted: {error}")
+            say(f"warning  attempt {at.spec.attempt} is not noted: {error}")
         self._is_first_attempt = False
 
-    def keep_folder(self, at_once: bool = False) -> None:
+    def keep_folder(self, spec: RunSpec, at_once: bool = False) -> None:
         """Make anew what was removed from the run's folder; looks at it once a second."""
         now = self.clock.monotonic()
         if not at_once and now < self._folder_checked_at + FOLDER_CHECK_S:
             return
         self._folder_checked_at = now
         self.each_second()
-        line = self._keeper.check(self.spec)
+        line = self.keeper.check(spec)
         if line:
             say(line)
 
     # Single ranks: they end, and new ones start.
 
-    def note_end(
-        self, group: WorkerGroup, collector: FailureCollector, slot: int, ref: Any
-    ) -> None:
+    def note_end(self, at: RunState, collector: FailureCollector, slot: int, ref: Any) -> None:
         """Note that a rank finished or failed; start a new actor for one that failed."""
+        group = at.ranks
         result, failure = read_result(group, ref, slot)
         if slot not in group.members:  # its actor is left over from before the group shrank
             group.pool.fill(slot)
@@ -145,15 +101,15 @@ class Recoverer:
             if slot in group.newcomers and not failure.retry:
                 # It never trained: this node does not suit, another one may.
                 group.pool.unfit.setdefault(slot, set()).add(failure.facts["node"])
-            self.start_replacements(group, collector, [failure])
+            self.start_replacements(at, collector, [failure])
             reached("replacing")
-        elif slot == group.members[0] or (result and "silent_s" in result and not self.outcome):
+        elif slot == group.members[0] or (result and "silent_s" in result and not at.outcome):
             # Of ranks that waited for this driver, any one may have saved for all.
-            self.outcome = result
+            at.outcome = result
             collector.rank_0_finished(self.clock.monotonic())
 
     def start_replacements(
-        self, group: WorkerGroup, collector: FailureCollector, failures: list[Failure]
+        self, at: RunState, collector: FailureCollector, failures: list[Failure]
     ) -> None:
         """Start new actors for lost ranks at once, while the others still find out.
 
@@ -162,13 +118,14 @@ class Recoverer:
         if not collector.in_place:
             return
         # One request to the head serves all: thousands of ranks may have failed at once.
-        self.headless = not self.cluster.head_answers()
+        at.headless = not self.cluster.head_answers()
+        pool = at.ranks.pool
         for failure in failures:
-            refused = not failure.retry and group.pool.refused_everywhere(failure.rank)
-            if self.ending or refused:
-                group.pool.vacate(failure.rank, not self.headless)
+            refused = not failure.retry and pool.refused_everywhere(failure.rank)
+            if self.ending(at) or refused:
+                pool.vacate(failure.rank, not at.headless)
             else:
-                group.pool.fill(failure.rank, not self.headless)
+                pool.fill(failure.rank, not at.headless)
 
     def note_start(self, group: WorkerGroup, slot: int, ready: bool) -> None:
         """Note that a new actor is ready, or create one again that died before, a few times."""
@@ -196,19 +153,17 @@ class Recoverer:
 
     # The cause of a fault.
 
-    def name_cause(
-        self, group: WorkerGroup, collector: FailureCollector, group_broke: bool
-    ) -> None:
+    def name_cause(self, at: RunState, collector: FailureCollector, group_broke: bool) -> None:
         """Announce the cause of a fault, and prepare to form another group after it.
 
         group_broke: it broke and all ranks left it, although none was lost.
         """
+        group = at.ranks
         if group_broke:
             self._add_broken_group(group, collector)
-        self._end_silent_ranks(group, collector)
-        reason = self.decide(group, collector)
-        self.forming = Forming(
-            reason,
+        self._end_silent_ranks(at, collector)
+        at.forming = Forming(
+            self.decide(at, collector),
             lost=[slot for slot in group.members if slot not in group.runs],
             size_before=len(group.members),
             began_at=self.clock.monotonic(),
@@ -236,44 +191,46 @@ class Recoverer:
         collector.no_rank_lost = True
         collector.first_failure_at = failure.at
 
-    def _end_silent_ranks(self, group: WorkerGroup, collector: FailureCollector) -> None:
+    def _end_silent_ranks(self, at: RunState, collector: FailureCollector) -> None:
         """End ranks that did not notice that their group broke, so that the others can go on."""
         silent = collector.silent
         if not collector.in_place or not silent:
             return
         known = len(collector.failures)
         for slot in silent:
-            end_silent(group, slot, collector)
-        self.start_replacements(group, collector, collector.failures[known:])
+            end_silent(at.ranks, slot, collector)
+        self.start_replacements(at, collector, collector.failures[known:])
 
-    def decide(self, group: WorkerGroup, collector: FailureCollector) -> str:
+    def decide(self, at: RunState, collector: FailureCollector) -> str | None:
         """Announce which failure is the cause.
 
-        Returns why the run must not continue; empty if it may.
+        Returns why the run must not continue; None if it may.
         """
+        group = at.ranks
         positions = [position for position, _ in group.positions().values()]
-        cause = self.faults.add(collector, positions, self.spec.attempt, len(group.members))
+        cause = self.faults.add(collector, positions, at.spec.attempt, len(group.members))
         if not self.cluster.head_answers(self.cluster.head_timeout_s):
             if self.cluster.replaced:
                 return f"{ANOTHER_HEAD}; start the run again with --resume auto"
             return "the cluster's head is gone; start it again, and this run with --resume auto"
         if not cause.retry and cause.rank in group.newcomers:
             # It never trained: another node may do, or the group shrinks.
-            shrinks = self.spec.config.recovery == "shrink"
+            shrinks = at.spec.config.recovery == "shrink"
             if shrinks or not group.pool.refused_everywhere(cause.rank):
-                return ""
+                return None
             return "its replacement could not work on three nodes"
-        return reason_to_give_up(cause, self.faults.causes, self.spec.config.max_failures)
+        return reason_to_give_up(cause, self.faults.causes, self.faults.max_failures)
 
     # Form another group.
 
-    def await_replacements(self, group: WorkerGroup) -> None:
+    def await_replacements(self, at: RunState) -> None:
         """Wait until the lost ranks have new actors, time is up, or a stop is requested."""
-        forming = self.forming
+        group = at.ranks
+        forming = at.forming
         assert forming
         forming.awaited = True
-        timeout_s = self.spec.config.replace_timeout
-        if self.spec.config.recovery != "shrink":
+        timeout_s = at.spec.config.replace_timeout
+        if at.spec.config.recovery != "shrink":
             # Until then a new actor may have to wait in its bundle on a drained node.
             timeout_s += self.cluster.vacated_in_s
         deadline = self.clock.monotonic() + timeout_s
@@ -284,7 +241,7 @@ class Recoverer:
                 group.pool.fill(slot)
 
         while any(slot in group.pool.starting for slot in forming.lost):
-            self.keep_folder()
+            self.keep_folder(at.spec)
             self.request_again(group)
             now = self.clock.monotonic()
             if self.stop.requested or now >= deadline:
@@ -299,37 +256,37 @@ class Recoverer:
                 elif kind == "heartbeat" and slot in group.runs:
                     # The next request shows a waiting rank that its driver lives.
                     group.request_heartbeat(slot, value.waiting)
-                elif kind == "ended" and self._is_another_loss(group, slot, value):
-                    forming.lost.append(slot)
+                elif kind == "ended" and self._is_another_loss(at, forming, slot, value):
                     if forming.later_reason:
                         return
                     deadline = self.clock.monotonic() + timeout_s
 
-    def _is_another_loss(self, group: WorkerGroup, slot: int, ref: Any) -> bool:
+    def _is_another_loss(self, at: RunState, forming: Forming, slot: int, ref: Any) -> bool:
         """Return whether a rank that waited has failed; announce that as a fault of its own."""
-        assert self.forming
         # The others wait already, so there are no consequences to collect.
-        collector = FailureCollector(group.runs, True, 0.0, 0.0, live=True)
-        self.note_end(group, collector, slot, ref)
+        collector = FailureCollector(at.ranks.runs, True, 0.0, 0.0, live=True)
+        self.note_end(at, collector, slot, ref)
         if not collector.failures:
             return False
-        self.forming.later_reason = self.decide(group, collector)
+        forming.lost.append(slot)
+        forming.later_reason = self.decide(at, collector)
         return True
 
-    def begin_saving(self, reason: str) -> None:
-        """Give the ranks that are left SAVE_S to save, unless a stop was requested anyway."""
+    def begin_saving(self, at: RunState, reason: str | None, within_s: float = SAVE_S) -> None:
+        """Give the ranks that are left some time to save, unless a stop was requested anyway."""
         if self.stop.requested:
             return
-        saving = self.saving or Saving(reason)
-        until = min(saving.until, self.clock.monotonic() + SAVE_S)
-        self.saving = replace(saving, until=until)
+        saving = at.saving or Saving(reason)
+        until = min(saving.until, self.clock.monotonic() + within_s)
+        at.saving = replace(saving, until=until)
 
-    def form_group(self, group: WorkerGroup, saves: bool) -> bool:
+    def form_group(self, at: RunState, saves: bool) -> bool:
         """Form a group of ranks that hold the run's state, and of new actors unless it only saves.
 
         Returns False if that failed: `forming` contains what is left to try.
         """
-        forming = self.forming
+        group = at.ranks
+        forming = at.forming
         assert forming
         left = [slot for slot in group.members if slot in group.runs]
         if saves:
@@ -337,33 +294,31 @@ class Recoverer:
         else:
             slots = group.divisible(group.pool.ready)
         if not slots:
-            forming.no_replica = no_replica(self.spec.config, left)
+            forming.no_replica = no_replica(at.spec.config, left)
             return False
 
         try:
             store = group.open_store(slots)
         except RayError as error:
             # More ranks may be lost: await their replacements, and try again.
-            say(f"replace  {self.budget} failed: {_one_line(error)}")
+            say(f"replace  {self.faults.budget} failed: {_one_line(error)}")
             forming.tries_left -= 1
             forming.awaited = False
             return False
         reached("store")
         # From here on no rank of the older attempt may commit a checkpoint.
-        self.begin_attempt()
+        self.begin_attempt(at)
         reached("attempt")
-        group.regroup(self.spec, slots, store, stop=saves)
+        group.regroup(at.spec, slots, store, stop=saves)
         reached("orders")
 
-        self._announce_group(group, forming, left, saves)
+        self._announce_group(at, forming, left, saves)
         group.pool.promoted.clear()
-        self.forming = None
         return True
 
-    def _announce_group(
-        self, group: WorkerGroup, forming: Forming, left: list[int], saves: bool
-    ) -> None:
+    def _announce_group(self, at: RunState, forming: Forming, left: list[int], saves: bool) -> None:
         """Print which ranks joined and which are missing, and note the kind of recovery."""
+        group = at.ranks
         promoted = group.pool.promoted
         joined = [slot for slot in forming.lost if slot in group.members]
         size = len(group.members)
@@ -377,7 +332,7 @@ class Recoverer:
                 names.append(f"rank {slot} (pid {group.facts[slot]['pid']}{note})")
             seconds = self.clock.monotonic() - forming.began_at
             say(
-                f"replace  {self.budget} {', '.join(names)} joins in {seconds:.1f} s; "
+                f"replace  {self.faults.budget} {', '.join(names)} joins in {seconds:.1f} s; "
                 "no step is repeated\n"
             )
         if saves:
@@ -386,29 +341,26 @@ class Recoverer:
                 f"save     {size} rank(s) are left and hold the run's state; they save it, and "
                 "end\n"
             )
-        elif size < self.place.workers:
+        elif size < group.pool.place.workers:
             kind = "shrink"
             left_out = [slot for slot in left if slot not in group.members]
             shrunk = smaller(
-                self.spec.config,
+                at.spec.config,
                 forming.size_before,
                 group.members,
                 left_out,
-                self.place.workers,
+                group.pool.place.workers,
             )
-            say(f"shrink   {self.budget} {shrunk}\n")
+            say(f"shrink   {self.faults.budget} {shrunk}\n")
         self.faults.set_recovery(kind)
 
-    def can_grow(self, group: WorkerGroup) -> bool:
-        """Return whether more ranks could train, with all actors that are ready, than do now."""
-        return len(group.divisible(group.pool.ready)) > len(group.members)
-
-    def grow(self, group: WorkerGroup, moving: Sequence[int] = ()) -> bool:
+    def grow(self, at: RunState, moving: Sequence[int] = ()) -> bool:
         """Take in the actors that have become ready since the group shrank, if they still live.
 
         moving: members whose place another actor takes, which was prepared for it. Returns whether
         the group has formed.
         """
+        group = at.ranks
         size_before = len(group.members)
         slots = group.divisible(group.pool.ready)
         try:
@@ -417,10 +369,10 @@ class Recoverer:
             # A rank was lost just now: the next watch over the group reports it.
             say(f"grow     failed: {_one_line(error)}")
             return False
-        self.begin_attempt()
+        self.begin_attempt(at)
         for slot in moving:
             group.swap(slot)
-        group.regroup(self.spec, slots, store)
+        group.regroup(at.spec, slots, store)
         if len(slots) > size_before:
             say(f"grow     {size_before} -> {len(slots)} ranks; no step is repeated\n")
         return True

@@ -1,10 +1,10 @@
 """What the driver does next, as one pure function of the situation that it is in.
 
-    NO_RANKS ─ StartRanks ─► RUNNING ─ Watch ─► WATCHED ─┬─ Finish, GiveUp
-       ▲                        ▲                        ├─ Grow ─► RUNNING
-       │                        │                        └─ NameCause ─► CAUSE_NAMED
-       │                        └──────── TrainOn, Save ────────────────────┤
-       └───────────────────────────────── Restart ──────────────────────────┴─ GiveUp
+    NO_RANKS ─ StartRanks ─► RUNNING ─ WatchRanks ─► WATCHED ─┬─ Finish, GiveUp
+       ▲                        ▲                             ├─ Grow ─► RUNNING
+       │                        │                             └─ NameCause ─► CAUSE_NAMED
+       │                        └───────── TrainOn, Save ────────────────────────┤
+       └────────────────────────────────── Restart ──────────────────────────────┴─ GiveUp
 
 The ranks that are left after a fault may hold the only copy of the run's newest state. The rule of
 this file: nothing ends them before they have formed another group, either with replacements to
@@ -38,7 +38,7 @@ class Situation:
 
     # The ranks save what they hold, and train no further step.
     saving: bool = False
-    saving_reason: str = ""  # why the run ends after that; empty: all ranks start again
+    saving_reason: str | None = None  # why the run ends after that; None: all ranks start again
     too_late: bool = False  # the time in which they may save is over
 
     # WATCHED
@@ -50,10 +50,10 @@ class Situation:
     can_grow: bool = False  # more actors are ready than train
 
     # CAUSE_NAMED
-    reason: str = ""  # why training must not go on after this fault
-    later_reason: str = ""  # the same after a fault while replacements were awaited
-    lost_share: str = ""  # which part of the run's state no rank holds any more
-    no_replica: str = ""  # why the ranks that are left make no whole replica
+    reason: str | None = None  # why training must not go on after this fault
+    later_reason: str | None = None  # the same after a fault while replacements were awaited
+    lost_share: str | None = None  # which part of the run's state no rank holds any more
+    no_replica: str | None = None  # why the ranks that are left make no whole replica
     survivors: int = 0  # ranks that hold the run's state
     tries_left: int = 0  # to form a group
     awaited: bool = False  # replacements of the lost ranks were awaited
@@ -69,7 +69,7 @@ class StartRanks:
 
 
 @dataclass(frozen=True)
-class Watch:
+class WatchRanks:
     """Watch the ranks until there is something to decide."""
 
 
@@ -99,7 +99,7 @@ class TrainOn:
 class Save:
     """Form a group of the ranks that hold the run's state, in which they only save it."""
 
-    reason: str  # why the run ends then; empty: all ranks start again
+    reason: str | None = None  # why the run ends then; None: all ranks start again
     no_replacement: bool = False  # no replacement came in time
 
 
@@ -107,7 +107,7 @@ class Save:
 class Restart:
     """End all ranks, then start them from the newest checkpoint."""
 
-    note: str = ""  # a consequence of the fault, for its report
+    note: str | None = None  # a consequence of the fault, for its report
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class GiveUp:
     """End the run as failed."""
 
     reason: str
-    note: str = ""  # a consequence of the fault, for its report
+    note: str | None = None  # a consequence of the fault, for its report
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class EndUntrained:
 
 Step = (
     StartRanks
-    | Watch
+    | WatchRanks
     | Grow
     | NameCause
     | AwaitReplacements
@@ -148,7 +148,7 @@ def next_step(situation: Situation) -> Step:
     if situation.stage is Stage.NO_RANKS:
         return EndUntrained() if situation.stop_requested else StartRanks()
     if situation.stage is Stage.RUNNING:
-        return Watch()
+        return WatchRanks()
     if situation.stage is Stage.CAUSE_NAMED:
         return _after_fault(situation)
     if situation.exit_reason:
@@ -197,10 +197,10 @@ def _after_fault(situation: Situation) -> Step:
     complete = situation.trainable >= situation.workers
     if situation.trainable > 0 and (complete or situation.may_shrink):
         return TrainOn()
-    return Save(UNFIT if situation.unfit else "", no_replacement=True)
+    return Save(UNFIT if situation.unfit else None, no_replacement=True)
 
 
-def _without_survivors(situation: Situation, note: str) -> Step:
+def _without_survivors(situation: Situation, note: str | None) -> Step:
     """Return what follows when no rank holds a state that could still be saved.
 
     A later reason does not count here: it is about a fault that came after the one that is decided,

@@ -4,14 +4,13 @@ Members are slots in rank order. While every slot is taken, rank and slot are th
 `--recovery shrink` the group may be smaller for a while: its ranks are then its members' slots in
 order, whatever part of a model that tp or pp cut they had before.
 
-    begin ─► a store ─► run on every member ─► events ─► a rank is lost
+    begin ─► a meeting ─► run on every member ─► events ─► a rank is lost
                  ▲                                             │
                  └── regroup: survivors go on, new actors run ─┘
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,16 +21,10 @@ from ray.exceptions import RayError
 from nanoray.faults.hang import Position
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.actors import ActorPool
-from nanoray.launch.placement import START_TIMEOUT_S
+from nanoray.launch.meeting import Meeting
 from nanoray.launch.shares import Shares
 from nanoray.launch.worker import Heartbeat
-from nanoray.mesh.rendezvous import (
-    BackendChoice,
-    RankDevice,
-    Rendezvous,
-    choose_backend,
-    rendezvous_of,
-)
+from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec, recovers_in_place
 from nanoray.train.watch.observers import Console
 
@@ -42,7 +35,6 @@ AUTO_SPARE_S = 30.0  # start spares after this long: each imports for 2 to 3 s, 
 GATHER_S = 1e-5
 # After the first failure, wait this long for others: a survivor's error often arrives first.
 SETTLE_S = 1.5
-STORE_TIMEOUT_S = 5.0  # a rank that waits opens a store in milliseconds
 
 
 class WorkerGroup:
@@ -59,10 +51,7 @@ class WorkerGroup:
         # The newest answers of the processes that are in the slots now.
         self._last_heartbeat: dict[int, Heartbeat] = {}
 
-        # Where the members meet.
-        self.choice: BackendChoice | None = None
-        self._store_slot: int | None = None  # the slot whose process serves the store
-        self._secret = ""
+        self.meeting = Meeting(pool)
 
         # Who holds which share of the run's state.
         self._shares = Shares()
@@ -90,10 +79,6 @@ class WorkerGroup:
         return self.pool.facts
 
     @property
-    def clock(self) -> Any:
-        return self.pool.clock
-
-    @property
     def drained(self) -> list[int]:
         """Return the members whose node will be taken away."""
         nodes = self.pool.drained_nodes
@@ -105,7 +90,7 @@ class WorkerGroup:
         """Start the spares that are missing. `auto`: one, unless the run may be short."""
         count = self.spec.config.spares
         if count == "auto":
-            trains_for_s = self.clock.monotonic() - self._began_at
+            trains_for_s = self.pool.clock.monotonic() - self._began_at
             count = int(self.in_place and trains_for_s > AUTO_SPARE_S)
         self.pool.add_spares(count)
 
@@ -114,12 +99,7 @@ class WorkerGroup:
     @property
     def in_place(self) -> bool:
         """Return whether a lost rank can be replaced while the others keep their state."""
-        return recovers_in_place(self.spec.config, self.backend, self.pool.place.workers)
-
-    @property
-    def backend(self) -> str:
-        """Return the process groups' backend; empty before it is chosen."""
-        return self.choice.backend if self.choice else ""
+        return recovers_in_place(self.spec.config, self.meeting.backend, self.pool.place.workers)
 
     def create(self) -> None:
         """Create one actor per slot, and spares. Raises RayError, GetTimeoutError."""
@@ -129,16 +109,9 @@ class WorkerGroup:
     def begin(self) -> None:
         """Let every rank meet the others and train. Raises RayError, GetTimeoutError."""
         self.members = sorted(self.pool.actors)
-        self._began_at = self.clock.monotonic()
+        self._began_at = self.pool.clock.monotonic()
         ranks = self._rendezvous()
-
-        address = ""
-        port = 0
-        if len(ranks) > 1:
-            rank_0 = self.pool.actors[0]
-            store = rank_0.open_store.remote(len(ranks), self.spec.config.init_timeout_s)
-            [(address, port)] = self.pool.wait_for([store], START_TIMEOUT_S)
-            self._store_slot = 0
+        address, port = self.meeting.open_first(len(ranks))
 
         spec = self.spec.to_dict()
         for rank in ranks:
@@ -157,18 +130,8 @@ class WorkerGroup:
         Not in one of the slots `leaving`, whose process ends. Returns its address. Raises RayError
         if no such process answers: they are dead or frozen.
         """
-        if len(slots) == 1:
-            return "", 0
         holders = [slot for slot in slots if slot in self.runs and slot not in leaving]
-        for slot in holders:
-            actor = self.pool.actors[slot]
-            store = actor.open_store.remote(len(slots), self.spec.config.init_timeout_s)
-            with suppress(RayError):
-                address, port = self.pool.api.get(store, timeout=STORE_TIMEOUT_S)
-                self._store_slot = slot
-                return address, port
-        ranks = ", ".join(str(slot) for slot in holders)
-        raise RayError(f"none of the ranks {ranks}, which hold the state, answers")
+        return self.meeting.open(len(slots), holders)
 
     def regroup(
         self, spec: RunSpec, slots: list[int], store: tuple[str, int], stop: bool = False
@@ -222,26 +185,18 @@ class WorkerGroup:
 
     def break_meeting(self, slot: int) -> None:
         """Let members that still wait for a lost one in the store's meeting fail at once."""
-        if slot in self.members and self._store_slot is not None and self._store_slot in self.runs:
-            server = self.pool.actors[self._store_slot]
-            server.break_meeting.remote(self._secret, self.members.index(slot))
-            self._store_slot = None
+        if slot in self.members:
+            self.meeting.break_for(self.members.index(slot), list(self.runs))
 
     def _rendezvous(self) -> list[Rendezvous]:
         """Return each member's rank and peers; the store's address is not known yet."""
         place = self.pool.place
-        facts = [self.facts[slot] for slot in self.members]
-        if self.choice is None:  # a run keeps its backend
-            self.choice = self._choose_backend(facts)
-        self._secret = secrets.token_hex(16)
-        # The secret keeps processes of an older meeting out of this one.
-        nodes = [fact["node"] for fact in facts]
-        ranks = rendezvous_of(nodes, self.choice, self._secret)
+        ranks = self.meeting.rendezvous(self.members)
 
         # Which rank mirrors which share follows from the ranks' places on their nodes.
         local_ranks = [rank.local_rank for rank in ranks]
         self._shares = Shares.of(
-            self.spec.config, self.choice.backend, self.members, local_ranks, place.workers
+            self.spec.config, self.meeting.backend, self.members, local_ranks, place.workers
         )
         return [
             replace(
@@ -255,20 +210,6 @@ class WorkerGroup:
             )
             for rank, slot in zip(ranks, self.members, strict=True)
         ]
-
-    def _choose_backend(self, facts: list[dict[str, Any]]) -> BackendChoice:
-        kind = self.pool.place.kind
-        version = None
-        if kind != "cpu":
-            actor = self.pool.actors[self.members[0]]
-            [version] = self.pool.wait_for([actor.nccl_version.remote()], START_TIMEOUT_S)
-        cards = []
-        for fact in facts:
-            # Ray does not report which card a slice belongs to, so all slices of a node count as
-            # slices of one card.
-            card = "" if kind == "mig" else ",".join(fact["devices"])
-            cards.append(RankDevice(kind, fact["node"], card))
-        return choose_backend(cards, self.spec.config.backend, version)
 
     # Shares of the run's state.
 
@@ -287,13 +228,18 @@ class WorkerGroup:
         workers = self.pool.place.workers
         return self._shares.whole_replicas(self.spec.config, workers, slots, steps, saves)
 
-    def lost_share(self, leaving: Collection[int] = ()) -> str:
-        """Return which shares of the state are lost, or would be without `leaving`; else empty."""
+    @property
+    def can_grow(self) -> bool:
+        """Return whether more ranks could train, with all actors that are ready, than do now."""
+        return len(self.divisible(self.pool.ready)) > len(self.members)
+
+    def lost_share(self, leaving: Collection[int] = ()) -> str | None:
+        """Return which shares of the state are lost, or would be without `leaving`; else None."""
         if not self.spec.config.sharded:  # every rank has all of it, and at least one is left
-            return ""
+            return None
         gone = set(leaving)
         gone.update(slot for slot in self.members if slot not in self.runs)
-        return self._shares.lost(gone)
+        return self._shares.lost(gone) or None
 
     # Events.
 
@@ -315,10 +261,10 @@ class WorkerGroup:
         done, waiting = api.wait(list(pending), num_returns=1, timeout=timeout_s)
         if done and waiting:
             # Collect the answers of one moment: thousands of them one by one would be quadratic.
-            self.clock.sleep(GATHER_S * len(pending))
+            self.pool.clock.sleep(GATHER_S * len(pending))
             more, _ = api.wait(waiting, num_returns=len(waiting), timeout=0)
             done = done + more
-        self.event_at = self.clock.monotonic()
+        self.event_at = self.pool.clock.monotonic()
 
         for ref in done:
             kind, slot = pending[ref]

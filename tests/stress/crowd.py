@@ -1,7 +1,7 @@
 """Stand-ins for thousands of ranks, watched by the driver's own loop. `python -m
 tests.stress.control` uses them.
 
-Driver.watch ─► Crowd (a WorkerGroup) ─► n - 1 slots ─► a few `Ranks` actors, which answer at once and never train
+Watcher ─► Crowd (a WorkerGroup) ─► n - 1 slots ─► a few `Ranks` actors, which answer at once and never train
                                   └► the victim ─► a `Ranks` actor of its own, whose process is really killed
 """
 
@@ -229,7 +229,9 @@ class Stage:
         thread = threading.Thread(target=ending_in_death, daemon=True)
         with driver.cluster, contextlib.redirect_stdout(io.StringIO()) as output:
             thread.start()
-            driver.recoverer.decide(crowd, driver.watch(crowd))
+            driver.at.group = crowd
+            ends = driver.watcher.watch(driver.at, driver.console)
+            driver.recoverer.decide(driver.at, ends)
             driver.faults.close("none")
         over = time.monotonic()
         thread.join()

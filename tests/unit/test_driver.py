@@ -1049,7 +1049,7 @@ def test_a_pause_that_leads_to_no_larger_group_is_no_failure(tmp_path: Path) -> 
     are.
     """
     run = Run(tmp_path, recovery="shrink")
-    run.ray.at(10.3, lambda: run.driver.group and run.driver.group.pause())
+    run.ray.at(10.3, lambda: run.driver.at.group and run.driver.at.group.pause())
     assert ended_well(run())
     assert run.causes == []
     assert [order for order in run.orders if order.startswith("go_on")] == [

@@ -417,11 +417,11 @@ def test_a_head_that_is_gone_is_known_at_once_and_reported_after_a_while() -> No
         assert not cluster.head_answers()
         clock.sleep(HEAD_TIMEOUT_S - 1)
         cluster.check()
-        assert cluster.trouble() == ""
+        assert cluster.trouble() is None
         clock.sleep(2.0)
         assert cluster.trouble() == "the cluster's head has not answered for 15 s"
         cluster.head_timeout_s = 300.0  # with GCS fault tolerance
-        assert cluster.trouble() == ""
+        assert cluster.trouble() is None
         cluster._answered_at -= 300.0 - HEAD_TIMEOUT_S
         assert cluster.trouble() == "the cluster's head has not answered for 300 s"
 
@@ -453,7 +453,7 @@ def test_a_run_waits_longer_while_a_head_is_on_its_way(
             monkeypatch.setattr(cluster_watch, "addresses_of", lambda _: {"10.0.0.7"})
         cluster.check()
         clock.sleep(HEAD_TIMEOUT_S + 1)
-        assert cluster.trouble() == ""
+        assert cluster.trouble() is None
         clock.sleep(HEAD_TIMEOUT_S * (HEAD_COMING - 1))
         late = "the cluster's head has not answered for 22.5 s, although a new one is on its way"
         assert cluster.trouble() == late
@@ -463,7 +463,7 @@ def test_a_run_waits_longer_while_a_head_is_on_its_way(
             head = stack.enter_context(socket.create_server(("127.0.0.1", port)))
         gcs.internal_kv_get = answer
         assert cluster.head_answers()
-        assert (cluster.trouble(), cluster.patience_s) == ("", HEAD_TIMEOUT_S)
+        assert (cluster.trouble(), cluster.patience_s) == (None, HEAD_TIMEOUT_S)
 
 
 def test_a_frozen_head_is_not_on_its_way() -> None:
@@ -584,7 +584,7 @@ def test_only_a_drain_of_the_drivers_node_is_trouble() -> None:
     with cluster, head:
         draining |= {"node2": 0, "node9": 0}
         cluster.check()
-        assert cluster.trouble() == ""
+        assert cluster.trouble() is None
         draining["node0"] = 0
         cluster.check()
         assert cluster.trouble() == "the driver's node node0 is being drained"

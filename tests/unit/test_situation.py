@@ -24,7 +24,7 @@ from nanoray.launch.situation import (
     StartRanks,
     Step,
     TrainOn,
-    Watch,
+    WatchRanks,
     exit_code_after_giving_up,
     next_step,
 )
@@ -57,8 +57,8 @@ TABLE: list[tuple[str, dict[str, Any], Step]] = [
     # Without ranks.
     ("a run starts", NO_RANKS, StartRanks()),
     ("a stop comes while the ranks start", NO_RANKS | STOP, EndUntrained()),
-    ("ranks that train are watched", RUNNING, Watch()),
-    ("also those that stop", RUNNING | STOP | SAVING, Watch()),
+    ("ranks that train are watched", RUNNING, WatchRanks()),
+    ("also those that stop", RUNNING | STOP | SAVING, WatchRanks()),
     # Rank 0 has returned after the last checkpoint: failures after that change nothing.
     ("a run is complete", FINISHED, Finish()),
     ("a rank fails after that", FINISHED | {"rank_failed": True}, Finish()),
@@ -83,12 +83,12 @@ TABLE: list[tuple[str, dict[str, Any], Step]] = [
     # The cause is known, and ranks hold the run's state.
     ("the lost ranks are replaced", FAULT, AwaitReplacements()),
     ("all are replaced", AWAITED | {"trainable": 3}, TrainOn()),
-    ("not all are", AWAITED | {"trainable": 2}, Save("", no_replacement=True)),
+    ("not all are", AWAITED | {"trainable": 2}, Save(no_replacement=True)),
     ("but fewer may train", AWAITED | {"trainable": 2, "may_shrink": True}, TrainOn()),
     (
         "though not without any whole replica",
         AWAITED | {"trainable": 0, "may_shrink": True},
-        Save("", no_replacement=True),
+        Save(no_replacement=True),
     ),
     (
         "a replacement could not work",
@@ -97,10 +97,10 @@ TABLE: list[tuple[str, dict[str, Any], Step]] = [
     ),
     ("training must not go on", FAULT | WHY, Save(WHY["reason"])),
     ("nor after a later fault", AWAITED | LATER, Save(LATER["later_reason"])),
-    ("a stop is requested", FAULT | STOP, Save("")),
-    ("a stop is requested after the wait", AWAITED | STOP | {"trainable": 3}, Save("")),
-    ("a rank is lost while all save", FAULT | SAVING, Save("")),
-    ("the same before the run ends", FAULT | ENDS, Save("")),
+    ("a stop is requested", FAULT | STOP, Save()),
+    ("a stop is requested after the wait", AWAITED | STOP | {"trainable": 3}, Save()),
+    ("a rank is lost while all save", FAULT | SAVING, Save()),
+    ("the same before the run ends", FAULT | ENDS, Save()),
     # No other group can be formed.
     ("ranks keep nothing", FAULT | {"all_waiting": False}, Restart()),
     ("all are lost", FAULT | {"survivors": 0}, Restart()),
@@ -139,7 +139,7 @@ def test_the_table_contains_every_step() -> None:
     assert {type(step) for _, _, step in TABLE} == set(get_args(Step))
 
 
-REASONS = st.sampled_from(["", "why"])
+REASONS = st.sampled_from([None, "why"])
 SITUATIONS = st.builds(
     Situation,
     stage=st.sampled_from(Stage),

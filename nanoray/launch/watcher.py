@@ -1,0 +1,216 @@
+"""The watch over the ranks of an attempt: what they report, and the orders they get meanwhile.
+
+    events of the group ─► ended      ─► FailureCollector; a lost rank's slot gets a new actor
+                           heartbeat  ─► Watchdog (who hangs), the fault that is now overcome
+                           started    ─► a new actor is ready, so the group may grow
+    orders to the group ◄─ stop, leave a drained node, go back to a slot, abort
+
+It is over when all ranks have finished, have failed, or wait. What follows is the driver's decision.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from nanoray.faults.cause import FailureCollector
+from nanoray.faults.hang import Position, Watchdog
+from nanoray.launch.actors import POLL_S
+from nanoray.launch.cluster_watch import ClusterWatch
+from nanoray.launch.drain import AbortOrders, Drains, Leave
+from nanoray.launch.fault_log import FaultLog
+from nanoray.launch.moves import Moves
+from nanoray.launch.rank_end import end_hung
+from nanoray.launch.recover import Recoverer
+from nanoray.launch.run_state import RunState
+from nanoray.launch.signals import Stop
+from nanoray.launch.worker import Heartbeat
+from nanoray.launch.worker_group import SETTLE_S, WorkerGroup
+from nanoray.train.watch.observers import Console
+
+# While ranks save, one that does not notice a lost peer for this long is ended.
+STOP_PATIENCE_S = 30.0
+MUTE_S = 5.0  # a living rank answers a heartbeat within a second or two
+
+
+class Watcher:
+    """Watches the ranks until there is something to decide. Each `watch` begins anew."""
+
+    def __init__(
+        self,
+        stop: Stop,
+        cluster: ClusterWatch,
+        faults: FaultLog,
+        recoverer: Recoverer,
+        moves: Moves,
+        clock: Any,
+    ) -> None:
+        self._stop = stop
+        self._cluster = cluster
+        self._faults = faults
+        self._recoverer = recoverer
+        self._moves = moves
+        self._drains = Drains(cluster)
+        self._aborts = AbortOrders(clock)
+        self._clock = clock
+
+        # Of the present watch, by slot: the step and the monotonic seconds of its last heartbeat.
+        self._steps: dict[int, int] = {}
+        self._heartbeat_at: dict[int, float] = {}
+
+    def watch(self, at: RunState, console: Console) -> FailureCollector:
+        """Print what the ranks report until they have finished, have failed, or all wait."""
+        group = at.ranks
+        config = at.spec.config
+        # A survivor may be computing, and notices a lost peer in its next collective only.
+        patience_s = max(config.timeout_s, config.init_timeout_s) + SETTLE_S
+        collector = FailureCollector(
+            group.members, group.in_place, patience_s, SETTLE_S, group.live
+        )
+        watchdog = Watchdog(group.members, config.hang_timeout, self._clock.monotonic)
+        members = set(group.members)
+        self._heartbeat_at = dict.fromkeys(members, self._clock.monotonic())
+        self._steps = {}
+        # Each rank has one heartbeat pending all the time; its answer requests the next one.
+        for slot in group.members:
+            group.request_heartbeat(slot, after=self._faults.target)
+
+        while not collector.complete(self._clock.monotonic()):
+            if at.too_late(self._clock.monotonic()):
+                break
+            self._recoverer.keep_folder(at.spec)
+            self._recoverer.request_again(group)
+            self._send_orders(at, collector)
+            for kind, slot, value in group.events(POLL_S):
+                if kind == "ended":
+                    watchdog.ended(slot)
+                    # What a script printed before an error comes before the error.
+                    if slot == group.members[0]:
+                        group.print_messages(console, wait_s=1.0)
+                    self._recoverer.note_end(at, collector, slot, value)
+                elif kind == "heartbeat" and slot in group.runs and slot in members:
+                    self._on_heartbeat(at, collector, watchdog, slot, value)
+                elif kind == "started":
+                    self._on_start(at, collector, slot, value)
+            # After a failure rank 0 may be lost, and all ranks stand still.
+            if not collector.failures:
+                group.print_messages(console)
+                self._check_for_hang(at, collector, watchdog)
+
+        # All that rank 0 reported until its end, or until it left its group.
+        if not collector.failures:
+            group.print_messages(console, wait_s=5.0)
+        return collector
+
+    def end_drained(self, at: RunState, collector: FailureCollector) -> None:
+        """End ranks that left drained nodes after a watch, if the others go on without them."""
+        if at.outcome or self._recoverer.ending(at):
+            return
+        if self._drains.end(at.ranks, collector):
+            self._recoverer.start_replacements(at, collector, collector.failures)
+
+    # Orders.
+
+    def _send_orders(self, at: RunState, collector: FailureCollector) -> None:
+        """Order the ranks to stop, to leave drained nodes, or to leave a group that broke."""
+        group = at.ranks
+        # A stop is requested from outside, or because of trouble with the cluster.
+        if not self._recoverer.ending(at):
+            trouble = self._cluster.trouble()
+            if trouble:
+                self._stop.request(trouble)
+        if not (self._recoverer.ending(at) or group.pausing or collector.failures):
+            self._leave_drained_nodes(at)
+            # A rank goes back to its slot in undisturbed training.
+            undisturbed = not self._faults.recovery and not group.pausing
+            if undisturbed and self._moves.due(group):
+                group.pause()
+        if self._recoverer.ending(at):
+            group.stop()
+            if collector.failures:
+                collector.hurry(STOP_PATIENCE_S, self._clock.monotonic())
+        if at.headless or self._cluster.head_lost:
+            self._give_up_mute_ranks(group, collector)
+        self._aborts.send_due(group, collector)
+
+    def _leave_drained_nodes(self, at: RunState) -> None:
+        """Order all ranks to leave their group, or to save, if ranks should leave drained nodes."""
+        group = at.ranks
+        self._drains.announce(group)
+        leave = self._drains.decide(group)
+        if leave is Leave.IN_PLACE:
+            group.pause()
+        elif leave is Leave.SAVE:
+            positions = [position for position, _ in group.positions().values()]
+            failures = self._drains.failures(group)
+            self._faults.add(failures, positions, at.spec.attempt, len(group.members))
+            self._faults.set_recovery("restart")
+            self._recoverer.begin_saving(at, None, within_s=math.inf)
+
+    def _give_up_mute_ranks(self, group: WorkerGroup, collector: FailureCollector) -> None:
+        """Wait no longer for ranks that do not answer, where Ray reports no death without a head.
+
+        A rank that answers is alive and will notice the fault; one that does not is dead.
+        """
+        now = self._clock.monotonic()
+        patience_s = max(MUTE_S, 3 * group.heartbeat_s)
+        mute_s = [now - self._heartbeat_at.get(slot, now) for slot in collector.silent]
+        if all(seconds > patience_s for seconds in mute_s):
+            collector.hurry(0.0, now)
+
+    # Events.
+
+    def _on_heartbeat(
+        self,
+        at: RunState,
+        collector: FailureCollector,
+        watchdog: Watchdog,
+        slot: int,
+        heartbeat: Heartbeat,
+    ) -> None:
+        """Note a rank's position, and request the next one."""
+        group = at.ranks
+        now = self._clock.monotonic()
+        self._heartbeat_at[slot] = now
+        waiting = heartbeat.waiting and heartbeat.attempt == at.spec.attempt
+        collector.set_waiting(slot, waiting, now)
+        trains_alone = at.spec.config.sync_every > 0
+        if trains_alone and heartbeat.step != self._steps.get(slot):
+            collector.moved(slot, now)
+        self._steps[slot] = heartbeat.step
+        watchdog.update(slot, Position(heartbeat.step, heartbeat.phase), heartbeat.written_at)
+
+        # A base of -1 belongs to a group that has not been built yet.
+        completed_a_step = -1 < heartbeat.base < heartbeat.step - 1
+        if completed_a_step:
+            group.newcomers.discard(slot)
+
+        # A fault is overcome once a rank has completed a step that was not completed before it.
+        # Spares start only in undisturbed training, which they would slow down otherwise.
+        recovery = self._faults.recovery
+        if recovery:
+            overcome = recovery.update(heartbeat.step, heartbeat.base, heartbeat.waiting)
+            if overcome and not at.saving:
+                self._faults.close_as_recovered()
+        elif heartbeat.step > 1 and not collector.failures:
+            group.add_spares()
+        group.request_heartbeat(slot, heartbeat.waiting, self._faults.target)
+
+    def _on_start(self, at: RunState, collector: FailureCollector, slot: int, ready: bool) -> None:
+        """Note that a new actor is ready, or died before; a ready one may let the group grow."""
+        self._recoverer.note_start(at.ranks, slot, ready)
+        undisturbed = not collector.failures and not self._recoverer.ending(at)
+        if ready and undisturbed and at.ranks.can_grow:
+            at.ranks.pause()
+
+    def _check_for_hang(
+        self, at: RunState, collector: FailureCollector, watchdog: Watchdog
+    ) -> None:
+        """End the rank that all others wait for, once none has made progress for too long."""
+        if watchdog.quiet:
+            # Progress files are newer than heartbeats.
+            for slot, (position, written_at) in at.ranks.positions().items():
+                watchdog.update_from_file(slot, position, written_at)
+        if watchdog.hangs():
+            end_hung(at.ranks, watchdog, collector)
+            self._recoverer.start_replacements(at, collector, collector.failures)
