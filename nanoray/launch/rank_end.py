@@ -79,13 +79,18 @@ def end_hung(group: WorkerGroup, watchdog: Watchdog, collector: FailureCollector
         if slot in positions and position.step >= positions[slot].step:
             positions[slot] = position
 
-    # A rank that does not answer is frozen: that is certain. If all answer, the rank hangs that is behind the others
-    # in its step, or has started fewer collectives.
+    # A rank that does not answer is frozen: that is certain. If all answer, the rank hangs that is
+    # behind the others in its step, or has started fewer collectives. It is none that has left its
+    # group: that waits, with the run's state in memory.
     collectives = _save_stacks(group, positions)
-    mute = [slot for slot in positions if slot not in collectives]
-    late = mute or behind(positions, collectives)
-    if not mute and len(late) == len(positions):
-        late = late[-1:]  # all are equal: one must go, so that the others can leave their group
+    late = mute = [slot for slot in positions if slot not in collectives]
+    if not mute:
+        in_group = {slot: positions[slot] for slot in collector.silent}
+        if not in_group:
+            return
+        late = behind(in_group, collectives)
+        if len(late) == len(in_group):
+            late = late[-1:]  # all are equal: one must go, so that the others can leave their group
 
     places = {
         slot: _format_place(position, collectives.get(slot)) for slot, position in positions.items()

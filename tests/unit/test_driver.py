@@ -1220,6 +1220,21 @@ def test_the_budget_of_failures(tmp_path: Path, gap_s: float) -> None:
         assert ended_well(outcome)
 
 
+def test_a_rank_that_waits_does_not_hang(tmp_path: Path) -> None:
+    """Its phase comes before all others of a step, but it has left its group."""
+    run = Run(tmp_path, hang_timeout=20.0)
+    run.ray.at(10.3, run.ray.hang, 1)
+    for slot in (0, 2):
+        run.ray.at(10.4, lambda slot=slot: run.ray.lose_peer(run.ray.actors[slot]))
+    assert ended_well(run())
+    assert run.causes == [(1, "hung")]
+    assert (
+        "made no progress for 20 s in forward of step 11 and is behind" in run.reports[0]["title"]
+    )
+    assert what(run) == [(1, "hung", "in_place", 0)]
+    assert run.ray.thrown_away == []
+
+
 @pytest.mark.parametrize("event", ["hang", "group broke"])
 def test_waiting_ranks_without_a_failure(tmp_path: Path, event: str) -> None:
     """Some ranks leave their group: one that does not follow is ended; if all do, they meet again
