@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     order = orders.wait(None)
     if order is None or "run" not in order:
         return 0
-    Worker(orders, order, url).work()
+    UploadWorker(orders, order, url).work()
     return 0
 
 
@@ -114,7 +114,7 @@ class Orders:
             write_whole(self._out, json.dumps({kind: value}).encode() + b"\n")
 
 
-class Worker:
+class UploadWorker:
     """Sends what a run writes, until it is ordered to end and all is sent."""
 
     def __init__(self, orders: Orders, order: dict[str, Any], url: str) -> None:
