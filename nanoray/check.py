@@ -28,13 +28,15 @@ from urllib.parse import urlsplit
 
 from nanoray import __version__
 from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
-from nanoray.config import Config
+from nanoray.config import Config, Settings
 from nanoray.config.data import exists
 from nanoray.config.mesh import IN_REPLICA
+from nanoray.config.settings import lines_of
 from nanoray.data import cifar10
 from nanoray.data.dataset import absolute, cache_dir
 from nanoray.data.token_folder import inspect_folder
-from nanoray.devices import choose, host, mig
+from nanoray.devices import host, mig
+from nanoray.devices.choose import precision_of
 from nanoray.devices.device import Device
 from nanoray.devices.gpus import discover_gpus
 from nanoray.devices.slots import Slots, local_slots
@@ -60,11 +62,12 @@ class Problem:
     fatal: bool
 
 
-def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
-    """Inspect this machine and decide what `config` would run here.
+def survey(settings: Settings, nvml: Any = None) -> dict[str, Any]:
+    """Inspect this machine and decide what a run with these settings would be here.
 
     Returns plain data that json.dumps accepts; `problems` and `can_train` are its last keys.
     """
+    config = settings.config
     gpus = discover_gpus(nvml)
     cpus = host.available_cpus()
     features = host.cpu_features()
@@ -101,22 +104,22 @@ def survey(config: Config, nvml: Any = None) -> dict[str, Any]:
     try:
         workers = None if config.workers == "auto" else config.workers
         slots = local_slots(config.device, workers, gpus, cpus)
-
-        # One GPU without bf16 decides for all ranks, because they train one model.
-        bf16_gpu = None
-        if slots.devices:
-            bf16_gpu = all(device.bf16 for device in slots.devices)
-        precision, reason = choose.choose_precision(config, slots.kind, features, bf16_gpu)
+        precision, reason = precision_of(config, slots.kind, slots.devices, features)
         report["placement"] = {"choice": _placement(config, slots), "reason": slots.reason}
         report["precision"] = {"choice": precision, "reason": reason}
 
         # After the placement, because the backend depends on which ranks share a GPU.
         backend = choose_backend(_rank_devices(slots), config.backend, nccl)
         report["backend"] = {"choice": backend.backend, "reason": backend.reason}
+        settings = settings.set({"workers": slots.workers}, slots.found)
+        settings = settings.set({"precision": precision}, reason)
     except NanorayError as error:
         what, _, remedy = str(error).partition("; ")
         problems.append(Problem(what, remedy, fatal=True))
 
+    report["settings"] = [
+        {"key": key, "value": value, "origin": by} for key, value, by in settings.chosen()
+    ]
     problems += gpu_problems(gpus, slots, cuda)
     problems += host_problems(report)
     report["problems"] = [asdict(problem) for problem in problems]
@@ -509,6 +512,9 @@ def _choice_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     out_dir = report["out_dir"]
     yield "out_dir", f"{out_dir['path']} · {out_dir['free_gib']} GiB free"
 
+    for line in lines_of(tuple(setting.values()) for setting in report["settings"]):
+        yield "setting", line
+
     ray = report["ray"]
     suffixes = {None: "", True: " (answers)", False: " (does not answer)"}
     yield "ray", f"{ray['address'] or 'a new local one'}{suffixes[ray['answers']]}"
@@ -569,7 +575,7 @@ def _run(argv: list[str]) -> int:
                 f"{flag} cannot take effect: the check never starts anything; drop --{flag}"
             )
 
-    report = survey(loaded.config)
+    report = survey(loaded)
     if args.json:
         print(json.dumps(report, indent=2))
     else:

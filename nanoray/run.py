@@ -2,7 +2,8 @@
 
 runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     config.json      the configuration; `--config` reads it
-    run.json         the RunSpec: dataset, versions, command, its launcher and its working folder
+    run.json         the RunSpec: dataset, versions, command, its launcher and its working folder,
+                     and who has set each key of config.json
     metrics.jsonl    one record per logged step
     statistics.jsonl  with statistics_every: what each layer is like
     memory/          with memory_at: the memory of a step on each rank;  `nanoray report` draws it
@@ -29,7 +30,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,6 +92,8 @@ class RunSpec:
     is_new: bool = field(default=False, compare=False)  # that process has made the folder
     # How far the clock of the run folder's storage is ahead of this command's: see `storage_clock`
     storage_ahead_s: float = 0.0
+    # key of the configuration -> who has set it (config/settings.py)
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-safe dict; `from_dict` reads it back."""
@@ -103,6 +106,7 @@ class RunSpec:
             "attempt": self.attempt,
             "notes": list(self.notes),
             "storage_ahead_s": self.storage_ahead_s,
+            "origins": dict(self.origins),
             "nanoray": __version__,
             "command": sys.argv,
             "launcher": describe_start(os.environ),
@@ -121,6 +125,7 @@ class RunSpec:
             attempt=values["attempt"],
             notes=tuple(values["notes"]),
             storage_ahead_s=values.get("storage_ahead_s", 0.0),  # not in an older run.json
+            origins=values.get("origins", {}),
         )
 
     def next_attempt(self) -> RunSpec:

@@ -55,7 +55,6 @@ from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment,
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
 from nanoray.bench.speedrun import Found, Record, run_once
 from nanoray.bench.step import random_tokens
-from nanoray.checkpoint.resume import open_run
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
@@ -66,6 +65,7 @@ from nanoray.devices.host import available_cpus
 from nanoray.devices.peaks import peak_flops
 from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError, NanorayError
+from nanoray.start.folder import open_run
 
 BASE = "float32"
 TF32 = "+ tf32"

@@ -818,7 +818,7 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
     """
     import torch
 
-    from nanoray.checkpoint.resume import open_run
+    from nanoray.start.folder import open_run
     from nanoray.train.recipe import train
 
     settings = dict(order["settings"])

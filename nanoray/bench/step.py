@@ -53,13 +53,13 @@ from nanoray.bench.harness.plan import (
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
 from nanoray.bench.peers.nanogpt import NanoGPT
-from nanoray.checkpoint.resume import open_run
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
 from nanoray.devices.choose import BF16_UNITS, cannot_compile
 from nanoray.devices.host import available_cpus, available_memory_bytes, cpu_features
 from nanoray.errors import ConfigError
+from nanoray.start.folder import open_run
 
 BASE = "base"
 EAGER = "eager loop"

@@ -51,13 +51,13 @@ from nanoray.bench.harness.plan import (
 )
 from nanoray.bench.harness.processes import Child, ChildFailed, python_in, session_members
 from nanoray.bench.harness.report import Report, Row, Target, markdown, say
-from nanoray.checkpoint.resume import open_run
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.devices.gpus import discover_gpus
 from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
+from nanoray.start.folder import open_run
 
 NARROW = ("baseline", "engine", "engine-2")
 WIDE = ("baseline-384", "engine-384")

@@ -27,7 +27,7 @@ from nanoray.checkpoint.files import (
     open_checkpoint,
     steps_in,
 )
-from nanoray.config.load import same_weights
+from nanoray.config.layers import same_weights
 from nanoray.errors import CheckpointError
 from nanoray.storage.remote_run import is_run_name
 

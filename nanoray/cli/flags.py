@@ -14,15 +14,17 @@ from nanoray.cli.parsers import COMMAND_FLAGS, SCALE_FLAGS, build_parser, flag_n
 from nanoray.config import (
     PRESET_DIR,
     Config,
-    load_config,
-    make_config,
+    Settings,
+    load_settings,
     read_yaml,
     refuse_unknown_key,
 )
 from nanoray.config.data import exists
-from nanoray.config.load import flatten, keep_init_from, lay_over, read_mapping, run_folder_of
+from nanoray.config.layers import keep_init_from, lay_over
+from nanoray.config.load import flatten, read_mapping, run_folder_of
 from nanoray.config.nanogpt import translate_file
 from nanoray.config.paths import expand, expand_paths
+from nanoray.config.settings import FLAG, OF_ONE_COMMAND, RUN
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError
 from nanoray.storage.remote_run import RunUrl
@@ -44,8 +46,8 @@ _COUNTS_IF = {
 # Flags of the command itself that are paths on this machine
 COMMAND_PATHS = frozenset({"config", "from_nanogpt", "topology"})
 
-# Keys that belong to one command, not to the run: --resume does not take them from config.json
-_NOT_INHERITED = ("resume", "stop_at", "target_loss", "faults", "workers", "out_dir")
+# Keys that --resume does not take from config.json: those of one command, and how many ranks it has
+_NOT_INHERITED = (*OF_ONE_COMMAND, "workers")
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,12 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A configuration, and which of its keys were given as flags."""
+class Loaded(Settings):
+    """Settings as a command line gave them, and what it asked of the command itself."""
 
-    config: Config
-    given: frozenset[str]  # keys set by flags
     dry_run: bool = False
     scale: Scale | None = None  # of a dry run that takes none of this machine's devices
     quiet: bool = False  # print warnings, faults and the result only
-    notes: tuple[str, ...] = ()  # where keys come from, for the plan of a run
 
 
 def parse_args(
@@ -108,19 +107,26 @@ def parse_args(
         raise ConfigError(
             "quiet would be ignored: a dry run prints its plan and nothing else; drop --quiet"
         )
-    notes: tuple[str, ...] = ()
     if base:
         _refuse_files({"config": file, "preset": preset, "from_nanogpt": nanogpt}, prog)
-        config = make_config(lay_over(base, flags, "the flags"))
+        settings = _lay_flags(base, dict.fromkeys(base, prog), flags)
     elif nanogpt:
         _refuse_two_recipes(nanogpt, {"config": file, "preset": preset})
         translation = translate_file(Path(nanogpt), flags)
-        notes = translation.notes(flags)
-        config = load_config(nanogpt, None, flags, translation.keys, elsewhere)
+        settings = load_settings(nanogpt, None, flags, translation.keys, elsewhere)
+        settings = settings.note(*translation.notes(flags))
     else:
-        config = _load(file, preset, flags, elsewhere)
-    _refuse_idle_flags(flags, config)
-    return Loaded(config, frozenset(flags), dry_run, scale, quiet, notes)
+        settings = _load(file, preset, flags, elsewhere)
+    _refuse_idle_flags(flags, settings.config)
+    return Loaded(
+        settings.config,
+        settings.given,
+        dry_run,
+        scale,
+        quiet,
+        origins=settings.origins,
+        notes=settings.notes,
+    )
 
 
 def with_underscores(argv: list[str]) -> list[str]:
@@ -173,54 +179,81 @@ def _flag_for(words: list[str]) -> str:
 
 def _load(
     file: str | None, preset: str | None, flags: dict[str, Any], elsewhere: bool = False
-) -> Config:
-    """Return the configuration of file, preset and flags, or of the run that is resumed."""
+) -> Settings:
+    """Return the settings of file, preset and flags, or of the run that is resumed."""
     if file or preset:
-        return load_config(file, preset, flags, elsewhere=elsewhere)
+        return load_settings(file, preset, flags, elsewhere=elsewhere)
     resume = str(flags.get("resume", "none"))
     if is_url(resume):
-        resumed = {} if elsewhere else _config_at(resume)
+        values, origins = ({}, {}) if elsewhere else _layer_at(resume)
     else:
-        resumed = _config_of_run(resume)
-    if not resumed:
-        return load_config(file, preset, flags, elsewhere=elsewhere)
+        values, origins = _layer_of_run(resume)
+    if not values:
+        return load_settings(file, preset, flags, elsewhere=elsewhere)
     if flags.get("init_from"):
-        flags["init_from"] = keep_init_from(resumed, flags, Path(flags["resume"]))
-    return make_config(lay_over(resumed, flags, "the flags"))
+        flags["init_from"] = keep_init_from(values, flags, Path(flags["resume"]))
+    return _lay_flags(values, origins, flags)
 
 
-def _config_of_run(resume: str) -> dict[str, Any]:
-    """Return the inherited keys of the run that `--resume PATH` names; {} if it names none.
+def _lay_flags(
+    values: dict[str, Any], origins: Mapping[str, str], flags: dict[str, Any]
+) -> Settings:
+    """Return the settings of values that `origins` have set, below flags."""
+    merged = lay_over(values, flags, "the flags")
+    return Settings.of(merged, [(origins, values), (FLAG, flags)], frozenset(flags))
+
+
+def _layer_of_run(resume: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what the run that `--resume PATH` names passes on; nothing if it names none.
 
     PATH is the run's folder, or one of its checkpoints.
     """
     folder = run_folder_of(resume)
     if folder is None:
-        return {}
+        return {}, {}
     values = read_yaml(folder / "config.json")
     record = folder / "run.json"
-    return _inherited(values, read_mapping(record) if record.is_file() else {})
+    return _inherited(values, read_mapping(record) if record.is_file() else {}, folder.name)
 
 
-def _config_at(url: str) -> dict[str, Any]:
-    """Return the inherited keys of the run at a URL; {} if that is a folder of several runs.
+def _layer_at(url: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what the run at a URL passes on; nothing if that is a folder of several runs.
 
     Every rank reads these two small files. Raises ConfigError.
     """
     problem = problem_of("resume", url)
     if problem:
         raise ConfigError(problem)
+    where = RunUrl.of(url)
     try:
-        values, record = RunUrl.of(url).settings()
+        values, record = where.settings()
     except StorageError as error:
         raise ConfigError(f"resume = {url}: {error}") from None
-    return _inherited(flatten(values), record)
+    return _inherited(flatten(values), record, where.name)
 
 
-def _inherited(values: dict[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that a resume takes from a run's config.json; `record` is its run.json."""
+def _inherited(
+    values: dict[str, Any], record: Mapping[str, Any], run: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the keys that a resume takes from a run's config.json, and who has set them.
+
+    record: its run.json, as its command has written it. An older version did not write who has set
+    a key: then the run has.
+    """
     inherited = {key: value for key, value in values.items() if key not in _NOT_INHERITED}
-    return inherited | _found_from_here(inherited, record.get("cwd"))
+    origins = dict.fromkeys(inherited, RUN + run)
+    written, recorded = record.get("config"), record.get("origins")
+    if isinstance(written, Mapping) and isinstance(recorded, Mapping):
+        origins = {
+            key: f"{RUN}{run}: {str(recorded[key]).removeprefix(f'{RUN}{run}: ')}"
+            for key in inherited
+            if key in recorded
+        }
+    if isinstance(written, Mapping):
+        edited = [key for key in inherited if written.get(key, inherited[key]) != inherited[key]]
+        origins |= dict.fromkeys(edited, "edited in config.json")
+    paths = _found_from_here(inherited, record.get("cwd"))
+    return inherited | paths, origins | dict.fromkeys(paths, RUN + run)
 
 
 def _found_from_here(values: dict[str, Any], cwd: Any) -> dict[str, str]:

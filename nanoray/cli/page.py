@@ -34,6 +34,25 @@ def to_markdown() -> str:
         "its environment (`nanoray kube`: in the head's pod). A variable that is not set is an "
         "error, and so is any other `${...}`; `$$` is a dollar sign. config.json has the expanded "
         "path. Other keys, `env` too, are taken as they stand.",
+        "",
+        "`--dry_run` and `nanoray check` print who has set each key that has not its default: a "
+        "preset, a file, the weights of `init_from`, a flag, the run that is resumed, this machine or "
+        "a rule. run.json keeps it, beside config.json (`origins`).",
+        "",
+        "```",
+        "setting    lr 0.003 (preset shakespeare-cpu)",
+        "setting    max_steps 400 (flag)",
+        "setting    precision fp32 (this CPU has neither amx_bf16 nor avx512_bf16)",
+        "setting    workers 2 (2 CPUs)",
+        "```",
+        "",
+        "A resume prints which keys differ from those that the run was trained with, and who has set "
+        "them here:",
+        "",
+        "```",
+        "resume  not the recipe of RUN: lr is 0.003 there and 0.001 here (flag)",
+        "resume  other settings than RUN: workers is 4 there and 2 here (2 CPUs)",
+        "```",
     ]
     for group in build_parser("nanoray launch", "")._action_groups:
         actions = [action for action in group._group_actions if action.dest != "help"]

@@ -8,10 +8,11 @@ from nanoray.config.arithmetic import Batch as Batch
 from nanoray.config.arithmetic import batch_for as batch_for
 from nanoray.config.arithmetic import resolve_batch as resolve_batch
 from nanoray.config.kube import Kube as Kube
-from nanoray.config.load import DEFAULT_PRESET as DEFAULT_PRESET
-from nanoray.config.load import PRESET_DIR as PRESET_DIR
+from nanoray.config.layers import DEFAULT_PRESET as DEFAULT_PRESET
+from nanoray.config.layers import PRESET_DIR as PRESET_DIR
+from nanoray.config.layers import load_config as load_config
+from nanoray.config.layers import load_settings as load_settings
 from nanoray.config.load import did_you_mean as did_you_mean
-from nanoray.config.load import load_config as load_config
 from nanoray.config.load import make_config as make_config
 from nanoray.config.load import read_yaml as read_yaml
 from nanoray.config.load import refuse_unknown as refuse_unknown
@@ -20,6 +21,7 @@ from nanoray.config.schema import Config as Config
 from nanoray.config.schema import field_extra as field_extra
 from nanoray.config.schema import field_group as field_group
 from nanoray.config.schema import recipe_of as recipe_of
+from nanoray.config.settings import Settings as Settings
 
 # Embeddings are padded to a multiple of this many rows: matrix products are fast at round sizes
 VOCAB_MULTIPLE = 64

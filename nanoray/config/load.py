@@ -1,35 +1,21 @@
-"""From presets, YAML files and flags to a Config.
-
-Later layers win: field defaults, then `--preset`, then `--config FILE`, then flags. The values of
-flags and of YAML files arrive as text; pydantic converts them to the declared types or says why it
-cannot. So a word means the same in a file and on a command line.
-"""
+"""From files to keys and values, and from those to a Config. layers.py merges several of them."""
 
 from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from nanoray.config.conflicts import EXPERT_KEYS
 from nanoray.config.kube import Kube
 from nanoray.config.neighbours import TABLE, answer, normalise, translate_value
-from nanoray.config.paths import expand_paths
-from nanoray.config.run import name_of_file
-from nanoray.config.schema import Config, changes_recipe
-from nanoray.config.spellings import PARTS, refuse_old
+from nanoray.config.schema import Config
+from nanoray.config.spellings import refuse_old
 from nanoray.config.strict_yaml import YamlError, read_texts
-from nanoray.config.variables import parse_variables
-from nanoray.config.weights.source import find
 from nanoray.errors import ConfigError
-
-PRESET_DIR = Path(__file__).resolve().parents[1] / "presets"
-DEFAULT_PRESET = "shakespeare-cpu"
 
 # Nested keys that other programs' configuration files use, and ours for them. The first word is the
 # outer key.
@@ -233,229 +219,7 @@ def _refuse_nested(outer: str, inner: str, value: Any) -> None:
     refuse_unknown_key(outer)
 
 
-def _read_preset(preset: str) -> dict[str, Any]:
-    path = PRESET_DIR / f"{preset}.yaml"
-    if not path.is_file():
-        names = sorted(file.stem for file in PRESET_DIR.glob("*.yaml"))
-        refuse_unknown(preset, names, f"preset (in {PRESET_DIR})")
-    return read_yaml(path)
-
-
-# ---- layers --------------------------------------------------------------------------------------
-
-
-def lay_over(lower: Mapping[str, Any], upper: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Replace values of `lower` by those of `upper`; max_steps and num_epochs replace each other.
-
-    Raises ConfigError when `upper` has both; `where` names it in the message.
-    """
-    counts_epochs = str(upper.get("num_epochs") or 0) != "0"
-    if counts_epochs and "max_steps" in upper:
-        raise ConfigError(
-            f"num_epochs = {upper['num_epochs']} and max_steps = {upper['max_steps']} in {where} "
-            "contradict each other; drop one of them"
-        )
-
-    # The length of a schedule has two keys, of which the upper layer's one counts
-    merged = dict(lower)
-    if counts_epochs:
-        merged.pop("max_steps", None)
-    elif "max_steps" in upper:
-        merged.pop("num_epochs", None)
-
-    # A new dp_mode replaces the old one together with its parts
-    for part in PARTS:
-        if part.key in upper:
-            merged.pop(part.field, None)
-    merged.update(upper)
-    if "env" in lower and "env" in upper:
-        merged["env"] = _merge_variables(lower["env"], upper["env"])
-    return merged
-
-
-def _merge_variables(lower: Any, upper: Any) -> Any:
-    """Add the upper layer's variables to those of the lower one, which it may replace."""
-    try:
-        return {**parse_variables(lower), **parse_variables(upper)}
-    except (TypeError, ValueError):
-        return upper  # the validation of the configuration reports what is wrong
-
-
-def load_config(
-    file: str | None = None,
-    preset: str | None = None,
-    overrides: dict[str, Any] | None = None,
-    keys: Mapping[str, Any] | None = None,
-    elsewhere: bool = False,
-) -> Config:
-    """Merge preset, file and overrides into a Config. Without file and preset: the default preset.
-
-    Variables in paths of the file are expanded; in `overrides` they have been.
-
-    keys: those of the file, where it has been read already. elsewhere: paths are those of another
-    machine, which loads what comes out of this once more. So the weights of init_from are not
-    looked at; sizes of a preset, which they replace, are left out.
-    """
-    overrides = dict(overrides or {})
-    merged: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-
-    # A file alone replaces the default preset; with --preset it is laid over that preset
-    if preset or not file:
-        preset = preset or DEFAULT_PRESET
-        merged = {"name": preset}
-        merged.update(_read_preset(preset))
-    if file:
-        values = {"name": name_of_file(file)}
-        keys = read_yaml(Path(file)) if keys is None else keys
-        values.update(expand_paths(keys, None if elsewhere else os.environ))
-
-    # Weights fix sizes. They replace a preset's, and must agree with what the user gives
-    given = values | overrides
-    model = given.get("model", merged.get("model", "gpt"))
-    if given.get("init_from") and elsewhere:
-        merged = {
-            key: value for key, value in merged.items() if key not in WEIGHT_KEYS + EXPERT_KEYS
-        }
-    elif given.get("init_from") and model == "gpt":
-        merged, init_from = _lay_weights(merged, given)
-        layer = overrides if "init_from" in overrides else values
-        layer["init_from"] = init_from
-    if file:
-        merged = lay_over(_without_other_batch(merged, values), values, file)
-    _require_known(merged)
-
-    merged = _without_other_batch(merged, overrides)
-    # The preset's loss is what its complete recipe reaches
-    if any(changes_recipe(key) for key in overrides):
-        merged.pop("expected_val_loss", None)
-    return make_config(lay_over(merged, overrides, "the flags"))
-
-
-def _without_other_batch(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `lower` without the sizes of a batch that `upper` gives in another way.
-
-    A batch per rank replaces a global one, and with it the recipe. A global one replaces
-    accumulation.
-    """
-    kept = dict(lower)
-    per_rank = "micro_batch_size" in upper and "grad_accum_steps" in upper
-    if "global_batch_size" in upper:
-        kept.pop("grad_accum_steps", None)
-    elif per_rank:
-        kept.pop("global_batch_size", None)
-        kept.pop("expected_val_loss", None)
-    return kept
-
-
-# ---- weights -------------------------------------------------------------------------------------
-
-# Keys that weights fix
-WEIGHT_KEYS = (
-    "n_layer",
-    "n_head",
-    "n_embd",
-    "bias",
-    "block_size",
-    "gelu",
-    "positions",
-    "experts",
-    "experts_per_token",
-    "expert_hidden",
-    "shared_experts",
-)
-
-
-def _lay_weights(lower: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return `lower` with the keys that the weights of init_from fix, and their absolute path.
-
-    `given`: what the user gave, in a file or as flags. Raises ConfigError for a key in it that
-    contradicts the weights.
-    """
-    run = run_folder_of(str(given.get("resume", "none")))
-    if run is not None:
-        # The run has its own weights by now, and its sizes are those that it began with
-        began = read_yaml(run / "config.json")
-        path = keep_init_from(began, given, run)
-        return {**lower, **{key: began[key] for key in WEIGHT_KEYS if key in began}}, path
-
-    source = find(str(given["init_from"]))
-    _refuse_contradictions(source.keys, given, str(source.path))
-    merged = dict(lower)
-    if not source.keys["experts"]:
-        for key in EXPERT_KEYS:
-            merged.pop(key, None)
-    merged.update(source.keys)
-
-    # Text becomes the ids that the weights were trained on. A folder of tokens has its own
-    dataset = given.get("dataset", lower.get("dataset", "auto"))
-    is_folder = Path(str(dataset)).expanduser().is_dir()
-    if source.tokenizer_kind and not is_folder:
-        merged["tokenizer"] = source.tokenizer_kind
-    merged.pop("expected_val_loss", None)
-    # Of a run, its folder: the new run's own folder records which checkpoint was the newest
-    return merged, os.path.abspath(os.path.expanduser(str(given["init_from"])))
-
-
-def keep_init_from(began: Mapping[str, Any], given: Mapping[str, Any], run: Path) -> str:
-    """Return the init_from that a resumed run began with.
-
-    began: its config.json. Raises ConfigError when `given` has another one: its weights would have
-    no effect.
-    """
-    first = str(began.get("init_from") or "")
-    if not same_weights(first, str(given["init_from"])):
-        origin = f"began with those of {first}" if first else "began with random ones"
-        raise ConfigError(
-            f"init_from = {given['init_from']} would be ignored: the run {run} is resumed, which "
-            f"has its own weights and {origin}; drop init_from, or drop resume"
-        )
-    return first
-
-
-def same_weights(recorded: str, wanted: str) -> bool:
-    """Return whether a run that began with the weights `recorded` began with the wanted ones.
-
-    Of a run, its record names the checkpoint that was the newest then. "" are random weights.
-    """
-    if not recorded or not wanted:
-        return recorded == wanted
-    path = Path(os.path.abspath(os.path.expanduser(wanted)))
-    return path == Path(recorded) or path in Path(recorded).parents
-
-
-def _refuse_contradictions(keys: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError for a key that was given another value than the weights have."""
-    for key, value in keys.items():
-        if key not in given:
-            continue
-        try:
-            wanted = _value_of(key, given[key])
-        except ValidationError:
-            continue  # the validation of the configuration reports it
-        if key == "expert_hidden" and wanted == 0:
-            wanted = 4 * keys["n_embd"]
-        if wanted == value:
-            continue
-
-        # Positions can be left out, and rotary ones have no weights
-        if key == "block_size":
-            if wanted < value or keys["positions"] == "rotary":
-                continue
-            raise ConfigError(
-                f"block_size = {wanted}, but the weights of init_from = {where} have {value} "
-                f"positions; use {value} or less"
-            )
-        raise ConfigError(
-            f"{key} = {wanted}, but the weights of init_from = {where} have {key} {value}; drop "
-            f"{key}: it comes from the weights"
-        )
-
-
-def _value_of(key: str, given: Any) -> Any:
-    """Return the value of a key for what a flag or a file gives. Raises ValidationError."""
-    kind: Any = Config.model_fields[key].annotation
-    return TypeAdapter(kind).validate_python(given)
+# ---- validation ----------------------------------------------------------------------------------
 
 
 def run_folder_of(resume: str) -> Path | None:
@@ -478,7 +242,7 @@ def make_config(values: dict[str, Any]) -> Config:
     A run that is resumed stays beside the runs where it is, unless `values` have an out_dir. Raises
     ConfigError, in one line with key and value, where pydantic reports an error.
     """
-    _require_known(values)
+    require_known(values)
     resumed = run_folder_of(str(values.get("resume", "none")))
     if resumed and "out_dir" not in values:
         values = values | {"out_dir": str(resumed.parent)}
@@ -510,7 +274,8 @@ def make_config(values: dict[str, Any]) -> Config:
         raise ConfigError("; ".join(dict.fromkeys(problems))) from None
 
 
-def _require_known(values: Mapping[str, Any]) -> None:
+def require_known(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key that the configuration does not have."""
     for key in values:
         if key not in Config.model_fields:
             refuse_unknown_key(key, values[key])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 
 from nanoray.config import Config
 from nanoray.config.conflicts import auto_on_gpus, refuse
+from nanoray.devices.device import Device
 from nanoray.errors import ConfigError
 
 BF16_UNITS = frozenset({"amx_bf16", "avx512_bf16"})
@@ -63,6 +65,17 @@ def choose_precision(
         f"with {attention} attention {units[0]} pays from width {width} on, and n_embd = "
         f"{config.n_embd}",
     )
+
+
+def precision_of(
+    config: Config, kind: str, devices: Sequence[Device], features: frozenset[str]
+) -> tuple[str, str]:
+    """Return the precision of a run on all of these devices, and why. Raises ConfigError.
+
+    One GPU without bf16 decides for all ranks, because they train one model. CPUs are no devices.
+    """
+    bf16_gpu = all(device.bf16 for device in devices) if devices else None
+    return choose_precision(config, kind, features, bf16_gpu)
 
 
 def require_compiler(config: Config, device: str) -> None:

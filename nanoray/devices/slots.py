@@ -20,6 +20,7 @@ class Slots:
     devices: tuple[Device, ...]  # empty on CPU
     workers: int
     reason: str
+    found: str = ""  # what the machine has of them, such as 2 CPUs
 
 
 def local_slots(device: str, workers: int | None, gpus: list[Device], cpus: float) -> Slots:
@@ -64,7 +65,7 @@ def local_slots(device: str, workers: int | None, gpus: list[Device], cpus: floa
         count = 2 if cpus >= 2 else 1
     cpu_share([cpus], count)  # raises if they do not fit
     reason = f"{why}; {count} of at most {MAX_RANKS_PER_CPU * cpus:g} ranks on {cpus:g} CPUs"
-    return Slots("cpu", (), count, reason)
+    return Slots("cpu", (), count, reason, f"{cpus:g} CPUs")
 
 
 def _take(
@@ -82,7 +83,7 @@ def _take(
     # Ranks meet in every step, so each of them waits for the slowest device.
     if len({d.profile or d.name for d in found[:count]}) > 1:
         reason += "; they differ, and the slowest sets the pace"
-    return Slots(kind, found[:count], count, reason)
+    return Slots(kind, found[:count], count, reason, f"{available} {noun}")
 
 
 def cpu_share(node_cpus: list[float], workers: int) -> float:

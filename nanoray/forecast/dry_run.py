@@ -9,18 +9,12 @@ The driver uses it, so torch is imported late.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from nanoray.cli import Loaded
-from nanoray.config import VOCAB_MULTIPLE, Batch, Config, make_config, resolve_batch
-from nanoray.config.conflicts import refuse, require_divisible, require_groups
-from nanoray.config.load import run_folder_of
-from nanoray.data.foreign_weights import describe_init
+from nanoray.config import Batch, Config
 from nanoray.data.lengths import format_lengths
 from nanoray.data.prepare import DatasetInfo
-from nanoray.errors import ConfigError
-from nanoray.faults.plan import parse_plan
 from nanoray.mesh.layout import Layout
 
 if TYPE_CHECKING:
@@ -33,76 +27,8 @@ WIDEST = 16  # turns of a kind, and stages, up to which a timetable is drawn
 MOST_GROUPS = 4  # of an axis, that are listed
 
 
-def plan(loaded: Loaded, ranks: int, dataset: DatasetInfo) -> tuple[Config, list[str]]:
-    """Apply the scaling rules to `ranks` ranks; return the configuration and its derivation.
-
-    Raises ConfigError for a mesh, batch, fault or flag that cannot work with so many ranks.
-    """
-    config = loaded.config
-    notes = list(loaded.notes)
-    dp = Layout.of(config, ranks).dp
-    if config.tp > 1:
-        # The output head is cut over the padded vocabulary, so tp must divide the padded size.
-        padded = -(-dataset.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-        require_divisible(config.tp, config.n_head, config.n_embd, padded)
-
-    if config.scaling == "nanochat":
-        from nanoray.forecast.scaling import derive_scaling
-        from nanoray.models.costs import scaling_parameters
-        from nanoray.models.gpt import ModelShape
-
-        params = scaling_parameters(ModelShape.of(config, dataset.vocab_size))
-        config, derived = derive_scaling(config, loaded.given, params, dp)
-        notes += [f"scale  {d.key} = {d.value:.4g}: {d.reason}" for d in derived]
-
-    # A run that is resumed has its own weights.
-    if run_folder_of(config.resume) is None:
-        notes += describe_init(config, dataset)
-
-    # After the scaling rules, which may have changed the global batch size.
-    batch = resolve_batch(config, dp)
-    if config.pp > 1:
-        require_groups(config.pp_schedule, config.pp, batch.accum)
-    if config.num_epochs:
-        config, note = _count_steps(config, dataset, batch.global_size)
-        notes.append(note)
-    # What needs other ranks is refused here, where their number is known
-    refuse(config, ranks=ranks)
-    # A fault that cannot fire would make a test of recovery pass without testing it.
-    for fault in parse_plan(config.faults):
-        if fault.rank >= ranks:
-            raise ConfigError(
-                f"fault on rank {fault.rank} would never fire: ranks are 0 to {ranks - 1}"
-            )
-        if fault.step > config.max_steps:
-            raise ConfigError(
-                f"fault at step {fault.step} would never fire: max_steps is {config.max_steps}"
-            )
-    return config, notes
-
-
-def _count_steps(config: Config, dataset: DatasetInfo, global_size: int) -> tuple[Config, str]:
-    """Turn num_epochs into max_steps; return the configuration and the derivation.
-
-    An epoch of a text has as many sequences as fit into it side by side.
-    """
-    if dataset.kind == "images":
-        samples = dataset.train_tokens
-        unit = "images"
-    else:
-        samples = max(1, dataset.train_tokens // config.block_size)
-        unit = "sequences"
-    # Rounded up: the last step may reach into the next epoch.
-    steps = -(-config.num_epochs * samples // global_size)
-    note = (
-        f"epochs max_steps = {steps}: {config.num_epochs} epoch(s) × {samples:,} {unit} / "
-        f"{global_size} per step"
-    )
-    return make_config(config.model_dump() | {"max_steps": steps, "num_epochs": 0}), note
-
-
 def dry_run_lines(
-    config: Config, notes: list[str], batch: Batch, dataset: DatasetInfo, placement: str
+    config: Config, notes: Sequence[str], batch: Batch, dataset: DatasetInfo, placement: str
 ) -> list[str]:
     """Return what `--dry_run` prints: mesh, batch arithmetic, parameters, memory, placement."""
     from nanoray.forecast.rank_memory import assume_device
@@ -124,7 +50,6 @@ def dry_run_lines(
         *layout_lines(config, shape, layout, batch, assume_device(config), cut_sizes),
         *_sent_by_groups(config, shape, layout, batch),
         *notes,
-        "dry run: nothing was started",
     ]
 
 

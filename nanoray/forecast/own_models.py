@@ -80,7 +80,6 @@ def own_lines(
         f"model      {type(model).__name__}, {sizes.params:,} parameters{frozen}, {optimizer_name}",
         memory_line(config, batch, device.precision, state | more),
         *notes,
-        "dry run: nothing was started",
     ]
 
 

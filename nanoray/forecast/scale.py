@@ -7,17 +7,16 @@ The driver uses it, so torch is imported late.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanoray.cli import Loaded, Scale
-from nanoray.config import Config, make_config, resolve_batch
+from nanoray.cli import Scale
+from nanoray.config import Config, Settings, resolve_batch
 from nanoray.data.cifar10 import CLASSES
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.forecast.dry_run import layout_lines, plan
+from nanoray.forecast.dry_run import layout_lines
 from nanoray.mesh.layout import Layout
 
 if TYPE_CHECKING:
@@ -41,33 +40,26 @@ OPS = {
 }
 
 
-def forecast_lines(loaded: Loaded, scale: Scale) -> list[str]:
+def forecast_lines(
+    settings: Settings,
+    dataset: DatasetInfo,
+    scale: Scale,
+    topology: Topology | None,
+    about_batch: str,
+) -> list[str]:
     """Return mesh, batch, memory and traffic and, on a topology, the step and the best layouts.
 
-    Raises ConfigError.
+    settings: a plan for the ranks of `scale`. `about_batch` ends the line on the batch. Raises
+    ConfigError.
     """
     from nanoray.forecast.by_link import link_lines
-    from nanoray.forecast.layouts import factors
     from nanoray.forecast.predict import OnTopology, Speed, predict
     from nanoray.forecast.rank_memory import assume_device
     from nanoray.forecast.weights import rank_sizes
 
-    if loaded.config.model != "gpt":
-        raise ConfigError(
-            f"world_size predicts the layers of a gpt, but model = {loaded.config.model}; drop "
-            "--world_size"
-        )
-    topology = _load_topology(scale.topology) if scale.topology else None
-
-    # The same rules as for a run, in an error that names the factors of the number of ranks.
-    try:
-        layout = Layout.of(loaded.config, scale.world_size)
-        dataset = known_dataset(loaded.config)
-        config, grown = _grow_batch(loaded, layout.dp)
-        config, notes = plan(replace(loaded, config=config), scale.world_size, dataset)
-        batch = resolve_batch(config, layout.dp)
-    except ConfigError as error:
-        raise ConfigError(f"world_size = {factors(scale.world_size)}: {error}") from None
+    config = settings.config
+    layout = Layout.of(config, scale.world_size)
+    batch = resolve_batch(config, layout.dp)
 
     # A topology describes GPUs. Without one, `device = auto` means what this machine has.
     on_gpus = True if topology else None
@@ -82,29 +74,31 @@ def forecast_lines(loaded: Loaded, scale: Scale) -> list[str]:
 
     lines = _mesh(layout, topology, scale.topology)
     lines.append(f"data       {dataset.note}")
-    lines += layout_lines(config, job.shape, layout, batch, device, formula_sizes, memory_gb, grown)
+    lines += layout_lines(
+        config, job.shape, layout, batch, device, formula_sizes, memory_gb, about_batch
+    )
     if topology is None:
         from nanoray.forecast.traffic import talks_of
 
         lines += _traffic(layout, talks_of(job, layout, batch.micro, layout.pp - 1))
         lines += link_lines(job, layout, batch.micro, None)
-        lines += notes
+        lines += settings.notes
         if config.device == "auto" and device.kind == "cpu":
             lines.append(
                 "device     this machine has no GPU, so the ranks are CPUs; give --device cuda, or "
                 "--topology, for GPUs"
             )
         lines.append("step       give --topology NAME or FILE for seconds and the best layouts")
-        return [*lines, "dry run: nothing was started"]
+        return lines
 
     network = OnTopology(topology)
     step = predict(job, layout, batch.micro, network, Speed.of(topology))
     lines += _traffic(layout, step.talks, network)
     lines += link_lines(job, layout, batch.micro, topology.ranks_per_node)
     lines += _step(job, step, topology)
-    lines += notes
+    lines += settings.notes
     lines += _search(job, step, config, topology, memory_gb)
-    return [*lines, "dry run: nothing was started"]
+    return lines
 
 
 def job_of(config: Config, vocab_size: int, sequences: int, on_gpus: bool | None = None) -> Job:
@@ -138,7 +132,7 @@ def job_of(config: Config, vocab_size: int, sequences: int, on_gpus: bool | None
     )
 
 
-def _load_topology(name: str) -> Topology:
+def complete_topology(name: str) -> Topology:
     """Load a topology with all numbers of a prediction. Raises ConfigError."""
     from nanoray.forecast.links import Link, load_topology, topology_names
 
@@ -182,29 +176,6 @@ def known_dataset(config: Config) -> DatasetInfo:
     size = VOCAB[tokenizer]
     note = f"not read: a vocabulary of {size:,} is assumed (tokenizer {tokenizer})"
     return DatasetInfo(config.dataset, note, Path(), "uint16", size, 0, 0, "", "", {})
-
-
-def _grow_batch(loaded: Loaded, dp: int) -> tuple[Config, str]:
-    """Return a configuration whose batch divides over dp replicas, and what was changed.
-
-    The global batch of a preset grows until it does; one given by the user does not: ConfigError.
-    """
-    config = loaded.config
-    try:
-        resolve_batch(config, dp)
-    except ConfigError:
-        if config.scaling != "none" or "global_batch_size" in loaded.given:
-            raise
-    else:
-        return config, ""
-    # Whole micro batches for every replica, and at least as many sequences as were given.
-    unit = (config.micro_batch_size or 1) * (config.grad_accum_steps or 1) * dp
-    size = -(-config.global_batch_size // unit) * unit
-    grown = (
-        f"; grown from {config.global_batch_size} sequences to {size} to divide "
-        "(--global_batch_size chooses)"
-    )
-    return make_config(config.model_dump() | {"global_batch_size": size}), grown
 
 
 # The layout that was given.

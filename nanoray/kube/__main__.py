@@ -14,7 +14,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,8 @@ from nanoray.cli import (
     run_subcommand,
     tool_parser,
 )
-from nanoray.config import Kube, make_config
+from nanoray.config import Kube
+from nanoray.config.settings import FLAG
 from nanoray.errors import ConfigError
 from nanoray.kube.claims import claimed_templates
 from nanoray.kube.cluster import SET_GATE, Api, KubeError, check_operator, lacks_gate
@@ -114,12 +114,7 @@ def _with(loaded: Loaded, kube_flags: dict[str, str]) -> Loaded:
             f"world_size = {loaded.scale.world_size} would be ignored: `nanoray kube` predicts "
             "nothing; use `python -m nanoray.launch --dry_run --world_size ...`"
         )
-    # Through make_config, because the flags' values are strings that need validation. Only its
-    # `kube` is taken, so that the rest stays as the run's parser has made it.
-    values = loaded.config.model_dump()
-    values["kube"] |= kube_flags
-    kube = make_config(values).kube
-    return replace(loaded, config=loaded.config.model_copy(update={"kube": kube}))
+    return loaded.set({"kube": loaded.config.kube.model_dump() | kube_flags}, FLAG)
 
 
 def _render(loaded: Loaded, started: float) -> int:

@@ -7,7 +7,6 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,16 @@ from typing import Any
 from ray.util.placement_group import remove_placement_group
 
 from nanoray.checkpoint.refused import discard_refused, discarding_refused
-from nanoray.checkpoint.resume import open_run
-from nanoray.cli import Loaded, name_program, require_script, run_command
+from nanoray.cli import Loaded, name_program, run_command
 from nanoray.cli.help import LAUNCH
-from nanoray.config import Config, resolve_batch
+from nanoray.config import Config
 from nanoray.config.variables import values_of
-from nanoray.data.prepare import prepare
 from nanoray.devices.gpus import discover_gpus
 from nanoray.devices.host import available_cpus
 from nanoray.devices.slots import Slots, local_slots
 from nanoray.environment import environment
 from nanoray.errors import CheckpointError, ConfigError, WorkerFailed
 from nanoray.faults.plan import DRIVER, Injector, parse_plan
-from nanoray.forecast.dry_run import dry_run_lines, plan
-from nanoray.forecast.scale import forecast_lines
 from nanoray.launch.caller import caller_address
 from nanoray.launch.driver import Driver
 from nanoray.launch.job_report import JobReport
@@ -38,13 +33,12 @@ from nanoray.launch.signals import catch_signals
 from nanoray.launch.silence import OwnTime
 from nanoray.mesh.interfaces import require_interfaces
 from nanoray.mesh.launchers import refuse_many_starts
-from nanoray.mesh.layout import Layout
 from nanoray.output import say
 from nanoray.run import require_short_names, summary_on_failure, write_summary
+from nanoray.start.opening import Opening
 from nanoray.train.report import closing_lines
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
-from nanoray.upload.fetch import fetch_fitting, fetch_named
 from nanoray.upload.process import Upload
 
 
@@ -81,15 +75,15 @@ def launch(
     the caller ends this process with os._exit.
     """
     # Everything that needs no device comes first: a conflict fails within a second.
-    require_script(loaded.config, main)
-    if loaded.scale:
-        print("\n".join(forecast_lines(loaded, loaded.scale)))
+    opening = Opening(loaded, started, main)
+    if opening.forecast():
         return 0
 
     refuse_many_starts(os.environ, "`nanoray launch`")
 
     # Where the run goes, and on how many ranks: on this machine that is known now.
-    config = lasting_out_dir(loaded.config)
+    opening.set({"out_dir": lasting_out_dir(loaded.config)}, "a Ray job's folder does not last")
+    config = opening.config
     require_short_names(config)
     variables = values_of(config.env, os.environ, started=False)
     attached = caller_address(config)
@@ -98,40 +92,37 @@ def launch(
     if address == "local":
         # The ranks are on this machine; on a cluster rank 0 finds out, before step 1.
         require_tracker(config.track)
-        workers = None if config.workers == "auto" else config.workers
-        slots = local_slots(config.device, workers, discover_gpus(), available_cpus())
-        config = config.model_copy(update={"workers": slots.workers})
+        wanted = None if config.workers == "auto" else config.workers
+        slots = local_slots(config.device, wanted, discover_gpus(), available_cpus())
+        opening.set({"workers": slots.workers}, slots.found)
         if slots.workers > 1:
             require_interfaces({**os.environ, **variables})
     if loaded.dry_run:
         with environment(variables):
-            return _dry_run(loaded, config, address, slots, main)
-    if config.workers != "auto" and config.scaling == "none":
+            _dry_run(opening, address, slots, main)
+        return 0
+    workers = opening.config.workers
+    if workers != "auto":
         # An impossible batch fails before Ray starts.
-        resolve_batch(config, Layout.of(config, config.workers).dp)
+        opening.require_batch(workers)
     parse_plan(config.faults)
     script = Script.pack(main, loaded.given) if main else None
-    dataset = prepare(config)
+    opening.read()
 
     # Storage that refuses, or that lacks what is to be resumed, is found out before a device is taken.
     with Upload(config.upload, config.upload_timeout, variables) as upload:
         upload.begin()
         with environment(variables):
-            fetched = fetch_named(config)
-        loaded = replace(loaded, config=fetched.config)
+            opening.fetch()
 
         # Take devices, train, and give everything back, whatever happens.
         session = using(attached) if attached else None
         with catch_signals() as stop, session or connected(address, slots, stop, last):
-            place = Placement.make(loaded.config, stop.check)
+            place = Placement.make(opening.config, stop.check)
             try:
-                config, notes = plan(loaded, place.workers, dataset)
                 with environment(variables):
-                    fitting = fetch_fitting(config, dataset)
-                config = fitting.config
-                spec = open_run(config, dataset, started)
-                notes += [*fetched.notes, *fitting.notes]
-                spec = replace(spec, notes=(*notes, *spec.notes))
+                    spec = opening.open(place.workers)
+                config = spec.config
                 upload.follow(spec)
                 console = choose_console(config.max_steps, loaded.quiet)
                 with (
@@ -192,10 +183,10 @@ def ray_address(config: Config) -> str:
     return address
 
 
-def lasting_out_dir(config: Config) -> Config:
-    """Move a relative out_dir out of a Ray job's working directory: Ray deletes that copy later."""
+def lasting_out_dir(config: Config) -> str:
+    """Return out_dir, moved out of a Ray job's working directory: Ray deletes that copy later."""
     if "runtime_resources" not in Path.cwd().parts or Path(config.out_dir).is_absolute():
-        return config
+        return config.out_dir
     home = os.path.expanduser("~")
     if home == "~":
         raise ConfigError(
@@ -207,34 +198,30 @@ def lasting_out_dir(config: Config) -> Config:
         f"out    {lasting}: the job's working directory is a copy that Ray deletes (--out_dir "
         "chooses)"
     )
-    return config.model_copy(update={"out_dir": str(lasting)})
+    return str(lasting)
 
 
 def _dry_run(
-    loaded: Loaded,
-    config: Config,
-    address: str,
-    slots: Slots | None,
-    main: Callable[[Any], Any] | None,
-) -> int:
-    if slots is None and config.workers == "auto":
+    opening: Opening, address: str, slots: Slots | None, main: Callable[[Any], Any] | None
+) -> None:
+    workers = opening.config.workers
+    if workers == "auto":
         raise ConfigError(f"a dry run does not contact the cluster at {address}; give --workers N")
+    own = partial(_dry_run_own, main, opening.loaded.given) if main else None
     if slots:
-        ranks = slots.workers
-        where = f"{ranks} × {slots.kind} on this machine ({slots.reason})"
+        where = f"{workers} × {slots.kind} on this machine ({slots.reason})"
+        opening.dry_run(workers, where, own, slots.kind, slots.devices)
     else:
-        ranks = int(config.workers)
-        where = f"{ranks} actors on {address}"
-    dataset = prepare(config)
-    config, notes = plan(replace(loaded, config=config), ranks, dataset)
-    if main:
-        from nanoray.train.own.program import Program  # imports torch
+        opening.dry_run(workers, f"{workers} actors on {address}", own, None, [])
 
-        Program(main, loaded.given).dry_run(config, ranks, where)
-        return 0
-    batch = resolve_batch(config, Layout.of(config, ranks).dp)
-    print("\n".join(dry_run_lines(config, notes, batch, dataset, where)))
-    return 0
+
+def _dry_run_own(
+    main: Callable[[Any], Any], given: frozenset[str], config: Config, ranks: int, where: str
+) -> None:
+    """Print the dry run of a script's own model."""
+    from nanoray.train.own.program import Program  # imports torch
+
+    Program(main, given).dry_run(config, ranks, where)
 
 
 if __name__ == "__main__":

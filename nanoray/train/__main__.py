@@ -23,24 +23,19 @@ from torch.distributed import DistError
 
 from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.refused import discarding_refused
-from nanoray.checkpoint.resume import open_run
-from nanoray.cli import Loaded, name_program, require_script, run_command, stop_signals
+from nanoray.cli import Loaded, name_program, run_command, stop_signals
 from nanoray.cli.help import TRAIN
-from nanoray.config import Config, resolve_batch
+from nanoray.config import Config
 from nanoray.config.variables import THREADS, values_of
-from nanoray.data.prepare import prepare
 from nanoray.devices.choose import require_compiler
-from nanoray.devices.gpus import take_own_slice
+from nanoray.devices.gpus import discover_gpus, take_own_slice
 from nanoray.devices.host import available_cpus
 from nanoray.environment import environment
 from nanoray.errors import ConfigError, NanorayError, RendezvousError, WorkerFailed
 from nanoray.faults.cause import is_collective_error
-from nanoray.forecast.dry_run import dry_run_lines, plan
-from nanoray.forecast.scale import forecast_lines
 from nanoray.mapped import restore_missing
 from nanoray.mesh.interfaces import require_interfaces
 from nanoray.mesh.launchers import place_of
-from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import abandon_groups
 from nanoray.mesh.rendezvous import (
     Order,
@@ -59,6 +54,7 @@ from nanoray.run import (
     write_attempt,
     write_summary,
 )
+from nanoray.start.opening import Opening
 from nanoray.train.launcher import watch_launcher
 from nanoray.train.program import Program
 from nanoray.train.recipe import settings_put_back, train
@@ -66,7 +62,6 @@ from nanoray.train.report import closing_lines
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
 from nanoray.train.watch.observers import Callback
-from nanoray.upload.fetch import fetch_fitting, fetch_named
 from nanoray.upload.process import Upload
 
 log = logging.getLogger("nanoray.rank")
@@ -90,7 +85,6 @@ def run_here(loaded: Loaded, started: float, program: Program | None = None) -> 
 
     `program` is a script that trains a model of its own.
     """
-    require_script(loaded.config, program)
     ended = train_here(loaded, started, program)
     if ended is None:
         return 0
@@ -113,8 +107,8 @@ def train_here(loaded: Loaded, started: float, program: Program | None = None) -
 
 
 def _train_here(loaded: Loaded, started: float, program: Program | None) -> Ended | None:
-    if loaded.scale:
-        print("\n".join(forecast_lines(loaded, loaded.scale)))
+    opening = Opening(loaded, started, program)
+    if opening.forecast():
         return None
     require_tracker(loaded.config.track)
     require_short_names(loaded.config)
@@ -133,14 +127,16 @@ def _train_here(loaded: Loaded, started: float, program: Program | None) -> Ende
             f"`torchrun --nproc-per-node {config.workers} {what}`, or {ray}"
         )
     if loaded.dry_run:
-        print_dry_run(loaded, rendezvous, program)
+        where = f"this process on {rendezvous.device}, {rendezvous.threads} threads"
+        own = program.dry_run if program else None
+        kind = rendezvous.device.partition(":")[0]
+        opening.dry_run(ranks, where, own, kind, discover_gpus() if kind != "cpu" else [])
         return None
     if ranks > 1:
         require_interfaces(os.environ)
 
-    # An impossible batch fails before the ranks meet. With scaling it is not known yet.
-    if config.scaling == "none":
-        resolve_batch(config, Layout.of(config, ranks).dp)
+    # An impossible batch fails before the ranks meet.
+    opening.require_batch(ranks)
 
     # (all ranks) Agree on backend and run folder, in the launcher's store or in rank 0's.
     store = None
@@ -151,7 +147,7 @@ def _train_here(loaded: Loaded, started: float, program: Program | None) -> Ende
     # Rank 0 sends the run to object storage, from a process of its own.
     url = config.upload if rendezvous.rank == 0 else ""
     with Upload(url, config.upload_timeout) as upload:
-        spec = _shared_spec(loaded, rendezvous, store, started, upload)
+        spec = _shared_spec(opening, rendezvous, store, upload)
         upload.follow(spec, spec.attempt)
         if place:
             spec = replace(spec, notes=(place.describe(), *spec.notes))
@@ -237,22 +233,7 @@ def _lost_peer_in_one_line(spec: RunSpec, rank: int) -> Iterator[None]:
         ) from error
 
 
-def print_dry_run(loaded: Loaded, rendezvous: Rendezvous, program: Program | None) -> None:
-    """Print mesh, batch and memory of a run, without training."""
-    ranks = rendezvous.world_size
-    dataset = prepare(loaded.config)
-    config, notes = plan(loaded, ranks, dataset)
-    batch = resolve_batch(config, Layout.of(config, ranks).dp)
-    where = f"this process on {rendezvous.device}, {rendezvous.threads} threads"
-    if program:
-        program.dry_run(config, ranks, where)
-    else:
-        print("\n".join(dry_run_lines(config, notes, batch, dataset, where)))
-
-
-def _shared_spec(
-    loaded: Loaded, rendezvous: Rendezvous, store: Any, started: float, upload: Upload
-) -> RunSpec:
+def _shared_spec(opening: Opening, rendezvous: Rendezvous, store: Any, upload: Upload) -> RunSpec:
     """Return the record of the run, which rank 0 opens, or reopens after a restart. (all ranks)
 
     The other ranks receive it through `store`. Raises RendezvousError there when rank 0 could not
@@ -261,7 +242,7 @@ def _shared_spec(
     key = f"nanoray/{rendezvous.public}/spec"  # of this attempt
     run_key = f"nanoray/{rendezvous.run_id}/run"
     if rendezvous.rank > 0:
-        values = _from_rank(store, 0, key, loaded.config)
+        values = _from_rank(store, 0, key, opening.config)
         if "refused" in values:
             raise RendezvousError(f"rank 0 refused the run: {values['refused']}")
         return RunSpec.from_dict(values)
@@ -277,18 +258,13 @@ def _shared_spec(
             write_attempt(spec)
             store.set(key, json.dumps(spec.to_dict()))
             return spec
-        fetched = fetch_named(loaded.config)
-        loaded = replace(loaded, config=fetched.config)
-        dataset = prepare(loaded.config)
-        config, notes = plan(loaded, rendezvous.world_size, dataset)
-        fitting = fetch_fitting(config, dataset)
-        spec = open_run(fitting.config, dataset, started)
-        notes += [*fetched.notes, *fitting.notes]
+        opening.fetch()
+        opening.read()
+        spec = opening.open(rendezvous.world_size)
     except NanorayError as error:
         if store:
             store.set(key, json.dumps({"refused": str(error)}))
         raise
-    spec = replace(spec, notes=(*notes, *spec.notes))
     if store:
         record = json.dumps(spec.to_dict())
         store.multi_set([key, run_key], [record, record])

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nanoray import __version__
-from nanoray.checkpoint.files import load, void_unfinished
+from nanoray.checkpoint.files import load, open_checkpoint, void_unfinished
 from nanoray.checkpoint.find import newest_valid
 from nanoray.config import Batch, Config
 from nanoray.data.dataset import DatasetInfo
@@ -202,6 +202,25 @@ def find_checkpoint(spec: RunSpec) -> tuple[str, int, tuple[str, ...]]:
             "--resume none"
         )
     return "", 0, notes
+
+
+def decided_otherwise(
+    checkpoint: str, config: Config, decided: Config, why_precision: str
+) -> list[str]:
+    """Return a note for each key that is auto, and was decided otherwise when the run trained.
+
+    (rank 0 only) The driver has compared the other keys (start/folder.py).
+    """
+    if not checkpoint:
+        return []
+    _, content = open_checkpoint(Path(checkpoint))
+    trained = content["meta"].get("config") or {}
+    notes = []
+    for key, why in (("precision", why_precision), ("attention", "the fastest on this device")):
+        there, here = trained.get(key), getattr(decided, key)
+        if getattr(config, key) == "auto" and there not in (None, "auto", here):
+            notes.append(f"resume  {key} is {there} there and {here} here ({why})")
+    return notes
 
 
 class RankLog(WatchedFileHandler):

@@ -50,6 +50,7 @@ from nanoray.state.train_state import TrainState
 from nanoray.trace.ledger import Ledger
 from nanoray.train.agree import (
     agree_on_precision,
+    decided_otherwise,
     describe_group,
     describe_run,
     facts,
@@ -233,7 +234,11 @@ def begin_run(spec: RunSpec, mesh: Mesh) -> Start:
     precision, why = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
     refuse(spec.config, precision=precision, about=["precision"])
     # (all ranks) Rank 0 chooses the checkpoint: others may see an older listing of the folder.
-    found = find_checkpoint(spec) if mesh.rank == 0 else ("", 0, ())
+    found: tuple[str, int, tuple[str, ...]] = ("", 0, ())
+    if mesh.rank == 0:
+        path, step, notes = find_checkpoint(spec)
+        decided = resolved(spec.config, mesh, precision, {})
+        found = (path, step, (*notes, *decided_otherwise(path, spec.config, decided, why)))
     resume, resume_step, notes = mesh.broadcast(found)
     spec = replace(spec, resume=resume, notes=(*spec.notes, *notes, *compare_hardware(mesh)))
     return Start(spec, precision, why, resume_step)

@@ -31,7 +31,7 @@ from nanoray.checkpoint.manifest import (
     manifest_json,
     parse_manifest,
 )
-from nanoray.config import Config, recipe_of
+from nanoray.config import Settings, recipe_of
 from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.run import lock_run
@@ -40,6 +40,7 @@ from nanoray.storage.store import StorageError, Store
 from nanoray.storage.url import is_url, join
 from nanoray.upload.records import LOCAL, NOT_SENT
 
+S = TypeVar("S", bound=Settings)
 T = TypeVar("T")
 _NO_FILE = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 TRIES = 4  # of an object that cannot be read
@@ -50,43 +51,38 @@ class NothingWhole(CheckpointError):
     """No checkpoint at a URL is whole."""
 
 
-@dataclass
-class Fetched:
-    """A configuration whose `resume` is local, with a note for each thing that was done for it."""
-
-    config: Config
-    notes: list[str] = field(default_factory=list)
-
-
-def fetch_named(config: Config) -> Fetched:
+def fetch_named(settings: S) -> S:
     """Fetch the run or the checkpoint that `resume` names, if it is a URL of one.
 
-    Raises CheckpointError when no checkpoint there is whole, ConfigError when the storage refuses or
-    another process uses the run's local folder.
+    Returns settings whose `resume` is local then, with notes on what was done. Raises CheckpointError
+    when no checkpoint there is whole, ConfigError when the storage refuses or another process uses
+    the run's local folder.
     """
+    config = settings.config
     if not is_url(config.resume):
-        return Fetched(config)
+        return settings
     try:
         where = RunUrl.find(config.resume)
         if where is None:
-            return Fetched(config)
+            return settings
         notes: list[str] = []
         path = fetch_run(where, Path(os.path.realpath(Path(config.out_dir).expanduser())), notes)
     except StorageError as error:
         raise _refusal(config.resume, error) from None
-    return Fetched(config.model_copy(update={"resume": str(path)}), notes)
+    return settings.set({"resume": str(path)}, f"fetched from {where.url}").note(*notes)
 
 
-def fetch_fitting(config: Config, dataset: DatasetInfo) -> Fetched:
+def fetch_fitting(settings: S, dataset: DatasetInfo) -> S:
     """Fetch the newest run that fits, for the URL of several runs and for `auto` with `upload`.
 
-    Raises as fetch_named. For auto a run that is here and was started later is not fetched. auto
-    begins anew only where no checkpoint was begun, here or there, of a run that fits.
+    Returns and raises as fetch_named. For auto a run that is here and was started later is not
+    fetched. auto begins anew only where no checkpoint was begun, here or there, of a run that fits.
     """
+    config = settings.config
     is_auto = config.resume == "auto" and bool(config.upload)
     url = config.upload if is_auto else config.resume
     if not is_auto and not is_url(url):
-        return Fetched(config)
+        return settings
     out_dir = Path(os.path.realpath(Path(config.out_dir).expanduser()))
     recipe = recipe_of(config) | {"tokens_sha256": dataset.tokens_sha256}
     started_here = _started_here(out_dir, recipe) if is_auto else 0.0
@@ -97,24 +93,25 @@ def fetch_fitting(config: Config, dataset: DatasetInfo) -> Fetched:
         for started, name in there.fitting:
             if started < started_here:
                 break
+            where = RunUrl(join(url, name))
             try:
-                path = fetch_run(RunUrl(join(url, name)), out_dir, notes)
+                path = fetch_run(where, out_dir, notes)
             except NothingWhole as error:
                 # Perhaps an older run has a checkpoint.
                 losses.append(f"resume  {error}")
                 continue
             if not is_auto:
-                config = config.model_copy(update={"resume": str(path)})
-            return Fetched(config, [*losses, *notes])
+                settings = settings.set({"resume": str(path)}, f"fetched from {where.url}")
+            return settings.note(*losses, *notes)
     except StorageError as error:
         # What is needed may be here. A run that began anew would hide a loss.
         if started_here:
-            return Fetched(config, [f"warning  auto looks only in {out_dir}: {error}"])
+            return settings.note(f"warning  auto looks only in {out_dir}: {error}")
         raise _refusal(config.resume, error) from None
     if started_here:
-        return Fetched(config, losses)
+        return settings.note(*losses)
     if is_auto and not losses and not there.unknown:
-        return Fetched(config, notes)
+        return settings.note(*notes)
 
     reasons = "".join(f"; {note.removeprefix('resume  ')}" for note in [*losses, *notes])
     if is_auto:

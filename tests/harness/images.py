@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config, resolve_batch
 from nanoray.data.cifar10 import generate, store
 from nanoray.data.dataset import DatasetInfo
@@ -20,6 +19,7 @@ from nanoray.models.precision import LossScaler
 from nanoray.models.resnet import ResNet, ResNetShape
 from nanoray.parallel.statistics import RunningStatistics
 from nanoray.run import RunSpec
+from nanoray.start.folder import open_run
 from nanoray.state.train_state import TrainState
 from nanoray.train.fetch import share
 from nanoray.train.guard import replicas

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.prepare import prepare
 from nanoray.mesh.rendezvous import Rendezvous, open_store
 from nanoray.run import RunSpec
+from nanoray.start.folder import open_run
 from tests.harness.commands import forkserver
 
 TINY = {

@@ -184,9 +184,9 @@ def open_case(folder: Path, case: Case) -> Any:
 
 
 def _open(folder: Path, settings: dict[str, Any], resume: bool) -> Any:
-    from nanoray.checkpoint.resume import open_run
     from nanoray.config import make_config
     from nanoray.data.dataset import own_data
+    from nanoray.start.folder import open_run
     from nanoray.train.own.settings import DEFAULTS
 
     more = {"out_dir": str(folder), "resume": "auto" if resume else "none"}

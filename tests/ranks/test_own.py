@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import nanoray
-from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.data.own import KEPT, Batches, OwnData
@@ -30,6 +29,7 @@ from nanoray.errors import ConfigError, DataError
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec
 from nanoray.sample import main as sample
+from nanoray.start.folder import open_run
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run

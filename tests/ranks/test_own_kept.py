@@ -19,12 +19,12 @@ from torch.utils.data import TensorDataset
 
 from nanoray.checkpoint.__main__ import main as checkpoint
 from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.data.own import OwnData
 from nanoray.mesh.memory import bytes_of
 from nanoray.run import RunSpec
+from nanoray.start.folder import open_run
 from nanoray.state.state_dict import StateDict
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program

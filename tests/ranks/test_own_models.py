@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.run import RunSpec
+from nanoray.start.folder import open_run
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
-from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.data.own import OwnData
 from nanoray.errors import ConfigError
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.run import RunSpec
+from nanoray.start.folder import open_run
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run

@@ -359,7 +359,7 @@ def test_a_run_without_traces_says_how_to_get_them(
 
 def test_a_resumed_run_has_each_step_once(spec: RunSpec) -> None:
     """Resumed from step 12: steps 13 and 14 are traced again, and stand in the file once."""
-    from nanoray.checkpoint.resume import open_run
+    from nanoray.start.folder import open_run
 
     config = spec.config.model_copy(
         update={"resume": str(spec.folder), "max_steps": 16, "faults": "", "checkpoint_every": 0}

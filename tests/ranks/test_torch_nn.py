@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.resume import open_run
 from nanoray.compat import BatchNormBase
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.data.own import OwnData
 from nanoray.models.dropout import derive_seed, seed_generators
+from nanoray.start.folder import open_run
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run

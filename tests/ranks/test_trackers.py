@@ -24,12 +24,12 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nanoray
-from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.errors import ConfigError
 from nanoray.metrics import METRICS
 from nanoray.run import RunSpec
+from nanoray.start.folder import open_run
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run

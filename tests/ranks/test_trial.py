@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.errors import ConfigError
 from nanoray.run import RunSpec
+from nanoray.start.folder import open_run
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run
 from nanoray.train.own.settings import DEFAULTS

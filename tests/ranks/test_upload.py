@@ -19,12 +19,12 @@ import pytest
 
 from nanoray.checkpoint.files import load, peek
 from nanoray.checkpoint.manifest import MANIFEST
-from nanoray.config import load_config
+from nanoray.config import Settings, load_settings
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.run import RunSpec
 from nanoray.storage.store import StorageError, Store
 from nanoray.upload.__main__ import main as upload_by_hand
-from nanoray.upload.fetch import Fetched, fetch_fitting, fetch_named
+from nanoray.upload.fetch import fetch_fitting, fetch_named
 from nanoray.upload.process import Upload
 from tests.harness.commands import Command, run
 from tests.harness.ports import closed_port
@@ -167,12 +167,12 @@ def copy_of(sent: Path, url: str) -> Store:
     return Store(f"{url}/{sent.name}")
 
 
-def fetch_auto(sent: Path, recipe: Path, url: str, out: Path, **more: Any) -> Fetched:
+def fetch_auto(sent: Path, recipe: Path, url: str, out: Path, **more: Any) -> Settings:
     """Do what a command with `--resume auto --upload URL` does before it opens the run."""
     keys = {"resume": "auto", "upload": url, "out_dir": str(out), **more}
-    config = load_config(str(recipe), overrides=keys)
+    settings = load_settings(str(recipe), overrides=keys)
     return fetch_fitting(
-        config, RunSpec.from_dict(json.loads((sent / "run.json").read_text())).dataset
+        settings, RunSpec.from_dict(json.loads((sent / "run.json").read_text())).dataset
     )
 
 
@@ -710,5 +710,5 @@ def test_a_resume_from_a_server_that_does_not_answer_is_refused(
 
 
 def test_a_local_path_is_left_alone() -> None:
-    config = load_config(preset="tiny", overrides={"resume": "runs/x"})
-    assert fetch_named(config).config is config
+    settings = load_settings(preset="tiny", overrides={"resume": "runs/x"})
+    assert fetch_named(settings) is settings

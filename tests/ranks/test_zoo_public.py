@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.checkpoint.find import newest_valid
-from nanoray.checkpoint.resume import open_run
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.data.own import OwnData
 from nanoray.models.dropout import derive_seed, seed_generators
+from nanoray.start.folder import open_run
 from nanoray.train.own.engine import RuntimeEngine
 from nanoray.train.own.program import Program
 from nanoray.train.own.run import Run

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from nanoray import check
-from nanoray.config import load_config
+from nanoray.config import load_config, load_settings
 from nanoray.data import cifar10
 from nanoray.devices import host
 from nanoray.devices.device import Device
@@ -90,7 +90,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 
 def look(**overrides: Any) -> dict[str, Any]:
-    return check.survey(load_config(overrides=overrides), NVML)
+    return check.survey(load_settings(overrides=overrides), NVML)
 
 
 def chosen(report: dict[str, Any]) -> tuple[str, str, str]:
@@ -125,6 +125,12 @@ def test_a_ready_machine(machine: Machine, capsys: pytest.CaptureFixture[str]) -
     assert "precision  fp32 (this CPU has neither amx_bf16 nor avx512_bf16)" in lines
     assert "backend    gloo (CPU ranks)" in lines
     assert "ray        a new local one" in lines
+    for setting in (
+        "workers 2 (2 CPUs)",
+        "precision fp32 (this CPU has neither amx_bf16 nor avx512_bf16)",
+        "lr 0.003 (preset shakespeare-cpu)",
+    ):
+        assert f"setting    {setting}" in lines
     assert len({re.match(r"\S+ +", line).end() for line in lines[:-1]}) == 1  # type: ignore[union-attr]
 
 

@@ -16,7 +16,7 @@ from nanoray.config.keys import GROUPS
 from nanoray.config.spellings import PART_OF_FIELD
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
-from nanoray.forecast.dry_run import plan
+from nanoray.start.plan import plan
 
 # Values of each key, in the order in which they are tried for a condition
 VALUES: dict[str, tuple[Any, ...]] = {

@@ -13,10 +13,12 @@ import pytest
 from nanoray.cli import Loaded, Scale
 from nanoray.config import make_config, resolve_batch
 from nanoray.forecast import scale
-from nanoray.forecast.dry_run import dry_run_lines, plan
+from nanoray.forecast.dry_run import dry_run_lines
 from nanoray.forecast.rank_memory import MOST_STAGES
-from nanoray.forecast.scale import forecast_lines, known_dataset
+from nanoray.forecast.scale import known_dataset
 from nanoray.mesh.layout import Layout
+from nanoray.start.plan import plan
+from nanoray.start.scale import forecast_at
 
 RANKS = 8
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 32, "tokenizer": "byte"}
@@ -35,10 +37,10 @@ def both_ways(ranks: int = RANKS, **settings: Any) -> tuple[list[str], list[str]
     loaded = Loaded(config, frozenset(), True)
 
     dataset = known_dataset(config)
-    planned, notes = plan(loaded, ranks, dataset)
-    batch = resolve_batch(planned, Layout.of(planned, ranks).dp)
-    workers = dry_run_lines(planned, notes, batch, dataset, "here")
-    world_size = forecast_lines(loaded, Scale(ranks))
+    planned = plan(loaded, ranks, dataset)
+    batch = resolve_batch(planned.config, Layout.of(planned.config, ranks).dp)
+    workers = dry_run_lines(planned.config, planned.notes, batch, dataset, "here")
+    world_size = forecast_at(loaded, Scale(ranks))
     return key_lines(workers), key_lines(world_size)
 
 

@@ -17,10 +17,11 @@ from nanoray.forecast import scale as forecast
 from nanoray.forecast.layouts import search
 from nanoray.forecast.links import load_topology
 from nanoray.forecast.predict import OnTopology, Speed, predict
-from nanoray.forecast.scale import forecast_lines, job_of
+from nanoray.forecast.scale import job_of
 from nanoray.kube.__main__ import _with
 from nanoray.mesh.layout import Layout
 from nanoray.models.costs import flops_per_token
+from nanoray.start.scale import forecast_at
 from tests.harness.factorizations import factorizations
 
 LARGE = ["--preset", "gpt2-124m", "--dry_run", "--world_size", "4096", "--tp", "4"]
@@ -29,7 +30,7 @@ LARGE = ["--preset", "gpt2-124m", "--dry_run", "--world_size", "4096", "--tp", "
 def lines(*argv: str) -> list[str]:
     loaded = parse_args([*argv], "x", "y")
     assert loaded.scale is not None
-    return forecast_lines(loaded, loaded.scale)
+    return forecast_at(loaded, loaded.scale)
 
 
 def line(found: list[str], head: str) -> str:

@@ -10,10 +10,10 @@ from nanoray.forecast.links import Link, Topology
 from nanoray.forecast.memory import RankSizes, Sizes, exchanged, state_memory
 from nanoray.forecast.parallelisms.record import Talk
 from nanoray.forecast.predict import OnTopology, predict
-from nanoray.forecast.scale import forecast_lines
 from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.layout import Layout
 from nanoray.models.costs import count_parameters
+from nanoray.start.scale import forecast_at
 from tests.unit.test_predict import SHAPE, SPEED, job
 
 P = count_parameters(SHAPE)
@@ -23,7 +23,7 @@ FOUR = Layout(dp=4, replicas=4)
 def lines(*argv: str) -> list[str]:
     loaded = parse_args(["--dry_run", *argv], "x", "y")
     assert loaded.scale is not None
-    return forecast_lines(loaded, loaded.scale)
+    return forecast_at(loaded, loaded.scale)
 
 
 def sent(talks: list[Talk], layout: Layout) -> dict[str, float]:

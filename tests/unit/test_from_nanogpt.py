@@ -13,7 +13,7 @@ from nanoray.config.assignments import read_assignments
 from nanoray.config.nanogpt import DEFAULTS
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
-from nanoray.forecast.dry_run import plan
+from nanoray.start.plan import plan
 from nanoray.train.__main__ import main
 from tests.harness.foreign import POSITIONS, SIZES, nanogpt_checkpoint, transformers_gpt2
 
@@ -250,7 +250,7 @@ def test_a_plan_and_a_dry_run_print_what_it_became(
 ) -> None:
     loaded = load(tmp_path, CHAR)
     dataset = DatasetInfo("x", "x", Path("/x"), "uint16", 65, 10_000, 1000, "", "", {}, "text")
-    _, notes = plan(loaded, 2, dataset)
+    notes = plan(loaded, 2, dataset).notes
     assert notes[0].startswith("nanogpt as there: ")
     file = str(tmp_path / "config" / "train_char.py")
     flags = ["--from_nanogpt", file, "--dataset", str(text), "--data_dir", str(tmp_path)]

@@ -24,6 +24,7 @@ ROWS = [
     {"checkpoint", "parallel"},
     {"trace", "upload"},
     {"forecast"},
+    {"start"},
     {"sample", "train"},
     {"check", "kube", "launch", "mig", "replay", "report"},
     {"bench", "inspect", "__main__"},

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from nanoray.cli import Loaded, parse_args
-from nanoray.config import Config, load_config, make_config, recipe_of, resolve_batch
+from nanoray.cli import parse_args
+from nanoray.config import Config, Settings, load_config, make_config, recipe_of, resolve_batch
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
-from nanoray.forecast.dry_run import dry_run_lines, plan
+from nanoray.forecast.dry_run import dry_run_lines
+from nanoray.start.plan import plan
 
 IMAGES = DatasetInfo(
     "cifar10", "cifar10: a note", Path("/none"), "uint8", 10, 50_000, 10_000, "", "", {}, "images"
@@ -195,7 +196,8 @@ def test_the_example_configurations_differ_in_how_ranks_share_the_work_only() ->
 
 
 def planned(config: Config, dataset: DatasetInfo, dp: int = 2) -> tuple[Config, list[str]]:
-    return plan(Loaded(config, frozenset()), dp, dataset)
+    settings = plan(Settings(config), dp, dataset)
+    return settings.config, list(settings.notes)
 
 
 def test_epochs_become_steps_of_the_batch_and_the_dataset() -> None:

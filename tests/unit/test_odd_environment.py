@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from nanoray.atomic import write_json
-from nanoray.checkpoint.resume import open_run
 from nanoray.cli import exit_code_of
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.environment import working_folder
 from nanoray.errors import ConfigError
 from nanoray.run import RunSpec, write_attempt
+from nanoray.start.folder import open_run
 from nanoray.train.own.here import fit_here
 from nanoray.train.own.settings import loaded_of
 from nanoray.train.report import _from_here

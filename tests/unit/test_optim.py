@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from nanoray.config import Config, load_config, make_config
+from nanoray.config import Config, Settings, load_config, make_config
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.forecast.scaling import derive_scaling
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.costs import scaling_parameters
 from nanoray.models.gpt import ModelShape
 from nanoray.parallel.norm import clip_to
+from nanoray.start.scaling import scale
 from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.state.optimizers import kept_alone
 from nanoray.train.optim.groups import lr_at, make_optimizer
@@ -162,7 +162,7 @@ def test_scaling_rules_at_their_reference_point_change_nothing() -> None:
     c = load_config(preset="gpt2-124m", overrides={"block_size": "1024", "micro_batch_size": "1"})
     params = scaling_parameters(ModelShape.of(c, 32768))
     assert params == 12 * 12 * 768**2 + 32768 * 768
-    derived, _ = derive_scaling(c, frozenset(), params, dp=8)
+    derived = scale(Settings(c), params, dp=8).config
     assert derived.global_batch_size * derived.block_size == 2**19
     assert (derived.lr, derived.weight_decay) == pytest.approx((c.lr, c.weight_decay))
     assert derived.max_steps == round(12 * params / 2**19)
@@ -171,27 +171,30 @@ def test_scaling_rules_at_their_reference_point_change_nothing() -> None:
 def test_scaling_rules_move_as_they_say() -> None:
     c = load_config(preset="gpt2-124m", overrides={"micro_batch_size": "1"})
     params = scaling_parameters(ModelShape.of(c, 32768))
-    small, derived = derive_scaling(c, frozenset(), params // 16, dp=2)
+    scaled = scale(Settings(c), params // 16, dp=2)
+    small, derived = scaled.config, scaled.origins
     batch = 2 ** round(math.log2(2**19 * (1 / 16) ** 0.383))
     assert small.global_batch_size * 1024 == batch
     ratio = batch / 2**19
     assert small.lr == pytest.approx(c.lr * math.sqrt(ratio))
     assert small.weight_decay == pytest.approx(c.weight_decay * math.sqrt(ratio) * 16, rel=1e-3)
-    assert {d.key for d in derived} == {
+    reasons = {key: by for key, by in derived.items() if by != "scaling nanochat"}
+    assert reasons.keys() == {
         "global_batch_size",
         "max_steps",
         "lr",
         "min_lr",
         "weight_decay",
     }
-    assert all(d.reason for d in derived)
+    assert all(reasons.values())
+    assert all(f": {reasons[note.split()[1]]}" in note for note in scaled.notes)
 
 
 def test_scaling_keeps_what_flags_gave() -> None:
     c = load_config(preset="gpt2-124m", overrides={"lr": "1e-3", "max_steps": "7"})
-    scaled, derived = derive_scaling(c, frozenset({"lr", "max_steps"}), 10**8, dp=2)
-    assert (scaled.lr, scaled.max_steps) == (1e-3, 7)
-    assert not {"lr", "max_steps"} & {d.key for d in derived}
+    scaled = scale(Settings(c, frozenset({"lr", "max_steps"})), 10**8, dp=2)
+    assert (scaled.config.lr, scaled.config.max_steps) == (1e-3, 7)
+    assert not {"lr", "max_steps"} & scaled.origins.keys()
 
 
 def test_scaling_that_contradicts_another_flag_is_a_config_error() -> None:
@@ -199,4 +202,4 @@ def test_scaling_that_contradicts_another_flag_is_a_config_error() -> None:
         preset="gpt2-124m", overrides={"stop_at": "1900", "max_steps": "2000", "warmup_steps": "1"}
     )
     with pytest.raises(ConfigError, match="stop_at = 1900 is beyond max_steps = "):
-        derive_scaling(c, frozenset({"stop_at"}), 10**6, dp=1)
+        scale(Settings(c, frozenset({"stop_at"})), 10**6, dp=1)

@@ -644,7 +644,7 @@ try:
     lasting_out_dir(config)
 except ConfigError as error:
     print(error)
-print(lasting_out_dir(config.model_copy(update={"out_dir": "/data"})).out_dir)
+print(lasting_out_dir(config.model_copy(update={"out_dir": "/data"})))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True

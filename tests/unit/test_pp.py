@@ -24,7 +24,7 @@ from nanoray.config import make_config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 from nanoray.faults.hang import Position, behind
-from nanoray.forecast.dry_run import dry_run_lines, plan
+from nanoray.forecast.dry_run import dry_run_lines
 from nanoray.forecast.memory import Sizes
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
@@ -53,6 +53,7 @@ from nanoray.parallel.schedules import (
 )
 from nanoray.parallel.zero_bubble import WeightGradients
 from nanoray.run import recovers_in_place
+from nanoray.start.plan import plan
 
 SHAPE = ModelShape(n_layer=8, n_head=4, n_embd=24, block_size=8, bias=True, vocab_size=65)
 SHAPES = [
@@ -432,9 +433,9 @@ def test_dry_run_tells_bubble_and_memory_of_each_stage(text: Path, tmp_path: Pat
         {"micro_batch_size": 4, "grad_accum_steps": 4, "pp": 2, "dp_mode": "zero1", **values}
     )
     dataset = prepare(config)
-    config, notes = plan(Loaded(config, frozenset(), True), 4, dataset)
+    planned = plan(Loaded(config, frozenset(), True), 4, dataset)
     batch = resolve_batch(config, 2)
-    lines = dry_run_lines(config, notes, batch, dataset, "here")
+    lines = dry_run_lines(planned.config, planned.notes, batch, dataset, "here")
     assert lines[0] == "mesh       4 rank(s) = dp 2 × pp 2"
     assert (
         lines[1]

@@ -20,7 +20,6 @@ from nanoray.forecast.links import Link, Topology, placed
 from nanoray.forecast.owners import holders_of, rank_model
 from nanoray.forecast.parallelisms.record import Talk
 from nanoray.forecast.predict import OnTopology, Speed, predict, stage_memory
-from nanoray.forecast.scale import forecast_lines
 from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
@@ -31,6 +30,7 @@ from nanoray.models.kernels import Kernels
 from nanoray.models.moe import RouterTraining
 from nanoray.models.precision import weight_type
 from nanoray.parallel import cp as context
+from nanoray.start.scale import forecast_at
 
 # 256 rows with padding
 SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)
@@ -207,7 +207,7 @@ def test_a_group_is_inside_a_node_exactly_when_no_group_leaves_one(
 def lines(*, topology: str | None = None, **overrides: Any) -> str:
     config = load_config(preset="gpt2-124m", overrides={"device": "cuda", **overrides})
     loaded = Loaded(config, frozenset(), True)
-    return "\n".join(forecast_lines(loaded, Scale(4096, topology)))
+    return "\n".join(forecast_at(loaded, Scale(4096, topology)))
 
 
 def test_a_large_run_has_its_mesh_memory_traffic_and_seconds() -> None:

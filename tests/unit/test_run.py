@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from nanoray.checkpoint.resume import open_run
 from nanoray.cli import parse_args
 from nanoray.config import make_config
 from nanoray.data.prepare import prepare
@@ -33,6 +32,7 @@ from nanoray.run import (
     write_attempt,
     write_summary,
 )
+from nanoray.start.folder import open_run
 from tests.harness.cluster import wait_for
 from tests.harness.commands import Command, run
 from tests.harness.messages import find_line

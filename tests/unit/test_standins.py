@@ -51,7 +51,7 @@ SCRIPT = """
 import json, sys
 import pydantic, yaml
 from nanoray.config import Config, load_config, make_config
-from nanoray.config.load import PRESET_DIR
+from nanoray.config.layers import PRESET_DIR
 from nanoray.errors import ConfigError
 MICRO = {"micro_batch_size": 2}
 out = {"files": [pydantic.__file__, yaml.__file__], "fields": {}, "presets": {}, "given": []}

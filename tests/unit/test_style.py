@@ -116,7 +116,6 @@ WORDS: dict[str, int] = {
     "bench/chaos.py": 1,
     "bench/pipeline.py": 1,
     "config/conflicts.py": 1,
-    "forecast/dry_run.py": 1,
     "replay/bisect.py": 1,
 }
 # END

@@ -19,7 +19,7 @@ from nanoray.cli import Loaded
 from nanoray.config import Batch, make_config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.forecast.dry_run import dry_run_lines, plan, talk_lines
+from nanoray.forecast.dry_run import dry_run_lines, talk_lines
 from nanoray.forecast.memory import Sizes
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
@@ -30,6 +30,7 @@ from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import LossScaler
 from nanoray.parallel import tp
 from nanoray.parallel.buckets import Buckets
+from nanoray.start.plan import plan
 from nanoray.state.rank_state import Holding, Share
 from nanoray.state.train_state import TrainState
 from nanoray.train.guard.guards import Guards
@@ -183,8 +184,8 @@ def test_dry_run_tells_memory_and_who_talks_to_whom(text: Path, tmp_path: Path) 
     config = make_config({"micro_batch_size": 4, "tp": 2, "dp_mode": "zero1", **values})
     loaded = Loaded(config, frozenset(), True)
     dataset = prepare(config)
-    config, notes = plan(loaded, 4, dataset)
-    lines = dry_run_lines(config, notes, resolve_batch(config, 2), dataset, "here")
+    planned = plan(loaded, 4, dataset)
+    lines = dry_run_lines(planned.config, planned.notes, resolve_batch(config, 2), dataset, "here")
     assert lines[0] == "mesh       4 rank(s) = dp 2 × tp 2"
     assert (
         lines[1]

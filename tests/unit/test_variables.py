@@ -10,7 +10,7 @@ import pytest
 
 from nanoray.cli import parse_args
 from nanoray.config import make_config
-from nanoray.config.load import lay_over
+from nanoray.config.layers import lay_over
 from nanoray.config.variables import explicit, values_of
 from nanoray.errors import ConfigError
 

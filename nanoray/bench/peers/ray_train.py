@@ -28,7 +28,6 @@ import ray.train
 import ray.train.torch
 
 from nanoray.bench.drained import PEER_DRAINS
-from nanoray.checkpoint.resume import open_run
 from nanoray.cli import parse_args
 from nanoray.data.prepare import prepare
 from nanoray.devices.gpus import discover_gpus
@@ -40,6 +39,7 @@ from nanoray.launch.placement import connected
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import Order
 from nanoray.run import RunSpec
+from nanoray.start.folder import open_run
 
 ASK_EVERY = 20  # steps between two questions for a notice
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanoray.cli import Loaded
-from nanoray.config import Config, make_config
+from nanoray.config import Config
 from nanoray.config.load import flatten
 from nanoray.config.paths import expand_paths
 from nanoray.errors import ConfigError
@@ -48,7 +48,9 @@ def loaded_of(config: Mapping[str, Any] | Config) -> Loaded:
     # A global batch that was given alone decides the micro batch, not the default above.
     if "global_batch_size" in keys and "micro_batch_size" not in keys:
         values["micro_batch_size"] = 0
-    return Loaded(make_config(values), frozenset(keys), dry_run, quiet=quiet)
+    layers = [("the default of a script's run", DEFAULTS), ("script", keys)]
+    loaded = Loaded.of(values, layers, frozenset(keys))
+    return replace(loaded, dry_run=dry_run, quiet=quiet)
 
 
 def refuse_while_spawned() -> None:
@@ -68,5 +70,4 @@ def with_steps(loaded: Loaded, steps: int | None) -> Loaded:
     """Return a configuration with this number of steps; None: with its own."""
     if steps is None:
         return loaded
-    values = loaded.config.model_dump() | {"max_steps": steps}
-    return replace(loaded, config=make_config(values))
+    return loaded.set({"max_steps": steps}, "steps of fit")

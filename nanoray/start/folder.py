@@ -1,4 +1,4 @@
-"""Open a run: a new folder, or the one that `--resume` continues.
+"""Open a run's folder: a new one, or the one that `--resume` continues.
 
 The driver uses this, so what imports torch is imported late.
 """
@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nanoray.atomic import write_json
-from nanoray.config import Config, read_yaml, recipe_of
+from nanoray.config import Config, Settings, read_yaml, recipe_of
+from nanoray.config.settings import OF_ONE_COMMAND, RUN, origin_of, with_origins
 from nanoray.config.weights.source import find
 from nanoray.data.prepare import DatasetInfo
 from nanoray.run import RunSpec, lock_run, new_folder, storage_clock, write_attempt
 
 
-def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
+def open_run(
+    config: Config,
+    dataset: DatasetInfo,
+    started: float,
+    origins: Mapping[str, str] | None = None,
+) -> RunSpec:
     """Create or find the run's folder, and write config.json and run.json. (one process)
+
+    origins: who has set each key (Settings).
 
     `--resume auto` and a run folder under out_dir continue in that folder; without an out_dir of
     its own, a configuration has that of the run (make_config). A single checkpoint, or a run of
@@ -27,6 +37,7 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     ConfigError when another process uses the run.
     """
     out_dir = Path(os.path.realpath(Path(config.out_dir).expanduser()))  # also of a loop of links
+    origins = origins or {}
     resume = ""
     folder = None
     notes: list[str] = []
@@ -53,10 +64,14 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
                     f"{', '.join(edited.values())}; a resume without --preset or --config follows it"
                 )
             changed = other_recipe(found.run_dir, recipe, found.state.meta)
+            name = found.run_dir.name
             if changed:
-                notes.append(
-                    f"resume  not the recipe of {found.run_dir.name}: {', '.join(changed.values())}"
-                )
+                notes.append(f"resume  not the recipe of {name}: {with_origins(changed, origins)}")
+            others = other_recipe(
+                found.run_dir, _compared(config, recipe, origins), found.state.meta
+            )
+            if others:
+                notes.append(f"resume  other settings than {name}: {with_origins(others, origins)}")
 
             # Continue in the run's own folder, or begin a new one from its checkpoint.
             run_dir = found.run_dir.resolve()
@@ -70,13 +85,13 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
 
     # What config.json records: of a run, the checkpoint that is its newest now. A resumed run does
     # not read it again, and keeps the record.
+    settings = Settings(config, origins=origins)
     if found is not None:
-        init_from = _recorded_init(found.run_dir)
+        began = {"init_from": _recorded_init(found.run_dir)}
+        settings = settings.set(began, RUN + found.run_dir.name)
     elif config.init_from:
-        init_from = str(find(config.init_from).path)
-    else:
-        init_from = ""
-    config = config.model_copy(update={"init_from": init_from})
+        weights = str(find(config.init_from).path)
+        settings = settings.set({"init_from": weights}, f"newest of {config.init_from}")
 
     is_new = folder is None
     if folder is None:
@@ -88,15 +103,43 @@ def open_run(config: Config, dataset: DatasetInfo, started: float) -> RunSpec:
     for name in ("checkpoints", "logs"):
         (folder / name).mkdir(exist_ok=True)
     (folder / "summary.json").unlink(missing_ok=True)  # written by an earlier command of this run
-    spec = RunSpec(config, dataset, folder, started, resume, 0, tuple(notes), lock, is_new)
+    spec = RunSpec(
+        settings.config,
+        dataset,
+        folder,
+        started,
+        resume,
+        0,
+        tuple(notes),
+        lock,
+        is_new,
+        origins=settings.origins,
+    )
     # The attempt first: from then on, older processes of the run cannot commit a checkpoint.
     write_attempt(spec)
     written_at = storage_clock(folder / "attempt")
     if written_at is not None:
         spec = replace(spec, storage_ahead_s=written_at - time.time())
-    write_json(folder / "config.json", config.model_dump())
+    write_json(folder / "config.json", spec.config.model_dump())
     write_json(folder / "run.json", spec.to_dict())
     return spec
+
+
+def _compared(
+    config: Config, recipe: Mapping[str, Any], origins: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the keys beside the recipe that a resume compares with those of the run.
+
+    Not those of one command, nor paths of the run that were made absolute. What their devices decide
+    is compared by the ranks (train/agree.py).
+    """
+    compared = {}
+    for key, value in config.model_dump().items():
+        is_inherited = key in ("dataset", "data_dir") and origin_of(origins, key).startswith(RUN)
+        is_open = key in ("precision", "attention", "workers") and value == "auto"
+        if not (key in recipe or key in OF_ONE_COMMAND or is_inherited or is_open):
+            compared[key] = value
+    return compared
 
 
 def _recorded_init(run_dir: Path) -> str:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TypeVar
 
-from nanoray.config import Config, make_config
+from nanoray.config import Settings
 
-
-class Derived(NamedTuple):
-    """A value that a scaling rule set, and why."""
-
-    key: str
-    value: float | int
-    reason: str
-
+S = TypeVar("S", bound=Settings)
 
 # nanochat's reference point: depth 12 (width 768, vocabulary 32,768) trained on r = 12 tokens per
 # scaling parameter with 2^19 tokens a batch. The rules move a recipe tuned there to another size.
@@ -23,16 +16,15 @@ _REF_SCALING_PARAMS = 12 * 12 * 768**2 + 32768 * 768
 _REF_TOKENS_PER_PARAM = 12.0
 
 
-def derive_scaling(
-    config: Config, given: frozenset[str], scaling_params: int, dp: int
-) -> tuple[Config, list[Derived]]:
+def scale(settings: S, scaling_params: int, dp: int) -> S:
     """Derive tokens from the model's size, batch from tokens, rate and decay from the batch.
 
     D = r·S; B = B_ref·(D/D_ref)^0.383 rounded to a power of two; lr ∝ √(B/B_ref); weight decay ∝
     √(B/B_ref)·D_ref/D. `lr`, `muon_lr` and `weight_decay` of the configuration are taken as the
-    values at the reference point. Keys in `given` (set by flags) are kept. The batch is at least
+    values at the reference point. Keys that the user has given are kept. The batch is at least
     one sequence per rank and a multiple of the ranks' micro batches.
     """
+    config, given = settings.config, settings.given
     tokens = config.tokens_per_param * scaling_params
     ref_tokens = _REF_TOKENS_PER_PARAM * _REF_SCALING_PARAMS
     unit = max(1, config.micro_batch_size) * max(1, config.grad_accum_steps) * dp
@@ -51,33 +43,34 @@ def derive_scaling(
     decay = config.weight_decay * lr_factor * ref_tokens / tokens
     by_batch = f"√(B/B_ref = {ratio:.3g})"
 
-    derived = [
-        Derived(
-            "global_batch_size",
+    # key -> its value, and the reason for it
+    derived = {
+        "global_batch_size": (
             sequences,
             f"2^19 tok × (D/D_ref = {tokens / ref_tokens:.3g})^0.383 as a power of two, in units "
             f"of {unit} sequences",
         ),
-        Derived(
-            "max_steps",
+        "max_steps": (
             steps,
             f"D = {config.tokens_per_param:g} tok × S = {scaling_params:,} parameters = "
             f"{tokens:.3g} tok",
         ),
-        Derived("lr", config.lr * lr_factor, f"{config.lr:g} × {by_batch}"),
-    ]
+        "lr": (config.lr * lr_factor, f"{config.lr:g} × {by_batch}"),
+    }
     if config.optimizer == "muon":
-        derived.append(
-            Derived("muon_lr", config.muon_lr * lr_factor, f"{config.muon_lr:g} × {by_batch}")
-        )
-    derived += [
-        Derived("min_lr", config.min_lr * lr_factor, f"{config.min_lr:g} × {by_batch}"),
-        Derived(
-            "weight_decay",
-            decay,
-            f"{config.weight_decay:g} × {by_batch} × D_ref/D = {ref_tokens / tokens:.3g}",
-        ),
-    ]
-    derived = [d for d in derived if d.key not in given]
-    updates = {d.key: d.value for d in derived} | {"expected_val_loss": {}, "scaling": "none"}
-    return make_config(config.model_dump() | updates), derived
+        derived["muon_lr"] = (config.muon_lr * lr_factor, f"{config.muon_lr:g} × {by_batch}")
+    derived["min_lr"] = (config.min_lr * lr_factor, f"{config.min_lr:g} × {by_batch}")
+    derived["weight_decay"] = (
+        decay,
+        f"{config.weight_decay:g} × {by_batch} × D_ref/D = {ref_tokens / tokens:.3g}",
+    )
+    for key in derived.keys() & given:
+        del derived[key]
+
+    values = {key: value for key, (value, _) in derived.items()}
+    reasons = {key: reason for key, (_, reason) in derived.items()}
+    done = {"expected_val_loss": {}, "scaling": "none"}
+    settings = settings.set(values | done, reasons | dict.fromkeys(done, "scaling nanochat"))
+    return settings.note(
+        *(f"scale  {key} = {values[key]:.4g}: {reason}" for key, reason in reasons.items())
+    )

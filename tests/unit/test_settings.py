@@ -1,0 +1,242 @@
+"""One pipeline of steps makes the configuration of a run, and remembers who has set each key."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nanoray.cli import parse_args
+from nanoray.config import Settings, load_settings, make_config
+from nanoray.config.settings import DEFAULT, FLAG, lines_of, origin_of
+from nanoray.data.prepare import prepare
+from nanoray.devices.device import Device
+from nanoray.errors import ConfigError
+from nanoray.launch.__main__ import launch
+from nanoray.run import RunSpec
+from nanoray.start.folder import open_run
+from nanoray.start.opening import Opening, with_precision
+from nanoray.train.__main__ import main as train
+from nanoray.train.agree import decided_otherwise
+from tests.harness.ranks import TINY, make_spec, run_ranks
+
+STEPS = st.lists(
+    st.tuples(
+        st.dictionaries(st.sampled_from(["lr", "max_steps", "seed"]), st.integers(200, 203)),
+        st.sampled_from(["a", "b", "c"]),
+    ),
+    max_size=6,
+)
+
+
+def written(settings: Settings) -> list[str]:
+    return lines_of(settings.chosen())
+
+
+# ---- the steps -------------------------------------------------------------------------------------
+
+
+@given(STEPS)
+def test_a_key_is_of_the_last_step_that_changed_it(steps: list[tuple[dict[str, int], str]]) -> None:
+    settings = Settings(make_config(TINY))
+    last: dict[str, str] = {}
+    for values, by in steps:
+        before = settings.config
+        settings = settings.set(values, by)
+        for key, value in values.items():
+            assert getattr(settings.config, key) == value
+            if getattr(before, key) != value:
+                last[key] = by
+    assert settings.origins == last
+    untouched = settings.config.model_dump(exclude=set(last))
+    assert untouched == make_config(TINY).model_dump(exclude=set(last))
+
+
+def test_a_step_is_validated_as_a_whole() -> None:
+    """Values of one step may need each other: here a floor above the old rate."""
+    settings = load_settings(preset="tiny")
+    moved = settings.set({"lr": 2.0, "min_lr": 1.5}, {"lr": "rule 1", "min_lr": "rule 2"})
+    assert (moved.origins["lr"], moved.origins["min_lr"]) == ("rule 1", "rule 2")
+    with pytest.raises(ConfigError, match="min_lr"):
+        settings.set({"min_lr": 1.5}, "rule 2")
+
+
+def test_each_layer_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("lr: 0.01\nmax_steps: 50\ndp_mode: fsdp:bf16\n")
+    settings = load_settings(str(file), "tiny", {"max_steps": "60"})
+    assert settings.given == {"max_steps"}
+    lines = written(settings)
+    for line in (
+        f"name mine (file {file})",
+        "n_layer 2 (preset tiny)",
+        f"lr 0.01 (file {file})",
+        "max_steps 60 (flag)",
+        f"dp_mode fsdp:bf16 (file {file})",
+    ):
+        assert line in lines
+    assert origin_of(settings.origins, "fsdp_gather") == f"file {file}"
+    assert origin_of(settings.origins, "seed") == DEFAULT
+    # What a preset sets to the default is nothing to read about
+    assert not [line for line in lines if line.startswith(("seed", "dropout"))]
+
+
+def test_a_replaced_key_leaves_no_origin() -> None:
+    """Epochs replace the preset's steps, and a batch per rank its global one."""
+    flags = {"num_epochs": "1", "micro_batch_size": "2", "grad_accum_steps": "3"}
+    origins = load_settings(preset="tiny", overrides=flags).origins
+    assert not {"max_steps", "global_batch_size"} & origins.keys()
+    assert {origins[key] for key in flags} == {FLAG}
+
+
+def test_the_weakest_gpu_decides_the_precision() -> None:
+    old, new = (
+        Device("cuda", 0, "a", "GPU", 1 << 34, "a", bf16=False),
+        Device("cuda", 1, "b", "GPU", 1 << 34, "b", bf16=True),
+    )
+    settings = load_settings(preset="tiny")
+    assert with_precision(settings, "cuda", [new]).config.precision == "bf16"
+    decided = with_precision(settings, "cuda", [new, old])
+    assert decided.config.precision == "fp16"
+    assert "older than compute capability 8" in decided.origins["precision"]
+    asked = load_settings(preset="tiny", overrides={"precision": "fp32"})
+    assert with_precision(asked, "cuda", [new]) is asked
+
+
+# ---- dry runs --------------------------------------------------------------------------------------
+
+
+def flags_of(text: Path, tmp_path: Path, *more: str) -> list[str]:
+    where = ("--dataset", str(text), "--data_dir", str(tmp_path), "--out_dir", str(tmp_path / "o"))
+    return ["--preset", "tiny", "--device", "cpu", *where, *more]
+
+
+def dry_launch(argv: list[str]) -> int:
+    return launch(parse_args(argv, "launch", "x"), time.time())
+
+
+@pytest.mark.parametrize(
+    ("command", "workers"), [(train, None), (dry_launch, "workers 2 (2 CPUs)")]
+)
+def test_a_dry_run_says_where_each_value_comes_from(
+    command: Callable[[list[str]], int],
+    workers: str | None,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("nanoray.launch.__main__.available_cpus", lambda: 2.0)
+    monkeypatch.setattr("nanoray.start.opening.cpu_features", frozenset)
+    argv = flags_of(text, tmp_path, "--num_epochs", "2", "--dry_run")
+    assert command(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("mesh ")
+    assert lines[-1] == "dry run: nothing was started"
+    found = [line[11:] for line in lines if line.startswith("setting ")]
+    assert found[0] == "name tiny (preset tiny)"
+    assert "block_size 32 (preset tiny)" in found
+    assert "precision fp32 (this CPU has neither amx_bf16 nor avx512_bf16)" in found
+    epochs = next(line for line in found if line.startswith("max_steps"))
+    assert "2 epoch(s) × " in epochs
+    assert [line for line in found if line.startswith("workers")] == ([workers] if workers else [])
+
+
+# ---- resumes ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one rank with a checkpoint, as a command on Ray has opened it."""
+    out = tmp_path_factory.mktemp("trained")
+    keys = TINY | {"dataset": str(text), "data_dir": str(out), "out_dir": str(out), "workers": 1}
+    settings = Settings.of(keys, [("preset x", TINY), (FLAG, {"workers": 1})])
+    spec = open_run(settings.config, prepare(settings.config), time.time(), settings.origins)
+    run_ranks(replace(spec), 1)
+    return spec.folder
+
+
+def notes_of(argv: list[str], **machine: Any) -> str:
+    """Open a run as a command does, and return the lines of its plan."""
+    opening = Opening(parse_args(argv, "x", "y"), time.time())
+    opening.set(machine, "2 CPUs")
+    opening.read()
+    return "\n".join(opening.open(2).notes)
+
+
+def test_a_resume_inherits_who_has_set_a_key(trained: Path) -> None:
+    origins = parse_args(["--resume", str(trained), "--lr", "0.1"], "x", "y").origins
+    assert origins["n_layer"] == f"run {trained.name}: preset x"
+    assert origins["lr"] == FLAG
+    assert origins["out_dir"] == f"run {trained.name}"
+    assert "workers" not in origins, "how many ranks is a matter of each command"
+    # Once more: the name of the run is there once
+    record = json.loads((trained / "run.json").read_text())
+    record["origins"] = dict(origins)
+    copy = trained.with_name(f"{trained.name}-again")
+    copy.mkdir()
+    (copy / "config.json").write_text((trained / "config.json").read_text())
+    (copy / "run.json").write_text(json.dumps(record))
+    again = parse_args(["--resume", str(copy)], "x", "y").origins
+    assert again["lr"] == f"run {copy.name}: flag"
+
+
+def test_a_resume_says_what_differs_and_who_set_it(trained: Path, tmp_path: Path) -> None:
+    """By a flag, by a file and by this machine; nothing where nothing differs."""
+    assert notes_of(["--resume", str(trained), "--workers", "1"]) == ""
+    by_flag = notes_of(["--resume", str(trained), "--workers", "1", "--max_steps", "9"])
+    assert by_flag == (
+        f"resume  other settings than {trained.name}: max_steps is 8 there and 9 here (flag)"
+    )
+    by_machine = notes_of(["--resume", str(trained)], workers=2)
+    assert by_machine.endswith("workers is 1 there and 2 here (2 CPUs)")
+
+    config = json.loads((trained / "config.json").read_text())
+    file = tmp_path / "test.yaml"
+    for key in ("resume", "workers", "env", "kube", "expected_val_loss"):
+        config.pop(key)
+    config |= {"lr": 0.5, "log_every": 4, "max_steps": 8}
+    file.with_suffix(".json").write_text(json.dumps(config))
+    by_file = notes_of(
+        ["--config", str(file.with_suffix(".json")), "--resume", str(trained), "--workers", "1"]
+    )
+    here = f"(file {file.with_suffix('.json')})"
+    assert f"not the recipe of {trained.name}: lr is 0.001 there and 0.5 here {here}" in by_file
+    assert f"than {trained.name}: log_every is 1 there and 4 here {here}" in by_file
+
+
+def test_ranks_say_what_their_device_decides_otherwise(trained: Path) -> None:
+    step = next((trained / "checkpoints").glob("step_*"))
+    config = RunSpec.from_dict(json.loads((trained / "run.json").read_text())).config
+    decided = config.model_copy(update={"precision": "bf16", "attention": "flash"})
+    notes = decided_otherwise(str(step), config, decided, "every GPU multiplies bf16")
+    assert notes == ["resume  precision is fp32 there and bf16 here (every GPU multiplies bf16)"]
+    # It was asked for: the driver has said so
+    assert not decided_otherwise(str(step), decided, decided, "asked for")
+    assert decided_otherwise("", config, decided, "") == []
+
+
+def test_an_edited_config_and_a_run_of_an_older_version(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path)
+    folder = spec.folder
+    del spec
+    record = json.loads((folder / "run.json").read_text())
+    assert record.pop("origins") == {}
+    (folder / "run.json").write_text(json.dumps(record))
+    assert RunSpec.from_dict(record).origins == {}
+
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"lr": 0.5}))
+    loaded = parse_args(["--resume", str(folder)], "x", "y")
+    assert loaded.config.lr == 0.5
+    assert loaded.origins["lr"] == "edited in config.json"
+    assert loaded.origins["max_steps"] == f"run {folder.name}"
+    assert "max_steps 8 (run " in "\n".join(written(loaded))
