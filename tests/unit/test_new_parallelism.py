@@ -42,12 +42,9 @@ def cut(model: nn.Module, axis: Axis) -> None:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-
 from nanoray.config import Config
 from nanoray.forecast.job import Job
-from nanoray.forecast.parallelisms.record import Parallelism, Sender, Talk, Tried, divisors
+from nanoray.forecast.parallelisms.record import Parallelism, Sender, Talk, every_size
 from nanoray.mesh.layout import Layout
 
 
@@ -61,17 +58,17 @@ def _words(config: Config, layout: Layout) -> dict[str, str]:
     return {"xp": "greetings, per micro batch"}
 
 
-def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
-    for size in divisors(layout.dp):
-        yield replace(layout, dp=layout.dp // size, xp=size)
-
-
 def _refusal(job: Job, layout: Layout) -> str | None:
     return "xp above 2: two ranks greet each other" if layout.xp > 2 else None
 
 
 XP = Parallelism(
-    key="xp", in_pass=True, talks=_talks, words=_words, tries=_tries, refusal=_refusal
+    key="xp",
+    in_pass=True,
+    talks=_talks,
+    words=_words,
+    tries=every_size("xp"),
+    refusal=_refusal,
 )
 ''',
 }

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+from collections.abc import Collection
 
 from torch import nn
 
 from nanoray.config import Config
 from nanoray.forecast.job import Job
-from nanoray.forecast.parallelisms.record import Parallelism, Sender, Talk, Tried, divisors
+from nanoray.forecast.parallelisms.record import Parallelism, Sender, Talk, every_size
 from nanoray.mesh.layout import Coords, Layout
 from nanoray.parallel.pp import split
 
@@ -41,11 +40,6 @@ def _words(config: Config, layout: Layout) -> dict[str, str]:
     return {"pp": "the residual stream of each micro batch, and its gradient back"}
 
 
-def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
-    for size in divisors(layout.dp):
-        yield replace(layout, dp=layout.dp // size, pp=size)
-
-
 def _refusal(job: Job, layout: Layout) -> str | None:
     # Each stage of an interleaved pipeline holds several chunks of layers.
     parts = layout.pp * job.chunks if layout.pp > 1 else 1
@@ -70,7 +64,7 @@ PIPELINE = Parallelism(
     in_pass=True,
     talks=talks,
     words=_words,
-    tries=_tries,
+    tries=every_size("pp"),
     refusal=_refusal,
     cut=_cut,
     holders=_holders,

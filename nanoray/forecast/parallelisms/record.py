@@ -18,7 +18,7 @@ A record says only what differs from a way that sends nothing and keeps nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -107,8 +107,21 @@ class Tried(NamedTuple):
     ranks_per_node: int | None  # None: nodes are not known
 
 
+Tries = Callable[[Tried, Layout], Iterable[Layout]]
+
+
 def _one_size(tried: Tried, layout: Layout) -> Iterable[Layout]:
     return (layout,)
+
+
+def every_size(key: str) -> Tries:
+    """Return `tries` of an axis that takes its ranks from the data replicas: each divisor."""
+
+    def tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
+        for size in divisors(layout.dp):
+            yield replace(layout, **{"dp": layout.dp // size, key: size})
+
+    return tries
 
 
 @dataclass(frozen=True)
@@ -122,7 +135,7 @@ class Parallelism:
     # From a configuration and its layout to contents by axis of Layout.steps
     words: Callable[[Config, Layout], Mapping[str, str]]
     # From a layout without this way to those with each of its sizes
-    tries: Callable[[Tried, Layout], Iterable[Layout]] = _one_size
+    tries: Tries = _one_size
     refusal: Callable[[Job, Layout], str | None] = lambda job, layout: None
     # Seconds by the `when` of talks
     hides: Callable[[Compute], Mapping[str, float]] = lambda compute: {}

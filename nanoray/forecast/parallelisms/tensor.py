@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-
 from torch import nn
 
 from nanoray.config import Config
@@ -13,9 +10,8 @@ from nanoray.forecast.parallelisms.record import (
     Parallelism,
     Sender,
     Talk,
-    Tried,
     axis_of,
-    divisors,
+    every_size,
 )
 from nanoray.forecast.weights import layers_of
 from nanoray.mesh.layout import Coords, Layout
@@ -126,11 +122,6 @@ def _words(config: Config, layout: Layout) -> dict[str, str]:
     return {"tp": f"2 {sums} of activations per block, forward and backward each"}
 
 
-def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
-    for size in divisors(layout.dp):
-        yield replace(layout, dp=layout.dp // size, tp=size)
-
-
 def _refusal(job: Job, layout: Layout) -> str | None:
     shape = job.shape
     cut = {
@@ -160,7 +151,7 @@ TENSOR = Parallelism(
     in_pass=True,
     talks=talks,
     words=_words,
-    tries=_tries,
+    tries=every_size("tp"),
     refusal=_refusal,
     cut=_cut,
 )
