@@ -107,7 +107,7 @@ class Driver:
                             return self._ended_untrained()
                         case GiveUp(reason, note):
                             return self._gave_up(reason, note)
-                    stage = self._take(step)
+                    stage = self._take(step)  # which may begin a new RunState
                     self.at.stage = stage
         finally:
             if self.faults.recovery:
