@@ -44,6 +44,9 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     for name, buffer in buffers_of(model, persistent=True).items():
         yield name, buffer.tensor
+    for name, buffer in buffers_of(model, persistent=False).items():
+        if buffer.tensor.is_meta:  # it cannot be moved to a device either
+            yield name, buffer.tensor
 
 
 def _problem_of(tensor: Tensor) -> str:

@@ -432,12 +432,10 @@ class Batches:
 
         # An iterable has no state, so going back means to begin again and to skip.
         if self._next < 0 or number < self._next:
-            self._next = 0
-            self._epoch = -1
-            self._begin_epoch()
+            self._restart()
         while self._next <= number:
             index = self._next
-            pair = self._advance()
+            pair = require_size(self._advance(), index, self._split, self._micro)
             if index > number - KEPT:
                 self._kept[index] = pair
         while len(self._kept) > KEPT:
@@ -450,6 +448,11 @@ class Batches:
         self._iterator = iter(())
         self._next = -1
 
+    def _restart(self) -> None:
+        self._next = 0
+        self._epoch = -1
+        self._begin_epoch()
+
     def _begin_epoch(self) -> None:
         self._epoch += 1
         # What it draws when it begins, such as an order, follows from the epoch.
@@ -461,6 +464,7 @@ class Batches:
                 self._iterator = iter(self._batches)
 
     def _advance(self) -> tuple[Any, Any]:
+        """Return the next batch, of the next epoch where this one is at its end."""
         batch = self._next_with_samples()
         if batch is None:
             self._begin_epoch()
@@ -470,9 +474,8 @@ class Batches:
                 f"the {self._split} data yield no batch; give an iterable that can be iterated "
                 "again"
             )
-        index = self._next
         self._next += 1
-        return require_size(batch, index, self._split, self._micro)
+        return as_pair(batch)
 
     def _next_with_samples(self) -> Any:
         """Return the epoch's next batch that has a sample; None at its end."""
@@ -485,14 +488,8 @@ class Batches:
 
     def adopt_size(self) -> int:
         """Take the number of samples of the first batch for micro_batch_size, and return it."""
-        self._next = 0
-        self._epoch = -1
-        self._begin_epoch()
-        batch = self._next_with_samples()
-        if batch is None:
-            raise DataError(f"the {self._split} data yield no batch; give at least one sample")
-        self._kept[0] = as_pair(batch)
-        self._next = 1
+        self._restart()
+        self._kept[0] = self._advance()
         self._micro = count_samples(self._kept[0])
         return self._micro
 
@@ -503,9 +500,7 @@ class Batches:
         """
         samples: list[Any] = []
         pairs: list[tuple[Any, Any]] = []
-        self._next = 0
-        self._epoch = -1
-        self._begin_epoch()
+        self._restart()
         while len(samples) < limit:
             batch = self._next_with_samples()
             if batch is None:
@@ -521,8 +516,6 @@ class Batches:
                     samples.append((_sample_of(inputs, i, count), _sample_of(targets, i, count)))
             self._next += 1
         self.close()
-        if not samples:
-            raise DataError(f"the {self._split} data yield no batch")
         if len({_shapes_of(sample) for sample in samples}) > 1:
             return Kept(pairs)
         return items_of(samples[:limit], self._split, self._seed)
@@ -531,7 +524,7 @@ class Batches:
 def source_of(data: Any, split: str, micro: int, seed: int = 0) -> Items | Batches:
     """Return data as items with an index, or as batches.
 
-    Raises DataError for data that no resume could read again, TypeError for what is no iterable.
+    Raises DataError for what is neither, and for data that no resume could read again.
     """
     stream = stream_of(data)
     if stream is not None and len(stream) == 0:
@@ -548,6 +541,12 @@ def source_of(data: Any, split: str, micro: int, seed: int = 0) -> Items | Batch
         return _items_of_loader(data, split, micro, seed)
     if _is_dataset(data) and not isinstance(data, DataLoader):
         return items_of(data, split, seed)
+    # Python would also iterate over a dataset that lacks len(): its items are no batches.
+    if not isinstance(data, Iterable):
+        raise DataError(
+            f"the {split} data are a {type(data).__name__}; give a dataset (len and []), a "
+            "DataLoader or an iterable of batches"
+        )
     # A generator, or another iterator, cannot begin again.
     if not isinstance(data, DataLoader) and iter(data) is data:
         raise DataError(

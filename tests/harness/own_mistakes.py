@@ -74,12 +74,12 @@ SCHEDULE = {
     "and the script gives a scheduler": "a rate that two set",
 }
 DATA = {
+    "give a dataset (len and []), a DataLoader": "items taken for batches",
     "must be a pair of inputs and targets": "rows taken for inputs and targets",
     "has no sample; give files": "an endless search for a batch",
     "can be iterated once only": "a resume without data",
     "data are empty; give at least one sample": "an endless search for a batch",
     "that can be iterated again": "an endless search for a batch",
-    "data yield no batch": "a validation loss of nothing",
     "samples, but micro_batch_size =": "a wrong number of samples in a step",
     "more than micro_batch_size": "a wrong number of samples in a step",
     "data come in batches of": "a wrong number of samples in a step",

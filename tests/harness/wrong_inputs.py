@@ -346,6 +346,12 @@ def on_meta() -> nn.Module:
         return network()
 
 
+def with_meta_buffer() -> nn.Module:
+    model = network()
+    model.register_buffer("table", torch.empty(2, device="meta"), persistent=False)
+    return model
+
+
 def frozen() -> nn.Module:
     return network().requires_grad_(False)
 
@@ -473,6 +479,13 @@ class Items:
         return self.item
 
 
+class Endless:
+    """A dataset that lacks len()."""
+
+    def __getitem__(self, i: int) -> Any:
+        return inputs()[i], inputs()[i].sum(0, keepdim=True)
+
+
 class BrokenItems(Items):
     def __getitem__(self, i: int) -> Any:
         raise OSError("the disk is gone")
@@ -583,6 +596,10 @@ WRONG_MODELS: dict[str, Wrong] = {
             "0.weight is on the device meta",
             "to_empty",
         ),
+    ),
+    "a buffer on the meta device": Wrong(
+        partial(built, build=with_meta_buffer),
+        ("table is on the device meta", "to_empty"),
     ),
     "all weights frozen": Wrong(
         partial(built, build=frozen),
@@ -1038,13 +1055,12 @@ WRONG_DATA: dict[str, Wrong] = {
         "TensorDataset(inputs, targets)",
         data="train.csv",
     ),
-    "a number": wrong(
-        "reading the train data, the number 24",
-        "failed before step 1",
-        "'int' object is not iterable",
-        "give a dataset",
-        loud=True,
-        data=24,
+    "a number": wrong("the train data are a int", "give a dataset (len and [])", data=24),
+    "a dataset without len()": wrong(
+        "the train data are a Endless",
+        "give a dataset (len and [])",
+        data=Endless(),
+        settings={"micro_batch_size": 6},
     ),
     "items are dicts": wrong(
         "the forward of Sequential, called with a NamedBatch of x, labels",
@@ -1112,11 +1128,8 @@ WRONG_DATA: dict[str, Wrong] = {
     ),
     "a dataset without items": wrong("the train data are empty", "at least one", data=[]),
     "a function as data": wrong(
-        "reading the train data, the function iter",
-        "failed before step 1",
-        "is not iterable",
-        "give a dataset",
-        loud=True,
+        "the train data are a builtin_function",
+        "give a dataset (len and []), a DataLoader",
         data=iter,
         settings={"micro_batch_size": 6},
     ),

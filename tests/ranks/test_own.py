@@ -463,6 +463,7 @@ def test_data_that_cannot_be_read_are_told_why() -> None:
             iter([1]),
             "the train data can be iterated once only; give a class whose __iter__ begins anew",
         ),
+        (3, "the train data are a int; give a dataset"),
         ([], "the train data are empty; give at least one sample"),
     ):
         with pytest.raises(DataError, match=text):

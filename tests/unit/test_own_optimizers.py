@@ -357,8 +357,10 @@ def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"not update 0\.weight; give it all"):
         require_all_parameters(model, optimizer_of([]))
     both = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters())]
-    with pytest.raises(ConfigError, match=r"of shape \[96, 3\] belongs to both SGD and Adam; give"):
-        optimizer_of(both)
+    with pytest.raises(ConfigError, match=r"0\.weight belongs to both SGD and Adam; give each"):
+        require_all_parameters(model, optimizer_of(both))
+    with pytest.raises(ConfigError, match=r"0\.weight belongs to both SGD and SGD; give each"):
+        require_all_parameters(model, optimizer_of([both[0], both[0]]))
 
     kept_open = torch.optim.SGD(model.parameters(), lr=0.1)
     kept_open.handle = (n for n in range(3))  # type: ignore[attr-defined]

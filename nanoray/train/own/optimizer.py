@@ -53,28 +53,16 @@ MATRICES = ((6, 8), (64, 96))
 def optimizer_of(given: Any) -> Optimizer:
     """Return a script's optimizer; of several, one that steps them in their order.
 
-    Raises ConfigError for what is no optimizer, and for a parameter that belongs to two.
+    Raises ConfigError for what is no optimizer.
     """
     several = isinstance(given, (list, tuple))
     members = list(given) if several else [given]
-    owners: dict[Tensor, Optimizer] = {}
     for member in members:
         if not isinstance(member, Optimizer):
             raise ConfigError(
                 f"the optimizer is a {type(member).__name__}; give a torch.optim.Optimizer, or a "
                 "list of them"
             )
-        for group in member.param_groups:
-            for p in group["params"]:
-                if p in owners:
-                    raise ConfigError(
-                        f"a parameter of shape {list(p.shape)} belongs to both "
-                        f"{_name(owners[p])} and {_name(member)}; give each parameter to one "
-                        "optimizer"
-                    )
-        for group in member.param_groups:
-            for p in group["params"]:
-                owners[p] = member
     return Several(members) if several else members[0]
 
 
@@ -344,19 +332,30 @@ def _name(optimizer: Optimizer) -> str:
 def require_all_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """Return the parameters of an optimizer by the names that they have in the model.
 
-    Raises ConfigError when the optimizer has a parameter of another model, or misses one.
+    Raises ConfigError when one is of another model, is missing, or belongs to two of several.
     """
     # By identity: parameters compare element by element.
     names = {id(p): name for name, p in model.named_parameters()}
+    owners: dict[str, int] = {}  # the number of the optimizer: one may be listed twice
     updated = {}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if id(p) not in names:
-                raise ConfigError(
-                    f"the optimizer has a parameter of shape {tuple(p.shape)} that is not the "
-                    "model's; make it from model.parameters(), after the last change of the model"
-                )
-            updated[names[id(p)]] = p
+    members = members_of(optimizer)
+    for number, member in enumerate(members):
+        for group in member.param_groups:
+            for p in group["params"]:
+                if id(p) not in names:
+                    raise ConfigError(
+                        f"the optimizer has a parameter of shape {tuple(p.shape)} that is not the "
+                        "model's; make it from model.parameters(), after the last change of the "
+                        "model"
+                    )
+                name = names[id(p)]
+                owner = owners.setdefault(name, number)
+                if owner != number:
+                    raise ConfigError(
+                        f"{name} belongs to both {_name(members[owner])} and {_name(member)}; give "
+                        "each parameter to one optimizer"
+                    )
+                updated[name] = p
     missing = [
         name for name, p in model.named_parameters() if p.requires_grad and name not in updated
     ]

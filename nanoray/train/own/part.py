@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoray.errors import ConfigError, NanorayError, one_line, shown
+from nanoray.errors import ConfigError, DataError, one_line, shown
 
 
 @contextmanager
@@ -28,8 +28,8 @@ def part(what: str, remedy: str) -> Iterator[None]:
     """Raise ConfigError for whatever the script's code inside raises. `what`: its part, in words."""
     try:
         yield
-    except NanorayError:
-        raise
+    except (ConfigError, DataError):
+        raise  # it says all
     except (Exception, SystemExit) as error:
         if _is_out_of_memory(error):
             raise ConfigError(

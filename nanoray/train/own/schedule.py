@@ -24,6 +24,7 @@ from nanoray.compat import mark_as_stepped
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.state.optimizers import changed_groups, group_values, load_groups, members_of
 from nanoray.state.values import Unsupported, put_together, take_apart
+from nanoray.train.own.part import part
 
 Optimizer = torch.optim.Optimizer
 
@@ -191,8 +192,10 @@ def _require_usable(scheduler: Any, optimizer: Optimizer) -> None:
                 f"{name}.step() needs {', '.join(needed)}, but is called once after each step "
                 "without arguments; give a scheduler of torch.optim.lr_scheduler"
             )
+    with part(f"the state_dict of {name}", "give a scheduler of torch.optim.lr_scheduler"):
+        state = scheduler.state_dict()
     try:
-        json.dumps(take_apart(scheduler.state_dict(), name))
+        json.dumps(take_apart(state, name))
     except Unsupported as error:
         raise ConfigError(
             f"{error.where} is a {error.kind}, which a checkpoint cannot hold; let the scheduler "
