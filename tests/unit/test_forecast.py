@@ -81,7 +81,10 @@ def test_flags_that_cannot_take_effect_are_refused(argv: list[str], message: str
 
 def test_without_its_flags_nothing_changes() -> None:
     loaded = parse_args(["--dry_run"], "x", "y")
-    assert loaded == Loaded(load_config(), frozenset(), True, None)
+    assert loaded == Loaded(
+        load_config(), frozenset(), dry_run=True, scale=None, origins=loaded.origins
+    )
+    assert set(loaded.origins.values()) == {"preset shakespeare-cpu"}
     assert parse_args(["--dry_run", "--world_size", "8"], "x", "y").given == frozenset()
 
 
