@@ -140,7 +140,7 @@ from nanoray.config import make_config, resolve_batch
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
 from nanoray.forecast.dry_run import dry_run_lines
-from nanoray.forecast.scale import forecast_lines
+from nanoray.start.scale import forecast_at
 from nanoray.forecast.whatif import KNOWN
 from nanoray.inspect.subject import _described
 from nanoray.inspect.tree import dump
@@ -169,7 +169,7 @@ print(json.dumps({
     "divisions": DIVISIONS,
     "axes": layout.axes,
     "dry_run": dry_run_lines(config, [], resolve_batch(config, layout.dp), data, ""),
-    "forecast": forecast_lines(loaded, Scale(8, "nvlink-400g", None)),
+    "forecast": forecast_at(loaded, Scale(8, "nvlink-400g", None)),
     "refused": refused(xp=2, replicas=2, dp_mode="zero1"),
     "inspect": description["layout"],
     "owner": description["tensors"][0]["owner"],
