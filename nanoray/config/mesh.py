@@ -166,6 +166,11 @@ class Mesh(Group):
         return prod(getattr(self, axis) for axis in IN_REPLICA)
 
     @property
+    def model_ranks(self) -> int:
+        """The ranks that share the weights of one replica, and read the same samples."""
+        return prod(getattr(self, axis) for axis in IN_REPLICA if axis in CUTS_MODEL)
+
+    @property
     def model_parts(self) -> int:
         """The parts into which the axes cut the weights."""
         return prod(getattr(self, axis) for axis in CUTS_MODEL)

@@ -170,7 +170,7 @@ def memory_line(
     mode: str = config.dp_mode
     # With one replica data parallelism shards nothing, so the name of the mode would mislead.
     if batch.dp * config.cp == 1:
-        mode = "one data rank" if config.tp * config.pp > 1 else "one rank"
+        mode = "one data rank" if config.model_ranks > 1 else "one rank"
     elif config.replicas > 1:
         mode += f" in {config.replicas} groups"
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import Config
+from nanoray.config.mesh import AXES
 from nanoray.mesh.axis import Axis, axes_of, data_axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, whole_shards
@@ -74,7 +75,9 @@ class Plan:
         All ranks must hold equal weights, or receive them before the first step. Weights that are
         cut or sharded are sent here, by rank 0, because afterwards no rank has all of them.
         """
-        assert mesh.layout.replica_ranks == config.replica_ranks, "the mesh is divided otherwise"
+        for axis in AXES:
+            divided = getattr(mesh.layout, axis.key) == getattr(config, axis.key)
+            assert divided, f"the mesh has another {axis.key} than the configuration"
         axes = axes_of(mesh, config.timeout_s)
         self.model = model
         self.data = axes["dp_cp"]  # the ranks whose gradients are averaged
@@ -100,8 +103,8 @@ class Plan:
         self.replicated = config.replicated(mesh.slots)
         # Whether a step must call `mirror_gradients`
         self.mirrors = mirror > 0 and self._shares_updates and not self.replicated
-        self._is_split = axes["tp"].size * axes["pp"].size > 1
-        if self._is_split or axes["ep"].size > 1 or mode == "fsdp":
+        self._is_split = config.model_ranks > 1
+        if config.model_parts > 1 or mode == "fsdp":
             for tensor in [*model.parameters(), *model.buffers()]:
                 mesh.broadcast_tensor(tensor.data, 0)
 
