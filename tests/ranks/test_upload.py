@@ -208,7 +208,7 @@ def test_auto_begins_anew_only_where_no_checkpoint_was_begun(
 ) -> None:
     """Files without a manifest, as when the first upload broke off, are a loss."""
     url = f"s3://{BUCKET}/begun"
-    assert fetch_auto(sent, recipe, url, tmp_path / "out").notes == []
+    assert fetch_auto(sent, recipe, url, tmp_path / "out").notes == ()
     part = Store(f"{url}/{sent.name}")
     for name in ("config.json", "run.json", "checkpoints/step_00000012/model.safetensors"):
         part.put(name, (sent / name).read_bytes())
