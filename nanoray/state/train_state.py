@@ -77,8 +77,9 @@ class TrainState(RankState):
         self, momentum: bool, fragments: int, shards: Sequence[Shard] | None = None
     ) -> Outer:
         """Return new anchors of this rank's shards, or of others: their weights of now."""
-        of_fragments = fragments_of(self._sizes, fragments)
-        return Outer(shards or self.shards, momentum, of_fragments, self.scaler)
+        if shards is None:
+            shards = self.shards
+        return Outer(shards, momentum, fragments_of(self._sizes, fragments), self.scaler)
 
     def leave_model(self) -> None:
         """Release a model that a group of ranks has cut, and keep its buffers and extra states.
