@@ -112,11 +112,9 @@ class Arm:
         `mirrored` sizes the buffers as with --mirror on one node. `drops`: with the dropout of the
         configuration; else without any.
         """
-        from functools import partial
-
         from nanoray.forecast.memory import RankSizes, exchanged, model_memory, peak_memory
         from nanoray.mesh.layout import Layout
-        from nanoray.models.precision import mean_loss
+        from nanoray.models.precision import LossScaler, MeanLoss
         from nanoray.parallel.ddp import default_bucket_mb
         from nanoray.parallel.plan import Plan
         from nanoray.trace.recorder import CommRecorder
@@ -144,10 +142,9 @@ class Arm:
         else:
             self.messages = {}
         bucket_mb = config.bucket_mb or default_bucket_mb(mesh.device)
-        loss = partial(mean_loss, mesh.device.type, precision)
-        self.plan = Plan(
-            self.case.model, mesh, config, batch.accum, loss, lambda loss: loss, int(mirrored)
-        )
+        loss = MeanLoss(mesh.device.type, precision)
+        unscaled = LossScaler(mesh.device, enabled=False)
+        self.plan = Plan(self.case.model, mesh, config, batch.accum, loss, unscaled, int(mirrored))
         shared_by = layout.shard_size
         state = model_memory(config, self.case.model, shared_by, batch.accum, bucket_mb, mirrored)
         self.formula = state | self.case.activations
@@ -203,8 +200,7 @@ class Arm:
             micro_batches, self.recorder.phase, self._seed_dropout
         )
         self.recorder.phase("optimizer")
-        if self.plan.mirrors:
-            self.plan.mirror_gradients()
+        self.plan.complete_gradients()
         self.norm = self.plan.grad_norm()
         if self.clip:
             self.plan.clip(self.clip, self.norm)

@@ -275,7 +275,7 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
                 "step_ms": mesh.all_reduce(ms, op="max").item(),
                 "wait": mesh.all_reduce_mean(wait).item(),
             }
-            event |= {"theory": 100 * arm.plan.bubble, "digest": arm.digests()}
+            event |= {"theory": 100 * arm.plan.flow.bubble, "digest": arm.digests()}
             emit(event)
     for arm in arms.values():
         arm.plan.close()

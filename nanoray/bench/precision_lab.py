@@ -99,7 +99,7 @@ class Training:
         norm = self.scaler.norm(norm)
         self.scaler.flag_nonfinite(norm, loss.detach())
         foreach_mul_(grads, (self.config.grad_clip / (norm + 1e-6)).clamp(max=1.0))
-        self.scaler.step(self.optimizer)
+        self.scaler.step([self.optimizer])
         self.losses.append(loss.item())
         if on_gpu:
             torch.cuda.synchronize()
@@ -310,7 +310,7 @@ def life_of_a_scale(overflows: int, steps: int, interval: int) -> list[float]:
     for step in range(steps):
         weight.grad = torch.full((1,), math.inf if 10 <= step < 10 + overflows else 1.0)
         scaler.flag_nonfinite(weight.grad.norm(), torch.zeros(()))
-        scaler.step(optimizer)
+        scaler.step([optimizer])
         found.append(scaler.tensors()["loss scale"][0].item())
     return found
 

@@ -22,6 +22,17 @@ class Dropout(nn.Dropout):
         return dropout(x, self.p)
 
 
+class NoDropout(nn.Identity):
+    """In the place of a Dropout that would leave nothing out."""
+
+    p = 0.0
+
+
+def dropout_layer(p: float) -> Dropout | NoDropout:
+    """Return a layer that leaves numbers out with probability p."""
+    return Dropout(p) if p else NoDropout()
+
+
 def dropout(x: Tensor, p: float) -> Tensor:
     """Return x with each number left out with probability p, and the others divided by 1 - p."""
     # A GPU draws numbers fast, and a compiler fuses torch's own dropout.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from nanoray.config import VOCAB_MULTIPLE, Config
 from nanoray.errors import ConfigError
 from nanoray.models.activation_checkpointing import run_block
-from nanoray.models.dropout import Dropout, derive_seed, seed_generators
+from nanoray.models.dropout import derive_seed, dropout_layer, seed_generators
 from nanoray.models.kernels import (
     Kernels,
     chunked_cross_entropy,
@@ -157,11 +157,17 @@ class GPT(nn.Module):
         self.pos_emb: Any = nn.Identity()  # rotary positions act in the attention
         if not shape.rotary:
             self.pos_emb = Positions(shape.block_size, shape.n_embd)
-        self.dropout = Dropout(dropout)
+        self.dropout = dropout_layer(dropout)
 
         self.blocks = nn.ModuleList()
         for _ in range(shape.n_layer):
-            self.blocks.append(Block(shape, dropout, activation_checkpointing, routers, kernels))
+            if activation_checkpointing == "none":
+                block = Block(shape, dropout, routers, kernels)
+            else:
+                block = CheckpointedBlock(
+                    shape, dropout, routers, kernels, activation_checkpointing
+                )
+            self.blocks.append(block)
 
         self.norm = nn.LayerNorm(shape.n_embd, bias=shape.bias)
         self.lm_head = LMHead(shape, kernels.loss_chunk)
@@ -267,13 +273,10 @@ class Block(nn.Module):
         self,
         shape: ModelShape,
         dropout: float,
-        activation_checkpointing: str = "none",
         routers: RouterTraining = RouterTraining(),  # noqa: B008
         kernels: Kernels = Kernels(),  # noqa: B008
     ) -> None:
         super().__init__()
-        self.activation_checkpointing = activation_checkpointing
-        self.drops = dropout > 0
         self.norm1 = nn.LayerNorm(shape.n_embd, bias=shape.bias)
         self.attn = Attention(shape, dropout, kernels.attention)
         self.norm2 = nn.LayerNorm(shape.n_embd, bias=shape.bias)
@@ -281,14 +284,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Any:
         """Return the stream (B, T, C) after this block; with experts, also routing statistics."""
-        # Activation checkpointing is inside of the block, so that a compiled block contains it, and
-        # fsdp gathers the weights once for both.
-        if cache is not None or self.activation_checkpointing == "none":
-            return self._layers(x, cache)
-        drops = self.drops and self.training
-        return run_block(self._layers, x, self.activation_checkpointing, drops)
-
-    def _layers(self, x: Tensor, cache: KVCache | None = None) -> Any:
         # Pre-norm: the stream itself is never normalised between blocks.
         x = x + self.attn(self.norm1(x), cache)  # (B, T, C)
         y = self.mlp(self.norm2(x))  # (B, T, C)
@@ -296,6 +291,35 @@ class Block(nn.Module):
             y, statistics = y
             return x + y, statistics
         return x + y
+
+
+class CheckpointedBlock(Block):
+    """A block of which backward computes a part again.
+
+    Inside of the block, so that a compiled block contains it, and fsdp gathers the weights once for
+    both computations.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        dropout: float,
+        routers: RouterTraining,
+        kernels: Kernels,
+        activation_checkpointing: str,
+    ) -> None:
+        super().__init__(shape, dropout, routers, kernels)
+        self.activation_checkpointing = activation_checkpointing
+        self.drops = dropout > 0
+
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Any:
+        if cache is not None:
+            return self._layers(x, cache)
+        drops = self.drops and self.training
+        return run_block(self._layers, x, self.activation_checkpointing, drops)
+
+    def _layers(self, x: Tensor, cache: KVCache | None = None) -> Any:
+        return super().forward(x, cache)
 
 
 class Attention(nn.Module):
@@ -308,7 +332,7 @@ class Attention(nn.Module):
         self.kernel = kernel
         self.qkv = nn.Linear(shape.n_embd, 3 * shape.n_embd, bias=shape.bias)
         self.proj = nn.Linear(shape.n_embd, shape.n_embd, bias=shape.bias)
-        self.dropout = Dropout(dropout)
+        self.dropout = dropout_layer(dropout)
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         return self.dropout(self.proj(self.heads(x, cache)))  # (B, T, C)
@@ -349,7 +373,7 @@ class MLP(nn.Module):
         self.up = nn.Linear(shape.n_embd, hidden, bias=shape.bias)
         self.down = nn.Linear(hidden, shape.n_embd, bias=shape.bias)
         self.gelu = GELU_FORMS[shape.gelu]
-        self.dropout = Dropout(dropout)
+        self.dropout = dropout_layer(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.gelu(self.up(x), approximate=self.gelu)  # (B, T, C) -> (B, T, 4C)

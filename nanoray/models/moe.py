@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoray.models.dropout import Dropout
+from nanoray.models.dropout import dropout_layer
 
 # Indices of a layer's routing statistics, a vector (LOAD + E,)
 BALANCE = 0
@@ -103,7 +103,7 @@ class MoE(nn.Module):
         self.up = Stacked(experts, width, hidden, bias)
         self.down = Stacked(experts, hidden, width, bias)
         self.shared = shared
-        self.dropout = Dropout(dropout)
+        self.dropout = dropout_layer(dropout)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts' result (B, T, C) for x (B, T, C), and statistics of the routing.

@@ -42,23 +42,28 @@ def autocast(device_type: str, precision: str) -> AbstractContextManager:
     return torch.autocast(device_type, dtype=_AUTOCAST_DTYPES[precision])
 
 
-def mean_loss(
-    device_type: str,
-    precision: str,
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    loss: Callable[[nn.Module, Tensor, Tensor], LossValue] | None = None,
-) -> LossValue:
-    """Return a model's mean loss over a batch, computed in the run's precision.
+class MeanLoss:
+    """Returns a model's mean loss over a batch, computed in the run's precision."""
 
-    Without `loss` the model itself returns it, given inputs and targets. A script's loss may be a
-    sum with a weight (weighted.py) in place of a mean.
-    """
-    with autocast(device_type, precision):
-        if loss is None:
-            return model(x, y)
-        return loss(model, x, y)
+    def __init__(
+        self,
+        device_type: str,
+        precision: str,
+        loss: Callable[[nn.Module, Tensor, Tensor], LossValue] | None = None,
+    ) -> None:
+        """Without `loss` the model itself returns the loss, given inputs and targets.
+
+        A script's loss may be a sum with a weight (weighted.py) in place of a mean.
+        """
+        self._region = autocast(device_type, precision)
+        self._loss = loss
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor) -> LossValue:
+        """Return the loss of a batch; one call at a time."""
+        with self._region:
+            if self._loss is None:
+                return model(x, y)
+            return self._loss(model, x, y)
 
 
 def weight_type(precision: str) -> torch.dtype:
@@ -161,12 +166,9 @@ class LossScaler:
         return self._flags[1]
 
     def step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        leave_out: Tensor | None = None,
-        mirrors: Sequence[torch.optim.Optimizer] = (),
+        self, optimizers: Sequence[torch.optim.Optimizer], leave_out: Tensor | None = None
     ) -> Tensor | None:
-        """Step an optimizer and its mirrors, unless `found_inf` or `leave_out` is 1.
+        """Step optimizers, unless `found_inf` or `leave_out` is 1.
 
         Then update the scale. Both flags are tensors on the device; with a fused optimizer the host
         waits for neither. Returns the flag that applied: 1 if the step was skipped, None if no step
@@ -178,8 +180,8 @@ class LossScaler:
             if leave_out is not None:
                 skip = torch.maximum(self.found_inf, leave_out)
         scale_of_grads = self._state[0] if self.late else None
-        for each in (optimizer, *mirrors):
-            step_unless(each, skip, scale_of_grads)
+        for optimizer in optimizers:
+            step_unless(optimizer, skip, scale_of_grads)
 
         if self.enabled:
             updated = self._updated_state()

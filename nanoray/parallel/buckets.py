@@ -36,7 +36,7 @@ from nanoray.parallel.compress import Compressor, Sent
 from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
-from nanoray.parallel.norm import clip_to, norm_of_owned
+from nanoray.parallel.norm import norm_of_owned
 
 BY_HAND = ("ddp_by_hand", "zero1", "zero2")
 # Elements: slices begin where vector registers do, so an update has the bits of one over the whole
@@ -145,6 +145,8 @@ class Buckets(DataParallel):
             self.shards = self._shards_of(axis.index, model, names)
             if mirror:
                 self.mirror_shards = self._shards_of(self.mirrored, model, names)
+                received = [bucket.mirror_grad for bucket in self._buckets]
+                self.mirrored_gradients = [grad for grad in received if grad is not None]
 
         self._register_hooks(params)
         self.zero_grad()
@@ -454,14 +456,10 @@ class Buckets(DataParallel):
             return [bucket.grads for bucket in self._buckets if bucket.grads is not None]
         return [bucket.own_grad for bucket in self._buckets]
 
-    @property
-    def _mirror_grads(self) -> list[Tensor]:
-        return [bucket.mirror_grad for bucket in self._buckets if bucket.mirror_grad is not None]
-
     def mirror_gradients(self) -> bool:
         if self.mirror_shards is None:
             return False
-        self._axis.pass_on(self.gradients, self._mirror_grads, self._mirror, "mirror")
+        self._axis.pass_on(self.gradients, self.mirrored_gradients, self._mirror, "mirror")
         return True
 
     @property
@@ -476,9 +474,6 @@ class Buckets(DataParallel):
 
     def norm(self) -> Tensor:
         return norm_of_owned(self.owned, self._data, self._device)
-
-    def clip(self, limit: float, norm: Tensor) -> None:
-        clip_to(limit, self.gradients + self._mirror_grads, norm)
 
     def spread(self) -> None:
         """Start to gather the weights that the owners have updated. (all ranks)

@@ -31,7 +31,6 @@ from nanoray.mesh.axis import Axis, data_axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.compress import Compressor, Sent
 from nanoray.parallel.mode import DataParallel, Hook
-from nanoray.parallel.norm import clip_to
 from nanoray.parallel.touch import touch
 
 
@@ -181,9 +180,6 @@ class TorchDDP(DataParallel):
             norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in gradients]
             return torch.stack(norms).norm()
         return get_total_norm(gradients)
-
-    def clip(self, limit: float, norm: Tensor) -> None:
-        clip_to(limit, self.gradients, norm)
 
     def zero_grad(self) -> None:
         self._computed.clear()

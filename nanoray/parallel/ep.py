@@ -49,7 +49,7 @@ from nanoray.mesh.pieces import Piece, Shard, whole_pieces
 from nanoray.models.moe import MoE, Stacked
 from nanoray.parallel.buckets import Buckets
 from nanoray.parallel.mode import DataParallel
-from nanoray.parallel.norm import clip_to, norm_of_owned
+from nanoray.parallel.norm import norm_of_owned
 from nanoray.parallel.tp_experts import SplitExperts
 
 
@@ -216,6 +216,10 @@ class ExpertParallel(DataParallel):
             *self._others,
         ]
         self.mirror_shards = mirrored or None
+        received = [*self._rest.mirrored_gradients, *self._experts.mirrored_gradients]
+        if self._others:
+            received.append(self._others_grad)
+        self.mirrored_gradients = received
 
     def _copied(self, others: Mapping[str, tuple[Tensor, Piece]]) -> list[Shard]:
         """Return shards of another rank's experts, in the order of this rank's shards.
@@ -274,12 +278,6 @@ class ExpertParallel(DataParallel):
     def norm(self) -> Tensor:
         owned = self._rest.owned + self._experts.owned
         return norm_of_owned(owned, self._data, self._data.mesh.device)
-
-    def clip(self, limit: float, norm: Tensor) -> None:
-        for part in self._both:
-            part.clip(limit, norm)
-        if self._others:
-            clip_to(limit, [self._others_grad], norm)
 
     def spread(self) -> None:
         for part in self._both:

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoray.models.precision import LossScaler
 from nanoray.models.weighted import LossValue, Weighted, mean_of
 from nanoray.parallel.mode import DataParallel
 
 # (model, inputs, targets) -> mean loss, or its sum and weight
 Loss = Callable[[nn.Module, Tensor, Tensor], LossValue]
-Scale = Callable[[Tensor], Tensor]  # multiplies a loss by the loss scale of fp16
 MicroBatch = tuple[Tensor, Tensor]  # inputs, targets
 Phase = Callable[[str], None]  # called with a phase's name when the phase begins
-Seed = Callable[[int], None]  # called with a micro batch's number before its forward
+# Called with a micro batch's number before its forward; None: the model draws no random numbers
+Seed = Callable[[int], None] | None
 
 
 class Flow(ABC):
@@ -37,18 +38,18 @@ class Flow(ABC):
     found_weights = False  # whether the loss of the warm-up was a sum with a weight
 
     def __init__(
-        self, model: nn.Module, accum: int, loss: Loss, scale: Scale, device: torch.device
+        self, model: nn.Module, accum: int, loss: Loss, scaler: LossScaler, device: torch.device
     ) -> None:
-        """accum: micro batches per step; `scale` is applied to a loss before its backward."""
+        """accum: micro batches per step; `scaler` scales a loss before its backward (fp16)."""
         self._model = model
         self._accum = accum
         self._loss = loss
-        self._scale = scale
+        self._scaler = scaler
         self._device = device
 
     @property
     @abstractmethod
-    def whole(self) -> Callable[..., Any]:
+    def whole(self) -> Any:
         """What to call for the loss of a batch without gradients. (all ranks of a replica)"""
 
     @abstractmethod
@@ -61,7 +62,17 @@ class Flow(ABC):
     def repeat(
         self, batch: Callable[[int], MicroBatch], seed: Seed, after: Callable[[int], None]
     ) -> None:
-        """Run a step's micro batches once more, without a sum over data ranks."""
+        """Run a step's micro batches once more, without a sum over data ranks.
+
+        `batch` returns a micro batch by its number; `after` is called with that number after each
+        forward and backward.
+        """
+
+    def backward_once(self, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        """Run a forward and backward of one batch that belongs to no step."""
+        loss = self._loss(model, x, y)
+        self.found_weights = isinstance(loss, Weighted)
+        self._scaler.scale(mean_of(loss)).backward()
 
     @abstractmethod
     def warm_up(self, mode: DataParallel, x: Tensor, y: Tensor) -> None:
@@ -72,7 +83,7 @@ class Straight(Flow):
     """The whole model is on every rank: each forward is followed by its backward."""
 
     @property
-    def whole(self) -> Callable[..., Any]:
+    def whole(self) -> Any:
         return self._model
 
     def run(
@@ -86,7 +97,8 @@ class Straight(Flow):
 
             with mode.forward(last):
                 phase("forward")
-                seed(micro)
+                if seed:
+                    seed(micro)
                 loss = self._loss(mode.wrapped, x, y)  # mean over (B, T)
                 assert isinstance(loss, Tensor), "see weighted_flow.py"
 
@@ -97,7 +109,10 @@ class Straight(Flow):
             # The last backward exchanges the gradients of all micro batches.
             with mode.backward(last):
                 phase("backward")
-                self._scale(loss / (self._accum * mode.divisor)).backward()
+                loss = loss / (self._accum * mode.divisor)
+                if self._scaler.enabled:
+                    loss = self._scaler.scale(loss)
+                loss.backward()
             del loss  # its graph would else live until the next forward has ended
 
         # Every micro batch has the same size, so the mean of their means is the mean of all.
@@ -108,7 +123,8 @@ class Straight(Flow):
     ) -> None:
         for micro in range(self._accum):
             x, y = batch(micro)
-            seed(micro)
+            if seed:
+                seed(micro)
             loss = mean_of(self._loss(self._model, x, y))
             after(micro)
             (loss / self._accum).backward()
@@ -116,6 +132,4 @@ class Straight(Flow):
 
     def warm_up(self, mode: DataParallel, x: Tensor, y: Tensor) -> None:
         with mode.backward(last=True):
-            loss = self._loss(mode.wrapped, x, y)
-            self.found_weights = isinstance(loss, Weighted)
-            self._scale(mean_of(loss)).backward()
+            self.backward_once(mode.wrapped, x, y)

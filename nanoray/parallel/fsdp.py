@@ -38,7 +38,7 @@ from nanoray.models.batch_norm import BatchNorm
 from nanoray.parallel.fsdp_order import LayerOrder
 from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
-from nanoray.parallel.norm import clip_to, norm_of_owned
+from nanoray.parallel.norm import norm_of_owned
 from nanoray.parallel.script import unfrozen
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -76,6 +76,7 @@ class FSDP(DataParallel):
             self.mirror_shards = [shard for shard in copies if shard.trained]
             self.mirror_frozen = [shard for shard in copies if not shard.trained]
             self._mirror_grad = _grad_of(self.mirror_shards, model)
+            self.mirrored_gradients = [self._mirror_grad]
 
         _shard_fully(model, axis, config, groups)
         # A script's own model may skip parameters, each rank others.
@@ -253,12 +254,6 @@ class FSDP(DataParallel):
         counts = self._groups is None or self._groups.is_first
         owned = self.gradients if counts else []
         return norm_of_owned(owned, self._data, self._axis.mesh.device)
-
-    def clip(self, limit: float, norm: Tensor) -> None:
-        gradients = self.gradients
-        if self.mirror_shards:
-            gradients.append(self._mirror_grad)
-        clip_to(limit, gradients, norm)
 
     def forget_gathered(self) -> None:
         # The model's own unit keeps its weights after a forward, until a backward has ended.

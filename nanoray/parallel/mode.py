@@ -1,6 +1,6 @@
 """What every way to share the batch has in common: the methods that the Plan calls in each step.
 
-    forward ─► backward ─► norm ─► clip ─► (the optimizer's update) ─► spread ─► zero_grad
+    forward ─► backward ─► norm ─► (clip, the optimizer's update) ─► spread ─► zero_grad
                   └─ the last one exchanges gradients                     └─ sends updated weights
 
 ddp.py, buckets.py, fsdp.py and ep.py each have one subclass.
@@ -30,6 +30,7 @@ class DataParallel:
     mirror_shards: list[Shard] | None = None  # another rank's shards, updated here as well
     frozen_shards: Sequence[Shard] = ()  # of frozen weights, where no rank has all of them
     mirror_frozen: Sequence[Shard] = ()  # copies of those of the mirrored rank
+    mirrored_gradients: Sequence[Tensor] = ()  # those that `mirror_gradients` has received
     keeps_groups = False  # whether something refers to the process groups after `close`
 
     def __init__(self, model: nn.Module, axis: Axis, groups: Groups | None = None) -> None:
@@ -94,10 +95,6 @@ class DataParallel:
 
     def norm(self) -> Tensor:
         """Return the norm of the whole model's gradient, a scalar on the device. (all ranks)"""
-        raise NotImplementedError
-
-    def clip(self, limit: float, norm: Tensor) -> None:
-        """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
         raise NotImplementedError
 
     def mirror_gradients(self) -> bool:

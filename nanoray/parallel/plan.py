@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,18 +25,19 @@ from nanoray.config.mesh import AXES
 from nanoray.mesh.axis import Axis, axes_of, data_axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, whole_shards
+from nanoray.models.precision import LossScaler
 from nanoray.models.weighted import mean_of
 from nanoray.parallel import cp, ep, hybrid, pp, tp
 from nanoray.parallel.buckets import BY_HAND, Buckets
 from nanoray.parallel.compress import Compressor
 from nanoray.parallel.ddp import TorchDDP
-from nanoray.parallel.flow import Flow, Loss, MicroBatch, Phase, Scale, Seed, Straight
+from nanoray.parallel.flow import Flow, Loss, MicroBatch, Phase, Seed, Straight
 from nanoray.parallel.fsdp import FSDP, frozen_to_cut
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.local_sgd import Rounds
 from nanoray.parallel.mode import DataParallel, Hook
-from nanoray.parallel.norm import norm_of_owned
+from nanoray.parallel.norm import clip_to, norm_of_owned
 from nanoray.parallel.script import Script
 from nanoray.parallel.statistics import RunningStatistics, has_statistics
 from nanoray.parallel.stream import PartialGradients
@@ -62,15 +63,15 @@ class Plan:
         config: Config,
         accum: int,
         loss: Loss,
-        scale: Scale,
+        scaler: LossScaler,
         mirror: int = 0,
         script: Script | None = None,
     ) -> None:
         """Prepare `model` for this mesh. (all ranks)
 
-        accum: micro batches per step. `scale` is applied to a loss before its backward (fp16).
-        mirror: with ZeRO and fsdp, rank r + mirror keeps a second copy of rank r's share; 0: there
-        is none. script: for a model of a script.
+        accum: micro batches per step. `loss` returns the loss of a batch, in the run's precision;
+        `scaler` scales it before its backward (fp16). mirror: with ZeRO and fsdp, rank r + mirror
+        keeps a second copy of rank r's share; 0: there is none. script: for a model of a script.
 
         All ranks must hold equal weights, or receive them before the first step. Weights that are
         cut or sharded are sent here, by rank 0, because afterwards no rank has all of them.
@@ -93,16 +94,16 @@ class Plan:
         self._axes = axes
         self._accum = accum
         self._loss = loss
-        self._scale = scale
+        self._scaler = scaler
 
         # One data rank has nothing to share: torch's wrapper is left out, and so is every exchange.
         mode = config.dp_mode if self.data.size > 1 else "ddp"
         # torch's DDP leaves equal gradients on all ranks: nothing is mirrored, or sent afterwards.
         self._shares_updates = mode != "ddp"
         # Whether another rank has the same gradients, once all ranks know the norm
-        self.replicated = config.replicated(mesh.slots)
-        # Whether a step must call `mirror_gradients`
-        self.mirrors = mirror > 0 and self._shares_updates and not self.replicated
+        self._is_replicated = config.replicated(mesh.slots)
+        # Whether they are sent to another rank
+        self._is_mirrored = mirror > 0 and self._shares_updates and not self._is_replicated
         self._is_split = config.model_ranks > 1
         if config.model_parts > 1 or mode == "fsdp":
             for tensor in [*model.parameters(), *model.buffers()]:
@@ -110,17 +111,18 @@ class Plan:
 
         # Cut the replica, choose the order of its forwards and backwards, share the batch.
         stage, mirrored_experts = cut(model, axes, config, mirror)
-        self._flow = flow_of(model, stage, axes, config, accum, loss, scale, mesh.device)
-        self._compressor: Compressor | None = None
+        self.flow = flow_of(model, stage, axes, config, accum, loss, scaler, mesh.device)
+        # None: one data rank sends no gradients
+        self.compressor: Compressor | None = None
         if config.grad_compress != "none" and self.data.size > 1:
-            self._compressor = Compressor(model, self.data, config, scale)
+            self.compressor = Compressor(model, self.data, config, scaler.scale)
         # Hybrid sharding: the ranks that share the work are one group of several.
         groups: Groups | None = None
         if axes["replica"].size > 1 and mode in SHARDED and not config.sync_every:
             groups = Groups(axes["dp_cp"], axes["replica"])
         self.copies = groups.count if groups else 1  # of the whole sharded state
         self._mode = share(
-            model, mode, axes, config, self._compressor, mirror, mirrored_experts, groups
+            model, mode, axes, config, self.compressor, mirror, mirrored_experts, groups
         )
         self.shards, self.weights = owned_shards(model, mode, axes, self._mode, groups)
         # This rank's shards of frozen weights, where a group of ranks cuts them
@@ -132,42 +134,22 @@ class Plan:
 
         # What the optional features add to a step: nothing in a plain run.
         self._hooks: list[StepHook] = []
-        if isinstance(self._flow, pp.Pipe) and stage is not None and stage.tied is not None:
-            self._hooks.append(pp.TiedEmbedding(self._flow, self._mode, stage.tied))
+        if isinstance(self.flow, pp.Pipe) and stage is not None and stage.tied is not None:
+            self._hooks.append(pp.TiedEmbedding(self.flow, self._mode, stage.tied))
         if partial := tp.names_of_partial(model):
             self._hooks.append(PartialGradients(self.shards or [], partial, axes["tp"]))
         if has_statistics(model):
             self._hooks.append(RunningStatistics(model, self.data, config.sync_batchnorm))
-        if self._compressor is not None:
-            self._hooks.append(self._compressor)
+        if self.compressor is not None:
+            self._hooks.append(self.compressor)
         self._script = script
         if script:
-            self._hooks += script.hooks(model, self._mode, mesh, self.data, self._compressor)
+            self._hooks += script.hooks(model, self._mode, mesh, self.data, self.compressor)
 
         # The losses that `forward_backward` has returned in the newest step
         self.own_losses: list[Tensor] = []
 
     # What the loop and the recipe read.
-
-    @property
-    def bubble(self) -> float:
-        """The share of the time that a stage of a pipeline waits by its schedule."""
-        return self._flow.bubble
-
-    @property
-    def whole(self) -> Any:
-        """What to call for the loss of a batch without gradients. (all ranks of a replica)"""
-        return self._flow.whole
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether losses come with weights; known after the warm-up."""
-        return isinstance(self._flow, WeightedFlow)
-
-    @property
-    def knows_loss(self) -> bool:
-        """Whether `whole` returns the loss on this rank: in a pipeline it does on the last stage."""
-        return self._flow.has_loss
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -195,19 +177,14 @@ class Plan:
         return self._mode.notes
 
     @property
-    def compresses(self) -> bool:
-        """Whether gradients are compressed: one data rank sends none."""
-        return self._compressor is not None
-
-    @property
     def memory(self) -> Tensor | None:
         """What compression keeps on this rank for later steps, flat, live; None: nothing."""
-        return None if self._compressor is None else self._compressor.memory
+        return None if self.compressor is None else self.compressor.memory
 
     def forget_memory(self) -> None:
         """Reset what compression keeps to its state in a new run."""
-        if self._compressor is not None:
-            self._compressor.begin_anew()
+        if self.compressor is not None:
+            self.compressor.begin_anew()
 
     # A step, in the order of its calls.
 
@@ -223,36 +200,43 @@ class Plan:
         # A plain run has no hooks: its step is the flow, and the mode in it.
         for hook in self._hooks:
             hook.begin()
-        loss = self._flow.run(self._mode, micro_batches, phase, seed)
+        loss = self.flow.run(self._mode, micro_batches, phase, seed)
         for hook in self._hooks:
             hook.add_up()
 
         self.own_losses = [loss]
         return loss
 
-    def mirror_gradients(self) -> bool:
-        """Send the gradients to the rank that mirrors this rank's state. (all ranks)
+    def complete_gradients(self) -> bool:
+        """Take the loss scale of fp16 out of the gradients, and send them to a mirror. (all ranks)
 
-        Needed where `mirrors` is True. Returns whether the other ranks can finish this step when a
-        rank is lost from now on.
+        Returns whether the other ranks can finish this step when a rank is lost after the norm.
         """
-        return self._mode.mirror_gradients()
+        if self._scaler.enabled:
+            self._scaler.unscale(self.gradients)
+        # Only where no other rank has them
+        if self._is_mirrored:
+            return self._mode.mirror_gradients()
+        return self._is_replicated
 
     def grad_norm(self) -> Tensor:
         """Return the norm of the whole model's gradient, a scalar on the device. (all ranks)"""
-        if not self._is_split:
-            return self._mode.norm()
-
-        # No mode sees all ranks of a cut model: add up what each rank owns, over the whole mesh.
-        owned = []
-        for shard in self.shards or ():
-            if shard.owner and shard.param.grad is not None:
-                owned.append(shard.param.grad)
-        return norm_of_owned(owned, self.replica_axis, self._mesh.device)
+        if self._is_split:
+            # No mode sees all ranks of a cut model: add up what each rank owns, over the whole mesh.
+            owned = []
+            for shard in self.shards or ():
+                if shard.owner and shard.param.grad is not None:
+                    owned.append(shard.param.grad)
+            norm = norm_of_owned(owned, self.replica_axis, self._mesh.device)
+        else:
+            norm = self._mode.norm()
+        if self._scaler.enabled:
+            norm = self._scaler.norm(norm)
+        return norm
 
     def clip(self, limit: float, norm: Tensor) -> None:
         """Scale the gradients so that their norm, which is `norm` now, is at most `limit`."""
-        self._mode.clip(limit, norm)
+        clip_to(limit, [*self._mode.gradients, *self._mode.mirrored_gradients], norm)
 
     def spread(self, left_out: Tensor | None = None) -> None:
         """Start to send updated weights to the ranks that have not updated them. (all ranks)
@@ -309,17 +293,6 @@ class Plan:
             return nullcontext()
         return Undisturbed(self.model, self._script.code, keep_collected=keep_collected)
 
-    def repeat(
-        self, batch: Callable[[int], MicroBatch], seed: Seed, look: Callable[[int], None]
-    ) -> None:
-        """Run a step's micro batches once more, without a sum over data ranks. (all ranks)
-
-        `batch` returns a micro batch by its number; `look` is called with that number after each
-        forward and backward.
-        """
-        with self.undisturbed():
-            self._flow.repeat(batch, seed, look)
-
     def gradients_of(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Return the gradients of one micro batch, before any sum, by name; it sends nothing.
 
@@ -330,7 +303,7 @@ class Plan:
         loss = mean_of(self._loss(self.model, x, y)) / (self._accum * self._mode.divisor)
         trained = self.trained
         gradients = torch.autograd.grad(
-            self._scale(loss), list(trained.values()), allow_unused=True
+            self._scaler.scale(loss), list(trained.values()), allow_unused=True
         )
         named = zip(trained, gradients, strict=True)
         return {name: gradient for name, gradient in named if gradient is not None}
@@ -349,27 +322,26 @@ class Plan:
             hook.sent()
         code = self._script.code if self._script else ()
         with Undisturbed(self.model, code):
-            self._flow.warm_up(self._mode, x, y)
+            self.flow.warm_up(self._mode, x, y)
             self._mode.learn()
             self.zero_grad()
             # The first loss shows whether a script's losses come with weights.
-            if self._flow.found_weights and not self.is_weighted:
-                self._flow = WeightedFlow(
+            if self.flow.found_weights and not isinstance(self.flow, WeightedFlow):
+                self.flow = WeightedFlow(
                     self.model,
                     self._accum,
                     self._loss,
-                    self._scale,
+                    self._scaler,
                     self._mesh.device,
                     self.data,
-                    self._compressor,
+                    self.compressor,
                 )
 
             # The second wrapper has buckets of its own, which are regrouped at its second forward.
             if self._mode.has_twin():
                 self._mode.trace(True)
                 for _ in range(2):
-                    with self._mode.backward(last=True):
-                        self._backward(x, y)
+                    self.flow.warm_up(self._mode, x, y)
                     self.zero_grad()
                 self.no_sync_backward(x, y, nullcontext())
 
@@ -378,13 +350,11 @@ class Plan:
         self._mode.trace(False)
         with self.undisturbed(), self._mode.quiet():
             if self._accum > 1:
-                self._backward(x, y)  # a step's last backward adds to existing gradients
+                # A step's last backward adds to existing gradients.
+                self.flow.backward_once(self._mode.wrapped, x, y)
             with timed:
-                self._backward(x, y)
+                self.flow.backward_once(self._mode.wrapped, x, y)
         self.zero_grad()
-
-    def _backward(self, x: Tensor, y: Tensor) -> None:
-        self._scale(mean_of(self._loss(self._mode.wrapped, x, y))).backward()
 
     # Measuring, and the end.
 
@@ -398,7 +368,7 @@ class Plan:
         None where a second wrapper measures nothing: buckets by hand and compressed ones note
         themselves, and torch's DDP is in no pipeline.
         """
-        return self._mode.add_twin(hook) if self._flow.has_twin else None
+        return self._mode.add_twin(hook) if self.flow.has_twin else None
 
     @property
     def reduce(self) -> Callable[[Tensor], object] | None:
@@ -466,16 +436,16 @@ def flow_of(
     config: Config,
     accum: int,
     loss: Loss,
-    scale: Scale,
+    scaler: LossScaler,
     device: torch.device,
 ) -> Flow:
     """Return how micro batches pass through this rank's part of the model."""
     if stage is None:
-        return Straight(model, accum, loss, scale, device)
+        return Straight(model, accum, loss, scaler, device)
 
     # With sequence parallelism the stream between stages has a part of each sequence only.
     parts = axes["tp"].size if config.sequence_parallel else 1
-    return pp.Pipe(stage, axes["pp"], config.pp_schedule, accum, loss, scale, device, parts)
+    return pp.Pipe(stage, axes["pp"], config.pp_schedule, accum, loss, scaler, device, parts)
 
 
 def share(

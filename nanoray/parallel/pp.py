@@ -48,7 +48,8 @@ from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Shard, whole_pieces
 from nanoray.models.dropout import derive_seed, seed_generators
 from nanoray.models.gpt import GPT
-from nanoray.parallel.flow import Flow, Loss, MicroBatch, Phase, Scale, Seed
+from nanoray.models.precision import LossScaler
+from nanoray.parallel.flow import Flow, Loss, MicroBatch, Phase, Seed
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.schedules import Turn, bubble, last_half, messages, timetable
@@ -198,7 +199,7 @@ class Pipe(Flow):
         kind: str,
         accum: int,
         loss: Loss,
-        scale: Scale,
+        scaler: LossScaler,
         device: torch.device,
         parts: int = 1,
     ) -> None:
@@ -206,7 +207,7 @@ class Pipe(Flow):
 
         parts: the ranks that share the positions of the stream.
         """
-        super().__init__(stage, accum, loss, scale, device)
+        super().__init__(stage, accum, loss, scaler, device)
         self._stage = stage
         self._axis = axis
         self._parts = parts
@@ -251,7 +252,7 @@ class Pipe(Flow):
         """Run the turns of a step; return the mean of the losses on every stage. (all ranks)"""
 
         def scaled(loss: Tensor) -> Tensor:
-            return self._scale(loss / (self._accum * mode.divisor))
+            return self._scaler.scale(loss / (self._accum * mode.divisor))
 
         total = torch.zeros((), device=self._device)
         batches: dict[int, MicroBatch] = {}
@@ -268,7 +269,8 @@ class Pipe(Flow):
                 self.receive(turn, phase, x)
                 with mode.forward(is_last):
                     phase("forward")
-                    seed(turn.micro)
+                    if seed:
+                        seed(turn.micro)
                     loss = self.forward(turn, mode.wrapped, x, y)
                 if loss is not None:
                     total += loss
@@ -290,7 +292,8 @@ class Pipe(Flow):
             x, y = batch(turn.micro)
             self.receive(turn, _no_phase, x)
             if turn.op == "F":
-                seed(turn.micro)
+                if seed:
+                    seed(turn.micro)
                 self.forward(turn, self._model, x, y)
             else:
                 self.backward(turn, lambda loss: loss / self._accum)
@@ -298,7 +301,7 @@ class Pipe(Flow):
         self.finish(torch.zeros((), device=self._device), _no_phase)
 
     def warm_up(self, mode: DataParallel, x: Tensor, y: Tensor) -> None:
-        self.run(mode, itertools.repeat((x, y)), _no_phase, _no_seed)
+        self.run(mode, itertools.repeat((x, y)), _no_phase, None)
 
     def receive(self, turn: Turn, phase: Phase, x: Tensor | None = None) -> None:
         """Wait for the tensor that a turn needs from another rank, if it needs one.
@@ -461,8 +464,4 @@ class TiedEmbedding(StepHook):
 
 
 def _no_phase(name: str) -> None:
-    pass
-
-
-def _no_seed(micro: int) -> None:
     pass

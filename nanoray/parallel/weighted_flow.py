@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from nanoray.compat import foreach_mul_
 from nanoray.mesh.axis import Axis
+from nanoray.models.precision import LossScaler
 from nanoray.models.weighted import Weighted, positive, weight_of
 from nanoray.parallel.compress import Compressor
-from nanoray.parallel.flow import Loss, MicroBatch, Phase, Scale, Seed, Straight
+from nanoray.parallel.flow import Loss, MicroBatch, Phase, Seed, Straight
 from nanoray.parallel.mode import DataParallel
 
 
@@ -32,13 +33,13 @@ class WeightedFlow(Straight):
         model: nn.Module,
         accum: int,
         loss: Loss,
-        scale: Scale,
+        scaler: LossScaler,
         device: torch.device,
         axis: Axis,
         compressor: Compressor | None,
     ) -> None:
         """`axis`: the data ranks, whose weights are added up."""
-        super().__init__(model, accum, loss, scale, device)
+        super().__init__(model, accum, loss, scaler, device)
         self._axis = axis
         self._compressor = compressor
 
@@ -59,7 +60,8 @@ class WeightedFlow(Straight):
 
             with mode.forward(last):
                 phase("forward")
-                seed(micro)
+                if seed:
+                    seed(micro)
                 loss = self._loss(mode.wrapped, x, y)
                 assert isinstance(loss, Weighted), "as in the warm-up"
 
@@ -82,7 +84,7 @@ class WeightedFlow(Straight):
             with mode.backward(last):
                 phase("backward")
                 factor = (ranks_averaged / unit).to(loss.sum.dtype)
-                self._scale(loss.sum * factor).backward()
+                self._scaler.scale(loss.sum * factor).backward()
             del loss  # its graph would else live until the next forward has ended
 
         # One division is left, in place. With a single micro batch the unit was the total.

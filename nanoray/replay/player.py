@@ -30,7 +30,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Order
 from nanoray.models.weighted import mean_of
 from nanoray.parallel.ddp import TorchDDP
-from nanoray.parallel.norm import clip_to, norm_of_owned
+from nanoray.parallel.norm import norm_of_owned
 from nanoray.parallel.plan import Loss, MicroBatch, Plan
 from nanoray.train.elastic import Group
 from nanoray.train.recipe import Recipe
@@ -141,12 +141,6 @@ class InTurn(TorchDDP):
             return norm_of_owned(self.gradients, self._axis, self._params[0].device)
         return super().norm()
 
-    def clip(self, limit: float, norm: Tensor) -> None:
-        if self._by_hand_mode:
-            clip_to(limit, self.gradients, norm)
-        else:
-            super().clip(limit, norm)
-
 
 class Played(Plan):
     """A plan whose step is that of several data ranks."""
@@ -165,7 +159,7 @@ class Played(Plan):
         self,
         micro_batches: Iterator[MicroBatch],
         phase: Callable[[str], None],
-        seed: Callable[[int], None],
+        seed: Callable[[int], None] | None,
     ) -> Tensor:
         losses, witness = [], self._witness
         for rank in range(self._ranks):

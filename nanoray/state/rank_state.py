@@ -138,6 +138,8 @@ class RankState:
         """Take everything as it is at step 0, while the model is whole."""
         self.model = model
         self.optimizer = optimizer
+        # This rank's own optimizer, and the one of the share that it mirrors
+        self.optimizers = [optimizer]
         self.scaler = scaler
         self.guards = guards
         # A script's own learning rates; None: the configuration's schedule sets them in each step
@@ -177,13 +179,6 @@ class RankState:
         return [self.own] if self.mirror is None else [self.own, self.mirror]
 
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """This rank's own optimizer, and the one of the share that it mirrors."""
-        if self.mirror is None:
-            return [self.optimizer]
-        return [self.optimizer, self.mirror.optimizer]
-
-    @property
     def pieces(self) -> dict[str, Piece] | None:
         """Which part of each parameter this rank's optimizer updates; None: all of it."""
         if not self.sharded:
@@ -203,11 +198,13 @@ class RankState:
         return self.session.reported_step(self.step)
 
     def advance(self, samples: int, update: Update | None = None) -> None:
-        """Count a completed step of `samples` sequences."""
+        """Count a completed step of `samples` sequences. Nothing communicates."""
         self.step += 1
         self.samples += samples
         self.update = update or Update()
         self.can_finish = False
+        if self.schedule is not None:
+            self.schedule.step(self.optimizers)
 
     def see_loss(self, loss: float, smooth: bool) -> None:
         """Record a logged step's mean loss; `smooth` adds it to the moving average.

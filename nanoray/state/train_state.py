@@ -67,6 +67,7 @@ class TrainState(RankState):
         self.optimizer = share.own.optimizer
         self.frozen = share.own.frozen
         self.mirror = share.mirror
+        self.optimizers = [holding.optimizer for holding in share.holdings]
         self.sharded = share.sharded
         self.weights = share.weights
         self.copies = share.copies

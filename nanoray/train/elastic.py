@@ -104,8 +104,8 @@ def train_in_groups(
         log.warning("leaving the group after step %d: %s", state.step, lost)
         if engine:
             engine.writer.hold()
-            if engine.audit:
-                engine.audit.forget()
+            for check in engine.checks:
+                check.forget()
             engine.par.undo()
         del engine
         reached("leave")

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.writer import CheckpointWriter
@@ -36,14 +36,16 @@ from nanoray.train.guard import replicas
 from nanoray.train.guard.audit import Audit
 from nanoray.train.guard.bad_step import Finding, describe, replay
 from nanoray.train.guard.certificate import append
-from nanoray.train.guard.guards import BadStep, Guards
+from nanoray.train.guard.guards import BadStep, Guards, Verdict
+from nanoray.train.guard.step_check import StepCheck
 from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.optim.groups import lr_at, set_lr
 from nanoray.train.optim.modes import evaluated_weights, set_mode
+from nanoray.train.pace import Pace, Rarely
 from nanoray.train.reading import Reading
 from nanoray.train.record import StepRecorder, outcome
 from nanoray.train.saving import pack_for_checkpoint, read_checkpoint, save_checkpoint
-from nanoray.train.watch.instruments import Watch
+from nanoray.train.watch.instruments import Instruments
 from nanoray.train.watch.observers import Observers
 from nanoray.train.workload import Workload
 
@@ -68,7 +70,7 @@ class Engine:
     observers: Observers
     writer: CheckpointWriter
     workload: Workload
-    watch: Watch
+    instruments: Instruments
     wanted: Callable[[], Order]  # the order that this rank votes for
     regrouped: bool = False  # the group continues from the memory of one of its ranks
     # The step of the replica that is furthest, when a group forms of replicas that had trained alone
@@ -90,16 +92,27 @@ class Engine:
             self.cfg.stats_every,
         )
         self.regular_intervals = [every for every in intervals if every]
+        # Whether target_loss is reached, or a script's data have failed
+        self.is_over = False
+        # Whether every run records the present step, wherever it was started and stopped
+        self.is_regular = False
+        # Whether the model draws random numbers, such as the masks of dropout
+        self.draws = bool(self.cfg.dropout) or self.workload.draws
 
-        # A script's data can fail in the middle of a run.
+        # When the ranks meet: in every step, unless replicas train alone for a while.
+        self.pace = Rarely(self, self.par.rounds) if self.par.rounds else Pace(self)
+
+        # What can refuse a step. A script's data can fail in the middle of a run.
+        self.checks: list[StepCheck] = []
         self.reading: Reading | None = None
         if isinstance(self.batches.data, FallibleSamples):
             self.reading = Reading(self.mesh, self.batches.data, self.batch)
-
+            self.checks.append(self.reading)
         every = self.cfg.audit_every
-        self.audit: Audit | None = None
         if every:
-            self.audit = Audit(every, self.mesh, self.par, self.batches, self.seed_dropout)
+            self.checks.append(
+                Audit(every, self.mesh, self.par, self.batches, self.seed_dropout, self.warn)
+            )
         if every and self.mesh.world_size == 1:
             self.note(f"note    audit_every = {every} does nothing: there is no other rank")
 
@@ -114,66 +127,33 @@ class Engine:
         mesh = self.mesh
         par = self.par
         state = self.state
-        watch = self.watch
-        rounds = par.rounds
-        agree = self.agree_on_bad_step if rounds else None
+        instruments = self.instruments
+        pace = self.pace
         samples_per_step = self.batch.global_size
+        last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
 
         # (all ranks) Warm up. Then finish the newest step: the last group may have broken between
         # its update and its record.
         self.phase("init")
         set_mode(state.optimizers, "train")
-        if rounds:
-            par.send_weights()
         self.warm_up()
-        if rounds is None:
-            self.finish_step()
-        watch.begin_run()
+        instruments.begin_run()
+        order = pace.begin()
 
-        # (all ranks) Replicas that had trained alone meet after the same step: one that is behind
-        # does its own steps first.
-        is_behind = state.step < self.front
-        if rounds and not is_behind:
-            self.end_round()
-            self.finish_step()
-
-        # (all ranks) A group that has formed only to save a checkpoint does no step.
-        order = Order.GO_ON
-        if self.regrouped and not is_behind:
-            order = mesh.start_vote(self.wanted()).result()
-
-        last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
-        while state.step < max(last, self.front):
-            # A replica that is behind the others first does the steps that they have done.
-            is_behind = state.step < self.front
-            if not is_behind and order > Order.SAVE:
-                break
-            if not is_behind and cfg.target_loss and self.on_target:
-                break
-            # (all ranks) A script has asked for a checkpoint of the newest step.
-            if order is Order.SAVE:
-                self.save_at_once()
+        while state.step < last and order <= Order.SAVE and not self.is_over:
+            # (all ranks) A script may have asked for a checkpoint of the newest step.
+            if order is Order.SAVE and state.session.saved != state.step:
+                self.compare_and_save()
 
             step = state.step + 1  # counted from 1; state.step is the number of completed steps
             state.session.current = step
-            phase = partial(watch.phase, step)  # announces a phase of this step
-            watch.begin_step(step)
-
-            # Replicas that rarely communicate meet at the end of a round and where a step is logged;
-            # in between no collective leaves a replica. Nor does one in a step that another replica
-            # had done when a rank was lost.
+            phase = partial(instruments.phase, step)  # announces a phase of this step
+            instruments.begin_step(step)
             logged = self.is_logged(step, last)
-            meets = True
-            if rounds:
-                logged = logged and step > self.front
-                meets = logged or (step > self.front and rounds.end(step))
 
             # (all ranks) Vote on whether to stop. The vote travels beside the step, and its result
             # is read when the step is done.
-            if meets:
-                vote = mesh.start_vote(self.wanted())
-            else:
-                vote = mesh.no_vote
+            vote = pace.start_vote(step, logged)
 
             # The learning rate is a function of the step alone, so a resume needs no schedule. Or a
             # script's own schedulers have set the rates after the step before.
@@ -183,76 +163,43 @@ class Engine:
                 lr = lr_at(state.step, cfg)
                 set_lr(state.optimizers, lr)
 
-            # (all ranks) In an audited step this rank first computes a micro batch of the next one.
-            # Seeds depend on the data rank, so both must get the same bits.
-            seed: Callable[[int], None] = partial(self.seed_dropout, state.step)
-            if self.audit:
-                seed = self.audit.begin(state.step, state.samples, phase)
-
             # (all ranks) Forward and backward over the micro batches. The last backward averages
             # the gradients over the data ranks.
             micro_batches = self.batches.step(state.samples)
-            if self.reading:
-                end = state.samples + samples_per_step
-                micro_batches = self.reading.watch(micro_batches, end)
+            for check in self.checks:
+                micro_batches = check.watch(micro_batches, state.step, state.samples, phase)
+            seed = partial(self.seed_dropout, state.step) if self.draws else None
             own_loss = par.forward_backward(micro_batches, phase, seed)
 
-            # (all ranks) Where a script's data could not be read on a rank, no rank updates.
-            if self.reading and self.reading.fails():
+            # (all ranks) No rank updates where one could not read its data, or where two of them
+            # disagree on a gradient.
+            if any(check.refuses() for check in self.checks):
                 order = self.leave_out(vote)
-                break
+                continue
 
-            # (all ranks) Where two ranks disagree on a gradient, the step is done again.
-            if self.audit:
-                difference = self.audit.differences()
-                if difference:
-                    self.warn(difference)
-                    order = self.leave_out(vote)
-                    continue
-
-            # Instruments see the gradients as backward has left them, with the loss scale.
+            # Instruments see the gradients as backward has left them, with the loss scale of fp16.
             phase("optimizer")
-            watch.gradients_ready(step, logged)
-            if self.scaler.enabled:
-                self.scaler.unscale(par.gradients)
+            instruments.gradients_ready(step, logged)
 
             # (all ranks) The loss of a step is averaged only where it is logged: an all-reduce.
             mean_loss = None
             if logged:
                 mean_loss = mesh.all_reduce_mean(own_loss.clone(), "loss")
 
-            # (all ranks) Once the norm is known, the others can finish the step without a lost rank
-            # if another replica has the same gradients, or if the rank's mirror has received them.
-            state.can_finish = par.replicated
-            if par.mirrors:
-                state.can_finish = par.mirror_gradients()
+            # (all ranks) fp16: take the loss scale out. Once the norm is known, the others can finish
+            # the step without a lost rank if another rank has its gradients, such as its mirror.
+            state.can_finish = par.complete_gradients()
 
             # (all ranks) The norm is the commit point. Until then nothing has changed, so an
             # interrupted step can be repeated.
             norm = par.grad_norm()
-            if self.scaler.enabled:
-                norm = self.scaler.norm(norm)
             reached("committed")
             mesh.require_unbroken()
 
-            # (all ranks) fp16: did a gradient overflow on any rank, and is any loss not finite?
-            if self.scaler.enabled:
-                flags = self.scaler.flag_nonfinite(norm, own_loss)
-                if rounds:
-                    par.replica_axis.max(flags, "overflow")
-                else:
-                    mesh.all_reduce(flags, "overflow", op="max")
-
             # (all ranks) Leave an update out whose norm or loss is not finite, or roll back: load a
             # checkpoint and continue with the data after this step.
-            look = meets if rounds else logged
-            verdict = self.guards.check(
-                step, norm, own_loss, mean_loss, look, self.explain, state.samples, agree
-            )
-            if verdict.warning:
-                self.warn(verdict.warning)
+            verdict = self.judge(step, norm, own_loss, mean_loss)
             if verdict.roll_back:
-                self.roll_back(verdict.roll_back)
                 order = self.leave_out(vote)
                 continue
 
@@ -260,72 +207,42 @@ class Engine:
             # at all. With fp16 all ranks skip the same updates.
             if cfg.grad_clip:
                 par.clip(cfg.grad_clip, norm)
-            left_out = self.scaler.step(state.optimizer, verdict.leave_out, state.optimizers[1:])
+            left_out = self.scaler.step(state.optimizers, verdict.leave_out)
             state.advance(samples_per_step, Update(norm, left_out))
-            if state.schedule is not None:
-                state.schedule.step(state.optimizers)
 
             # (all ranks) With sharded optimizer state the owners of the weights send them to the
             # others, beside the work that follows.
             par.spread(left_out)
             par.zero_grad()
 
-            # (all ranks) On logged steps wait for the device, then record, evaluate and save. Then
-            # compare the replicas where that is due.
+            # (all ranks) On logged steps wait for the device, and begin the record.
             if mean_loss is not None:
                 phase("log")
                 self.begin_record(mean_loss.item(), lr, norm.item())
 
-            # (all ranks) Where a round ends, average by how much the replicas have moved.
-            # A replica that is behind only keeps what would have been sent.
-            if rounds and step < self.front:
-                rounds.keep(state)
-                watch.end_step()
-                continue
-            if rounds:
-                self.end_round()
-            self.finish_step()
-            if step == self.front:
-                vote = mesh.start_vote(self.wanted())  # as the others did when the group formed
-            order = vote.result()
-            watch.end_step()
+            # (all ranks) Evaluate, report, save and compare the replicas where that is due. Then
+            # read the vote.
+            order = pace.end_step(vote)
+            instruments.end_step()
 
         if order is Order.REGROUP:
             raise Regroup
-
-        # No step is under way any more, also where this group formed only to save the state of one
-        # that lost a rank in the middle of a step. What follows belongs to the last completed step.
-        state.session.current = state.step
-
-        # (all ranks) On a GPU the newest steps have not been judged yet.
-        samples_before = state.samples - samples_per_step
-        verdict = self.guards.decide(True, self.explain, samples_before, agree)
-        if verdict.warning:
-            self.warn(verdict.warning)
-        if verdict.roll_back:
-            self.roll_back(verdict.roll_back)
-
-        # (all ranks) Without a step of this command the checkpoint that it resumed is still there.
-        if state.step > state.session.begun:
-            self.compare()
-            self.save(final=True)
-        set_mode(state.optimizers, "eval")
-        if self.reading and self.reading.has_failed:
-            self.reading.raise_failure(state.step, saved=state.step > state.session.begun)
-        self.phase("done")
-        return outcome(self.spec, mesh, state, self.exit_reason(order), watch.summary())
+        return self.end_run(order)
 
     # The methods that the loop calls, in that order.
 
     def phase(self, name: str) -> None:
         """Announce a phase to the instruments: progress file, ledger, tracing, planned faults."""
-        self.watch.phase(self.state.session.current, name)
+        self.instruments.phase(self.state.session.current, name)
 
     def warm_up(self) -> None:
         """Run a forward and backward whose results are thrown away. (all ranks)"""
+        # Replicas that had trained alone may have changed shards of weights when they met.
+        if self.par.rounds:
+            self.par.send_weights()
         # (all ranks) One rank's data that cannot be read end all ranks before the first step.
         if self.reading:
-            self.reading.begin(self.state.samples, self.batches.rank)
+            self.reading.read_first(self.state.samples, self.batches.rank)
         # The next step's own batch: a script's loader may not be able to go back.
         x, y = self.batches.get(self.state.samples, 0)
         # The warm-up draws dropout masks, and the first step must not notice.
@@ -342,7 +259,7 @@ class Engine:
         each layer from it. So the masks do not depend on the order in which micro batches and
         layers are computed, and every process can draw those of any rank.
         """
-        if not (self.cfg.dropout or self.workload.draws):
+        if not self.draws:
             return
         data_rank = self.batches.rank if rank is None else rank
         seed = derive_seed(self.cfg.seed, step, micro, data_rank)
@@ -353,56 +270,37 @@ class Engine:
 
     def is_logged(self, step: int, last: int) -> bool:
         """Return whether a step is recorded: regular ones, and the first and last of a command."""
-        return step == last or step == self.state.session.begun + 1 or self.is_regular(step)
-
-    def is_regular(self, step: int) -> bool:
-        """Return whether every run records this step, wherever it was started and stopped."""
-        return any(step % every == 0 for every in self.regular_intervals)
+        if step <= self.pace.front:  # the other replicas have recorded it
+            return False
+        self.is_regular = any(step % every == 0 for every in self.regular_intervals)
+        return self.is_regular or step == last or step == self.state.session.begun + 1
 
     def warn(self, text: str) -> None:
         """Show a warning to the user."""
         self.note(f"warning  {text}")
 
-    def end_round(self) -> None:
-        """Average what is due of the replicas' weights, unless that is done. (all ranks)
+    def judge(self, step: int, norm: Tensor, own_loss: Tensor, mean_loss: Tensor | None) -> Verdict:
+        """Decide whether the update of a step may reach the weights, and roll back. (all ranks)"""
+        # (all ranks) fp16: did a gradient overflow on any rank, and is any loss not finite?
+        if self.scaler.enabled:
+            self.pace.max(self.scaler.flag_nonfinite(norm, own_loss))
 
-        It can be interrupted anywhere and called again.
-        """
-        state = self.state
-        assert self.par.rounds
-        assert state.outer
-        lr = self.cfg.outer_lr
-        momentum = self.cfg.outer_momentum
-        has_changed = False
-        for fragment, step, means in self.par.rounds.meet(state):
-            # (all ranks of a replica) Each has its part of the means: no rank of a replica may
-            # finish a round that another one cannot.
-            if self.par.replica_axis.size > 1:
-                self.par.replica_axis.sum(torch.zeros(1, device=self.mesh.device), "rounds")
-            # Nothing communicates here, so all replicas move their anchors by the same bits. But
-            # weights of the inner step may be on their way to the ranks of this replica.
-            self.par.settle()
-            state.outer.update(fragment, means, step, lr, momentum)
-            has_changed = True
-        if has_changed:
-            self.par.send_weights()
+        # The host waits for a device only where it waits anyway.
+        look = mean_loss is not None or self.pace.ends_round
+        samples = self.state.samples
+        verdict = self.guards.check(
+            step, norm, own_loss, mean_loss, look, self.explain, samples, self.pace.agree
+        )
+        if verdict.warning or verdict.roll_back:
+            self.follow(verdict)
+        return verdict
 
-    def agree_on_bad_step(self, own: Sequence[BadStep]) -> BadStep | None:
-        """Return the earliest step since the last meeting that was bad on any replica. (all ranks)
-
-        Each replica has steps of its own that it left out. The norm is that of the replica whose
-        step it was, the loss this rank's.
-        """
-        some = torch.tensor(float(bool(own)), device=self.mesh.device)
-        if not self.mesh.all_reduce(some, "overflow", op="max"):
-            return None
-        first = None
-        if own:
-            first = (own[0].step, own[0].loss, own[0].norm)
-        found = [BadStep(*bad) for bad in self.mesh.all_gather(first) if bad is not None]
-        earliest = min(found, key=lambda bad: bad.step)
-        losses = [bad.loss for bad in own if bad.step == earliest.step]
-        return earliest._replace(loss=losses[0] if losses else self.par.own_losses[0].item())
+    def follow(self, verdict: Verdict) -> None:
+        """Warn, or roll back, as the guards have decided. (all ranks)"""
+        if verdict.warning:
+            self.warn(verdict.warning)
+        if verdict.roll_back:
+            self.roll_back(verdict.roll_back)
 
     def explain(self, bad: BadStep) -> str:
         """Repeat a bad step with hooks, and describe what all ranks found. (all ranks)"""
@@ -418,8 +316,8 @@ class Engine:
         start = state.samples - (state.step - bad.step + 1) * size
         batch = partial(self.batches.get, start)
         seed = partial(self.seed_dropout, bad.step - 1)
-        with generators_kept(self.mesh.device):
-            layer, micro = replay(state.model, batch, self.par.repeat, seed)
+        with generators_kept(self.mesh.device), self.par.undisturbed():
+            layer, micro = replay(state.model, batch, self.par.flow.repeat, seed)
 
         repeated = "repeated"
         weights_have_changed = self.cfg.on_nan == "skip" and bad.step <= state.step
@@ -464,20 +362,19 @@ class Engine:
         # Until mirrors have gone back, too, no lost rank's share may be taken from one.
         state.whole = state.mirror is None
         state.rewind(saved, state.samples + self.batch.global_size)
-        if self.par.rounds:
-            self.par.send_weights()
+        self.pace.rolled_back()
         set_mode(state.optimizers, "train")
         copy_to_mirror(state, self.mesh)
         state.whole = True
         self.observers.rewind(state.step)
-        self.front = 0
 
     def leave_out(self, vote: Vote) -> Order:
         """End a step without an update; return the order for the next one. (all ranks)"""
         self.par.zero_grad()
         order = vote.result()
-        self.watch.left_out()
-        self.watch.end_step()
+        self.is_over = self.reading is not None and self.reading.has_failed
+        self.instruments.left_out()
+        self.instruments.end_step()
         return order
 
     def begin_record(self, loss: float, lr: Rate, grad_norm: float) -> None:
@@ -489,13 +386,13 @@ class Engine:
         session = state.session
         if lr is not None:
             lr = float(lr)  # a script may have given a tensor
-        record = self.recorder.values(loss, lr, grad_norm, self.is_regular(state.step))
+        record = self.recorder.values(loss, lr, grad_norm, self.is_regular)
         session.record = record
         if self.scaler.enabled:
             warning = self.guards.watch_overflows(state.step, record["train/skipped_steps"])
             if warning:
                 self.warn(warning)
-        record |= self.watch.measured()
+        record |= self.instruments.measured()
 
         if session.first_step_s is None:
             session.first_step_s = time.time() - self.spec.started
@@ -518,19 +415,17 @@ class Engine:
         if record is not None:
             if self.evaluation_is_due() and state.session.evaluated != state.step:
                 record |= self.evaluate()
-                self.watch.pause(record["time/eval_s"])
+                self.instruments.pause(record["time/eval_s"])
             if state.session.reported != state.step:
                 self.report(record)
             if is_due(cfg.checkpoint_every, state.step) and state.session.saved != state.step:
-                # (all ranks) No checkpoint may contain a state on which ranks disagree.
-                self.compare()
-                self.watch.pause(self.save())
+                self.compare_and_save()
             state.session.record = None
-        hashes_are_due = cfg.hash_every and is_due(cfg.hash_every, state.step)
-        if self.par.rounds:
-            hashes_are_due = self.par.rounds.first_end(cfg.hash_every, state.step)
+        hashes_are_due = cfg.hash_every and self.pace.is_due(cfg.hash_every, state.step)
         if hashes_are_due and state.step > state.session.begun:
             self.compare()
+        if cfg.target_loss and self.on_target:
+            self.is_over = True
 
     def evaluation_is_due(self) -> bool:
         """Return whether the newest step is followed by an evaluation."""
@@ -565,22 +460,16 @@ class Engine:
         self.state.session.reported = self.state.step
         self.observers.record(record)
 
-    def save_at_once(self) -> None:
-        """Save a checkpoint of the newest step, unless there is one. (all ranks)"""
-        state = self.state
-        if state.session.saved != state.step:
-            # No checkpoint may contain a state on which ranks disagree.
-            self.compare()
-            self.watch.pause(self.save())
+    def compare_and_save(self) -> None:
+        """Save a checkpoint of the newest step. (all ranks)"""
+        # (all ranks) No checkpoint may contain a state on which ranks disagree.
+        self.compare()
+        self.instruments.pause(self.save())
 
     def save(self, final: bool = False) -> float:
         """Save a checkpoint of the newest step; return the seconds that it took. (all ranks)"""
         self.phase("checkpoint")
-        # Another number of replicas cannot go on in the middle of a round, and the next command
-        # starts all of them again.
-        if self.par.rounds and self.mesh.world_size < self.mesh.slots:
-            self.par.rounds.close(self.state.step)
-            self.end_round()
+        self.pace.before_save()
         with evaluated_weights(self.state.optimizers, back=not final):
             return save_checkpoint(
                 self.spec, self.mesh, self.state, self.workload, self.writer, final
@@ -606,6 +495,28 @@ class Engine:
         if self.mesh.rank == 0:
             line = {"step": self.state.step, "attempt": self.spec.attempt, **hashes}
             append(self.spec.folder, line)
+
+    def end_run(self, order: Order) -> dict[str, Any]:
+        """Save the newest state, and return the outcome of the run as plain data. (all ranks)"""
+        state = self.state
+        # No step is under way any more, also where this group formed only to save the state of one
+        # that lost a rank in the middle of a step. What follows belongs to the last completed step.
+        state.session.current = state.step
+
+        # (all ranks) On a GPU the newest steps have not been judged yet.
+        samples_before = state.samples - self.batch.global_size
+        self.follow(self.guards.decide(True, self.explain, samples_before, self.pace.agree))
+
+        # (all ranks) Without a step of this command the checkpoint that it resumed is still there.
+        if state.step > state.session.begun:
+            self.compare()
+            self.save(final=True)
+        set_mode(state.optimizers, "eval")
+        if self.reading and self.reading.has_failed:
+            self.reading.raise_failure(state.step, saved=state.step > state.session.begun)
+        self.phase("done")
+        summary = self.instruments.summary()
+        return outcome(self.spec, self.mesh, state, self.exit_reason(order), summary)
 
     @property
     def on_target(self) -> bool:

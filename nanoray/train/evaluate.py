@@ -63,8 +63,8 @@ def evaluate(
                 starts = own_windows[first : first + at_once]
                 counts = len(starts) > 0
                 x, y = batches.val_batch(starts if counts else windows[:1])
-                scores = workload.score(par.whole, x, y)
-                if not (counts and par.knows_loss):
+                scores = workload.score(par.flow.whole, x, y)
+                if not (counts and par.flow.has_loss):
                     continue
 
                 # A mean counts once for each window; a loss with a weight has its own.

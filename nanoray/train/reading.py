@@ -10,14 +10,14 @@ none of this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from nanoray.config import Batch
 from nanoray.data.fallible import FallibleSamples
 from nanoray.errors import DataError, DataFailed, shown
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
+from nanoray.parallel.flow import MicroBatch
 
 
 class Reading:
@@ -30,7 +30,7 @@ class Reading:
         self._vote: Vote | None = None
         self.has_failed = False  # on some rank
 
-    def begin(self, samples: int, rank: int) -> None:
+    def read_first(self, samples: int, rank: int) -> None:
         """Read the first micro batch of this group. (all ranks)
 
         Raises DataError on all ranks where a rank cannot read, or draws another order than others.
@@ -57,11 +57,15 @@ class Reading:
         """The most windows of an evaluation that are read together."""
         return self._data.windows_at_once
 
-    def watch(self, micro_batches: Iterator[Any], end: int) -> Iterator[Any]:
-        """Yield a step's micro batches; start the vote with the last one. (all ranks)
-
-        `end`: the first sample after the step.
-        """
+    def watch(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        step: int,
+        samples: int,
+        phase: Callable[[str], None],
+    ) -> Iterator[MicroBatch]:
+        """Yield a step's micro batches; start the vote with the last one. (all ranks)"""
+        end = samples + self._batch.global_size
         for micro, batch in enumerate(micro_batches):
             if micro == self._batch.accum - 1:
                 failure = self._data.failure
@@ -69,11 +73,14 @@ class Reading:
                 self._vote = self._mesh.start_vote(Order.STOP if failed else Order.GO_ON)
             yield batch
 
-    def fails(self) -> bool:
+    def refuses(self) -> bool:
         """Return whether the step has a batch that a rank could not read. (all ranks)"""
         assert self._vote
         self.has_failed = self._vote.result() is Order.STOP
         return self.has_failed
+
+    def forget(self) -> None:
+        """Do nothing: nothing is attached to the model."""
 
     def fails_in_evaluation(self) -> bool:
         """Return whether a rank could not read a batch of an evaluation. (all ranks)"""

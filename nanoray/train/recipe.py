@@ -40,7 +40,7 @@ from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.models.build import shape_of
 from nanoray.models.fp8 import use_fp8
 from nanoray.models.gpt import GPT
-from nanoray.models.precision import LossScaler, float32_products, mean_loss, weight_type
+from nanoray.models.precision import LossScaler, MeanLoss, float32_products, weight_type
 from nanoray.parallel.compile import compile_layers
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.points import reached
@@ -77,7 +77,7 @@ from nanoray.train.hardware import compare_hardware, this_device
 from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.saving import read_checkpoint
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
-from nanoray.train.watch.instruments import Watch
+from nanoray.train.watch.instruments import Instruments
 from nanoray.train.watch.links import Links
 from nanoray.train.watch.memory_timeline import MemoryTimeline
 from nanoray.train.watch.observers import Callback, Observers
@@ -463,14 +463,14 @@ class Recipe:
             self._cfg,
             accum,
             loss,
-            self.scaler.scale,
+            self.scaler,
             distance,
             self.task.script,
         )
         state.take_left()
         # The residue of compression belongs to one group: with other ranks it is void.
         state.memory = par.memory
-        if self._cfg.grad_compress != "none" and not par.compresses:
+        if self._cfg.grad_compress != "none" and par.compressor is None:
             self.observers.note(
                 f"note    grad_compress = {self._cfg.grad_compress} does nothing: one data rank "
                 "sends no gradients"
@@ -479,7 +479,7 @@ class Recipe:
 
     def loss_on(self, mesh: Mesh) -> Loss:
         """Return the function of the mean loss of a batch, in the run's precision."""
-        return partial(mean_loss, mesh.device.type, self._cfg.precision, loss=self.task.loss)
+        return MeanLoss(mesh.device.type, self._cfg.precision, self.task.loss)
 
     def require_shards(self, par: Plan, mesh: Mesh) -> None:
         """Raise ConfigError where a rank would have nothing of a script's small model. (all ranks)
@@ -544,7 +544,7 @@ class Recipe:
         lengths = self._length_of_samples()
         batches = self.batches(self.data, batch, par.data_rank, lengths, par.part)
         workload = self._workload(mesh)
-        watch = self._watch(group, par, batches, workload)
+        instruments = self._instruments(group, par, batches, workload)
         log.info("built the model")
         # Only now: a group that broke before it trains must not have written.
         if group.source is not None:
@@ -560,13 +560,15 @@ class Recipe:
             observers=self.observers,
             writer=self.writer,
             workload=workload,
-            watch=watch,
+            instruments=instruments,
             wanted=self._wanted,
             regrouped=group.source is not None,
             front=self._front,
         )
 
-    def _watch(self, group: Group, par: Plan, batches: MicroBatches, workload: Workload) -> Watch:
+    def _instruments(
+        self, group: Group, par: Plan, batches: MicroBatches, workload: Workload
+    ) -> Instruments:
         """List the instruments of this run; those that are off are left out. (all ranks)"""
         spec = group.spec
         mesh = group.mesh
@@ -601,7 +603,7 @@ class Recipe:
             instruments.append(self._injector)
         # Throughput ends its window last, so that it contains the other measurements.
         instruments.append(throughput)
-        return Watch(instruments)
+        return Instruments(instruments)
 
     def _length_of_samples(self) -> Callable[[int], int] | None:
         """Return the function from step to sequence length; None where it is always the same."""

@@ -157,7 +157,7 @@ def test_an_overflow_skips_the_fused_update_and_nobody_waits() -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             scaler.flag_nonfinite(norm, loss)
-            scaler.step(optimizer)
+            scaler.step([optimizer])
         finally:
             torch.cuda.set_sync_debug_mode("default")
         skips = bool(torch.isinf(gradient).any())

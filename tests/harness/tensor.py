@@ -16,6 +16,7 @@ from nanoray.config import make_config
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.dropout import derive_seed, seed_generators
+from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
 
 
@@ -37,7 +38,9 @@ def dropout_masks(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]
     config = make_config(settings | cut | {"grad_accum_steps": 1})
     mesh = replace(mesh, layout=Layout.of(config, mesh.world_size))
     case = small_gpt(mesh, config, "fp32", 3)
-    plan = Plan(case.model, mesh, config, 1, lambda model, x, y: model(x, y), lambda loss: loss)
+    plan = Plan(
+        case.model, mesh, config, 1, lambda model, x, y: model(x, y), LossScaler(mesh.device, False)
+    )
     masks: dict[str, list[Any]] = {"stream": [], "attention": [], "stream_masks": []}
 
     def drop(module: nn.Module, args: Any, output: Tensor) -> None:

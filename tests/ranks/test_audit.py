@@ -11,6 +11,7 @@ import torch
 from nanoray.checkpoint import files
 from nanoray.errors import WrongGradient
 from nanoray.run import RunSpec
+from nanoray.train.guard.audit import Audit
 from tests.harness.alone import engine_of
 from tests.harness.messages import find_line
 from tests.harness.ranks import make_spec, run_ranks, series
@@ -81,10 +82,13 @@ def test_of_two_ranks_both_are_named(text: Path, tmp_path: Path) -> None:
 def test_with_one_rank_nothing_is_audited(text: Path, tmp_path: Path) -> None:
     spec = make_spec(text, tmp_path, **RECIPE)
     engine = engine_of(spec)
-    assert not engine.audit.due
-    engine.audit.begin(1, 12, pytest.fail)
-    assert not engine.audit.due
-    assert engine.audit.differences() == ""
+    (audit,) = engine.checks
+    assert isinstance(audit, Audit)
+    assert not audit.due
+    micro_batches = iter(())
+    assert audit.watch(micro_batches, 1, 12, pytest.fail) is micro_batches
+    assert not audit.due
+    assert not audit.refuses()
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ import torch
 from nanoray.errors import StateDiverged
 from nanoray.run import RunSpec
 from nanoray.train.agree import find_checkpoint
+from nanoray.train.guard.audit import Audit
 from nanoray.train.guard.replicas import agreed
 from tests.harness.alone import engine_of
 from tests.harness.axes import equal, final
@@ -173,8 +174,10 @@ def test_an_audit_that_was_interrupted_leaves_nothing_behind(text: Path, tmp_pat
     """Its hooks would keep the group's wrapper, with its buckets, for as long as the process lives."""
     spec = make_spec(text, tmp_path, **RECIPE, audit_every=1)
     engine = engine_of(spec)
-    engine.audit._listen()
+    (audit,) = engine.checks
+    assert isinstance(audit, Audit)
+    audit._listen()
     assert any(p._backward_hooks for p in engine.state.model.parameters())
-    engine.audit.forget()
+    audit.forget()
     assert not any(p._backward_hooks for p in engine.state.model.parameters())
     assert isinstance(next(engine.state.model.parameters()), torch.Tensor)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nanoray.config import make_config
 from nanoray.mesh.mesh import Mesh
+from nanoray.models.precision import LossScaler
 from nanoray.parallel.compress import Sent, orthonormal
 from nanoray.parallel.plan import Plan
 from nanoray.train.saving import MEMORY
@@ -71,10 +72,14 @@ def plan_of(mesh: Mesh, order: dict[str, Any]) -> tuple[Plan, Toy]:
     settings = {"micro_batch_size": 1, "bucket_mb": 0.015, "device": "cpu", **order["settings"]}
     model = Toy(order["gradient"], mesh.rank)
 
-    def scale(loss: Tensor) -> Tensor:
-        return loss * model.scale if order.get("scaled") else loss
+    class Scaler(LossScaler):
+        """The scale of the model, which a test changes."""
 
-    plan = Plan(model, mesh, make_config(settings), 1, lambda m, x, y: m(x, y), scale)
+        def scale(self, loss: Tensor) -> Tensor:
+            return loss * model.scale if self.enabled else loss
+
+    scaler = Scaler(mesh.device, enabled=bool(order.get("scaled")))
+    plan = Plan(model, mesh, make_config(settings), 1, lambda m, x, y: m(x, y), scaler)
     plan.warm_up(torch.tensor(0), torch.tensor(0))
     return plan, model
 
@@ -91,8 +96,8 @@ def sum_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> 
     sent = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     true = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
     for step in range(1, order["steps"] + 1):
-        assert plan._compressor
-        errors = plan._compressor._error
+        assert plan.compressor
+        errors = plan.compressor._error
         if order.get("forgetful"):
             for error in errors.values():
                 error.zero_()
@@ -262,7 +267,7 @@ def overflow_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]
         iter([(torch.tensor(1), torch.tensor(0))]), lambda name: None, lambda micro: None
     )
     emit([w.grad.unique().tolist() for w in model.weights if w.grad is not None])
-    compressor, flat = plan._compressor, torch.full((48 * 64,), BIG)
+    compressor, flat = plan.compressor, torch.full((48 * 64,), BIG)
     assert compressor
     compressor.send(Sent(flat, [model.weights[0]], [0], 0, True))
     compressor.drain()

@@ -18,7 +18,7 @@ from nanoray.run import RunSpec
 from nanoray.state.outer import Outer
 from nanoray.state.state_dict import StateDict
 from nanoray.train.recipe import train
-from nanoray.train.watch.instruments import Watch
+from nanoray.train.watch.instruments import Instruments
 from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic
 from tests.harness.lasting_ranks import LastingRanks, Train
@@ -170,14 +170,17 @@ def test_rounds_of_one_step_average_the_weights_of_data_parallelism(run: Run) ->
 def counting(spec: RunSpec, rendezvous: Rendezvous) -> dict[str, Any]:
     """Train, and write how many collectives this rank had started at the beginning of each step."""
     counts: dict[int, int] = {}
-    begin = Watch.begin_step
+    make = Instruments.__init__
 
-    def noting(self: Watch, step: int) -> None:
-        counts[step] = collectives_started()
-        begin(self, step)
+    class Counter:
+        def begin_step(self, step: int) -> None:
+            counts[step] = collectives_started()
+
+    def counting_too(self: Instruments, instruments: list[object]) -> None:
+        make(self, [Counter(), *instruments])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Watch, "begin_step", noting)
+        patch.setattr(Instruments, "__init__", counting_too)
         outcome = train(spec, rendezvous)
     return outcome | {"counts": [counts[step] for step in sorted(counts)]}
 

@@ -96,7 +96,8 @@ class Engine:
 
     def __init__(self, groups: Groups, group: Group) -> None:
         self._groups, self.group = groups, group
-        self.writer = self.par = self.audit = self
+        self.writer = self.par = self
+        self.checks = [self]
 
     def fit(self) -> dict[str, Any]:
         self._groups.state.model(torch.ones(1, 1)).sum().backward()  # a step is in flight

@@ -315,7 +315,7 @@ def test_another_connection_is_found() -> None:
     subject = subject_of()
     model = new_model(subject)
     block = model.get_submodule("blocks.1")
-    block._layers = lambda x, cache=None: x + block.attn(block.norm1(x)) + block.mlp(block.norm2(x))  # type: ignore
+    block.forward = lambda x, cache=None: x + block.attn(block.norm1(x)) + block.mlp(block.norm2(x))  # type: ignore
     found = verified(subject, model)
     (problem,) = check(found, "connections")["problems"]
     assert problem == "blocks.1.norm2 reads blocks.0, in the tree blocks.0, blocks.1.attn"

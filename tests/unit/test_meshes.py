@@ -81,7 +81,7 @@ def state_of(rank: int, world: int, config: Config) -> TrainState:
     scaler = LossScaler(CPU, enabled=False)
     # The state lists what the whole model has, before the plan cuts it.
     state = TrainState(model, make_optimizer(model, config, None), scaler, guards)
-    plan = Plan(model, mesh, config, 2, lambda model, x, y: model(x, y), lambda loss: loss)
+    plan = Plan(model, mesh, config, 2, lambda model, x, y: model(x, y), scaler)
     assert plan.shards is not None
     optimizer = make_optimizer(model, config, plan.shards)
     state.hold(Share(Holding(plan.shards, optimizer), weights=plan.weights))

@@ -106,7 +106,7 @@ def test_a_first_update_that_is_left_out_leaves_momentum_at_zero() -> None:
     before = [p.detach().clone() for p in ours.parameters()]
     for p, g in zip(ours.parameters(), gradients(0), strict=True):
         p.grad = g * torch.inf
-    scaler.step(optimizer, leave_out=torch.ones(()))
+    scaler.step([optimizer], leave_out=torch.ones(()))
     assert all(torch.equal(p, w) for p, w in zip(ours.parameters(), before, strict=True))
     assert all(
         not tensor.any() for tensor in optimizer_tensors(optimizer, whole_shards(ours)).values()

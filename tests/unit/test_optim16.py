@@ -175,7 +175,7 @@ def test_a_skipped_first_step_makes_state_and_moves_nothing() -> None:
     for p in model.parameters():
         p.grad = torch.full_like(p, math.inf)
     scaler.flag_nonfinite(scaler.norm(torch.tensor(math.inf)), torch.zeros(()))
-    scaler.step(optimizer)
+    scaler.step([optimizer])
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
     kept = optimizer_tensors(optimizer, whole_shards(model))
     assert {name.partition(".")[0] for name in kept} == optimizer.state_keys

@@ -18,7 +18,7 @@ def step(scaler: LossScaler, grad: float) -> float:
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
     weight.grad = torch.tensor([grad])
     scaler.flag_nonfinite(weight.grad.norm(), torch.zeros(()))
-    scaler.step(optimizer)
+    scaler.step([optimizer])
     return weight.item()
 
 
@@ -38,7 +38,7 @@ def test_adamw_state_does_not_move_on_a_skipped_step() -> None:
     for grad in (1.0, float("inf"), 1.0):
         weight.grad = torch.full((2,), grad)
         scaler.flag_nonfinite(weight.grad.norm(), torch.zeros(()))
-        scaler.step(optimizer)
+        scaler.step([optimizer])
     state = optimizer.state[weight]
     assert state["step"].item() == 2
     assert torch.isfinite(state["exp_avg"]).all()

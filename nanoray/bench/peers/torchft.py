@@ -145,7 +145,7 @@ class Replica:
 
         from nanoray.config import batch_for, resolve_batch
         from nanoray.data.tokens import MicroBatches
-        from nanoray.models.precision import mean_loss
+        from nanoray.models.precision import MeanLoss
         from nanoray.models.weighted import mean_of
         from nanoray.train.optim.groups import lr_at, set_lr
 
@@ -159,12 +159,11 @@ class Replica:
         lr = lr_at(step, cfg)
         set_lr([self.inner], lr)
         micro_batches = MicroBatches(self.data, batch, rank or 0)
+        mean_loss = MeanLoss(self.device.type, self.precision, self.task.loss)
         loss = torch.zeros((), device=self.device)
         for micro in range(batch.accum):
             x, y = micro_batches.get(step * batch.global_size, micro)
-            loss_of_batch = mean_loss(
-                self.device.type, self.precision, self.plain, x, y, self.task.loss
-            )
+            loss_of_batch = mean_loss(self.plain, x, y)
             part = mean_of(loss_of_batch) / batch.accum
             part.backward()
             loss += part.detach()

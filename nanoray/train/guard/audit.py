@@ -14,7 +14,7 @@ equal bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import WrongGradient
 from nanoray.mesh.mesh import Mesh
+from nanoray.parallel.flow import MicroBatch
 from nanoray.parallel.plan import Plan
 from nanoray.train.guard.replicas import combine, hash_tensors, sum_of_bits
 
@@ -38,9 +39,10 @@ class Audit:
         mesh: Mesh,
         par: Plan,
         batches: MicroBatches,
-        seed: Callable[[int, int, int | None], None],
+        seed: Callable[[int, int, int], None],
+        warn: Callable[[str], None],
     ) -> None:
-        """`seed` seeds the dropout of (step before, micro batch, data rank); None: of this rank."""
+        """`seed` seeds the dropout of (step before, micro batch, data rank)."""
         self._every = every if mesh.world_size > 1 else 0
         # Else a convolution may take another algorithm, with other bits, each time. Attention that
         # has no fixed order is refused: see config/conflicts.py.
@@ -50,6 +52,7 @@ class Audit:
         self._par = par
         self._batches = batches
         self._seed = seed
+        self._warn = warn
 
         # The present step, its first sample, and its audited micro batch
         self._step = 0
@@ -67,20 +70,22 @@ class Audit:
         """Whether the present step is audited."""
         return bool(self._every) and self._step % self._every == 0
 
-    def begin(self, step: int, samples: int, phase: Callable[[str], None]) -> Callable[[int], None]:
-        """Begin the step after `step`; return the function that seeds its micro batches.
+    def watch(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        step: int,
+        samples: int,
+        phase: Callable[[str], None],
+    ) -> Iterator[MicroBatch]:
+        """Begin the step after `step`, whose first sample is `samples`; return its micro batches.
 
-        `samples` is the step's first sample. If the step is audited, the next rank's micro batch is
-        computed here, before this rank's own.
+        If the step is audited, the next rank's micro batch is computed here, before this rank's
+        own.
         """
-
-        def seed_own(micro: int) -> None:
-            self._seed(step, micro, None)
-
         self._step = step + 1
         self._samples = samples
         if not self.due:
-            return seed_own
+            return micro_batches
 
         # Each micro batch of a step is audited in turn.
         phase("forward")
@@ -88,15 +93,16 @@ class Audit:
         next_rank = (self._mesh.rank + 1) % self._mesh.world_size
         self._theirs = self._compute(next_rank)
         self._own = {}
+        return self._listening(micro_batches)
 
-        # The plan seeds each micro batch before its forward: the moment to attach or remove hooks.
-        def seed_and_watch(micro: int) -> None:
+    def _listening(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro batches of a step; hash the gradients of the audited one."""
+        # The backward of a micro batch ends before the next one is taken.
+        for micro, batch in enumerate(micro_batches):
             self.forget()
             if micro == self._micro:
                 self._listen()
-            seed_own(micro)
-
-        return seed_and_watch
+            yield batch
 
     def _compute(self, rank: int) -> Hashes:
         """Return the hashes of the gradient of a rank's micro batch.
@@ -124,14 +130,20 @@ class Audit:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def differences(self) -> str:
-        """Return which gradients differ, and on which rank; "" where none do. (all ranks)
+    def refuses(self) -> bool:
+        """Return whether gradients differ: then the step is done again, with a warning. (all ranks)"""
+        difference = self.differences() if self.due else None
+        if difference is None:
+            return False
+        self._warn(difference)
+        return True
 
-        "" also when the step is not audited. Raises WrongGradient when the same step was done again
-        and they differ again. Waits for the device.
+    def differences(self) -> str | None:
+        """Return which gradients of an audited step differ, and on which rank. (all ranks)
+
+        None where none do. Raises WrongGradient when the same step was done again and they differ
+        again. Waits for the device.
         """
-        if not self.due:
-            return ""
         self.forget()
         mesh = self._mesh
         own = dict(zip(self._own, torch.stack([*self._own.values()]).tolist(), strict=True))
@@ -145,7 +157,7 @@ class Audit:
                 disputed.append(rank)
         if not disputed:
             self._clean = self._step
-            return ""
+            return None
 
         # Only now a third rank computes the disputed gradient, too.
         disputed_one = (mesh.rank + 2) % mesh.world_size

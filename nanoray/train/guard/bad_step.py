@@ -41,7 +41,7 @@ def replay(
     """Run a step's forwards and backwards again, without a sum of gradients. (all ranks)
 
     Returns what was first not finite ("" for nothing), and in which micro batch. Gradients stay as
-    they were. `repeat` is Plan.repeat, `batch` returns a micro batch by its number, `seed` seeds
+    they were. `repeat` is that of the plan's flow, `batch` returns a micro batch by its number, `seed` seeds
     the dropout of one; the caller restores the generators afterwards.
     """
     # Put the step's gradients aside, so that backward makes new ones.

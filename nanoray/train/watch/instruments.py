@@ -1,14 +1,14 @@
 """Instruments: objects that observe the loop and change nothing that a step computes.
 
-    fit ─► watch.begin_step        tracing, routing
-        ─► watch.phase             progress, ledger, statistics, memory, profile, planned faults
-        ─► watch.gradients_ready   routing, precision counts
-        ─► watch.measured          throughput, and those above that have metrics
-        ─► watch.end_step          tracing
+    fit ─► instruments.begin_step        tracing, routing
+        ─► instruments.phase             progress, ledger, statistics, memory, profile, planned faults
+        ─► instruments.gradients_ready   routing, precision counts
+        ─► instruments.measured          throughput, and those above that have metrics
+        ─► instruments.end_step          tracing
 
-The loop calls one `Watch` at named moments and names no instrument. The recipe lists the
-instruments of a run. An instrument implements only the moments that it needs, and a `Watch` calls
-only those, so an instrument that is off costs nothing.
+The loop calls its `Instruments` at named moments and names none of them. The recipe lists those of
+a run. An instrument implements only the moments that it needs, and only those are called, so an
+instrument that is off costs nothing.
 
 Callbacks of a script, the console and the files of metrics are no instruments: they receive records
 (observers.py). The audit is none either, because it can repeat a step (guard/audit.py).
@@ -16,7 +16,7 @@ Callbacks of a script, the console and the files of metrics are no instruments: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 
@@ -58,65 +58,35 @@ class Instrument(Protocol):
         """Return the values for the outcome of the run, after its last step. (all ranks)"""
 
 
-class Watch:
-    """The instruments of one engine, sorted by the moments that they implement."""
+class Moment:
+    """The instruments that implement one moment, to be called in the order of their list."""
 
-    def __init__(self, instruments: Iterable[object]) -> None:
-        """List the instruments; each moment calls them in this order."""
-        listed = list(instruments)
-        self._begin_run = _implementers(listed, "begin_run")
-        self._begin_step = _implementers(listed, "begin_step")
-        self._phase = _implementers(listed, "phase")
-        self._gradients_ready = _implementers(listed, "gradients_ready")
-        self._pause = _implementers(listed, "pause")
-        self._left_out = _implementers(listed, "left_out")
-        self._end_step = _implementers(listed, "end_step")
-        self._measured = _implementers(listed, "measured")
-        self._summary = _implementers(listed, "summary")
+    def __init__(self, instruments: Iterable[object], name: str) -> None:
+        self.calls = [getattr(each, name) for each in instruments if hasattr(each, name)]
 
-    def begin_run(self) -> None:
-        for begin_run in self._begin_run:
-            begin_run()
+    def __call__(self, *arguments: Any) -> None:
+        for call in self.calls:
+            call(*arguments)
 
-    def begin_step(self, step: int) -> None:
-        for begin_step in self._begin_step:
-            begin_step(step)
-
-    def phase(self, step: int, name: str) -> None:
-        for phase in self._phase:
-            phase(step, name)
-
-    def gradients_ready(self, step: int, logged: bool) -> None:
-        for gradients_ready in self._gradients_ready:
-            gradients_ready(step, logged)
-
-    def pause(self, seconds: float) -> None:
-        for pause in self._pause:
-            pause(seconds)
-
-    def left_out(self) -> None:
-        for left_out in self._left_out:
-            left_out()
-
-    def end_step(self) -> None:
-        for end_step in self._end_step:
-            end_step()
-
-    def measured(self) -> dict[str, Any]:
-        """Return the metrics of all instruments for one record."""
-        metrics: dict[str, Any] = {}
-        for measured in self._measured:
-            metrics |= measured()
-        return metrics
-
-    def summary(self) -> dict[str, Any]:
-        """Return the values of all instruments for the outcome of the run."""
+    def collect(self) -> dict[str, Any]:
+        """Return what all of them return, in one dict."""
         values: dict[str, Any] = {}
-        for summary in self._summary:
-            values |= summary()
+        for call in self.calls:
+            values |= call()
         return values
 
 
-def _implementers(instruments: list[object], moment: str) -> list[Any]:
-    """Return the bound methods of that name, of the instruments that have one."""
-    return [getattr(each, moment) for each in instruments if hasattr(each, moment)]
+class Instruments:
+    """The instruments of one engine, sorted by the moments that they implement."""
+
+    def __init__(self, instruments: Sequence[object]) -> None:
+        """List the instruments; each moment calls them in this order."""
+        self.begin_run: Callable[[], None] = Moment(instruments, "begin_run")
+        self.begin_step: Callable[[int], None] = Moment(instruments, "begin_step")
+        self.phase: Callable[[int, str], None] = Moment(instruments, "phase")
+        self.gradients_ready: Callable[[int, bool], None] = Moment(instruments, "gradients_ready")
+        self.pause: Callable[[float], None] = Moment(instruments, "pause")
+        self.left_out: Callable[[], None] = Moment(instruments, "left_out")
+        self.end_step: Callable[[], None] = Moment(instruments, "end_step")
+        self.measured = Moment(instruments, "measured").collect
+        self.summary = Moment(instruments, "summary").collect

@@ -106,7 +106,7 @@ def comm_trace(spec: RunSpec, mesh: Mesh, plan: Plan, resume_step: int) -> CommT
     if mesh.rank == 0:
         layout = mesh.layout
         sizes = {axis: layout.size_of(axis) for axis in (*layout.steps, "inside")}
-        bubble = plan.bubble if config.pp > 1 else None
+        bubble = plan.flow.bubble if config.pp > 1 else None
         log_of_all = CommLog(
             spec.folder / "comm", resume_step, spec.attempt, sizes, bubble, spec.started
         )
