@@ -28,7 +28,6 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
 
 
 class NanorayError(Exception):
@@ -152,13 +151,13 @@ def shown(error: BaseException) -> str:
     return "\n".join([line, *frames[-_FRAMES:]])
 
 
-def _folders_of_libraries() -> Iterator[str]:
-    """Yield where the frames of a traceback lie that are not the script's."""
-    yield f"{os.path.dirname(__file__)}{os.sep}"
-    yield contextlib.__file__
+def _folders_of_libraries() -> list[str]:
+    """Return where the frames of a traceback lie that are not the script's."""
+    folders = [f"{os.path.dirname(__file__)}{os.sep}", contextlib.__file__]
     torch = sys.modules.get("torch")
     if torch is not None and torch.__file__:
-        yield f"{os.path.dirname(torch.__file__)}{os.sep}"
+        folders.append(f"{os.path.dirname(torch.__file__)}{os.sep}")
+    return folders
 
 
 REMEDIES: dict[type[NanorayError], str] = {
