@@ -351,3 +351,9 @@ def test_each_part_is_saved_received_and_compared(what: Callable[[TrainState], A
             assert torch.equal(what(state), what(first))
         else:
             assert what(state) == what(first)
+
+
+def test_a_rank_whose_share_is_empty_has_no_anchors() -> None:
+    state = a_state(1)
+    assert state.anchors(True, 1).anchor.keys() == dict(state.model.named_parameters()).keys()
+    assert state.anchors(True, 1, []).anchor == {}
