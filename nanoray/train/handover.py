@@ -32,7 +32,7 @@ class Handover(Protocol):
         alone. (all ranks)
 
         `source` is the rank with the most completed steps. Another rank may be lost meanwhile: then
-        those that had the state can still give it. Raises StateLost on all ranks where nobody is
+        those that had the state can still give it. Raises StateLost on all ranks where no rank is
         left that has some part of it.
         """
 

@@ -1,4 +1,4 @@
-"""When the ranks of a run meet. The loop asks its Pace, and knows no other difference.
+"""When the ranks of a run meet. The loop asks its Pace, and sees no other difference.
 
     Pace     in every step: all ranks exchange gradients, and vote     vote ─ step ─ end   vote ─ step ─ end
     Rarely   replicas of several ranks or one train alone, and         step   step   vote ─ step ─ average ─ end

@@ -204,8 +204,7 @@ def test_the_configuration_checks_the_examples_as_strictly_as_the_script() -> No
 # What a run prints without `say`: the answer to a dry run, the stream that a console was given, a
 # script's own output, the bar of a terminal, and the last line of a script that ends by an error.
 PRINTS = {
-    "launch/__main__.py": 2,
-    "train/__main__.py": 2,
+    "start/opening.py": 3,
     "train/own/here.py": 1,
     "train/own/program.py": 1,
     "train/watch/observers.py": 2,
@@ -216,7 +215,7 @@ def test_what_a_run_says_goes_through_say() -> None:
     package = ROOT / "nanoray"
     found = {}
     for path in sorted(
-        path for room in ("launch", "train") for path in (package / room).rglob("*.py")
+        path for room in ("launch", "start", "train") for path in (package / room).rglob("*.py")
     ):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
