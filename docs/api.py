@@ -60,7 +60,7 @@ INTERNAL: dict[str, tuple[str, ...]] = {
     "Run": (
         "rendezvous",
         "given",
-        "watchers",
+        "observers",
         "wanted",
         "store",
         "rejoin",

@@ -28,15 +28,15 @@ __version__ = "0.1.0"
 
 # The public names, and the modules that define them. Most of those import torch.
 _EXPORTED = {
-    "AimCallback": "nanoray.train.own.trackers",
-    "Callback": "nanoray.train.own.callbacks",
+    "AimCallback": "nanoray.own.trackers",
+    "Callback": "nanoray.own.callbacks",
     "Config": "nanoray.config",
-    "MlflowCallback": "nanoray.train.own.trackers",
+    "MlflowCallback": "nanoray.own.trackers",
     "NanorayError": "nanoray.errors",
-    "Run": "nanoray.train.own.run",
-    "RuntimeEngine": "nanoray.train.own.engine",
+    "Run": "nanoray.own.run",
+    "RuntimeEngine": "nanoray.own.engine",
     "ShardStream": "nanoray.data.stream",
-    "WandbCallback": "nanoray.train.own.trackers",
+    "WandbCallback": "nanoray.own.trackers",
     "Weighted": "nanoray.models.weighted",
 }
 

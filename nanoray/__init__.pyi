@@ -7,12 +7,12 @@ from nanoray.config import Config as Config
 from nanoray.data.stream import ShardStream as ShardStream
 from nanoray.errors import NanorayError as NanorayError
 from nanoray.models.weighted import Weighted as Weighted
-from nanoray.train.own.callbacks import Callback as Callback
-from nanoray.train.own.engine import RuntimeEngine as RuntimeEngine
-from nanoray.train.own.run import Run as Run
-from nanoray.train.own.trackers import AimCallback as AimCallback
-from nanoray.train.own.trackers import MlflowCallback as MlflowCallback
-from nanoray.train.own.trackers import WandbCallback as WandbCallback
+from nanoray.own.callbacks import Callback as Callback
+from nanoray.own.engine import RuntimeEngine as RuntimeEngine
+from nanoray.own.run import Run as Run
+from nanoray.own.trackers import AimCallback as AimCallback
+from nanoray.own.trackers import MlflowCallback as MlflowCallback
+from nanoray.own.trackers import WandbCallback as WandbCallback
 
 __all__ = [
     "AimCallback",
@@ -37,7 +37,7 @@ def launch(
     """Call `main(run)` on every rank of a new run, and return the exit code.
 
     The ranks are actors on Ray. Under torchrun, srun or mpirun this process is one rank, and
-    with `ray=False` it trains alone. `config` has keys of the configuration (`nanoray launch
+    with `ray=False` it trains alone. `config` has keys of the configuration (`python -m nanoray.launch
     --help`), such as workers, global_batch_size, dp_mode or resume, and besides them
     dry_run and quiet. An error of nanoray is printed as one line, and its exit code returned.
     A Ray that the program is connected to is used, and stays connected.

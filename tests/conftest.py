@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from nanoray.base.output import as_command
 from nanoray.bench.harness import processes
-from nanoray.output import as_command
 from tests.harness import commands
 from tests.harness.cluster import commands_end_here
 from tests.harness.forked_python import forked_python

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import write_json
+from nanoray.base.atomic import write_json
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.report import Report, Section, aligned, conditions, load_average
 from nanoray.bench.registry import BENCHMARKS, Entry
@@ -28,7 +28,7 @@ from nanoray.cli import Parser, name_program, take_output
 from nanoray.cli.parsers import DESCRIBE, SubcommandsFound
 from nanoray.config import refuse_unknown
 from nanoray.errors import ConfigError, NanorayError, PlacementError
-from nanoray.mesh.launchers import set_torch_variables
+from nanoray.host.launchers import set_torch_variables
 
 FIGURES = (".png", ".svg", ".pdf")
 # Flag -> a name to propose

@@ -22,6 +22,8 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from nanoray.base.environment import environment
+from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.bench.collectives import exact_period, wrong_elements
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure
@@ -33,10 +35,8 @@ from nanoray.bench.harness.rank_pool import (
     describe,
     where_from,
 )
-from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say
-from nanoray.devices.gpus import discover_gpus
-from nanoray.environment import environment
-from nanoray.metrics import algbw_gbps, busbw_factor
+from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, number, say
+from nanoray.host.gpus import discover_gpus
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -371,7 +371,7 @@ class AlgorithmsBenchmark(Benchmark):
             axes.legend(fontsize=8)
 
 
-def row_of(event: dict[str, Any], dtype: str) -> Row:
+def row_of(event: dict[str, Any], dtype: str) -> Measurement:
     """Return the row of an event of rank 0.
 
     A forced algorithm that NCCL's log does not confirm is an error.
@@ -381,7 +381,7 @@ def row_of(event: dict[str, Any], dtype: str) -> Row:
     ranks = event["ranks"]
     keys = {"op": "all_reduce", "algorithm": name, "dtype": dtype, "bytes": size, "ranks": ranks}
     if "skipped" in event:
-        return Row(name, _label(size), "us", (), skipped=event["skipped"], extra=keys)
+        return Measurement(name, _label(size), "us", (), skipped=event["skipped"], extra=keys)
     ran = event["ran"]
     error = ""
     times = sorted(event["time_us"])
@@ -396,7 +396,7 @@ def row_of(event: dict[str, Any], dtype: str) -> Row:
     factor = busbw_factor("all_reduce", ranks)  # None for one rank
     keys |= {"algbw_gbps": algbw, "busbw_gbps": algbw * factor if factor else 0.0}
     note = f"ran {', '.join(ran)}" if ran else ""
-    return Row(
+    return Measurement(
         name, _label(size), "us", tuple(event["time_us"]), note, error, event["wrong"], extra=keys
     )
 
@@ -425,9 +425,9 @@ def _add_targets(report: Report, ranks: int, backend: str) -> None:
             report.targets.append(Target(f"{size}: {row.arm}", row, relation, limit, excuse))
 
 
-def _timed(report: Report) -> dict[str, dict[int, Row]]:
+def _timed(report: Report) -> dict[str, dict[int, Measurement]]:
     """Return arm -> bytes -> row of what was timed and is right."""
-    found: dict[str, dict[int, Row]] = {}
+    found: dict[str, dict[int, Measurement]] = {}
     for row in report.rows:
         if row.unit == "us" and row.values and not row.problem:
             found.setdefault(row.arm, {})[row.extra["bytes"]] = row

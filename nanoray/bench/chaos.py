@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from nanoray.base.proc import stat_of
 from nanoray.bench.harness.processes import (
     CLUSTER_START_S,
     Child,
@@ -27,10 +28,9 @@ from nanoray.bench.harness.processes import (
     node_command,
     ray_head,
 )
-from nanoray.devices.slots import Slots
 from nanoray.faults.cause import Failure
 from nanoray.faults.progress import ProgressFile
-from nanoray.proc import stat_of
+from nanoray.host.slots import Slots
 
 KILL = "kill rank"
 FREEZE = "freeze rank"
@@ -151,7 +151,7 @@ class Cluster:
 
 
 @dataclass
-class Seen:
+class SeenRun:
     """What was seen of a run from outside: its steps over time, and open files."""
 
     # Seconds of the command, steps done for good
@@ -178,7 +178,7 @@ class Seen:
         return completed
 
 
-class Training:
+class ObservedRun:
     """A run of nanoray.launch that is observed.
 
     Its driver is started again until the run is done.
@@ -192,7 +192,7 @@ class Training:
         self._steps = steps
         self.out = folder / "runs"
         self.out.mkdir(parents=True)
-        self.seen = Seen()
+        self.seen = SeenRun()
         self.drivers = 0
         self.ends = list[str]()
         self.driver: Child
@@ -201,7 +201,7 @@ class Training:
         self._fds_at = 0.0
         self._start()
 
-    def __enter__(self) -> Training:
+    def __enter__(self) -> ObservedRun:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -291,7 +291,7 @@ class Training:
 
 
 @dataclass
-class Fault:
+class FaultEvent:
     """One fault: seconds of the command, kind, what it hit, and the step of the run."""
 
     at_s: float
@@ -320,12 +320,12 @@ class Chaos:
         self._kinds = kinds(seed, nodes)
         self._due = 0.0
         self._next = next(self._kinds)
-        self.caused: list[Fault] = []
+        self.caused: list[FaultEvent] = []
 
     def _pause(self) -> float:
         return max(LEAST_GAP_S, self._moments.expovariate(1 / self._every_s))
 
-    def act(self, training: Training, cluster: Cluster) -> None:
+    def act(self, training: ObservedRun, cluster: Cluster) -> None:
         """Cause the next fault if its time has come and its target is there."""
         points = training.seen.points
         if not (points and self._left):
@@ -344,7 +344,7 @@ class Chaos:
         at = round(training.seconds, 2)
         target = self._cause(training, cluster, sorted(ranks))
         training.disturbed = True
-        self.caused.append(Fault(at, self._next, target, points[-1][1]))
+        self.caused.append(FaultEvent(at, self._next, target, points[-1][1]))
         print(
             f"{at:7.1f} s  step {points[-1][1]:>6}  {self._next} {target}",
             file=sys.stderr,
@@ -354,7 +354,7 @@ class Chaos:
         self._due = training.seconds + self._pause()
         self._next = next(self._kinds)
 
-    def _cause(self, training: Training, cluster: Cluster, ranks: list[tuple[int, int]]) -> str:
+    def _cause(self, training: ObservedRun, cluster: Cluster, ranks: list[tuple[int, int]]) -> str:
         if self._next == KILL_NODE:
             back_s = self._choices.uniform(*NODE_BACK_S)
             return f"({cluster.kill_node(back_s)} processes, back in {back_s:.1f} s)"
@@ -389,7 +389,7 @@ def kinds(seed: int, nodes: int) -> Iterator[str]:
         yield from order.sample(bag, len(bag))
 
 
-def survive(training: Training, cluster: Cluster, chaos: Chaos | None, limit_s: float) -> float:
+def survive(training: ObservedRun, cluster: Cluster, chaos: Chaos | None, limit_s: float) -> float:
     """Watch the training to its end and return its seconds.
 
     `chaos` causes faults meanwhile, if given. Raises SoakFailed when it is not done within
@@ -428,7 +428,7 @@ def watched_ranks(folder: Path) -> list[tuple[int, int]]:
     return found
 
 
-def fault_records(faults: list[Fault]) -> list[dict[str, Any]]:
+def fault_records(faults: list[FaultEvent]) -> list[dict[str, Any]]:
     """Return the faults as they stand in the JSON file."""
     return [asdict(fault) for fault in faults]
 

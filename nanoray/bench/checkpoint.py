@@ -28,15 +28,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanoray.base.environment import environment
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, measured, whiskers
 from nanoray.bench.harness.plan import count_of, rotated
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
 from nanoray.bench.harness.ranks import Where
-from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, say
 from nanoray.config import Config, load_config
 from nanoray.data.prepare import DatasetInfo
-from nanoray.environment import environment
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.rendezvous import open_store
 
@@ -266,8 +266,8 @@ def add_rows(
 
     def row(
         arm: str, metric: str, unit: str, values: list[float], note: str = "", **more: Any
-    ) -> Row:
-        report.rows.append(Row(arm, metric, unit, tuple(values), note, **more))
+    ) -> Measurement:
+        report.rows.append(Measurement(arm, metric, unit, tuple(values), note, **more))
         return report.rows[-1]
 
     def shares(values: list[float], of: list[float]) -> list[float]:
@@ -320,7 +320,7 @@ def no_wait() -> None:
     """The state may be updated at once."""
 
 
-class Arm(NamedTuple):
+class SavingArm(NamedTuple):
     """One way to save."""
 
     # Save the state as of a step; the result says whether it is on disk
@@ -457,7 +457,7 @@ def make_step(device: Any) -> Callable[..., float]:
 
 def make_arms(
     mesh: Any, preset: str, folder: Path
-) -> tuple[dict[str, Arm], Callable[[], dict[str, Any]]]:
+) -> tuple[dict[str, SavingArm], Callable[[], dict[str, Any]]]:
     """Return the arms, and a function that returns the state that all of them save to `folder`."""
     import torch
     import torch.distributed.checkpoint as dcp
@@ -506,17 +506,17 @@ def make_arms(
         for mode in ("sync", "async")
     }
     arms = {
-        RAW: Arm(at_once(lambda: _write_raw(tree(), folder)), None),
+        RAW: SavingArm(at_once(lambda: _write_raw(tree(), folder)), None),
         SYNC: own["sync"],
         ASYNC: own["async"],
-        TORCH: Arm(
+        TORCH: SavingArm(
             at_once(lambda: _torch_save(tree(), folder)),
             lambda step: torch.load(folder / "whole.pt", weights_only=True),
         ),
-        DCP: Arm(
+        DCP: SavingArm(
             at_once(lambda: dcp.save(tree(), checkpoint_id=folder / "dcp", no_dist=True)), dcp_read
         ),
-        DCP_ASYNC: Arm(dcp_async, dcp_read),
+        DCP_ASYNC: SavingArm(dcp_async, dcp_read),
         STAGER: _staged(tree, folder, mesh.device, dcp_read, process=False),
         PROCESS: _staged(tree, folder, mesh.device, dcp_read, process=True),
     }
@@ -529,7 +529,7 @@ def _staged(
     device: Any,
     read: Callable[[int], dict[str, Any]],
     process: bool,
-) -> Arm:
+) -> SavingArm:
     """Return the arm of a DefaultStager with every option that the device supports.
 
     Some of its options need CUDA.
@@ -578,7 +578,7 @@ def _staged(
             dist.destroy_process_group()
         variables.close()
 
-    return Arm(begin, read, lambda: begun[0].staging_completion.result(), close)
+    return SavingArm(begin, read, lambda: begun[0].staging_completion.result(), close)
 
 
 def _flat(model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
@@ -587,11 +587,11 @@ def _flat(model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> Arm:
+def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> SavingArm:
     """Return the arm that saves as the training loop does."""
     from nanoray.checkpoint.files import load
+    from nanoray.checkpoint.run import RunSpec
     from nanoray.checkpoint.writer import CheckpointWriter
-    from nanoray.run import RunSpec
 
     spec = RunSpec(
         cfg, DatasetInfo("none", "", folder, "uint16", 0, 0, 0, "", "", {}), folder, time.time()
@@ -618,7 +618,7 @@ def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> 
         state = load(spec.checkpoints / f"step_{step:08d}")
         return _flat(state.model, state.optimizer)
 
-    return Arm(begin, read)
+    return SavingArm(begin, read)
 
 
 def saved_state(gpt: Any, optimizer: Any, step: int) -> StateDict:

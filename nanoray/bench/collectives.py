@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure
 from nanoray.bench.harness.plan import chosen
@@ -31,11 +32,10 @@ from nanoray.bench.harness.rank_pool import (
     describe,
     where_from,
 )
-from nanoray.bench.harness.report import Report, Row, aligned, markdown, number, say
-from nanoray.devices.host import available_memory_bytes
+from nanoray.bench.harness.report import Measurement, Report, aligned, markdown, number, say
 from nanoray.errors import ConfigError
+from nanoray.host.host import available_memory_bytes
 from nanoray.mesh.mesh import Mesh
-from nanoray.metrics import algbw_gbps, busbw_factor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -567,7 +567,7 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
     """Add the row of an event of rank 0, and print progress."""
     if "copy_gbps" in event:
         note = f"what each of {ranks} ranks copies per second while all copy: the limit of the machine's memory"
-        report.rows.append(Row(COPY, "copied", "GB/s", tuple(event["copy_gbps"]), note))
+        report.rows.append(Measurement(COPY, "copied", "GB/s", tuple(event["copy_gbps"]), note))
         return
     op = event["op"]
     size = event["bytes"]
@@ -582,7 +582,7 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
     metric = "algbw" if factor is None else "busbw"
     if "blocking_us" not in event:
         texts = {"error": event.get("error", ""), "skipped": event.get("skipped", "")}
-        report.rows.append(Row(arm, metric, "GB/s", (), note, **texts, extra=keys))
+        report.rows.append(Measurement(arm, metric, "GB/s", (), note, **texts, extra=keys))
     else:
         # As in nccl-tests: the bandwidth from pipelined calls, the latency from blocking ones
         blocking = sorted(event["blocking_us"])
@@ -604,13 +604,15 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
         p50 = f"p50 {number(keys['time_us'])}"
         latencies = f"{len(blocking)} blocking calls: {p50}, {_tail(keys)} us"
         note = "; ".join(filter(None, (note, f"algbw {number(algbw)} GB/s", latencies)))
-        report.rows.append(Row(arm, metric, "GB/s", values, note, wrong=event["wrong"], extra=keys))
+        report.rows.append(
+            Measurement(arm, metric, "GB/s", values, note, wrong=event["wrong"], extra=keys)
+        )
     say(f"{arm}  {report.rows[-1].skipped or report.rows[-1].problem or 'ok'}")
 
 
-def _rows_by_case(report: Report) -> dict[tuple[str, str, int], dict[bool, Row]]:
+def _rows_by_case(report: Report) -> dict[tuple[str, str, int], dict[bool, Measurement]]:
     """Return the rows by (op, dtype, bytes), then by in place."""
-    by_case: dict[tuple[str, str, int], dict[bool, Row]] = {}
+    by_case: dict[tuple[str, str, int], dict[bool, Measurement]] = {}
     for row in report.rows:
         if row.extra:
             key = (row.extra["op"], row.extra["dtype"], row.extra["bytes"])
@@ -618,7 +620,7 @@ def _rows_by_case(report: Report) -> dict[tuple[str, str, int], dict[bool, Row]]
     return by_case
 
 
-def _line(op: str, rows: dict[bool, Row]) -> tuple[str, ...]:
+def _line(op: str, rows: dict[bool, Measurement]) -> tuple[str, ...]:
     """Return a case's line of the table: size, both placements, latencies, remarks."""
     keys = next(iter(rows.values())).extra
     line = [str(keys["bytes"]), str(keys["count"]), DTYPES[keys["dtype"]][0]]

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoray.base.metrics import busbw_factor
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import chosen, count_of, rotated
@@ -26,11 +27,10 @@ from nanoray.bench.harness.rank_pool import (
     describe,
     where_from,
 )
-from nanoray.bench.harness.report import Report, Row, aligned, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, aligned, markdown, say
 from nanoray.config import Config, load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.metrics import busbw_factor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,11 +195,11 @@ def configuration(order: dict[str, Any], **more: Any) -> Config:
 def _add_rows(report: Report, name: str, events: list[dict[str, Any]], ranks: int) -> None:
     """Add an arm's rows, and its ratios to the arm that sends float32, round by round."""
     if not events:
-        report.rows.append(Row(name, STEP, "ms", ()))
+        report.rows.append(Measurement(name, STEP, "ms", ()))
         return
 
-    def row(metric: str, unit: str, values: Any, note: str = "", **more: Any) -> Row:
-        report.rows.append(Row(name, metric, unit, tuple(values), note, **more))
+    def row(metric: str, unit: str, values: Any, note: str = "", **more: Any) -> Measurement:
+        report.rows.append(Measurement(name, metric, unit, tuple(values), note, **more))
         return report.rows[-1]
 
     # Bytes and memory are the same in every round, so the last one stands for all.
@@ -329,7 +329,7 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
 
     from nanoray.bench.arm import Arm
     from nanoray.data.tokens import TokenData
-    from nanoray.devices.host import keep_freed_memory
+    from nanoray.host.host import keep_freed_memory
     from nanoray.trace.recorder import wait_for
 
     # Memory that is freed stays with the process, as in a training run.

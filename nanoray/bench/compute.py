@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.processes import answers_only
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import DataError
 from nanoray.mesh.rendezvous import BackendChoice, Order, open_store, rendezvous_of
-from nanoray.run import RunSpec
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,7 +18,7 @@ from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import add_settings_flag, settings_of
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown
+from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown
 from nanoray.bench.strategies import (
     PEAK,
     PEAK_ERROR,
@@ -152,7 +152,7 @@ def _orders(
     return orders
 
 
-def _peaks(report: Report) -> list[Row]:
+def _peaks(report: Report) -> list[Measurement]:
     return [row for row in report.rows if row.metric == PEAK and row.values]
 
 
@@ -163,7 +163,7 @@ def _add_target(report: Report) -> None:
         return
     furthest = max(rows, key=lambda row: abs(row.median))
     distances = tuple(abs(value) for value in furthest.values)
-    worst = Row("worst arm", PEAK_ERROR, "%", distances, furthest.arm)
+    worst = Measurement("worst arm", PEAK_ERROR, "%", distances, furthest.arm)
     report.rows.append(worst)
     text = f"peak of a step, measured against the formula, {furthest.arm}, %"
     report.targets.append(Target(text, worst, "<=", LIMIT))

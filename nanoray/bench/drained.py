@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from nanoray.base.proc import stat_of
 from nanoray.bench.harness.processes import (
     Child,
     ChildFailed,
@@ -29,9 +30,8 @@ from nanoray.bench.harness.processes import (
     ray_head,
     wait_until_up,
 )
-from nanoray.bench.killed import Run, first_times, wrong_losses
-from nanoray.devices.slots import Slots
-from nanoray.proc import stat_of
+from nanoray.bench.killed import TrainingProcess, first_times, wrong_losses
+from nanoray.host.slots import Slots
 
 NODES = 2  # beside the head
 WORLD = 2  # ranks
@@ -177,7 +177,7 @@ class DrainedCluster:
 
 
 def run_drained(
-    run: Run,
+    run: TrainingProcess,
     cluster: DrainedCluster,
     rank: int,
     at_step: int,
@@ -212,7 +212,9 @@ def run_drained(
     return pause._replace(end=pause.end - announced)
 
 
-def run_undrained(run: Run, at_step: int, seconds: float, timeout_s: float) -> dict[int, float]:
+def run_undrained(
+    run: TrainingProcess, at_step: int, seconds: float, timeout_s: float
+) -> dict[int, float]:
     """Return step -> loss of a run for as long as one with a drained node. Raises ChildFailed."""
     run.wait_until(lambda: run.step >= at_step, timeout_s, f"step {at_step}")
     run.follow(time.time() + seconds)

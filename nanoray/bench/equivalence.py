@@ -27,7 +27,7 @@ from nanoray.bench.harness.rank_pool import (
     describe,
     where_from,
 )
-from nanoray.bench.harness.report import Report, Row, aligned, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, aligned, markdown, say
 from nanoray.bench.strategies import MODES, ROUNDS_OF_ONE
 from nanoray.config import Config, make_config
 from nanoray.config.mesh import BY_HAND
@@ -254,14 +254,14 @@ def trains_alike(own: dict[str, Any], settings: dict[str, Any]) -> bool:
 
 def _make_rows(
     case: str, how: dict[str, Any], arm: str, ranks: list[Any], found: dict[str, list[Any]]
-) -> list[Row]:
-    def row(metric: str, limit: float, values: list[float]) -> Row:
+) -> list[Measurement]:
+    def row(metric: str, limit: float, values: list[float]) -> Measurement:
         # NaN compares as neither larger nor smaller, so it would pass a limit.
         if not all(map(math.isfinite, values)):
-            return Row(arm, f"{case}: {metric}", "", (), error="not finite")
+            return Measurement(arm, f"{case}: {metric}", "", (), error="not finite")
         wrong = sum(value > limit for value in values)
         note = f"largest of {STEPS} steps, a value per rank; limit {limit:g}"
-        return Row(arm, f"{case}: {metric}", "", tuple(values), note, wrong=wrong)
+        return Measurement(arm, f"{case}: {metric}", "", tuple(values), note, wrong=wrong)
 
     def furthest(key: str, relative: bool) -> list[float]:
         # Each rank against one process that has all samples.
@@ -292,7 +292,7 @@ def _make_rows(
         row(LOSS, LIMITS[LOSS], furthest("losses", False)),
         row(WEIGHT, WEIGHT_LIMIT[how["settings"]["optimizer"]], [rank["off"] for rank in ranks]),
         *norms,
-        Row(
+        Measurement(
             arm,
             f"{case}: {BITS}",
             "arms",
@@ -343,7 +343,7 @@ def must_equal(arm: str, how: dict[str, Any]) -> list[str]:
     return [other for other in others if other != arm]
 
 
-def _largest_cell(rows: list[Row]) -> str:
+def _largest_cell(rows: list[Measurement]) -> str:
     """Return the largest value of these rows; FAILED if one has none, "" without rows."""
     if not rows:
         return ""

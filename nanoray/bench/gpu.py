@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import read_json_lines
+from nanoray.base.atomic import read_json_lines
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, measured, whiskers
 from nanoray.bench.harness.plan import (
@@ -52,19 +52,19 @@ from nanoray.bench.harness.plan import (
     settings_of,
 )
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
-from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
-from nanoray.bench.speedrun import Found, Record, run_once
+from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, say
+from nanoray.bench.speedrun import Record, SpeedrunResult, run_once
 from nanoray.bench.step import random_tokens
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
-from nanoray.devices.choose import cannot_compile
-from nanoray.devices.device import Device
-from nanoray.devices.gpus import discover_gpus
-from nanoray.devices.host import available_cpus
-from nanoray.devices.peaks import peak_flops
-from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError, NanorayError
+from nanoray.host.choose import cannot_compile
+from nanoray.host.device import Device
+from nanoray.host.gpus import discover_gpus
+from nanoray.host.host import available_cpus
+from nanoray.host.peaks import peak_flops
+from nanoray.host.slots import local_slots
 from nanoray.start.folder import open_run
 
 BASE = "float32"
@@ -242,7 +242,7 @@ class GPUBenchmark(Benchmark):
                 if name == GPT2:
                     values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
                 config = load_config(preset=name, overrides=values | overrides)
-                ladder = Ladder(args, name, config, prepare(config), folder, gpu)
+                ladder = GpuLadder(args, name, config, prepare(config), folder, gpu)
                 _measure_ladder(ladder, [arm for arm in BY_VALUE if arm in arms], report)
             if babies and CHAR in presets:
                 _train_babies(args, babies, gpu, overrides, folder, report)
@@ -292,7 +292,7 @@ class GPUBenchmark(Benchmark):
 
 
 @dataclass
-class Ladder:
+class GpuLadder:
     """One preset on one device, and what its rungs came to."""
 
     args: argparse.Namespace
@@ -344,7 +344,7 @@ def before(rungs: list[str]) -> dict[str, str]:
     return {rung: of[-1] for rung, of in zip(rungs, kept, strict=True) if of}
 
 
-def _measure_ladder(ladder: Ladder, rungs: list[str], report: Report) -> None:
+def _measure_ladder(ladder: GpuLadder, rungs: list[str], report: Report) -> None:
     """Measure products of matrices in each precision, then the rungs in this order; add their rows."""
     # What the device reaches with large products is the peak that a step can be compared with.
     for precision, dtype in (("bf16", "bfloat16"), ("tf32", "float32"), ("fp32", "float32")):
@@ -370,7 +370,9 @@ def _measure_ladder(ladder: Ladder, rungs: list[str], report: Report) -> None:
         except ChildFailed as error:
             report.failures.append(f"{arm}: {error}")
         found = tuple(value / 1e12 for value in values)
-        report.rows.append(Row(arm, PRODUCTS, "TFLOP/s", found, f"matrices of {size} x {size}"))
+        report.rows.append(
+            Measurement(arm, PRODUCTS, "TFLOP/s", found, f"matrices of {size} x {size}")
+        )
 
     for rung in rungs:
         settings = settings_at(rung)
@@ -378,7 +380,7 @@ def _measure_ladder(ladder: Ladder, rungs: list[str], report: Report) -> None:
             settings |= _best_settings(ladder, report)
         why = _reason_to_skip(ladder, settings)
         if why:
-            report.rows.append(Row(_arm_name(ladder, rung), TOKENS, "1/s", (), skipped=why))
+            report.rows.append(Measurement(_arm_name(ladder, rung), TOKENS, "1/s", (), skipped=why))
         else:
             _measure_rung(ladder, rung, settings, report)
         # A run that is cut off keeps what it has measured.
@@ -391,7 +393,7 @@ def _measure_ladder(ladder: Ladder, rungs: list[str], report: Report) -> None:
     report.rows.sort(key=lambda row: place.get(row.arm, -1))
 
 
-def _best_settings(ladder: Ladder, report: Report) -> dict[str, Any]:
+def _best_settings(ladder: GpuLadder, report: Report) -> dict[str, Any]:
     """Return the fastest batch, and the changes that gained on `+ compile`; {} if that has no speed.
 
     fp8 and larger heads are left out: they are another arithmetic, and another model.
@@ -412,7 +414,7 @@ def _best_settings(ladder: Ladder, report: Report) -> dict[str, Any]:
     return best
 
 
-def _reason_to_skip(ladder: Ladder, settings: Mapping[str, Any]) -> str:
+def _reason_to_skip(ladder: GpuLadder, settings: Mapping[str, Any]) -> str:
     """Return why this device has no such rung, or ""."""
     if ladder.left_s <= 0:
         return f"no time was left of budget_s = {ladder.args.budget_s:g}"
@@ -436,7 +438,7 @@ def _reason_to_skip(ladder: Ladder, settings: Mapping[str, Any]) -> str:
 
 
 def _measure_rung(
-    ladder: Ladder,
+    ladder: GpuLadder,
     rung: str,
     settings: Mapping[str, Any],
     report: Report,
@@ -467,10 +469,10 @@ def _measure_rung(
     except (ChildFailed, NanorayError) as error:
         if ladder.gpu and "OutOfMemoryError" in str(error):
             why = f"does not fit in {ladder.gpu.memory_bytes / 2**30:.0f} GiB"
-            report.rows.append(Row(arm, TOKENS, "1/s", (), skipped=why))
+            report.rows.append(Measurement(arm, TOKENS, "1/s", (), skipped=why))
             return
         report.failures.append(f"{arm}: {error}")
-        report.rows.append(Row(arm, TOKENS, "1/s", (), error=str(error).splitlines()[0]))
+        report.rows.append(Measurement(arm, TOKENS, "1/s", (), error=str(error).splitlines()[0]))
         return
     # Tokens per second compare rungs with different batches; milliseconds would not.
     tokens = config.global_batch_size * config.block_size
@@ -480,23 +482,25 @@ def _measure_rung(
     note = f"{tokens} tokens a step"
     if "_chosen" in settings:
         note += f", {' '.join(settings['_chosen'])}"
-    report.rows.append(Row(arm, TOKENS, "1/s", tuple(rate), note))
+    report.rows.append(Measurement(arm, TOKENS, "1/s", tuple(rate), note))
 
     # Shares of the device's peak: of the data sheet's, and of the one measured with products
     stated = peak_flops(ladder.gpu, config.precision) if ladder.gpu else None
     if stated:
         shares = tuple(100 * flops * each / stated for each in rate)
-        report.rows.append(Row(arm, MFU, "%", shares, "of the data sheet"))
+        report.rows.append(Measurement(arm, MFU, "%", shares, "of the data sheet"))
     peak = ladder.peaks.get(config.precision)
     if peak:
         shares = tuple(100 * flops * each / peak for each in rate)
-        report.rows.append(Row(arm, PEAK, "%", shares, "as measured"))
+        report.rows.append(Measurement(arm, PEAK, "%", shares, "as measured"))
     if found["peak_bytes"]:
         report.rows.append(
-            Row(arm, MEMORY, "MiB", (found["peak_bytes"] / 2**20,), "most allocated")
+            Measurement(arm, MEMORY, "MiB", (found["peak_bytes"] / 2**20,), "most allocated")
         )
     report.rows.append(
-        Row(arm, READY, "s", (found["ready_s"],), "process, imports, model, compiling, warm-up")
+        Measurement(
+            arm, READY, "s", (found["ready_s"],), "process, imports, model, compiling, warm-up"
+        )
     )
     # The loss of each logged step, for the comparison with the base.
     records = read_json_lines(spec.folder / "metrics.jsonl")
@@ -504,7 +508,7 @@ def _measure_rung(
     ladder.configs[rung] = config
 
 
-def _compare_losses(ladder: Ladder, report: Report) -> None:
+def _compare_losses(ladder: GpuLadder, report: Report) -> None:
     """Compare each rung's loss with the base's, at the last step that both have logged."""
     base = ladder.losses.get(BASE, {})
     for rung, losses in ladder.losses.items():
@@ -520,10 +524,12 @@ def _compare_losses(ladder: Ladder, report: Report) -> None:
             tolerance = SAME_LOSS[config.precision]
             wrong = 0 if math.isclose(losses[step], base[step], rel_tol=tolerance) else 1
         arm = _arm_name(ladder, rung)
-        report.rows.append(Row(arm, LOSS, "", (losses[step],), f"of step {step}", wrong=wrong))
+        report.rows.append(
+            Measurement(arm, LOSS, "", (losses[step],), f"of step {step}", wrong=wrong)
+        )
 
 
-def _run_process(ladder: Ladder, order: dict[str, Any], arm: str) -> dict[str, Any]:
+def _run_process(ladder: GpuLadder, order: dict[str, Any], arm: str) -> dict[str, Any]:
     """Run one process; return ms per step of each block, peak memory and start seconds."""
     # The order travels as JSON on the command line.
     order |= {"device": ladder.device, "threads": max(1, int(available_cpus()))}
@@ -586,11 +592,11 @@ def _train_babies(
     if gpu is None and BABY_GRAPHS in arms:
         arms = [arm for arm in arms if arm != BABY_GRAPHS]
         why = "compile = cuda_graphs is for GPUs"
-        report.rows.append(Row(BABY_GRAPHS, SECONDS, "s", (), skipped=why))
+        report.rows.append(Measurement(BABY_GRAPHS, SECONDS, "s", (), skipped=why))
 
     # Three seeds, because one run may reach the loss by luck. The arms take turns: where the budget
     # ends early, each has as many.
-    runs: dict[str, list[Found]] = {arm: [] for arm in arms}
+    runs: dict[str, list[SpeedrunResult]] = {arm: [] for arm in arms}
     errors: dict[str, str] = {}
     longest_s = 0.0
     for seed in range(1 if args.quick else BABY_SEEDS):
@@ -618,7 +624,7 @@ def _train_babies(
 
 def _add_baby(
     arm: str,
-    runs: list[Found],
+    runs: list[SpeedrunResult],
     error: str,
     target: float,
     text: str,
@@ -628,7 +634,7 @@ def _add_baby(
     """Add the rows of one arm's runs to the loss."""
     if not runs and not error:
         why = f"no time was left of budget_s = {args.budget_s:g}"
-        report.rows.append(Row(arm, SECONDS, "s", (), skipped=why))
+        report.rows.append(Measurement(arm, SECONDS, "s", (), skipped=why))
         return
     # A run that ends above the loss must not look fast.
     missed = sum(run.loss > target for run in runs)
@@ -638,12 +644,14 @@ def _add_baby(
     seconds = tuple(run.seconds for run in runs)
     first_line = error.partition("\n")[0]
     extra = {"missed": missed, "text": text}
-    report.rows.append(Row(arm, SECONDS, "s", seconds, note, first_line, extra=extra))
+    report.rows.append(Measurement(arm, SECONDS, "s", seconds, note, first_line, extra=extra))
     if runs:
-        report.rows.append(Row(arm, LOSS, "", tuple(run.loss for run in runs), "validation"))
+        report.rows.append(
+            Measurement(arm, LOSS, "", tuple(run.loss for run in runs), "validation")
+        )
 
 
-def _arm_name(ladder: Ladder, rung: str) -> str:
+def _arm_name(ladder: GpuLadder, rung: str) -> str:
     return f"{ladder.name}: {rung}"
 
 

@@ -38,9 +38,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import write_json
+from nanoray.base.atomic import write_json
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
-from nanoray.bench.harness.report import Report, Row, conditions, load_average, say
+from nanoray.bench.harness.report import Measurement, Report, conditions, load_average, say
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLE = ROOT / "build" / "gpu-day"
@@ -66,7 +66,7 @@ GRACE_S = 15.0  # between a benchmark's own budget and its end
 
 
 @dataclass(frozen=True)
-class Part:
+class DayPart:
     """One part of the day: a command, or the features."""
 
     name: str
@@ -89,7 +89,7 @@ LOG_LINES = 40  # of a part, on the terminal
 COMMAND = "python -m nanoray.bench.gpu_day"
 
 
-def parts_of(device: str, quick: bool, dataset: str) -> list[Part]:
+def parts_of(device: str, quick: bool, dataset: str) -> list[DayPart]:
     """Return the parts in their order: what says most in least time comes first."""
     bench = ["nanoray.bench", "gpu", "--device", device, "--dataset", dataset, "--timeout_s", "90"]
     rungs = "ladder"
@@ -113,16 +113,16 @@ def parts_of(device: str, quick: bool, dataset: str) -> list[Part]:
     tests = ("pytest", "-q", "-p", "no:cacheprovider", f"--confcutdir={folder}", folder)
     gpt2, char = "gpt2-124m", "shakespeare-char"
     return [
-        Part("features", (), 100),
-        Part(f"ladder of {gpt2}", ladder(gpt2, rungs), 190, NEEDS, "gpu-gpt2", True),
-        Part("seconds to 1.47", ladder(char, "baby"), 110, NEEDS, "gpu-baby", True),
-        Part(f"ladder of {char}", ladder(char, rungs), 50, NEEDS, "gpu-char", True),
-        Part("equivalence of two ranks", two_ranks, 60, NEEDS, "equivalence"),
-        Part(TESTS, tests, 60, (*NEEDS, "pytest")),
+        DayPart("features", (), 100),
+        DayPart(f"ladder of {gpt2}", ladder(gpt2, rungs), 190, NEEDS, "gpu-gpt2", True),
+        DayPart("seconds to 1.47", ladder(char, "baby"), 110, NEEDS, "gpu-baby", True),
+        DayPart(f"ladder of {char}", ladder(char, rungs), 50, NEEDS, "gpu-char", True),
+        DayPart("equivalence of two ranks", two_ranks, 60, NEEDS, "equivalence"),
+        DayPart(TESTS, tests, 60, (*NEEDS, "pytest")),
     ]
 
 
-class Place:
+class DayPlace:
     """Where the parts run: their environment, and what is missing there."""
 
     def __init__(self, folder: Path, bundle: Path) -> None:
@@ -185,7 +185,9 @@ def is_there(name: str) -> bool:
 class Day:
     """One call: its device, its clock, and its report."""
 
-    def __init__(self, args: argparse.Namespace, device: str, place: Place, report: Report) -> None:
+    def __init__(
+        self, args: argparse.Namespace, device: str, place: DayPlace, report: Report
+    ) -> None:
         self.args = args
         self.device = device
         self.place = place
@@ -197,7 +199,7 @@ class Day:
         self.slug = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
         self.path = self.out / f"gpu-day-{self.slug}.json"
 
-    def run(self, parts: Sequence[Part]) -> None:
+    def run(self, parts: Sequence[DayPart]) -> None:
         """Run the parts, each within its share and what is left of those before it."""
         whole_s = sum(part.share_s for part in parts)
         for part in parts:
@@ -215,7 +217,7 @@ class Day:
         content = self.report.to_dict()
         write_json(self.path, {"day": content.pop("bench"), **content})
 
-    def run_part(self, part: Part, limit_s: float) -> None:
+    def run_part(self, part: DayPart, limit_s: float) -> None:
         """Run one part and add its row; what it raises is a failure of its own."""
         why = ""
         missing = self.place.lacks(part.needs)
@@ -227,7 +229,7 @@ class Day:
             why = f"no time was left of budget_s = {self.args.budget_s:g}"
         if why:
             say(f"skipped  {part.name}: {why}")
-            self.report.rows.append(Row(part.name, SECONDS, "s", (), skipped=why))
+            self.report.rows.append(Measurement(part.name, SECONDS, "s", (), skipped=why))
             return
         say(f"== {part.name}, at most {limit_s:.0f} s")
         start = time.monotonic()
@@ -243,9 +245,9 @@ class Day:
             self.report.failures.append(f"{part.name}: {failure}")
             say(f"FAILED  {part.name}: {failure}")
         seconds = time.monotonic() - start
-        self.report.rows.append(Row(part.name, SECONDS, "s", (seconds,), note, error))
+        self.report.rows.append(Measurement(part.name, SECONDS, "s", (seconds,), note, error))
 
-    def run_command(self, part: Part, limit_s: float) -> str:
+    def run_command(self, part: DayPart, limit_s: float) -> str:
         """Run a part's command to its end, and return the last line that it printed.
 
         Raises ChildFailed.
@@ -280,7 +282,7 @@ class Day:
             if time.monotonic() + LEAST_S > deadline:
                 for name in left:
                     why = f"no time was left of budget_s = {self.args.budget_s:g}"
-                    self.report.rows.append(Row(name, SECONDS, "s", (), skipped=why))
+                    self.report.rows.append(Measurement(name, SECONDS, "s", (), skipped=why))
                 return
             command = [sys.executable, "-m", module, self.device]
             log = self.place.folder / f"features-{len(left)}.log"
@@ -311,18 +313,18 @@ class Day:
             say(f"FAILED  {name}: {found['error']}")
             self.report.failures.append(f"{name}: {found['error']}")
             first_line = found["error"].splitlines()[0]
-            self.report.rows.append(Row(name, "feature", "", (), error=first_line))
+            self.report.rows.append(Measurement(name, "feature", "", (), error=first_line))
             return
         if "skipped" in found:
             say(f"skipped  {name}: {found['skipped']}")
-            self.report.rows.append(Row(name, "feature", "", (), skipped=found["skipped"]))
+            self.report.rows.append(Measurement(name, "feature", "", (), skipped=found["skipped"]))
             return
         if name == "facts":
             self.report.conditions["facts"] = found["note"]
         for metric, unit, value in found["rows"]:
             # The distance decides
             wrong = found["wrong"] if metric == "distance" else None
-            self.report.rows.append(Row(name, metric, unit, (value,), wrong=wrong))
+            self.report.rows.append(Measurement(name, metric, unit, (value,), wrong=wrong))
         values = ", ".join(f"{metric} {value:.4g} {unit}" for metric, unit, value in found["rows"])
         say(f"{name}: {values or found['note']}")
 
@@ -343,9 +345,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpu_day: {why}", file=sys.stderr)
         return 2
     with interruptible(), scratch_folder() as folder:
-        place = Place(folder, args.bundle)
+        place = DayPlace(folder, args.bundle)
         # It imports pynvml, or its stand-in.
-        from nanoray.devices.gpus import discover_gpus
+        from nanoray.host.gpus import discover_gpus
 
         gpus = [] if args.device == "cpu" else discover_gpus()
         if not gpus and args.device != "cpu":

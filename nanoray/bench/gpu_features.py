@@ -36,7 +36,7 @@ REPEATS = 10  # of what is timed, after one that is not
 OF_GPUS = ("tf32", "flash attention", "cuDNN attention", "fp8", "CUDA graphs")
 
 
-class Sizes(NamedTuple):
+class FeatureSizes(NamedTuple):
     """The sizes of one micro batch."""
 
     square: int  # rows and columns of a large product
@@ -56,11 +56,11 @@ class Sizes(NamedTuple):
         return self.batch * self.length
 
 
-GPT2 = Sizes(8192, 12, 12, 1024, 64, 50257, 50304)
-SMALL = Sizes(256, 2, 2, 32, 16, 60, 64)  # for a CPU
+GPT2 = FeatureSizes(8192, 12, 12, 1024, 64, 50257, 50304)
+SMALL = FeatureSizes(256, 2, 2, 32, 16, 60, 64)  # for a CPU
 
 
-class Found(NamedTuple):
+class FeatureResult(NamedTuple):
     """What a feature came to."""
 
     rows: list[tuple[str, str, float]]
@@ -120,7 +120,7 @@ def judge(distance: float, least: float, most: float) -> int:
 # ---- features ------------------------------------------------------------------------------------
 
 
-def facts(bench: Bench) -> Found:
+def facts(bench: Bench) -> FeatureResult:
     """Versions and the device, as a note."""
     words = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
     if bench.is_cuda:
@@ -136,10 +136,10 @@ def facts(bench: Bench) -> Found:
         ]
     compilers = [name for name in ("gcc", "g++", "nvcc") if shutil.which(name)]
     words.append(f"compilers: {', '.join(compilers) or 'none'}")
-    return Found([], None, " · ".join(words))
+    return FeatureResult([], None, " · ".join(words))
 
 
-def tf32(bench: Bench) -> Found:
+def tf32(bench: Bench) -> FeatureResult:
     """TF32 products of float32 numbers: faster than float32, and wrong in the fourth digit."""
     size = bench.sizes.square
     a, b = bench.random(size, size), bench.random(size, size)
@@ -153,10 +153,10 @@ def tf32(bench: Bench) -> Found:
     distance = far(found["high"][0], found["highest"][0])
     rows.append(("distance", "", distance))
     # Not 0: then the setting would have had no effect.
-    return Found(rows, judge(distance, 1e-6, 5e-3))
+    return FeatureResult(rows, judge(distance, 1e-6, 5e-3))
 
 
-def bf16(bench: Bench) -> Found:
+def bf16(bench: Bench) -> FeatureResult:
     """bf16 products."""
     size = bench.sizes.square
     a, b = bench.random(size, size), bench.random(size, size)
@@ -164,13 +164,13 @@ def bf16(bench: Bench) -> Found:
     ms = bench.ms(lambda: a16 @ b16)
     distance = far(a16 @ b16, a @ b)
     rows = [("product, bf16", "TFLOP/s", 2 * size**3 / ms / 1e9), ("distance", "", distance)]
-    return Found(rows, judge(distance, 1e-6, 2e-2))
+    return FeatureResult(rows, judge(distance, 1e-6, 2e-2))
 
 
-def attention_by(cudnn: bool) -> Callable[[Bench], Found]:
+def attention_by(cudnn: bool) -> Callable[[Bench], FeatureResult]:
     """Return the feature of a fused attention, forward and backward, beside torch's plain one."""
 
-    def attention(bench: Bench) -> Found:
+    def attention(bench: Bench) -> FeatureResult:
         sizes = bench.sizes
         shape = (sizes.batch, sizes.heads, sizes.length, sizes.head_dim)
         # As the model has them: views of one product (B, T, 3, H, D)
@@ -193,12 +193,12 @@ def attention_by(cudnn: bool) -> Callable[[Bench], Found]:
         distances = [far(a[:2], b) for a, b in zip(found, expected, strict=True)]
         ms = bench.ms(lambda: run(parts, dy))
         rows = [("forward and backward", "ms", ms), ("distance", "", max(distances))]
-        return Found(rows, judge(max(distances), 1e-6, 2e-2))
+        return FeatureResult(rows, judge(max(distances), 1e-6, 2e-2))
 
     return attention
 
 
-def fused_adamw(bench: Bench) -> Found:
+def fused_adamw(bench: Bench) -> FeatureResult:
     """AdamW as one kernel over all parameters, beside torch's default one."""
     sizes = bench.sizes
     shapes = [(4 * sizes.width, sizes.width)] * 24 + [(sizes.padded, sizes.width)]
@@ -214,7 +214,7 @@ def fused_adamw(bench: Bench) -> Found:
         rows.append((f"update, {name}", "ms", bench.ms(optimizer.step)))
         results.append(weights[0].detach().clone())
     distance = far(*results)
-    return Found([*rows, ("distance", "", distance)], judge(distance, 0.0, 1e-4))
+    return FeatureResult([*rows, ("distance", "", distance)], judge(distance, 0.0, 1e-4))
 
 
 def loss_arms(bench: Bench) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,7 +226,7 @@ def loss_arms(bench: Bench) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight, targets
 
 
-def compiled_loss(bench: Bench) -> Found:
+def compiled_loss(bench: Bench) -> FeatureResult:
     """The loss of a micro batch: operation by operation, compiled, and in chunks."""
     require_compiler(bench)
     x, weight, targets = loss_arms(bench)
@@ -260,7 +260,7 @@ def compiled_loss(bench: Bench) -> Found:
             rows.append((f"memory, {name}", "MiB", torch.cuda.max_memory_allocated() / 2**20))
         distances += [far(a, b) for a, b in zip(found, expected, strict=True)]
     rows.append(("distance", "", max(distances)))
-    return Found(rows, judge(max(distances), 0.0, 2e-2))
+    return FeatureResult(rows, judge(max(distances), 0.0, 2e-2))
 
 
 class _Layer(nn.Module):
@@ -276,7 +276,7 @@ class _Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-def compiled_layer(bench: Bench) -> Found:
+def compiled_layer(bench: Bench) -> FeatureResult:
     """A layer, compiled, and with CUDA graphs on a GPU."""
     require_compiler(bench)
     sizes = bench.sizes
@@ -306,10 +306,10 @@ def compiled_layer(bench: Bench) -> Found:
         rows.append((f"forward and backward, {name}", "ms", bench.ms(run)))
     distances = [far(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True)]
     rows.append(("distance", "", max(distances)))
-    return Found(rows, judge(max(distances), 0.0, 2e-2))
+    return FeatureResult(rows, judge(max(distances), 0.0, 2e-2))
 
 
-def cuda_graphs(bench: Bench) -> Found:
+def cuda_graphs(bench: Bench) -> FeatureResult:
     """A step of a small network, captured by hand and launched as one."""
     width, layers = 384, 12
     torch.manual_seed(0)
@@ -335,10 +335,10 @@ def cuda_graphs(bench: Bench) -> Found:
     found = [p.grad for p in network.parameters() if p.grad is not None]
     distance = max(far(a, b) for a, b in zip(found, expected, strict=True))
     rows = [("step, eager", "ms", eager_ms), ("step, graph", "ms", graph_ms)]
-    return Found([*rows, ("distance", "", distance)], judge(distance, 0.0, 1e-3))
+    return FeatureResult([*rows, ("distance", "", distance)], judge(distance, 0.0, 1e-3))
 
 
-def fp8(bench: Bench) -> Found:
+def fp8(bench: Bench) -> FeatureResult:
     """A linear layer in 8 bits, compiled, beside bf16."""
     if not in_hardware(bench.device):
         raise Skipped("this GPU has no products of 8 bits, which need compute capability 8.9")
@@ -368,20 +368,20 @@ def fp8(bench: Bench) -> Found:
         timed = bench.ms(lambda q=quantized: run(q))  # type: ignore[misc]
         rows.append((f"forward and backward, {name}, compiled", "ms", timed))
     rows.append(("distance", "", max(distances)))
-    return Found(rows, judge(max(distances), 1e-4, 0.15))
+    return FeatureResult(rows, judge(max(distances), 1e-4, 0.15))
 
 
 def require_compiler(bench: Bench) -> None:
     """Raise Skipped where torch cannot compile."""
     # Imported here: it is the one line that needs more than torch.
-    from nanoray.devices.choose import cannot_compile
+    from nanoray.host.choose import cannot_compile
 
     why = cannot_compile(bench.device.type)
     if why:
         raise Skipped(f"compile {why}")
 
 
-FEATURES: dict[str, Callable[[Bench], Found]] = {
+FEATURES: dict[str, Callable[[Bench], FeatureResult]] = {
     "facts": facts,
     "bf16": bf16,
     "tf32": tf32,

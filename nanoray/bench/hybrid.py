@@ -25,8 +25,8 @@ from nanoray.bench.harness.processes import (
     free_port,
     scratch_folder,
 )
-from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
-from nanoray.bench.harness.thin_links import DEVICE, Speed, ThinLinks, address_of, why_not
+from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, say
+from nanoray.bench.harness.thin_links import DEVICE, LinkSpeed, ThinLinks, address_of, why_not
 from nanoray.bench.strategies import HYBRID, MODES, configuration
 from nanoray.errors import ConfigError
 
@@ -153,14 +153,14 @@ class HybridBenchmark(Benchmark):
             both[0].legend(fontsize=7)
 
 
-def parse_links(text: str) -> list[Speed | None]:
+def parse_links(text: str) -> list[LinkSpeed | None]:
     """Return the links of MS/MBIT,...; None is one node. Raises ConfigError."""
-    speeds: list[Speed | None] = []
+    speeds: list[LinkSpeed | None] = []
     for part in text.split(","):
         if part == "none":
             speeds.append(None)
             continue
-        speeds.append(Speed.parse(part, text, LINKS))
+        speeds.append(LinkSpeed.parse(part, text, LINKS))
     return speeds
 
 
@@ -182,7 +182,7 @@ def _expected_mb(order: dict[str, Any], own: dict[str, Any], ranks: int) -> floa
 
 
 def _run(
-    args: argparse.Namespace, order: dict[str, Any], speed: Speed | None, report: Report
+    args: argparse.Namespace, order: dict[str, Any], speed: LinkSpeed | None, report: Report
 ) -> tuple[list[dict[str, Any]], list[float]]:
     """Run all rounds at one link; return the events, and the MB that crossed it in a step of each.
 
@@ -239,16 +239,16 @@ def _add_rows(
 ) -> None:
     """Add the rows of an arm at a link."""
     arm = f"{name} at {link}"
-    report.rows.append(Row(arm, STEP, "ms", times))
+    report.rows.append(Measurement(arm, STEP, "ms", times))
     if not crossed:
         return
     errors = tuple(100 * (mb / expected - 1) for mb in crossed)
     report.rows += [
-        Row(arm, BETWEEN, "MB", tuple(crossed), "of all ranks, both ways, with headers"),
-        Row(arm, FORMULA, "MB", (expected,)),
-        Row(arm, ERROR, "%", errors),
+        Measurement(arm, BETWEEN, "MB", tuple(crossed), "of all ranks, both ways, with headers"),
+        Measurement(arm, FORMULA, "MB", (expected,)),
+        Measurement(arm, ERROR, "%", errors),
     ]
-    off = Row(arm, ERROR, "%", tuple(abs(error) for error in errors))
+    off = Measurement(arm, ERROR, "%", tuple(abs(error) for error in errors))
     report.targets.append(
         Target(f"{BETWEEN}, against the formula, {arm}, %", off, "<=", MOST_ERROR)
     )
@@ -262,7 +262,7 @@ def _compare(report: Report, arms: list[str], link: str) -> None:
             report.compare(f"{name} at {link}", f"{plain} at {link}", STEP, "paired by round")
 
 
-def _link_of(row: Row) -> str:
+def _link_of(row: Measurement) -> str:
     return row.arm.rpartition(" at ")[2]
 
 

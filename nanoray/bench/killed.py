@@ -19,9 +19,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from nanoray.base.proc import stat_of
 from nanoray.bench.harness.launchers import RANK_PID
 from nanoray.bench.harness.processes import GRACE_S, Child, ChildFailed
-from nanoray.proc import stat_of
 
 POLL_S = 0.02  # between two looks at the records
 FOLLOW_S = 0.1  # the same where a look does not decide when something happens
@@ -139,7 +139,7 @@ def wrong_losses(
     ) + len(losses.keys() - reference.keys())
 
 
-class Run:
+class TrainingProcess:
     """One training as a child process.
 
     Leaving the `with` block ends it and its ranks, also those of a Ray head.
@@ -168,7 +168,7 @@ class Run:
         self._file: TextIO | None = None
         self._rest = ""
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> TrainingProcess:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -31,13 +31,13 @@ from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import count_of, rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say
+from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, number, say
 from nanoray.bench.simulate import VOCAB
 from nanoray.config import Config, load_config
-from nanoray.devices.host import available_cpus
 from nanoray.errors import ConfigError
 from nanoray.forecast.fit import Fit, fit
 from nanoray.forecast.links import Cost, coefficients
+from nanoray.host.host import available_cpus
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 
@@ -297,12 +297,12 @@ _PARTS = ("forward_s", "backward_s", "update_s")
 def _add_rows(report: Report, found: dict[str, list[tuple[float, float]]]) -> None:
     for arm, pairs in found.items():
         # One error per round, so that the target judges a median and not the best case.
-        error = Row(arm, ERROR, "ratio", tuple(abs(p / m - 1) for p, m in pairs))
+        error = Measurement(arm, ERROR, "ratio", tuple(abs(p / m - 1) for p, m in pairs))
         report.rows += [
-            Row(
+            Measurement(
                 arm, MEASURED, "ms", tuple(1e3 * m for _, m in pairs), "fastest turn of each round"
             ),
-            Row(
+            Measurement(
                 arm,
                 PREDICTED,
                 "ms",
@@ -338,7 +338,7 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
     """Emit the seconds and CPU seconds of each collective, and of compute alone. (all ranks)"""
     import torch
 
-    from nanoray.devices.host import keep_freed_memory
+    from nanoray.host.host import keep_freed_memory
     from nanoray.mesh.axis import data_axis
 
     torch.set_num_threads(1)
@@ -453,7 +453,7 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
     import torch
 
     from nanoray.bench.arm import Arm, gpt
-    from nanoray.devices.host import keep_freed_memory
+    from nanoray.host.host import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()

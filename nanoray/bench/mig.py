@@ -24,24 +24,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nanoray.base.environment import environment
+from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.bench import collectives
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, measured, whiskers
 from nanoray.bench.harness.plan import SEE_FAILED
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where
-from nanoray.bench.harness.report import Report, Row, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, markdown, say
 from nanoray.config import Config, load_config
-from nanoray.devices.device import Device
-from nanoray.devices.gpus import discover_gpus
-from nanoray.devices.host import available_cpus
-from nanoray.devices.mig import mig_commands
-from nanoray.devices.slots import local_slots
-from nanoray.environment import environment
 from nanoray.errors import ConfigError
+from nanoray.host.device import Device
+from nanoray.host.gpus import discover_gpus
+from nanoray.host.host import available_cpus
+from nanoray.host.mig import mig_commands
+from nanoray.host.slots import local_slots
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import RankDevice, choose_backend, runtime_nccl_version
-from nanoray.metrics import algbw_gbps, busbw_factor
-from nanoray.mig import CARDS, compute_share, peak_text, peaks, plan
+from nanoray.tools.mig import CARDS, compute_share, peak_text, peaks, plan
 
 ENTRY = "nanoray.bench.mig:step_rank"
 # Shakespeare's characters; the tokens are random, because their values cost no time
@@ -54,7 +54,7 @@ OF_BANDWIDTH = "of peak bandwidth"
 
 
 @dataclass(frozen=True)
-class Arm:
+class Experiment:
     """One line of the experiment matrix: ranks on devices, or why it is not run."""
 
     experiment: str
@@ -80,7 +80,7 @@ class Arm:
 
 def matrix(
     card: str, found: list[Device], most: int, nccl: tuple[int, int, int] | None
-) -> list[Arm]:
+) -> list[Experiment]:
     """Return the experiments with up to `most` ranks on slices of `card`.
 
     The slices of one arm lie on one card. The series of slices takes the profile of which one card
@@ -107,11 +107,11 @@ def matrix(
     missing = ""
     if not whole or not slices:
         missing = f"needs a whole {card}, out of MIG mode, beside the slices of another"
-    arms.append(Arm("whole", f"whole {card}", 1, whole, skipped=missing))
+    arms.append(Experiment("whole", f"whole {card}", 1, whole, skipped=missing))
     return arms
 
 
-def _on_slices(experiment: str, slices: list[Device], ranks: int, profile: str) -> Arm:
+def _on_slices(experiment: str, slices: list[Device], ranks: int, profile: str) -> Experiment:
     """Return the arm of `ranks` slices of a profile, on the card that has the most of them."""
     equal = [d for d in slices if d.profile == profile]
     card = Counter(d.parent_uuid for d in equal).most_common(1)
@@ -119,17 +119,19 @@ def _on_slices(experiment: str, slices: list[Device], ranks: int, profile: str) 
     missing = ""
     if len(on_card) < ranks:
         missing = f"needs {ranks} × {profile} on one card, found {len(on_card)}"
-    return Arm(experiment, f"{ranks} × {profile}", ranks, tuple(on_card[:ranks]), skipped=missing)
+    return Experiment(
+        experiment, f"{ranks} × {profile}", ranks, tuple(on_card[:ranks]), skipped=missing
+    )
 
 
-def _over(backend: str, arm: Arm, nccl: tuple[int, int, int] | None) -> Arm:
+def _over(backend: str, arm: Experiment, nccl: tuple[int, int, int] | None) -> Experiment:
     """Return the arm with a backend, skipped if that refuses two slices of one card."""
     refused = arm.skipped
     try:
         choose_backend([RankDevice("mig", "", "")] * 2, backend, nccl)
     except ConfigError as error:
         refused = "; ".join(filter(None, (refused, str(error))))
-    return Arm(
+    return Experiment(
         arm.experiment, f"{arm.name} over {backend}", arm.ranks, arm.devices, backend, refused
     )
 
@@ -282,10 +284,12 @@ class MIGBenchmark(Benchmark):
             )
             for ranks in range(1, most + 1):
                 name = f"stand-in: {ranks} rank(s) share {what}"
-                arms.append(Arm("stand-in", name, ranks, shared))
+                arms.append(Experiment("stand-in", name, ranks, shared))
 
         for arm in arms:
-            blank = Row(arm.name, THROUGHPUT, "tok/s", (), skipped=arm.skipped, extra=arm.extra)
+            blank = Measurement(
+                arm.name, THROUGHPUT, "tok/s", (), skipped=arm.skipped, extra=arm.extra
+            )
             if arm.skipped:
                 report.rows.append(blank)
                 continue
@@ -372,7 +376,9 @@ def _add_plan(
             extra = known | {"experiment": "plan", "fraction": share}
             arm = f"plan: {fit} × {part.profile}"
             metric = f"speed, {bound}-bound"
-            report.rows.append(Row(arm, metric, "of the card", (fit * share,), note, extra=extra))
+            report.rows.append(
+                Measurement(arm, metric, "of the card", (fit * share,), note, extra=extra)
+            )
 
 
 def _describe_slice(device: Device) -> str:
@@ -383,7 +389,7 @@ def _describe_slice(device: Device) -> str:
     return f"{name} {device.uuid} ({memory}, {compute}, {bandwidth}, {peak_text(peaks(device))})"
 
 
-def _run(arm: Arm, args: argparse.Namespace, report: Report, config: Config) -> None:
+def _run(arm: Experiment, args: argparse.Namespace, report: Report, config: Config) -> None:
     """Run one arm and add its rows. Raises RankFailed."""
     devices = len(arm.devices)
     kind = arm.devices[0].kind if devices else "cpu"
@@ -412,7 +418,11 @@ def _run(arm: Arm, args: argparse.Namespace, report: Report, config: Config) -> 
 
 
 def add_rows(
-    report: Report, arm: Arm, config: Config, events: list[dict[str, Any]], backend: dict[str, str]
+    report: Report,
+    arm: Experiment,
+    config: Config,
+    events: list[dict[str, Any]],
+    backend: dict[str, str],
 ) -> None:
     """Add the rows of one arm: steps, copies, all-reduces.
 
@@ -426,7 +436,7 @@ def add_rows(
 
     def add(metric: str, unit: str, values: list[float], note: str = "", **more: Any) -> None:
         keys = {"extra": extra} | more
-        report.rows.append(Row(arm.name, metric, unit, tuple(values), note, **keys))
+        report.rows.append(Measurement(arm.name, metric, unit, tuple(values), note, **keys))
 
     tokens = arm.ranks * config.global_batch_size * config.block_size
     rates = [1e3 * tokens / ms for ms in timed["step_ms"]]
@@ -462,9 +472,9 @@ def add_rows(
         )
 
 
-def _series(report: Report) -> list[Row]:
+def _series(report: Report) -> list[Measurement]:
     """Return the throughput of 1, 2, ... ranks: of the stand-in, or of equal slices of one card."""
-    by_experiment: dict[str, list[Row]] = defaultdict(list)
+    by_experiment: dict[str, list[Measurement]] = defaultdict(list)
     for row in report.rows:
         if row.metric == THROUGHPUT and row.unit == "tok/s" and row.values:
             by_experiment[row.extra["experiment"]].append(row)
@@ -477,7 +487,7 @@ def _series(report: Report) -> list[Row]:
     return [row for row in rows if row.extra["profile"] in profiles]
 
 
-def ideal(row: Row) -> int:
+def ideal(row: Measurement) -> int:
     """Return the ideal throughput relative to one rank: slices add up, sharers do not."""
     return 1 if row.extra["experiment"] == "stand-in" else row.extra["ranks"]
 
@@ -501,7 +511,7 @@ def _compare(report: Report) -> None:
             report.compare(upper, lower, metric, note)
 
 
-def _draw_series(axes: Any, report: Report, series: list[Row]) -> None:
+def _draw_series(axes: Any, report: Report, series: list[Measurement]) -> None:
     """Draw throughput over ranks, beside the ideal that follows from the first row."""
     first = series[0]
     ranks = [row.extra["ranks"] for row in series]

@@ -27,7 +27,7 @@ from nanoray.bench.harness.rank_pool import (
     describe,
     where_from,
 )
-from nanoray.bench.harness.report import Report, Row, aligned, markdown, ratio, say
+from nanoray.bench.harness.report import Measurement, Report, aligned, markdown, ratio, say
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 
@@ -205,8 +205,8 @@ def _arm_name(mb: float) -> str:
 def _add_rows(
     report: Report, arm: str, events: list[dict[str, Any]], note: str, wrong: int | None
 ) -> None:
-    def row(metric: str, key: str) -> Row:
-        return Row(
+    def row(metric: str, key: str) -> Measurement:
+        return Measurement(
             arm,
             metric,
             "ms",
@@ -223,7 +223,9 @@ def _add_rows(
     assert bare is not None
     own = report.rows[-3]
     cost = tuple(a - b for a, b in zip(own.values, bare.values, strict=False))
-    report.rows.append(Row(arm, COST, "ms", cost, "step - step under no_sync, paired by round"))
+    report.rows.append(
+        Measurement(arm, COST, "ms", cost, "step - step under no_sync, paired by round")
+    )
     report.rows.append(ratio(f"{arm} / {NO_SYNC}", STEP, own, bare))
 
 

@@ -25,7 +25,7 @@ from nanoray.bench.harness.rank_pool import (
     describe,
     where_from,
 )
-from nanoray.bench.harness.report import Report, Row, aligned, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, aligned, markdown, say
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
 from nanoray.parallel.schedules import SCHEDULES
@@ -190,19 +190,21 @@ def _add_rows(
     kind = own["pp_schedule"]
     base = f"{BASE}, {own['grad_accum_steps']} micro"
     if not events:
-        report.rows.append(Row(name, STEP, "ms", ()))
+        report.rows.append(Measurement(name, STEP, "ms", ()))
         return
     report.rows += [
-        Row(name, STEP, "ms", tuple(e["step_ms"] for e in events)),
-        Row(name, WAIT, "%", tuple(e["wait"] for e in events), "mean over the stages"),
-        Row(name, THEORY, "%", (events[0]["theory"],)),
+        Measurement(name, STEP, "ms", tuple(e["step_ms"] for e in events)),
+        Measurement(name, WAIT, "%", tuple(e["wait"] for e in events), "mean over the stages"),
+        Measurement(name, THEORY, "%", (events[0]["theory"],)),
     ]
     losses = [(a["loss"], b["loss"]) for a, b in zip(events, found[base], strict=False)]
     wrong = sum(abs(a - b) > FAR for a, b in losses)
     if kind != "interleaved":
         wrong += sum(a["digest"] != b["digest"] for a, b in zip(events, found[base], strict=False))
     report.rows.append(
-        Row(name, LOSS, "nat", tuple(e["loss"] for e in events), f"against {base}", wrong=wrong)
+        Measurement(
+            name, LOSS, "nat", tuple(e["loss"] for e in events), f"against {base}", wrong=wrong
+        )
     )
     if name != base:
         report.compare(name, base, STEP, "paired by round")
@@ -251,7 +253,7 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
     import torch
 
     from nanoray.bench.arm import Arm, gpt
-    from nanoray.devices.host import keep_freed_memory
+    from nanoray.host.host import keep_freed_memory
     from nanoray.trace.log import share_idle
     from nanoray.trace.recorder import wait_for
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure
 from nanoray.bench.harness.plan import add_settings_flag, count_of, settings_of
-from nanoray.bench.harness.report import Report, Row, Target, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, Target, markdown, say
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
@@ -371,29 +371,29 @@ def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> dict[str, 
         held = sum(run.held.values())
         formula = run.formula
         report.rows += [
-            Row(name, STEP, "ms", tuple(times[name])),
-            Row(name, STATE, "MiB", (held / 2**20,), extra={"held": run.held}),
-            Row(name, STATE_FORMULA, "MiB", (formula["state"] / 2**20,)),
-            Row(name, KEPT, "MiB", (run.kept_for_backward() / 2**20,), "kept for backward"),
-            Row(
+            Measurement(name, STEP, "ms", tuple(times[name])),
+            Measurement(name, STATE, "MiB", (held / 2**20,), extra={"held": run.held}),
+            Measurement(name, STATE_FORMULA, "MiB", (formula["state"] / 2**20,)),
+            Measurement(name, KEPT, "MiB", (run.kept_for_backward() / 2**20,), "kept for backward"),
+            Measurement(
                 name,
                 KEPT_FORMULA,
                 "MiB",
                 (formula["batch"] / 2**20,),
                 "activations, copies and both logits",
             ),
-            Row(
+            Measurement(
                 name,
                 LOSS,
                 "nat",
                 (statistics.mean(run.losses[-max(1, steps // 10) :]),),
                 "mean of the last tenth",
             ),
-            Row(name, CURVE, "nat", tuple(run.losses[:: max(1, steps // 60)])),
+            Measurement(name, CURVE, "nat", tuple(run.losses[:: max(1, steps // 60)])),
         ]
         if run.scaler.enabled:
             report.rows.append(
-                Row(name, SKIPPED, "steps", (float(run.scaler.values()["skipped"]),))
+                Measurement(name, SKIPPED, "steps", (float(run.scaler.values()["skipped"]),))
             )
     return {name: p.detach() for name, p in runs["fp32"].model.named_parameters()}
 
@@ -429,14 +429,16 @@ def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -
                         zeros.append(lost(half, exact, name))
                         small.append(subnormal(half, name))
         arm = f"loss × 2^-{k}"
-        report.rows += [Row(arm, name, "%", tuple(values)) for name, values in found.items()]
+        report.rows += [
+            Measurement(arm, name, "%", tuple(values)) for name, values in found.items()
+        ]
         report.rows.append(
-            Row(arm, "scale", "1", tuple(scales), "largest without an overflow, up to 2^24")
+            Measurement(arm, "scale", "1", tuple(scales), "largest without an overflow, up to 2^24")
         )
     for name, both in layers.items():
         for metric, values in zip((LATE, SMALL), both, strict=True):
             report.rows.append(
-                Row(f"layer {name}", metric, "%", tuple(values), "loss × 2^-8, no scale")
+                Measurement(f"layer {name}", metric, "%", tuple(values), "loss × 2^-8, no scale")
             )
 
 
@@ -449,10 +451,14 @@ def updates(lab: Lab, report: Report, trained: dict[str, Any], steps: int) -> No
             # The same update again and again, as in a long run with a small rate.
             stuck, went = move(lab, trained, lr, steps, **settings)
             report.rows.append(
-                Row(f"lr {lr:.0e}", f"{STUCK}, {name}", "%", (stuck,), f"in {steps} updates")
+                Measurement(
+                    f"lr {lr:.0e}", f"{STUCK}, {name}", "%", (stuck,), f"in {steps} updates"
+                )
             )
             report.rows.append(
-                Row(f"lr {lr:.0e}", f"{WENT}, {name}", "%", (went,), "100: as far as in float64")
+                Measurement(
+                    f"lr {lr:.0e}", f"{WENT}, {name}", "%", (went,), "100: as far as in float64"
+                )
             )
 
 
@@ -464,8 +470,8 @@ def moments(report: Report) -> None:
         plain, scaled = adam_in_fp16(10.0**exponent)
         arm = f"gradients of 1e{exponent}"
         report.rows += [
-            Row(arm, PLAIN, "%", (plain,), "off by over a tenth"),
-            Row(arm, ROOT, "%", (scaled,)),
+            Measurement(arm, PLAIN, "%", (plain,), "off by over a tenth"),
+            Measurement(arm, ROOT, "%", (scaled,)),
         ]
 
 
@@ -484,7 +490,9 @@ def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
     # Softmax's inputs overflow before the division by the root of the head's size.
     for size in HEADS:
         for how, bad in attention_overflow(size).items():
-            report.rows.append(Row(f"q and k of {size:g}", f"not finite, {how}", "%", (bad,)))
+            report.rows.append(
+                Measurement(f"q and k of {size:g}", f"not finite, {how}", "%", (bad,))
+            )
     # Sums over ranks: of real gradients, not of random numbers.
     model = lab.model()
     batch = lab.batch(2000)
@@ -497,8 +505,8 @@ def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
         for how in MEANS:
             over, zero = compressed_mean(scaled, ranks, how)
             report.rows += [
-                Row(f"{ranks} ranks", f"overflow, {how}", "%", (over,)),
-                Row(f"{ranks} ranks", f"zero, {how}", "%", (zero,)),
+                Measurement(f"{ranks} ranks", f"overflow, {how}", "%", (over,)),
+                Measurement(f"{ranks} ranks", f"zero, {how}", "%", (zero,)),
             ]
     # A burst of overflows lowers the scale; gradients that are then zero are the price.
     for count in OVERFLOWS:
@@ -506,9 +514,9 @@ def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
         low = gradients(model, batch, "fp16", min(scales))
         arm = f"{count} overflows"
         report.rows += [
-            Row(arm, "lowest scale", "1", (min(scales),)),
-            Row(arm, LATE, "%", (lost(low, exact),), "at the lowest scale"),
-            Row(
+            Measurement(arm, "lowest scale", "1", (min(scales),)),
+            Measurement(arm, LATE, "%", (lost(low, exact),), "at the lowest scale"),
+            Measurement(
                 arm,
                 "scale",
                 "1",
@@ -529,7 +537,7 @@ def eight_bits(lab: Lab, report: Report, trained: dict[str, Any], batches: int) 
         for kind in KINDS:
             error = stream_error(lab, layers, kind)
             report.rows.append(
-                Row(
+                Measurement(
                     f"{layers} layers",
                     f"error, {kind}",
                     "%",
@@ -543,7 +551,7 @@ def eight_bits(lab: Lab, report: Report, trained: dict[str, Any], batches: int) 
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
         errors = [loss_error(model, lab.batch(3000 + i), dtype) for i in range(batches)]
         report.rows.append(
-            Row(
+            Measurement(
                 f"loss in {name}",
                 "error",
                 "nat",
@@ -562,7 +570,7 @@ def add_targets(report: Report) -> None:
         assert formula
         # Memory is a number without spread, so five equal values satisfy the rule of five rounds.
         off = abs(held.median / formula.median - 1)
-        row = Row(mode, "state, error", "1", (off,) * 5, "one number: memory has no spread")
+        row = Measurement(mode, "state, error", "1", (off,) * 5, "one number: memory has no spread")
         report.targets.append(Target(f"{mode}: state held beside the formula", row, "<=", 0.01))
 
 

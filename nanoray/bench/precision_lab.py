@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoray.compat import foreach_mul_
+from nanoray.base.compat import foreach_mul_
 from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData
 from nanoray.forecast.memory import Sizes, held_bytes, state_memory

@@ -48,14 +48,14 @@ from nanoray.bench.harness.processes import (
 )
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
 from nanoray.bench.harness.ranks import Where
-from nanoray.bench.harness.report import Report, Row, aligned, markdown, number, say
-from nanoray.bench.harness.thin_links import Speed, ThinLinks, environment_of, why_not
+from nanoray.bench.harness.report import Measurement, Report, aligned, markdown, number, say
+from nanoray.bench.harness.thin_links import LinkSpeed, ThinLinks, environment_of, why_not
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config, load_config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError, TrainingDiverged
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.run import RunSpec
 
 if TYPE_CHECKING:
     from nanoray.mesh.mesh import Mesh
@@ -226,7 +226,9 @@ class RarelyBenchmark(Benchmark):
                 times = time_all(starter, report, arms, rates, speeds)
             elif reason:
                 for arm in arms:
-                    report.rows.append(Row(arm, f"{STEP}, {speeds[0]}", "ms", (), skipped=reason))
+                    report.rows.append(
+                        Measurement(arm, f"{STEP}, {speeds[0]}", "ms", (), skipped=reason)
+                    )
             add_equal_time_rows(report, curves, times, steps)
 
     def format_text(self, report: Report) -> list[str]:
@@ -256,13 +258,13 @@ class RarelyBenchmark(Benchmark):
 # What is asked.
 
 
-def parse_links(text: str) -> list[Speed]:
+def parse_links(text: str) -> list[LinkSpeed]:
     """Return the links of MS/MBIT,... in the order from fast to thin. Raises ConfigError."""
     if text == "none":
         return []
     speeds = []
     for part in text.split(","):
-        speeds.append(Speed.parse(part, text, LINKS))
+        speeds.append(LinkSpeed.parse(part, text, LINKS))
     return speeds
 
 
@@ -384,9 +386,11 @@ def tune(trainings: Trainings, report: Report, arms: Sequence[str], grid: Grid) 
                 losses.append(math.inf if isinstance(curve, str) else last_of(curve))
             means[name] = statistics.mean(losses)
             finite = tuple(loss for loss in losses if loss < math.inf)
-            row = Row(f"{arm}, {name}", TUNING, "nat", finite, "a value per seed that ended well")
+            row = Measurement(
+                f"{arm}, {name}", TUNING, "nat", finite, "a value per seed that ended well"
+            )
             if not finite:
-                row = Row(f"{arm}, {name}", TUNING, "nat", (), skipped="it diverged")
+                row = Measurement(f"{arm}, {name}", TUNING, "nat", (), skipped="it diverged")
             report.rows.append(row)
             say(f"tuning  {arm}, {name}: {means[name]:.4f}")
         return min(means, key=lambda name: means[name])
@@ -447,13 +451,15 @@ def add_loss_rows(report: Report, curves: Mapping[str, Sequence[Curve]]) -> None
     for arm, of_arm in curves.items():
         losses = [last_of(curve) for curve in of_arm]
         extra = {"curves": [{str(step): loss for step, loss in c.items()} for c in of_arm]}
-        report.rows.append(Row(arm, LOSS, "nat", tuple(losses), "a value per seed", extra=extra))
+        report.rows.append(
+            Measurement(arm, LOSS, "nat", tuple(losses), "a value per seed", extra=extra)
+        )
         base = report.row(DDP, LOSS)
         if arm != DDP and base is not None:
             # The same seed draws the same weights and samples for both.
             pairs = zip(losses, base.values, strict=False)
             off = tuple(own - of_ddp for own, of_ddp in pairs)
-            report.rows.append(Row(arm, OFF, "nat", off, "paired by seed"))
+            report.rows.append(Measurement(arm, OFF, "nat", off, "paired by seed"))
 
 
 def add_formula_rows(
@@ -472,7 +478,7 @@ def add_formula_rows(
         job = job_of(config, prepare(config).vocab_size, batch.global_size, on_gpus=False)
         talks = talks_of(job, layout, batch.micro, layout.pp - 1)
         sent = sum(talk.sent(layout.size_of(talk.axis)) for talk in talks)
-        report.rows.append(Row(arm, SENT_FORMULA, "kB", (sent / 1e3,), "without headers"))
+        report.rows.append(Measurement(arm, SENT_FORMULA, "kB", (sent / 1e3,), "without headers"))
 
 
 # Time and bytes on thin links.
@@ -521,7 +527,7 @@ def time_all(
     report: Report,
     arms: Sequence[str],
     rates: Rates,
-    speeds: Sequence[Speed],
+    speeds: Sequence[LinkSpeed],
 ) -> dict[tuple[str, str], float]:
     """Time each arm on each link; add rows, and return the seconds of a step by arm and link."""
     times = {}
@@ -536,8 +542,10 @@ def time_all(
             kb = tuple(window.sent / 1e3 for window in windows)
             steps = windows[0].steps
             note = f"windows of {steps} steps"
-            report.rows.append(Row(arm, f"{STEP}, {speed}", "ms", ms, note))
-            report.rows.append(Row(arm, f"{SENT}, {speed}", "kB", kb, "a rank and step, all bytes"))
+            report.rows.append(Measurement(arm, f"{STEP}, {speed}", "ms", ms, note))
+            report.rows.append(
+                Measurement(arm, f"{SENT}, {speed}", "kB", kb, "a rank and step, all bytes")
+            )
             times[arm, str(speed)] = statistics.median(ms) / 1e3
             say(f"{speed!s:<20} {arm:<20} {statistics.median(ms):.1f} ms, {min(kb):.1f} kB")
     return times
@@ -553,8 +561,8 @@ class _Window:
 
 
 def _time_arm(
-    starter: Starter, arm: str, rates: Rates, speeds: Sequence[Speed]
-) -> dict[Speed, list[_Window]]:
+    starter: Starter, arm: str, rates: Rates, speeds: Sequence[LinkSpeed]
+) -> dict[LinkSpeed, list[_Window]]:
     """Train one arm while its links get thinner; return what was timed on each."""
     # Replicas meet at logged steps, too, so a window is a round.
     every = max(LEAST_STEPS, ARMS[arm].get("sync_every", 0))
@@ -632,7 +640,9 @@ def add_equal_time_rows(
             losses = tuple(loss_at(curve, done) for curve in curves[arm])
             note = f"after {seconds:.0f} s it has done {done:.0f} of {steps} steps"
             extra = {"seconds": seconds, "steps": done}
-            report.rows.append(Row(arm, f"{IN_TIME}, {link}", "nat", losses, note, extra=extra))
+            report.rows.append(
+                Measurement(arm, f"{IN_TIME}, {link}", "nat", losses, note, extra=extra)
+            )
 
 
 def loss_at(curve: Curve, step: float) -> float:

@@ -45,7 +45,7 @@ from nanoray.bench.harness.figure import bars, figure, measured
 from nanoray.bench.harness.launchers import SAME_LOSS, command
 from nanoray.bench.harness.plan import (
     SEE_FAILED,
-    Plan,
+    BenchPlan,
     add_training_flags,
     chosen,
     count_of,
@@ -53,13 +53,21 @@ from nanoray.bench.harness.plan import (
     rotated,
 )
 from nanoray.bench.harness.processes import ChildFailed, python_in
-from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
-from nanoray.bench.killed import Goodput, Kill, Run, arrivals, goodput, outage, wrong_losses
+from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, say
+from nanoray.bench.killed import (
+    Goodput,
+    Kill,
+    TrainingProcess,
+    arrivals,
+    goodput,
+    outage,
+    wrong_losses,
+)
 from nanoray.bench.peers.torchft import PEER_LIGHTHOUSE, missing
-from nanoray.devices.gpus import discover_gpus
-from nanoray.devices.host import available_cpus
-from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
+from nanoray.host.gpus import discover_gpus
+from nanoray.host.host import available_cpus
+from nanoray.host.slots import local_slots
 
 ON_NANORAY = {  # arm -> flags of nanoray.launch
     "in_place": ["--recovery", "in_place", "--spares", "0"],
@@ -92,8 +100,8 @@ CLEAN_SHARE = 6  # the time with kills, in multiples of the time without
 
 
 def start(
-    plan: Plan, arm: str, steps: int, name: str, cluster: DrainedCluster | None = None
-) -> Run:
+    plan: BenchPlan, arm: str, steps: int, name: str, cluster: DrainedCluster | None = None
+) -> TrainingProcess:
     """Start a run of an arm, on the plan's head or on the nodes of a cluster.
 
     Leaving its `with` block ends it.
@@ -117,7 +125,9 @@ def start(
         # torchrun's own flags must come before `-m nanoray.train`.
         argv[3:3] = [f"--max-restarts={MAX_FAILURES}"]
     env = place.env | ON_TORCHFT.get(arm, {})
-    return Run(argv, env, plan.folder / name, place.head, cluster.nodes if cluster else None)
+    return TrainingProcess(
+        argv, env, plan.folder / name, place.head, cluster.nodes if cluster else None
+    )
 
 
 def _starter_of(arm: str) -> str:
@@ -259,7 +269,7 @@ class RecoveryBenchmark(Benchmark):
         for arm in ON_TORCHFT:
             if arm in arms and why:
                 arms.remove(arm)
-                report.rows.append(Row(arm, STANDSTILL, "s", (), skipped=why))
+                report.rows.append(Measurement(arm, STANDSTILL, "s", (), skipped=why))
                 say(f"skipped  {arm}: {why}")
         if not arms:
             return
@@ -369,7 +379,7 @@ def _parse_between(args: argparse.Namespace) -> tuple[int, int]:
 # Part one: single kills.
 
 
-def _measure_standstills(plan: Plan, report: Report, between: tuple[int, int]) -> None:
+def _measure_standstills(plan: BenchPlan, report: Report, between: tuple[int, int]) -> None:
     """Kill a rank of every arm once per round, and add the rows."""
 
     # Losses of a run without kills, which every later run must repeat.
@@ -401,7 +411,7 @@ def _measure_standstills(plan: Plan, report: Report, between: tuple[int, int]) -
         report.rows += _make_rows(arm, found[arm], arm in plan.broken)
 
 
-def _train_reference(plan: Plan, report: Report) -> dict[int, float]:
+def _train_reference(plan: BenchPlan, report: Report) -> dict[int, float]:
     """Return step -> loss of a run without kills, by the first arm that completes one."""
     for arm in plan.arms:
         if arm in plan.broken:
@@ -417,7 +427,7 @@ def _train_reference(plan: Plan, report: Report) -> dict[int, float]:
 
 
 def _kill_once(
-    plan: Plan, arm: str, turn: int, whom: tuple[float, int], reference: dict[int, float]
+    plan: BenchPlan, arm: str, turn: int, whom: tuple[float, int], reference: dict[int, float]
 ) -> Kill:
     """Run an arm, kill a rank at a moment, and watch it to the end.
 
@@ -457,7 +467,7 @@ def _kill_once(
     return Kill(turn, rank, back.step, back.standstill_s, noticed_s, back.repeated, wrong)
 
 
-def _make_rows(arm: str, kills: list[Kill], broken: bool) -> list[Row]:
+def _make_rows(arm: str, kills: list[Kill], broken: bool) -> list[Measurement]:
     # A broken arm reports only its error: the kills that it survived are a biased sample.
     error = SEE_FAILED if broken else ""
     kills = [] if broken else kills
@@ -465,14 +475,20 @@ def _make_rows(arm: str, kills: list[Kill], broken: bool) -> list[Row]:
     wrong = sum(kill.wrong for kill in kills) if kills else None
     seconds = tuple(kill.standstill_s for kill in kills)
     rows = [
-        Row(arm, STANDSTILL, "s", seconds, "kill to the next new step", error, wrong, extra=raw)
+        Measurement(
+            arm, STANDSTILL, "s", seconds, "kill to the next new step", error, wrong, extra=raw
+        )
     ]
     noticed = tuple(kill.noticed_s for kill in kills if kill.noticed_s is not None)
     if kills:
         rows.append(
-            Row(arm, NOTICED, "s", noticed, skipped="" if noticed else "its log does not say")
+            Measurement(
+                arm, NOTICED, "s", noticed, skipped="" if noticed else "its log does not say"
+            )
         )
-        rows.append(Row(arm, REPEATED, "steps", tuple(float(kill.repeated) for kill in kills)))
+        rows.append(
+            Measurement(arm, REPEATED, "steps", tuple(float(kill.repeated) for kill in kills))
+        )
     return rows
 
 
@@ -480,20 +496,20 @@ def _make_rows(arm: str, kills: list[Kill], broken: bool) -> list[Row]:
 
 
 def _measure_goodputs(
-    plan: Plan, report: Report, kills: list[tuple[float, int]], window_s: float
+    plan: BenchPlan, report: Report, kills: list[tuple[float, int]], window_s: float
 ) -> None:
     """Run every arm once under the same plan of kills, and add the rows."""
 
     # Each arm runs alone: the machine has room for one set of ranks.
     for arm in plan.arms:
         if arm in plan.broken:
-            report.rows.append(Row(arm, GOODPUT, "%", (), error=SEE_FAILED))
+            report.rows.append(Measurement(arm, GOODPUT, "%", (), error=SEE_FAILED))
             continue
         try:
             found, hits = _train_under_kills(plan, arm, kills, window_s)
         except ChildFailed as error:
             plan.fail(report, arm, error)
-            report.rows.append(Row(arm, GOODPUT, "%", (), error=SEE_FAILED))
+            report.rows.append(Measurement(arm, GOODPUT, "%", (), error=SEE_FAILED))
             continue
         say(f"goodput  {arm:<12}  {found.percent:.1f} %  {sum(hits)} of {len(kills)} kills hit")
 
@@ -502,14 +518,14 @@ def _measure_goodputs(
             "kills": [[at, rank, hit] for (at, rank), hit in zip(kills, hits, strict=True)]
         }
         note = f"{found.useful} new steps in {window_s:g} s, {found.clean_per_s:.1f} steps/s without kills"
-        report.rows.append(Row(arm, GOODPUT, "%", (found.percent,), note, extra=raw))
+        report.rows.append(Measurement(arm, GOODPUT, "%", (found.percent,), note, extra=raw))
         missed = "" if all(hits) else "the others met a rank that was down already"
-        report.rows.append(Row(arm, HITS, f"of {len(kills)}", (float(sum(hits)),), missed))
-        report.rows.append(Row(arm, REDONE, "steps", (float(found.repeated),)))
+        report.rows.append(Measurement(arm, HITS, f"of {len(kills)}", (float(sum(hits)),), missed))
+        report.rows.append(Measurement(arm, REDONE, "steps", (float(found.repeated),)))
 
 
 def _train_under_kills(
-    plan: Plan, arm: str, kills: list[tuple[float, int]], window_s: float
+    plan: BenchPlan, arm: str, kills: list[tuple[float, int]], window_s: float
 ) -> tuple[Goodput, list[bool]]:
     """Run an arm without and then with kills; return its goodput and the kills that hit.
 
@@ -540,7 +556,7 @@ def _train_under_kills(
 # Part three: drained nodes.
 
 
-def _measure_drains(plan: Plan, report: Report) -> None:
+def _measure_drains(plan: BenchPlan, report: Report) -> None:
     """Take a node away from every arm once per round, after a notice, and add the rows."""
     args = plan.args
     arms = [arm for arm in DRAINED_ARMS if arm in plan.arms]
@@ -575,7 +591,7 @@ def _measure_drains(plan: Plan, report: Report) -> None:
         report.rows += _make_drain_rows(arm, [] if arm in broken else found[arm])
 
 
-def _train_undrained(plan: Plan, cluster: DrainedCluster, arm: str) -> dict[int, float]:
+def _train_undrained(plan: BenchPlan, cluster: DrainedCluster, arm: str) -> dict[int, float]:
     """Return step -> loss of a run without a notice. Raises ChildFailed."""
     args = plan.args
     with start(plan, arm, ENDLESS, "undrained", cluster) as run:
@@ -584,7 +600,7 @@ def _train_undrained(plan: Plan, cluster: DrainedCluster, arm: str) -> dict[int,
 
 
 def _drain_once(
-    plan: Plan,
+    plan: BenchPlan,
     cluster: DrainedCluster,
     arm: str,
     turn: int,
@@ -602,9 +618,9 @@ def _drain_once(
     return Drain(turn, rank, pause.step, pause.seconds, pause.repeated, pause.end, wrong)
 
 
-def _make_drain_rows(arm: str, drains: list[Drain]) -> list[Row]:
+def _make_drain_rows(arm: str, drains: list[Drain]) -> list[Measurement]:
     if not drains:
-        return [Row(arm, DRAIN_STANDSTILL, "s", (), error=SEE_FAILED)]
+        return [Measurement(arm, DRAIN_STANDSTILL, "s", (), error=SEE_FAILED)]
     raw = {"drains": [drain._asdict() for drain in drains]}
     wrong = sum(drain.wrong for drain in drains)
     note = "longest time without a new step, from the notice on"
@@ -612,9 +628,9 @@ def _make_drain_rows(arm: str, drains: list[Drain]) -> list[Row]:
     repeated = tuple(float(drain.repeated) for drain in drains)
     after = tuple(drain.after_s for drain in drains)
     return [
-        Row(arm, DRAIN_STANDSTILL, "s", standstills, note, wrong=wrong, extra=raw),
-        Row(arm, DRAIN_REPEATED, "steps", repeated),
-        Row(arm, DRAIN_AFTER, "s", after, "from the notice to the end of the standstill"),
+        Measurement(arm, DRAIN_STANDSTILL, "s", standstills, note, wrong=wrong, extra=raw),
+        Measurement(arm, DRAIN_REPEATED, "steps", repeated),
+        Measurement(arm, DRAIN_AFTER, "s", after, "from the notice to the end of the standstill"),
     ]
 
 

@@ -30,10 +30,18 @@ from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import count_of
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say, table
+from nanoray.bench.harness.report import (
+    Measurement,
+    Report,
+    Target,
+    aligned,
+    markdown,
+    number,
+    say,
+    table,
+)
 from nanoray.bench.simulate import VOCAB, Work, model_work, scaling
 from nanoray.config import Config, load_config
-from nanoray.devices.host import available_cpus
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.forecast.fit import Fit, fit
 from nanoray.forecast.links import (
@@ -45,7 +53,8 @@ from nanoray.forecast.links import (
     load_topology,
     topology_names,
 )
-from nanoray.forecast.simulate import Bucket, Schedule, Step, simulate
+from nanoray.forecast.simulate import SimulatedBucket, SimulatedStep, Step, simulate
+from nanoray.host.host import available_cpus
 from nanoray.mesh.mesh import Mesh
 
 STEP_ENTRY = "nanoray.bench.scaling:step_rank"
@@ -128,7 +137,7 @@ class ScalingBenchmark(Benchmark):
             most = RankPool(replace(where, workers=max(where.workers, *checks)))
         except PlacementError as error:
             report.rows += [
-                Row(f"{n} ranks", MEASURED, "ms", (), skipped=str(error)) for n in checks
+                Measurement(f"{n} ranks", MEASURED, "ms", (), skipped=str(error)) for n in checks
             ]
             most = RankPool(where)
             checks = []
@@ -201,7 +210,7 @@ def _sweep(pool: RankPool, report: Report, quick: bool) -> dict[str, Fit]:
         points[name].append((event["bytes"], 1e-6 * statistics.median(event["time_us"])))
         wrong[name] += event["wrong"]
     report.rows += [
-        Row(f"fit {name}", "alpha", "us", (), skipped=why) for name, why in skipped.items()
+        Measurement(f"fit {name}", "alpha", "us", (), skipped=why) for name, why in skipped.items()
     ]
 
     ranks = len(pool.facts)
@@ -214,10 +223,10 @@ def _sweep(pool: RankPool, report: Report, quick: bool) -> dict[str, Fit]:
         note = f"{ranks} ranks, {fitted.smallest_bytes} .. {fitted.largest_bytes} bytes"
         extra: dict[str, Any] = asdict(fitted)
         sizes = {"points": points[name]}
-        residual = Row(arm, "residual", "%", errors, "one per size", extra=sizes)
+        residual = Measurement(arm, "residual", "%", errors, "one per size", extra=sizes)
         report.rows += [
-            Row(arm, "alpha", "us", (alpha_us,), note, wrong=wrong[name], extra=extra),
-            Row(arm, "beta", "us/MB", (beta_us_per_mb,)),
+            Measurement(arm, "alpha", "us", (alpha_us,), note, wrong=wrong[name], extra=extra),
+            Measurement(arm, "beta", "us/MB", (beta_us_per_mb,)),
             residual,
         ]
         say(f"fit    {name:<19} alpha {alpha_us:.1f} us  residual {number(residual.median)} %")
@@ -225,7 +234,7 @@ def _sweep(pool: RankPool, report: Report, quick: bool) -> dict[str, Fit]:
 
 
 @dataclass
-class _Here:
+class _MachineSteps:
     """The steps of this machine, round by round, and what they ran on."""
 
     base: int  # ranks whose parts and links are known
@@ -242,7 +251,7 @@ class _Here:
         """Sequences of each rank in weak scaling."""
         return self.total // self.base
 
-    def predict(self, ranks: int, batch: int, turn: int, link: Fit) -> Schedule:
+    def predict(self, ranks: int, batch: int, turn: int, link: Fit) -> SimulatedStep:
         """Simulate a step of `ranks` ranks from the parts measured in the same round."""
         parts = self.steps[self.base, batch, True][turn]
 
@@ -259,7 +268,7 @@ class _Here:
         """Return the median step of weak scaling as compute per sequence."""
         rounds = sorted(self.steps[self.base, self.batch, True], key=lambda parts: parts["step_s"])
         step = _step(rounds[len(rounds) // 2])
-        buckets = tuple(Bucket(b.ready_s / self.batch, b.nbytes) for b in step.buckets)
+        buckets = tuple(SimulatedBucket(b.ready_s / self.batch, b.nbytes) for b in step.buckets)
         return Work(
             step.forward_s / self.batch,
             step.backward_s / self.batch,
@@ -270,11 +279,13 @@ class _Here:
 
 
 def _step(parts: dict[str, Any]) -> Step:
-    buckets = tuple(map(Bucket, parts["ready_s"], parts["nbytes"]))
+    buckets = tuple(map(SimulatedBucket, parts["ready_s"], parts["nbytes"]))
     return Step(parts["forward_s"], parts["backward_s"], parts["optimizer_s"], buckets)
 
 
-def _steps(pool: RankPool, base: int, checks: list[int], counts: tuple[int, int, int]) -> _Here:
+def _steps(
+    pool: RankPool, base: int, checks: list[int], counts: tuple[int, int, int]
+) -> _MachineSteps:
     """Measure the parts at the base ranks, and whole steps at every number of ranks.
 
     `counts`: rounds, turns of each, steps.
@@ -286,7 +297,7 @@ def _steps(pool: RankPool, base: int, checks: list[int], counts: tuple[int, int,
     on_cpu = pool.facts[0]["device"] == "cpu"
     cores = available_cpus() * len({f["host"] for f in pool.facts})
     threads = max(1, int(cores) // len(pool.facts)) if on_cpu else 1
-    here = _Here(
+    here = _MachineSteps(
         base,
         total,
         cores if on_cpu else math.inf,
@@ -337,7 +348,7 @@ def _steps(pool: RankPool, base: int, checks: list[int], counts: tuple[int, int,
     return here
 
 
-def _compare(report: Report, here: _Here, link: Fit) -> None:
+def _compare(report: Report, here: _MachineSteps, link: Fit) -> None:
     """Add predicted and measured steps with their error.
 
     Targets apply to more ranks than the model was fitted at.
@@ -345,7 +356,9 @@ def _compare(report: Report, here: _Here, link: Fit) -> None:
     if here.cpu:
         values = tuple(100 * abs(r) for r in here.cpu.residuals)
         note = "CPU seconds of the backend's all-reduce, fitted in the same way"
-        report.rows.append(Row("fit CPU", "residual", "%", values, note, extra=asdict(here.cpu)))
+        report.rows.append(
+            Measurement("fit CPU", "residual", "%", values, note, extra=asdict(here.cpu))
+        )
     for (ranks, batch, silent), events in here.steps.items():
         if silent:
             continue
@@ -376,10 +389,10 @@ def _compare(report: Report, here: _Here, link: Fit) -> None:
         errors = tuple(
             abs(plan.step_s / step_s - 1) for plan, step_s in zip(plans, measured, strict=True)
         )
-        error = Row(arm, ERROR, "ratio", errors, extra=extra)
+        error = Measurement(arm, ERROR, "ratio", errors, extra=extra)
         report.rows += [
-            Row(arm, MEASURED, "ms", measured_ms, f"{batch} sequences a rank", extra=extra),
-            Row(arm, PREDICTED, "ms", predicted_ms, note, extra=extra | shares),
+            Measurement(arm, MEASURED, "ms", measured_ms, f"{batch} sequences a rank", extra=extra),
+            Measurement(arm, PREDICTED, "ms", predicted_ms, note, extra=extra | shares),
             error,
         ]
         if ranks != here.base:
@@ -393,7 +406,7 @@ def _predict(
     topologies: dict[str, Topology],
     link: Fit,
     model: Config,
-    here: _Here,
+    here: _MachineSteps,
 ) -> None:
     """Add a row of efficiency per topology, mode and number of ranks.
 
@@ -427,7 +440,7 @@ def _predict(
                 arm = f"{name} {mode} {point.ranks}"
                 percent = (100 * point.efficiency,)
                 note = f"best: {chosen}"
-                report.rows.append(Row(arm, "efficiency", "%", percent, note, extra=extra))
+                report.rows.append(Measurement(arm, "efficiency", "%", percent, note, extra=extra))
         say(f"predicted  {name}")
 
 
@@ -460,7 +473,7 @@ def _overview(report: Report) -> list[tuple[str, ...]]:
     return rows
 
 
-def _draw_check(axes: Any, measured: list[Row], predicted: list[Row]) -> None:
+def _draw_check(axes: Any, measured: list[Measurement], predicted: list[Measurement]) -> None:
     for rows, marker, label in ((measured, "o", "measured"), (predicted, "x", "predicted")):
         if rows:  # there are none when a rank died first
             arms = [r.arm for r in rows]
@@ -478,7 +491,7 @@ def _draw_check(axes: Any, measured: list[Row], predicted: list[Row]) -> None:
         axes.legend(fontsize=8)
 
 
-def _draw_schedule(axes: Any, row: Row | None) -> None:
+def _draw_schedule(axes: Any, row: Measurement | None) -> None:
     """Draw a bar per event of a predicted schedule, on a track each for compute and links."""
     colours = {"forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"}
     events = row.extra["events"] if row else []

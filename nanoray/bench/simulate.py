@@ -17,7 +17,7 @@ import torch
 from nanoray.config import Config
 from nanoray.data.tokenizer import VOCAB as VOCAB
 from nanoray.forecast.links import Topology, all_reduce
-from nanoray.forecast.simulate import Bucket, Step, simulate
+from nanoray.forecast.simulate import SimulatedBucket, Step, simulate
 from nanoray.models.costs import flops_per_token
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel.ddp import default_bucket_mb
@@ -33,7 +33,7 @@ class Work:
     forward_s: float  # one sequence
     backward_s: float
     optimizer_s: float  # once a step
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[SimulatedBucket, ...]
     # Sequences that fit at once; more are accumulated, and only the last backward communicates
     micro: int
 
@@ -41,7 +41,7 @@ class Work:
         """Return the compute of a step with that many sequences on this rank."""
         last = sequences / math.ceil(sequences / self.micro)
         before = (sequences - last) * (self.forward_s + self.backward_s)
-        buckets = tuple(Bucket(b.ready_s * last, b.nbytes) for b in self.buckets)
+        buckets = tuple(SimulatedBucket(b.ready_s * last, b.nbytes) for b in self.buckets)
         return Step(
             before + self.forward_s * last, self.backward_s * last, self.optimizer_s, buckets
         )
@@ -65,7 +65,8 @@ def model_work(config: Config, topology: Topology, compute_ms: float | None = No
     backward_s = seconds * 2 / 3
     cap_mb = config.bucket_mb or default_bucket_mb(torch.device("cuda"))
     buckets = tuple(
-        Bucket(share * backward_s, nbytes) for share, nbytes in gradient_buckets(shape, cap_mb)
+        SimulatedBucket(share * backward_s, nbytes)
+        for share, nbytes in gradient_buckets(shape, cap_mb)
     )
     return Work(seconds / 3, backward_s, 0.0, buckets, micro)
 

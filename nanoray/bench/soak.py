@@ -27,10 +27,10 @@ from nanoray.bench.chaos import (
     WEIGHTS,
     Chaos,
     Cluster,
-    Fault,
-    Seen,
+    FaultEvent,
+    ObservedRun,
+    SeenRun,
     SoakFailed,
-    Training,
     fault_records,
     survive,
 )
@@ -39,14 +39,23 @@ from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure
 from nanoray.bench.harness.plan import add_data_flags, data_flags, words
 from nanoray.bench.harness.processes import arm_environment, scratch_folder
-from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number, say, table
+from nanoray.bench.harness.report import (
+    Measurement,
+    Report,
+    Target,
+    aligned,
+    markdown,
+    number,
+    say,
+    table,
+)
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
-from nanoray.devices.gpus import discover_gpus
-from nanoray.devices.host import available_cpus
-from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
+from nanoray.host.gpus import discover_gpus
+from nanoray.host.host import available_cpus
+from nanoray.host.slots import local_slots
 
 CLEAN = "clean"
 FAULTY = "faulty"
@@ -249,14 +258,14 @@ def _run_soak(args: argparse.Namespace, report: Report, folder: Path, minutes: f
     flags |= {"placement": "spread"} if args.nodes > 1 else {}
     with Cluster(folder, env, replace(slots, workers=args.workers), args.nodes) as cluster:
 
-        def training(name: str, steps: int, save: int = 250) -> Training:
+        def training(name: str, steps: int, save: int = 250) -> ObservedRun:
             own = flags | {
                 "max_steps": steps,
                 "warmup_steps": min(100, steps // 2),
                 "ray_address": cluster.address,
             }
             own |= {"checkpoint_every": save, "eval_every": 2 * save}
-            return Training(
+            return ObservedRun(
                 [sys.executable, "-m", "nanoray.launch", *words(own)], cluster, folder / name, steps
             )
 
@@ -309,7 +318,7 @@ def _run_soak(args: argparse.Namespace, report: Report, folder: Path, minutes: f
 # What the two runs came to.
 
 
-def increments(seen: Seen) -> Iterable[tuple[float, float, int, int]]:
+def increments(seen: SeenRun) -> Iterable[tuple[float, float, int, int]]:
     """Yield (since, until, step before, step after) for each advance that was seen."""
 
     # A restart goes back to a checkpoint; only steps that were never done before count as
@@ -321,7 +330,7 @@ def increments(seen: Seen) -> Iterable[tuple[float, float, int, int]]:
             last = (at, step)
 
 
-def rates(seen: Seen, steps: int, parts: int) -> list[float]:
+def rates(seen: SeenRun, steps: int, parts: int) -> list[float]:
     """Return steps per second in each part of the run, without the gaps of its faults."""
 
     # A gap is time without training and belongs to `lost`, not to the rate.
@@ -335,12 +344,12 @@ def rates(seen: Seen, steps: int, parts: int) -> list[float]:
     return [n / s for n, s in zip(done, seconds, strict=True) if s]
 
 
-def gaps(seen: Seen) -> list[tuple[float, float]]:
+def gaps(seen: SeenRun) -> list[tuple[float, float]]:
     """Return (since, until) of each time in which no step was done that had not been done before."""
     return [(since, until) for since, until, _, _ in increments(seen) if until - since > GAP_S]
 
 
-def _add_progress(report: Report, arm: str, training: Training, seconds: float) -> None:
+def _add_progress(report: Report, arm: str, training: ObservedRun, seconds: float) -> None:
     still = gaps(training.seen)
     seen = training.seen
 
@@ -352,15 +361,15 @@ def _add_progress(report: Report, arm: str, training: Training, seconds: float) 
     else:
         note = "the command"
     report.rows += [
-        Row(arm, WHOLE, "s", (round(seconds, 2),), note, extra=line),
-        Row(
+        Measurement(arm, WHOLE, "s", (round(seconds, 2),), note, extra=line),
+        Measurement(
             arm,
             RATE,
             "step/s",
             tuple(rates(seen, max(1, seen.points[-1][1]), PARTS)),
             f"in {PARTS} parts of the run",
         ),
-        Row(
+        Measurement(
             arm,
             LOST,
             "s",
@@ -397,7 +406,7 @@ def _compare_runs(report: Report, clean: Path | None, faulty: Path | None, steps
         wrong = [key for key in one.keys() | other.keys() if key not in one or key not in other]
         wrong += [key for key in one.keys() & other.keys() if not torch.equal(one[key], other[key])]
         report.rows.append(
-            Row(
+            Measurement(
                 FAULTY,
                 f"{name}: tensors",
                 "",
@@ -416,7 +425,7 @@ def _compare_runs(report: Report, clean: Path | None, faulty: Path | None, steps
     else:
         first = "losses, gradient norms, learning rates, tokens"
     report.rows.append(
-        Row(FAULTY, "logged values", "", (float(len(logged[0])),), first, wrong=len(differ))
+        Measurement(FAULTY, "logged values", "", (float(len(logged[0])),), first, wrong=len(differ))
     )
 
 
@@ -430,7 +439,7 @@ def _read_logged_values(run: Path) -> dict[tuple[int, str], float]:
     }
 
 
-def _add_faults(report: Report, training: Training, caused: list[Fault]) -> None:
+def _add_faults(report: Report, training: ObservedRun, caused: list[FaultEvent]) -> None:
     """Add the faults, and what followed from them."""
     still = gaps(training.seen)
 
@@ -453,7 +462,7 @@ def _add_faults(report: Report, training: Training, caused: list[Fault]) -> None
     how = Counter(r["recovery"] or "overtaken" for r in known)
     counts = Counter(fault.kind for fault in caused)
     report.rows += [
-        Row(
+        Measurement(
             FAULTY,
             "faults",
             "",
@@ -461,17 +470,17 @@ def _add_faults(report: Report, training: Training, caused: list[Fault]) -> None
             _format_counts(counts),
             extra={"faults": fault_records(caused)},
         ),
-        Row(
+        Measurement(
             FAULTY, "faults that the driver reports", "", (float(len(known)),), _format_counts(how)
         ),
-        Row(
+        Measurement(
             FAULTY,
             "drivers",
             "",
             (float(training.drivers),),
             _format_counts(Counter(training.ends)),
         ),
-        Row(
+        Measurement(
             FAULTY,
             "steps repeated",
             "",
@@ -485,7 +494,9 @@ def _add_faults(report: Report, training: Training, caused: list[Fault]) -> None
         values = tuple(f.again_s for f in caused if f.kind == kind and f.again_s is not None)
         if values:
             report.rows.append(
-                Row(kind, AGAIN, "s", values, "includes faults that came before it had recovered")
+                Measurement(
+                    kind, AGAIN, "s", values, "includes faults that came before it had recovered"
+                )
             )
     if not caused:
         report.failures.append(
@@ -500,11 +511,13 @@ def _format_counts(counts: Counter[str]) -> str:
 def _add_leftovers(report: Report, where: str, found: list[str], judged: bool = True) -> None:
     wrong = len(found) if judged else None
     report.rows.append(
-        Row("left behind", where, "", (float(len(found)),), "; ".join(found[:3]), wrong=wrong)
+        Measurement(
+            "left behind", where, "", (float(len(found)),), "; ".join(found[:3]), wrong=wrong
+        )
     )
 
 
-def _add_open_files(report: Report, training: Training) -> None:
+def _add_open_files(report: Report, training: ObservedRun) -> None:
     """Add the open files of the longest-lived driver and rank over time.
 
     Their number must not grow.
@@ -523,7 +536,9 @@ def _add_open_files(report: Report, training: Training) -> None:
         grown = int(statistics.median(counts[-5:])) > most
         note = f"of {name}, which lived {len(counts)} s: {counts[len(counts) // 5]} early, {counts[-1]} at the end"
         report.rows.append(
-            Row(FAULTY, f"open files, {who}", "", (float(max(counts)),), note, wrong=int(grown))
+            Measurement(
+                FAULTY, f"open files, {who}", "", (float(max(counts)),), note, wrong=int(grown)
+            )
         )
 
 

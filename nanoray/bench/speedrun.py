@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from nanoray.atomic import read_json_lines
+from nanoray.base.atomic import read_json_lines
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import bars, figure, measured
 from nanoray.bench.harness.plan import (
@@ -32,7 +32,7 @@ from nanoray.bench.harness.plan import (
     words,
 )
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
-from nanoray.bench.harness.report import Report, Row, Target, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, Target, markdown, say
 from nanoray.bench.peers.nanogpt import NanoGPT
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
@@ -126,7 +126,7 @@ DEFAULT_ARMS = ",".join((PEER, OWN, FAST, SHORT))
 
 
 @dataclass(frozen=True)
-class Found:
+class SpeedrunResult:
     """What one run came to."""
 
     seconds: float
@@ -179,8 +179,10 @@ class SpeedrunBenchmark(Benchmark):
         # Without nanoGPT's folder its own script is skipped, and the report says so.
         if OWN in arms and args.nanogpt is None:
             arms.remove(OWN)
-            report.rows.append(Row(OWN, SECONDS, "s", (), skipped="--nanogpt names no folder"))
-        found: dict[str, list[Found]] = {arm: [] for arm in arms}
+            report.rows.append(
+                Measurement(OWN, SECONDS, "s", (), skipped="--nanogpt names no folder")
+            )
+        found: dict[str, list[SpeedrunResult]] = {arm: [] for arm in arms}
         failed: dict[str, str] = {}
         with two_cores(), scratch_folder() as folder:
             # Before any clock
@@ -296,7 +298,7 @@ def run_once(
     env: Mapping[str, str],
     folder: Path,
     timeout_s: float,
-) -> Found:
+) -> SpeedrunResult:
     """Run one record's command and return its result.
 
     Raises ChildFailed, also when no evaluation was made.
@@ -328,7 +330,7 @@ def run_once(
     # are no part of the record.
     last = evaluations[-1]
     seconds = last["time"] + last["time/eval_s"] - child.started
-    return Found(seconds, cpu_s, last["step"], last["val/loss"])
+    return SpeedrunResult(seconds, cpu_s, last["step"], last["val/loss"])
 
 
 def run_nanogpt(
@@ -337,7 +339,7 @@ def run_nanogpt(
     env: Mapping[str, str],
     folder: Path,
     timeout_s: float,
-) -> Found:
+) -> SpeedrunResult:
     """Run nanoGPT's train.py until its own evaluation shows the loss; return the result.
 
     Raises ChildFailed.
@@ -347,7 +349,7 @@ def run_nanogpt(
     peer = NanoGPT(source, config, prepare(config), folder)
     before = _children_cpu_s()
     step, seconds, loss = peer.train(config.target_loss, env, timeout_s)
-    return Found(seconds, _children_cpu_s() - before, step, loss)
+    return SpeedrunResult(seconds, _children_cpu_s() - before, step, loss)
 
 
 def _children_cpu_s() -> float:
@@ -356,8 +358,8 @@ def _children_cpu_s() -> float:
 
 
 def _make_rows(
-    arm: str, found: list[Found], target: float, report: Report, failed: str
-) -> list[Row]:
+    arm: str, found: list[SpeedrunResult], target: float, report: Report, failed: str
+) -> list[Measurement]:
     """Return an arm's rows, a value per round.
 
     Where a round has not reached the loss, its seconds are those of the whole run.
@@ -384,7 +386,9 @@ def _make_rows(
     }
     more = {"missed": len(missed)}
     return [
-        Row(arm, metric, unit, () if failed else tuple(values[metric]), note, failed, extra=more)
+        Measurement(
+            arm, metric, unit, () if failed else tuple(values[metric]), note, failed, extra=more
+        )
         for metric, unit in UNITS.items()
     ]
 

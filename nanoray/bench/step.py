@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import read_json_lines
+from nanoray.base.atomic import read_json_lines
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import figure, whiskers
 from nanoray.bench.harness.plan import (
@@ -51,14 +51,14 @@ from nanoray.bench.harness.plan import (
     settings_of,
 )
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
-from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, say
 from nanoray.bench.peers.nanogpt import NanoGPT
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
-from nanoray.devices.choose import BF16_UNITS, cannot_compile
-from nanoray.devices.host import available_cpus, available_memory_bytes, cpu_features
 from nanoray.errors import ConfigError
+from nanoray.host.choose import BF16_UNITS, cannot_compile
+from nanoray.host.host import available_cpus, available_memory_bytes, cpu_features
 from nanoray.start.folder import open_run
 
 BASE = "base"
@@ -566,7 +566,9 @@ def _add_rows(climb: Climb, report: Report) -> None:
             # Other kernels draw other masks
             wrong = None if climb.config.dropout else int(not near)
             report.rows.append(
-                Row(_arm_name(climb.name, arm), LOSS, "", (loss,), f"of step {last}", wrong=wrong)
+                Measurement(
+                    _arm_name(climb.name, arm), LOSS, "", (loss,), f"of step {last}", wrong=wrong
+                )
             )
 
 
@@ -582,10 +584,10 @@ def _make_row(
     values: list[float],
     note: str = "",
     extra: dict[str, Any] | None = None,
-) -> Row:
+) -> Measurement:
     failed = climb.failed.get(arm, "")
     skipped = "" if failed else climb.skipped.get(arm, "")
-    return Row(
+    return Measurement(
         _arm_name(climb.name, arm),
         metric,
         unit,

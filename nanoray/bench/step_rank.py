@@ -19,10 +19,10 @@ from torch import nn
 
 from nanoray.bench.compute import Gate, run_baseline, run_engine
 from nanoray.bench.harness.processes import answers_only
-from nanoray.devices.host import keep_freed_memory
+from nanoray.checkpoint.run import RunSpec
+from nanoray.host.host import keep_freed_memory
 from nanoray.mesh.pieces import Shard
 from nanoray.mesh.rendezvous import Order
-from nanoray.run import RunSpec
 from nanoray.train.tasks import TextTask
 
 

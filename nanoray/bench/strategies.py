@@ -38,7 +38,7 @@ from nanoray.bench.harness.rank_pool import (
     describe,
     where_from,
 )
-from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, say
 from nanoray.config import Config, load_config, make_config, resolve_batch
 from nanoray.config.mesh import CUTS_MODEL, IN_REPLICA
 from nanoray.errors import ConfigError
@@ -277,17 +277,19 @@ def _arms_of(args: argparse.Namespace, workers: int, report: Report) -> dict[str
     return arms
 
 
-def _time_rows(arm: str, events: list[dict[str, Any]], first: Row | None) -> list[Row]:
+def _time_rows(
+    arm: str, events: list[dict[str, Any]], first: Measurement | None
+) -> list[Measurement]:
     """Return an arm's rows.
 
     `first` is the final loss of the first arm with this model, which has seen the same batches.
     """
 
-    def milliseconds(metric: str, key: str) -> Row:
-        return Row(arm, metric, "ms", tuple(event[key] for event in events))
+    def milliseconds(metric: str, key: str) -> Measurement:
+        return Measurement(arm, metric, "ms", tuple(event[key] for event in events))
 
     if not events:
-        return [Row(arm, STEP, "ms", ())]
+        return [Measurement(arm, STEP, "ms", ())]
     last = events[-1]
 
     # Times, and what they mean in samples and tokens (a resnet has no tokens)
@@ -295,11 +297,14 @@ def _time_rows(arm: str, events: list[dict[str, Any]], first: Row | None) -> lis
     p95 = times[0]
     if len(times) > 1:
         p95 = statistics.quantiles(times, n=20, method="inclusive")[-1]
-    rows = [milliseconds(STEP, "step_ms"), Row(arm, P95, "ms", (p95,), f"of {len(times)} steps")]
+    rows = [
+        milliseconds(STEP, "step_ms"),
+        Measurement(arm, P95, "ms", (p95,), f"of {len(times)} steps"),
+    ]
     for metric in (SAMPLES, TOKENS):
         if last[metric]:
             rates = tuple(1e3 * event[metric] / event["step_ms"] for event in events)
-            rows.append(Row(arm, metric, "1/s", rates))
+            rows.append(Measurement(arm, metric, "1/s", rates))
     rows += [milliseconds(BUSY, "busy_ms"), milliseconds(EXPOSED, "exposed_ms")]
 
     # Bytes of a step, the same in every round
@@ -308,17 +313,17 @@ def _time_rows(arm: str, events: list[dict[str, Any]], first: Row | None) -> lis
         f"{name} {each['bytes'] / 1e6:.3g} MB in {each['n']}" for name, each in sent.items()
     )
     total = sum(each["bytes"] for each in sent.values()) / 1e6
-    rows.append(Row(arm, BYTES, "MB", (total,), note, extra={"collectives": sent}))
+    rows.append(Measurement(arm, BYTES, "MB", (total,), note, extra={"collectives": sent}))
 
     wrong = 0
     if first and not math.isclose(last["loss"], first.median, rel_tol=SAME_LOSS):
         wrong = 1
     steps = f"after {last['trained']} steps"
-    rows.append(Row(arm, LOSS, "", (last["loss"],), steps, wrong=wrong))
+    rows.append(Measurement(arm, LOSS, "", (last["loss"],), steps, wrong=wrong))
     return rows
 
 
-def _draw_point(axes: Any, report: Report, row: Row) -> None:
+def _draw_point(axes: Any, report: Report, row: Measurement) -> None:
     """Draw an arm's step time over a memory row; with activation checkpointing it is hollow."""
     step = report.row(row.arm, STEP)
     if step is None or not step.values:
@@ -338,7 +343,7 @@ def _draw_point(axes: Any, report: Report, row: Row) -> None:
     )
 
 
-def memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Row]:
+def memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Measurement]:
     """Measure one arm on fresh ranks: what another arm has freed would hide what this one takes."""
     say(f"memory  {arm}")
     try:
@@ -346,8 +351,8 @@ def memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Row]:
             (event,) = pool.run("nanoray.bench.strategies:memory_rank", order)
     except RankFailed as error:
         return [
-            Row(arm, STATE, "MiB", (), error=str(error)),
-            Row(arm, PEAK, "MiB", (), error=str(error)),
+            Measurement(arm, STATE, "MiB", (), error=str(error)),
+            Measurement(arm, PEAK, "MiB", (), error=str(error)),
         ]
     # The formulas: the state is what stays between steps, the peak holds activations as well
     parts = event["formula"]
@@ -371,12 +376,12 @@ def memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Row]:
 
     extra = {"formula_bytes": parts, "held_bytes": last}
     return [
-        Row(arm, STATE, "MiB", mib(states), measured, extra=extra),
-        Row(arm, STATE_FORMULA, "MiB", mib([state_bytes])),
-        Row(arm, STATE_ERROR, "%", percent_off(states, state_bytes)),
-        Row(arm, PEAK, "MiB", mib(peaks), event["what"]),
-        Row(arm, PEAK_FORMULA, "MiB", mib([peak_bytes]), formula),
-        Row(arm, PEAK_ERROR, "%", percent_off(peaks, peak_bytes)),
+        Measurement(arm, STATE, "MiB", mib(states), measured, extra=extra),
+        Measurement(arm, STATE_FORMULA, "MiB", mib([state_bytes])),
+        Measurement(arm, STATE_ERROR, "%", percent_off(states, state_bytes)),
+        Measurement(arm, PEAK, "MiB", mib(peaks), event["what"]),
+        Measurement(arm, PEAK_FORMULA, "MiB", mib([peak_bytes]), formula),
+        Measurement(arm, PEAK_ERROR, "%", percent_off(peaks, peak_bytes)),
     ]
 
 
@@ -404,7 +409,7 @@ def _add_targets(report: Report, arms: list[str]) -> None:
         by_step = zip(*(row.values for row in rows), strict=True)
         worst = tuple(max(abs(percent) for percent in percents) for percents in by_step)
         note = "largest difference of all arms, per step"
-        report.rows.append(Row(WORST, metric, "%", worst, note))
+        report.rows.append(Measurement(WORST, metric, "%", worst, note))
 
         # On a CPU the peak is resident memory, which also holds what libraries allocate
         largest = max((row.median for row in measured(report, arms, STATE)), default=0.0)
@@ -499,7 +504,7 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
     """Run the rounds; emit one event per arm and round, times of the slowest rank. (all ranks)"""
     import torch
 
-    from nanoray.devices.host import keep_freed_memory
+    from nanoray.host.host import keep_freed_memory
     from nanoray.trace.recorder import Clock, wait_for
 
     if mesh.device.type == "cpu":
@@ -564,7 +569,7 @@ def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) 
     """
     import torch
 
-    from nanoray.devices.host import return_freed_memory
+    from nanoray.host.host import return_freed_memory
 
     if mesh.device.type == "cpu":
         return_freed_memory()

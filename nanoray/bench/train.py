@@ -42,7 +42,7 @@ from nanoray.bench.harness.launchers import (
     run_once,
 )
 from nanoray.bench.harness.plan import (
-    Plan,
+    BenchPlan,
     add_training_flags,
     chosen,
     data_flags,
@@ -50,13 +50,13 @@ from nanoray.bench.harness.plan import (
     rotated,
 )
 from nanoray.bench.harness.processes import Child, ChildFailed, python_in, session_members
-from nanoray.bench.harness.report import Report, Row, Target, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, Target, markdown, say
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
-from nanoray.devices.gpus import discover_gpus
-from nanoray.devices.host import available_cpus
-from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
+from nanoray.host.gpus import discover_gpus
+from nanoray.host.host import available_cpus
+from nanoray.host.slots import local_slots
 from nanoray.start.folder import open_run
 
 NARROW = ("baseline", "engine", "engine-2")
@@ -213,7 +213,7 @@ class TrainBenchmark(Benchmark):
                 axes.invert_yaxis()
 
 
-def _measure_idle_head(plan: Plan, report: Report) -> None:
+def _measure_idle_head(plan: BenchPlan, report: Report) -> None:
     """Measure what the Ray head costs when it has nothing to do."""
     if plan.head is None:
         return
@@ -229,11 +229,13 @@ def _measure_idle_head(plan: Plan, report: Report) -> None:
     if after:
         busy = 100 * sum(after[pid] - before.get(pid, 0.0) for pid in after) / seconds
         report.rows.append(
-            Row("idle Ray head", "CPU use", "% of a core", (busy,), "it runs beside every arm")
+            Measurement(
+                "idle Ray head", "CPU use", "% of a core", (busy,), "it runs beside every arm"
+            )
         )
 
 
-def _measure_launchers(plan: Plan, report: Report) -> None:
+def _measure_launchers(plan: BenchPlan, report: Report) -> None:
     """Run the launchers, round by round, and add their rows."""
     arms = [arm for arm in plan.arms if arm in LAUNCHERS]
     steps = plan.args.steps
@@ -290,7 +292,7 @@ def _measure_launchers(plan: Plan, report: Report) -> None:
 
 
 def _measure_loops(
-    plan: Plan, report: Report, group: tuple[str, ...], shape: dict[str, int]
+    plan: BenchPlan, report: Report, group: tuple[str, ...], shape: dict[str, int]
 ) -> None:
     """Run blocks of steps of each arm of a group in turn, and add their step times."""
     arms = [arm for arm in plan.arms if arm in group]
@@ -346,7 +348,7 @@ def _measure_loops(
             report.rows.append(plan.row(arm, CPU_TIME, "ms", cpu, "all threads of both ranks"))
 
 
-def _add_communication_rows(plan: Plan, report: Report) -> None:
+def _add_communication_rows(plan: BenchPlan, report: Report) -> None:
     """Add what the traced arms found out about their collectives: one value per record of the run."""
     for arm in TRACED:
         if arm == "untraced" or arm not in plan.arms or arm in plan.broken:
@@ -364,7 +366,7 @@ def _add_communication_rows(plan: Plan, report: Report) -> None:
 
 
 def _start_arm(
-    plan: Plan, arm: str, shape: dict[str, int], ranks: list[Child], stack: ExitStack
+    plan: BenchPlan, arm: str, shape: dict[str, int], ranks: list[Child], stack: ExitStack
 ) -> None:
     """Start the processes of an arm, and wait until they are ready for their first step.
 

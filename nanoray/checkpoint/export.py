@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanoray.atomic import replace_bytes, write_json
+from nanoray.base.atomic import replace_bytes, write_json
 from nanoray.config.weights import gpt2
 from nanoray.errors import ConfigError
 from nanoray.models.gpt import ModelShape
@@ -48,14 +48,14 @@ def format_of(given: str | None, out: Path) -> str:
     return given
 
 
-class Written(NamedTuple):
+class Export(NamedTuple):
     """What an export has written."""
 
     tensors: int
     notes: tuple[str, ...] = ()
 
 
-def write_model(state: StateDict, kind: str, out: Path) -> Written:
+def write_model(state: StateDict, kind: str, out: Path) -> Export:
     """Write the model of a checkpoint as `out`, whole or not at all.
 
     Raises ConfigError for a model that the format cannot express.
@@ -68,7 +68,7 @@ def write_model(state: StateDict, kind: str, out: Path) -> Written:
         replace_bytes(out, _torch_file(state))
     else:
         replace_bytes(out, _safetensors_file(state, out))
-    return Written(len(state.model))
+    return Export(len(state.model))
 
 
 # ---- GPT-2 ---------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def _renamed(state: StateDict, shape: ModelShape, conv1d: bool) -> dict[str, Ten
     return tensors
 
 
-def _write_huggingface(state: StateDict, out: Path) -> Written:
+def _write_huggingface(state: StateDict, out: Path) -> Export:
     from safetensors.torch import save
 
     shape = _shape_for(state, "huggingface")
@@ -134,7 +134,7 @@ def _write_huggingface(state: StateDict, out: Path) -> Written:
     with _new_folder(out) as folder:
         write_json(folder / "config.json", config)
         replace_bytes(folder / "model.safetensors", save(tensors, {"format": "pt"}))
-    return Written(len(tensors), notes)
+    return Export(len(tensors), notes)
 
 
 def _add_zero_biases(tensors: dict[str, Tensor]) -> None:
@@ -188,7 +188,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _write_nanogpt(state: StateDict, out: Path) -> Written:
+def _write_nanogpt(state: StateDict, out: Path) -> Export:
     shape = _shape_for(state, "nanogpt")
     tensors = _renamed(state, shape, conv1d=False)
     # nanoGPT ties the two as well, and its file names both
@@ -213,7 +213,7 @@ def _write_nanogpt(state: StateDict, out: Path) -> Written:
     torch.save(checkpoint, file)
     replace_bytes(out, file.getvalue())
     note = "weights only: nanoGPT's sample.py reads it; its train.py would need an optimizer"
-    return Written(len(tensors), (note,))
+    return Export(len(tensors), (note,))
 
 
 # ---- nanoray's own -------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nanoray.base.points import reached
 from nanoray.checkpoint import parts
 from nanoray.checkpoint.manifest import MANIFEST, STEP_NAME, Damage, Sums, manifest_json
 from nanoray.checkpoint.tensorfile import (
@@ -44,7 +45,6 @@ from nanoray.checkpoint.tensorfile import (
 )
 from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import Piece
-from nanoray.points import reached
 from nanoray.state.state_dict import StateDict
 
 # Formats

@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.atomic import json_mapping
+from nanoray.base.atomic import json_mapping
+from nanoray.base.storage.remote_run import is_run_name
 from nanoray.checkpoint.files import (
     MANIFEST,
     STEP_NAME,
@@ -29,7 +30,6 @@ from nanoray.checkpoint.files import (
 )
 from nanoray.config.layers import same_weights
 from nanoray.errors import CheckpointError
-from nanoray.storage.remote_run import is_run_name
 
 
 @dataclass

@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from nanoray.atomic import write_json
+from nanoray.base.atomic import write_json
+from nanoray.checkpoint.run import RunSpec, lock_run, write_attempt
 from nanoray.errors import NanorayError
-from nanoray.run import RunSpec, lock_run, write_attempt
 
 FOLDERS = ("checkpoints", "logs")
 

@@ -24,10 +24,10 @@ from typing import Any
 
 from torch import Tensor
 
+from nanoray.base.points import reached
 from nanoray.checkpoint.tensorfile import damage_of, layout, read_file, tensors_in, write_file
 from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import Piece, fill, overlaps
-from nanoray.points import reached
 from nanoray.state.state_dict import StateDict
 
 _POLL_S = 0.02

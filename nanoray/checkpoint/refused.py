@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import NanorayError
 from nanoray.faults.progress import AFTER_UPDATE, ProgressFile
-from nanoray.run import RunSpec
 
 # What a run writes before its first step. Files of records are empty until then
 _FILES = ("attempt", "config.json", "faults.jsonl", "lock", "run.json", "summary.json")

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from nanoray.checkpoint import files as checkpoint
 from nanoray.checkpoint import parts
+from nanoray.checkpoint.run import RunSpec, read_attempt
 from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
-from nanoray.run import RunSpec, read_attempt
 from nanoray.state.state_dict import StateDict
 
 log = logging.getLogger("nanoray.rank")

@@ -14,7 +14,7 @@ COMMANDS = {
         "nanoray.data.__main__",
         "prepare texts, JSON lines and parquet as token shards; OpenWebText, FineWeb-Edu",
     ),
-    "sample": ("nanoray.sample", "generate text from a checkpoint"),
+    "sample": ("nanoray.tools.sample", "generate text from a checkpoint"),
     "timeline": (
         "nanoray.trace.__main__",
         "draw traced steps of a run: phases and collectives of all ranks",
@@ -27,31 +27,46 @@ COMMANDS = {
         "nanoray.trace.ledger",
         "show where the time of a run went: compute, communication, recovery, ...",
     ),
-    "report": ("nanoray.report.__main__", "write an HTML page about a run, or compare several"),
-    "compare": ("nanoray.report.__main__", "the same as report: several runs beside each other"),
+    "report": (
+        "nanoray.tools.report.__main__",
+        "write an HTML page about a run, or compare several",
+    ),
+    "compare": (
+        "nanoray.tools.report.__main__",
+        "the same as report: several runs beside each other",
+    ),
     "inspect": (
-        "nanoray.inspect.__main__",
+        "nanoray.tools.inspect.__main__",
         "dump a model: tree, owners, FLOPs, memory; --verify runs one batch",
     ),
     "replay": (
-        "nanoray.replay.__main__",
+        "nanoray.tools.replay.__main__",
         "do a step of a run again, and compare it with what the run recorded",
     ),
     "bisect": (
-        "nanoray.replay.bisect",
+        "nanoray.tools.replay.bisect",
         "find the first step, rank and tensor in which two runs differ",
     ),
     "experts": ("nanoray.trace.experts", "draw the load of a run's experts over its steps"),
     "checkpoint": ("nanoray.checkpoint.__main__", "list, verify, show or export checkpoints"),
-    "upload": ("nanoray.upload.__main__", "send a run to object storage: s3://, gs://, file://"),
+    "upload": (
+        "nanoray.checkpoint.upload.__main__",
+        "send a run to object storage: s3://, gs://, file://",
+    ),
     "faults": ("nanoray.faults.__main__", "list a run's faults: cause, recovery, cost"),
-    "check": ("nanoray.check", "check that this machine is ready, and show what would run where"),
+    "check": (
+        "nanoray.tools.check",
+        "check that this machine is ready, and show what would run where",
+    ),
     "kube": (
         "nanoray.kube.__main__",
         "train on Kubernetes: render, submit, status, logs, stop, fetch",
     ),
     "alerts": ("nanoray.kube.alerts", "print the alerts for Prometheus, as a rule file"),
-    "mig": ("nanoray.mig", "show the MIG slices that a GPU supports, and those that exist here"),
+    "mig": (
+        "nanoray.tools.mig",
+        "show the MIG slices that a GPU supports, and those that exist here",
+    ),
     "bench": ("nanoray.bench.__main__", "run a benchmark"),
     "completion": (
         "nanoray.cli.completion",

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoray.base.storage.remote_run import RunUrl
+from nanoray.base.storage.store import StorageError
+from nanoray.base.storage.url import is_url, problem_of
 from nanoray.cli.help import Page, asked_for, format_help
 from nanoray.cli.parsers import COMMAND_FLAGS, SCALE_FLAGS, build_parser, flag_names
 from nanoray.config import (
@@ -27,9 +30,6 @@ from nanoray.config.paths import expand, expand_paths
 from nanoray.config.settings import FLAG, OF_ONE_COMMAND, RUN
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError
-from nanoray.storage.remote_run import RunUrl
-from nanoray.storage.store import StorageError
-from nanoray.storage.url import is_url, problem_of
 
 # Flags that have an effect only with certain values of another key. Their keys have defaults that
 # presets change, so these rules are about what was typed, not about values: they cannot stand in

@@ -6,7 +6,7 @@ import argparse
 
 from nanoray.cli.parsers import build_parser
 from nanoray.config import Config, neighbours
-from nanoray.config.conflicts import TABLE, Row, Rule, known_from
+from nanoray.config.conflicts import TABLE, Conflict, Rule, known_from
 from nanoray.config.paths import PATH_KEYS
 
 
@@ -90,7 +90,7 @@ def _conflict_lines() -> list[str]:
         "| --- | --- | --- | --- | --- |",
     ]
     for row in TABLE:
-        if isinstance(row, Row):
+        if isinstance(row, Conflict):
             lines.append(_row_of_two(row))
     lines += [
         "",
@@ -125,7 +125,7 @@ def _neighbour_lines() -> list[str]:
     return lines
 
 
-def _row_of_two(row: Row) -> str:
+def _row_of_two(row: Conflict) -> str:
     other = row.other.words
     if row.also is not None:
         other += f", {row.also.words}"

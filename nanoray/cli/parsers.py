@@ -113,7 +113,7 @@ def tool_parser(prog: str, doc: str | None) -> Parser:
 
 
 def name_program(command: str) -> str:
-    """Return how this process was called, to run `command`: `nanoray train`, for instance.
+    """Return how this process was called, to run `command`: `python -m nanoray.train`, for instance.
 
     Subcommands are words of `command`.
     """

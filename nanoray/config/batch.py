@@ -5,7 +5,7 @@ from __future__ import annotations
 from nanoray.config.fields import Group, Natural, Positive, field, hidden
 
 
-class BatchSizes(Group):
+class BatchKeys(Group):
     """The batch of one optimizer step. arithmetic.py divides it by the number of data ranks."""
 
     # Length of sequences

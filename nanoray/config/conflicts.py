@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from nanoray.base.storage.url import is_secret, is_url, local_folder
 from nanoray.config.data import IMAGES
 from nanoray.config.keys import Keys
 from nanoray.config.mesh import BY_HAND, CUTS_MODEL, SHARDS_STATE, WHOLE_MODELS
 from nanoray.config.optim import FRAGMENT_DELAY
 from nanoray.config.spellings import PART_OF_FIELD, spell
 from nanoray.errors import ConfigError
-from nanoray.storage.url import is_secret, is_url, local_folder
 
 PURE = ("bf16_pure", "fp16_pure")  # values of precision whose weights have 16 bits
 
@@ -85,7 +85,7 @@ def given(key: str) -> Condition:
 
 
 @dataclass(frozen=True)
-class Row:
+class Conflict:
     """Two settings that do not go together."""
 
     asked: Condition
@@ -109,10 +109,10 @@ class Row:
             return False
         return self.asked.met(config) and self.other.met(config)
 
-    def problem(self, config: Keys) -> str:
-        """Return the message for a configuration that meets the row's conditions, else ""."""
+    def problem(self, config: Keys) -> str | None:
+        """Return the message for a configuration that meets the row's conditions, else None."""
         if not self.met(config):
-            return ""
+            return None
         asked = self.asked.value(config)
         other = self.other_words or self.other.value(config)
         if not self.ignored:
@@ -131,18 +131,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Rule:
-    """A condition on several keys that needs arithmetic; `find` returns the message or ""."""
+    """A condition on several keys that needs arithmetic; `find` returns the message or None."""
 
     keys: tuple[str, ...]
     words: str
-    find: Callable[[Keys], str]
+    find: Callable[[Keys], str | None]
 
-    def problem(self, config: Keys) -> str:
-        """Return the message for a configuration that breaks the rule, else ""."""
+    def problem(self, config: Keys) -> str | None:
+        """Return the message for a configuration that breaks the rule, else None."""
         return self.find(config)
 
 
-def known_from(row: Row | Rule) -> Known:
+def known_from(row: Conflict | Rule) -> Known:
     """Return what must be known before a row can be decided."""
     if "workers" in row.keys:
         return "ranks"
@@ -156,8 +156,8 @@ def known_from(row: Row | Rule) -> Known:
 
 def undivided_by_tp(
     tp: int, n_head: int, n_embd: int, padded_vocab: int | None = None, expert_hidden: int = 0
-) -> str:
-    """Return what tensor parallelism over `tp` ranks does not divide, and what helps, else "".
+) -> str | None:
+    """Return what tensor parallelism over `tp` ranks does not divide, and what helps, else None.
 
     `padded_vocab` is None where the vocabulary is not known yet.
     """
@@ -170,7 +170,7 @@ def undivided_by_tp(
     # Heads, hidden units and rows of the vocabulary are what the ranks share
     undivided = [name for name, size in sizes.items() if size % tp]
     if not undivided:
-        return ""
+        return None
 
     # No tp above n_head can work, since each rank has at least one head
     fitting = []
@@ -206,10 +206,10 @@ def require_groups(kind: str, pp: int, accum: int) -> None:
         raise ConfigError(problem)
 
 
-def _undivided_by_stages(pp: int, chunks: int, n_layer: int) -> str:
+def _undivided_by_stages(pp: int, chunks: int, n_layer: int) -> str | None:
     parts = pp * chunks
     if n_layer % parts == 0:
-        return ""
+        return None
     product = f"pp = {pp}"
     if chunks > 1:
         product = f"pp * chunks = {pp}*{chunks} = {parts}"
@@ -218,19 +218,19 @@ def _undivided_by_stages(pp: int, chunks: int, n_layer: int) -> str:
     return f"{product} does not divide n_layer = {n_layer}; use n_layer {nearest}, or another pp"
 
 
-def _undivided_by_groups(kind: str, pp: int, accum: int) -> str:
+def _undivided_by_groups(kind: str, pp: int, accum: int) -> str | None:
     # The interleaved schedule sends pp micro batches through one chunk before it begins the next
     if kind != "interleaved" or accum % pp == 0:
-        return ""
+        return None
     return (
         f"pp_schedule = interleaved takes micro batches in groups of pp = {pp}, but a step has "
         f"{accum}; set grad_accum_steps {-(-accum // pp) * pp}, or use pp_schedule 1f1b"
     )
 
 
-def _tp_divides(config: Keys) -> str:
+def _tp_divides(config: Keys) -> str | None:
     if config.tp == 1:
-        return ""
+        return None
     # Each rank has a part of every expert, too; without a size experts are as wide as an MLP
     hidden = 0
     if config.experts:
@@ -238,9 +238,9 @@ def _tp_divides(config: Keys) -> str:
     return undivided_by_tp(config.tp, config.n_head, config.n_embd, expert_hidden=hidden)
 
 
-def _tp_divides_sequences(config: Keys) -> str:
+def _tp_divides_sequences(config: Keys) -> str | None:
     if not config.sequence_parallel or config.block_size % config.tp == 0:
-        return ""
+        return None
     # Rounded up: a longer context loses nothing
     nearest = -(-config.block_size // config.tp) * config.tp
     return (
@@ -249,7 +249,7 @@ def _tp_divides_sequences(config: Keys) -> str:
     )
 
 
-def _cp_divides_sequences(config: Keys) -> str:
+def _cp_divides_sequences(config: Keys) -> str | None:
     # Each rank has two of 2·cp equal parts of a sequence
     parts = 2 * config.cp
     cuts = f"cp = {config.cp} cuts sequences into 2*cp = {parts} parts, which does not divide"
@@ -272,14 +272,14 @@ def _cp_divides_sequences(config: Keys) -> str:
             f"{cuts} the {first} tokens with which seq_warmup_steps begins; use cp 2 or 4, or drop "
             "seq_warmup_steps"
         )
-    return ""
+    return None
 
 
-def _fragments_fit(config: Keys) -> str:
+def _fragments_fit(config: Keys) -> str | None:
     # A fragment must have arrived before it is sent again
     least = max(FRAGMENT_DELAY + 1, config.sync_fragments)
     if config.sync_fragments == 1 or config.sync_every >= least:
-        return ""
+        return None
     return (
         f"sync_fragments = {config.sync_fragments} with sync_every = {config.sync_every}: each one "
         f"is sent after a step of its own, and travels for two steps; use sync_every {least} or "
@@ -287,22 +287,22 @@ def _fragments_fit(config: Keys) -> str:
     )
 
 
-def _stages_divide(config: Keys) -> str:
+def _stages_divide(config: Keys) -> str | None:
     if config.pp == 1:
-        return ""
+        return None
     return _undivided_by_stages(config.pp, config.chunks, config.n_layer)
 
 
-def _groups_divide(config: Keys) -> str:
+def _groups_divide(config: Keys) -> str | None:
     # With a global batch the micro steps follow from the number of ranks: see forecast/dry_run.py
     if config.pp == 1 or not config.grad_accum_steps or config.global_batch_size:
-        return ""
+        return None
     return _undivided_by_groups(config.pp_schedule, config.pp, config.grad_accum_steps)
 
 
-def _ep_divides(config: Keys) -> str:
+def _ep_divides(config: Keys) -> str | None:
     if config.experts % config.ep == 0:
-        return ""
+        return None
     fitting = [str(n) for n in range(1, config.experts + 1) if config.experts % n == 0]
     return (
         f"ep = {config.ep} does not divide experts = {config.experts}; use an ep of "
@@ -314,32 +314,32 @@ def _ep_divides(config: Keys) -> str:
 # The configuration is built anew with max_steps when the data set is open, and so checked again.
 
 
-def _stop_is_reached(config: Keys) -> str:
+def _stop_is_reached(config: Keys) -> str | None:
     if config.stop_at <= config.scheduled_steps:
-        return ""
+        return None
     return (
         f"stop_at = {config.stop_at} is beyond max_steps = {config.max_steps}; lower stop_at or "
         "raise max_steps"
     )
 
 
-def _warmup_is_reached(config: Keys) -> str:
+def _warmup_is_reached(config: Keys) -> str | None:
     if config.seq_warmup_steps <= config.scheduled_steps:
-        return ""
+        return None
     return (
         f"seq_warmup_steps = {config.seq_warmup_steps} is beyond max_steps = {config.max_steps}; "
         "lower it"
     )
 
 
-def _lengths_double(config: Keys) -> str:
+def _lengths_double(config: Keys) -> str | None:
     if not config.seq_warmup_steps:
-        return ""
+        return None
     # The length doubles, so only block_size = 8 * 2^k is reached, with k of at least 1
     times, rest = divmod(config.block_size, config.seq_warmup_from)
     power_of_two = times & (times - 1) == 0
     if rest == 0 and times >= 2 and power_of_two:
-        return ""
+        return None
 
     # The next smaller and the next larger size that the length reaches by doubling
     smaller = 2 * config.seq_warmup_from
@@ -351,55 +351,55 @@ def _lengths_double(config: Keys) -> str:
     )
 
 
-def _trace_is_reached(config: Keys) -> str:
+def _trace_is_reached(config: Keys) -> str | None:
     # Of every K steps, K/2 + 1 and K/2 + 2 are traced
     first_traced = config.trace_every // 2 + 1
     if first_traced <= config.last_step:
-        return ""
+        return None
     return (
         f"comm_trace = {config.comm_trace} would trace nothing: its first step is {first_traced} "
         f"and the run ends at step {config.last_step}; use a smaller K, or always"
     )
 
 
-def _memory_is_reached(config: Keys) -> str:
+def _memory_is_reached(config: Keys) -> str | None:
     if config.memory_at <= config.last_step:
-        return ""
+        return None
     return (
         f"memory_at = {config.memory_at} would record nothing: the run ends at step "
         f"{config.last_step}; use a step up to it"
     )
 
 
-def _profile_is_reached(config: Keys) -> str:
+def _profile_is_reached(config: Keys) -> str | None:
     if not config.profile or config.profiled[-1] <= config.last_step:
-        return ""
+        return None
     return (
         f"profile = {config.profile}, but the run ends at step {config.last_step}; use steps up "
         "to it"
     )
 
 
-def _upload_is_elsewhere(config: Keys) -> str:
+def _upload_is_elsewhere(config: Keys) -> str | None:
     there = local_folder(config.upload)
     if there is None or there != Path(config.out_dir).expanduser().resolve():
-        return ""
+        return None
     return (
         f"upload = {config.upload} is out_dir, where the run itself is written, so it would be no "
         "copy; give another folder"
     )
 
 
-def _env_has_no_secret(config: Keys) -> str:
+def _env_has_no_secret(config: Keys) -> str | None:
     if not config.upload and not is_url(config.resume):
-        return ""
+        return None
     for name, value in config.env.items():
         if value is not None and is_secret(name):
             return (
                 f"env {name}=... would be written into config.json and sent to the storage; export "
                 f"{name} in this command's shell, and give --env {name} alone if ranks need it"
             )
-    return ""
+    return None
 
 
 LONGEST_KEY = 1024  # bytes of an object's name, in S3 and in Google's storage
@@ -407,13 +407,13 @@ LONGEST_KEY = 1024  # bytes of an object's name, in S3 and in Google's storage
 _IN_A_RUN = len("checkpoints/step_00000250/") + 64
 
 
-def _keys_fit(config: Keys) -> str:
+def _keys_fit(config: Keys) -> str | None:
     if not config.upload or config.upload.startswith("file://"):
-        return ""
+        return None
     folder = config.upload.partition("://")[2].partition("/")[2]
     longest = len(f"{folder}/2026-11-21_101500_{config.name}_999/".encode()) + _IN_A_RUN
     if longest <= LONGEST_KEY:
-        return ""
+        return None
     return (
         f"upload and name make names of objects of {longest} bytes, and object storage takes "
         f"{LONGEST_KEY}; shorten the URL's folder or --name by {longest - LONGEST_KEY}"
@@ -451,7 +451,7 @@ _RESNET_KEYS = ("resnet_depth", "label_smoothing")
 _NORM_KEYS = ("sync_batchnorm",)
 
 
-def _keys_of_models() -> list[Row]:
+def _keys_of_models() -> list[Conflict]:
     rows = []
     for keys, models in (
         (_TEXT_KEYS, ("gpt", "own")),
@@ -460,7 +460,7 @@ def _keys_of_models() -> list[Row]:
         (_NORM_KEYS, ("resnet", "own")),
     ):
         for key in keys:
-            row = Row(
+            row = Conflict(
                 given(key),
                 none_of("model", *models),
                 "has no such option",
@@ -471,39 +471,39 @@ def _keys_of_models() -> list[Row]:
     return rows
 
 
-def _keys_of_experts() -> list[Row]:
+def _keys_of_experts() -> list[Conflict]:
     rows = []
     for key in EXPERT_KEYS:
         remedy = f"give experts 8, or drop {key}"
-        rows.append(Row(given(key), one_of("experts", 0), "", remedy, ignored=True))
+        rows.append(Conflict(given(key), one_of("experts", 0), "", remedy, ignored=True))
     return rows
 
 
-def _only_whole_models(asked: Condition, why: str, remedy: str) -> list[Row]:
+def _only_whole_models(asked: Condition, why: str, remedy: str) -> list[Conflict]:
     """Rows of a feature that needs whole models: none of the axes may divide them."""
     rows = []
     for axis in CUTS_MODEL:
-        rows.append(Row(asked, above(axis, 1), why, remedy.format(axis=axis)))
+        rows.append(Conflict(asked, above(axis, 1), why, remedy.format(axis=axis)))
     return rows
 
 
 ROUND_KEYS = ("outer_lr", "outer_momentum", "sync_fragments", "sync_bits")
 
 
-def _keys_of_rounds() -> list[Row]:
+def _keys_of_rounds() -> list[Conflict]:
     """Rows of keys that only replicas that rarely communicate have."""
     rows = []
     for key in ROUND_KEYS:
         remedy = f"give sync_every 50, or drop {key}"
-        rows.append(Row(given(key), one_of("sync_every", 0), "", remedy, ignored=True))
+        rows.append(Conflict(given(key), one_of("sync_every", 0), "", remedy, ignored=True))
     return rows
 
 
-def _gradients_of_replicas() -> list[Row]:
+def _gradients_of_replicas() -> list[Conflict]:
     """Rows of how replicas exchange gradients, which they do not where they rarely communicate."""
     rows = []
     for key, idle in (("grad_compress", "none"), ("allreduce", "backend")):
-        row = Row(
+        row = Conflict(
             given(key),
             above("sync_every", 0),
             "sends no gradients from replica to replica",
@@ -514,7 +514,7 @@ def _gradients_of_replicas() -> list[Row]:
     return rows
 
 
-def _fixed_addresses() -> list[Row]:
+def _fixed_addresses() -> list[Conflict]:
     """Rows of CUDA graphs, which repeat recorded kernels at fixed addresses and nothing else."""
     reasons = [
         (one_of("device", "cpu"), "a CPU has no kernels to launch"),
@@ -529,11 +529,11 @@ def _fixed_addresses() -> list[Row]:
     rows = []
     for other, why in reasons:
         why = f"{why}, and a graph repeats what it has recorded"
-        rows.append(Row(one_of("compile", "cuda_graphs"), other, why, "use compile true"))
+        rows.append(Conflict(one_of("compile", "cuda_graphs"), other, why, "use compile true"))
     return rows
 
 
-def _single_rank() -> list[Row]:
+def _single_rank() -> list[Conflict]:
     """Rows of what needs a second rank: they are decided when the number of ranks is known."""
     rows = []
     for key, idle in (
@@ -543,7 +543,7 @@ def _single_rank() -> list[Row]:
         ("audit_every", 0),
         ("sync_every", 0),
     ):
-        row = Row(
+        row = Conflict(
             given(key),
             one_of("workers", 1),
             "",
@@ -559,11 +559,11 @@ def _single_rank() -> list[Row]:
 
 # The first row that a configuration meets is its error, so what is most likely a mistake in typing
 # stands above what needs thought.
-TABLE: tuple[Row | Rule, ...] = (
+TABLE: tuple[Conflict | Rule, ...] = (
     # Model
     *_keys_of_models(),
     *_keys_of_experts(),
-    Row(
+    Conflict(
         one_of("scaling", "nanochat"),
         above("experts", 0),
         "its rules are for models without experts",
@@ -571,26 +571,26 @@ TABLE: tuple[Row | Rule, ...] = (
     ),
     # Expert parallelism
     Rule(("ep", "experts"), "ep must divide experts", _ep_divides),
-    Row(
+    Conflict(
         above("ep", 1),
         none_of("dp_mode", *BY_HAND),
         "it cannot sum the gradients of experts over other ranks than the rest",
         "use dp_mode ddp_by_hand, zero1 or zero2",
     ),
     # Data
-    Row(
+    Conflict(
         none_of("dataset", "auto", *IMAGES),
         one_of("model", "resnet"),
         "the dataset is text, and a resnet learns from images",
         f"use dataset auto, {' or '.join(IMAGES)}",
     ),
-    Row(
+    Conflict(
         one_of("dataset", *IMAGES),
         one_of("model", "gpt"),
         "the dataset has images, and a gpt learns from text",
         "use model resnet",
     ),
-    Row(
+    Conflict(
         given("data_url"),
         none_of("dataset", "auto", "shakespeare", "cifar10"),
         "is not downloaded",
@@ -599,27 +599,27 @@ TABLE: tuple[Row | Rule, ...] = (
     ),
     # Kernels
     # The loss in chunks needs the logits of the whole vocabulary, and computes gradients itself
-    Row(
+    Conflict(
         above("loss_chunk", 0),
         above("tp", 1),
         "cuts the logits by tokens of the vocabulary",
         "drop one of the two",
         ignored=True,
     ),
-    Row(
+    Conflict(
         above("loss_chunk", 0),
         one_of("precision", *PURE, "fp16"),
         "its gradients are computed before the loss is scaled, and 16 bits would lose the small "
         "ones",
         "use precision bf16, or drop loss_chunk",
     ),
-    Row(
+    Conflict(
         one_of("attention", "cudnn"),
         one_of("device", "cpu"),
         "cuDNN's kernel needs a GPU",
         "use attention flash",
     ),
-    Row(
+    Conflict(
         one_of("attention", "cudnn"),
         one_of("precision", "fp32", "tf32"),
         "cuDNN's kernel computes in 16 bits",
@@ -628,7 +628,7 @@ TABLE: tuple[Row | Rule, ...] = (
     *_fixed_addresses(),
     # The backward of a fused kernel adds up in the order in which its blocks become ready, so the
     # last bits of healthy gradients differ from one time to the next.
-    Row(
+    Conflict(
         above("audit_every", 0),
         one_of("attention", "flash", "cudnn"),
         "on a GPU the last bits of its gradients differ each time, so healthy ranks would look "
@@ -637,7 +637,7 @@ TABLE: tuple[Row | Rule, ...] = (
         also=one_of("device", "cuda", "mig"),
     ),
     # Optimizer
-    Row(
+    Conflict(
         given("muon_lr"),
         none_of("optimizer", "muon"),
         "",
@@ -645,51 +645,51 @@ TABLE: tuple[Row | Rule, ...] = (
         ignored=True,
     ),
     # Muon orthogonalises each matrix of the blocks, so a rank must have it whole
-    Row(
+    Conflict(
         one_of("optimizer", "muon"),
         none_of("model", "gpt"),
         "it is for the matrices of a gpt",
         "use optimizer adamw or sgd",
     ),
-    Row(
+    Conflict(
         one_of("optimizer", "muon"),
         above("experts", 0),
         "it is for models without experts",
         "use optimizer adamw",
     ),
-    Row(
+    Conflict(
         one_of("optimizer", "muon"),
         above("tp", 1),
         "it needs whole matrices",
         "use optimizer adamw, or drop tp",
     ),
-    Row(
+    Conflict(
         one_of("optimizer", "muon"),
         above("pp", 1),
         "it needs whole matrices",
         "use optimizer adamw, or drop pp",
     ),
-    Row(
+    Conflict(
         one_of("optimizer", "muon"),
         none_of("dp_mode", *WHOLE_MODELS),
         "it needs whole matrices",
         "use dp_mode ddp or ddp_by_hand, or optimizer adamw",
     ),
-    Row(
+    Conflict(
         above("momentum", 0),
         none_of("optimizer", "sgd"),
         "has its own",
         "use optimizer sgd, or drop it",
         ignored=True,
     ),
-    Row(
+    Conflict(
         one_of("nesterov", True),
         one_of("momentum", 0),
         "",
         "give momentum 0.9, or use optimizer sgd",
         ignored=True,
     ),
-    Row(
+    Conflict(
         above("num_epochs", 0),
         one_of("scaling", "nanochat"),
         "derives max_steps from the model",
@@ -698,7 +698,7 @@ TABLE: tuple[Row | Rule, ...] = (
     ),
     # Ends of a run
     Rule(("stop_at", "max_steps", "num_epochs"), "stop_at at most max_steps", _stop_is_reached),
-    Row(
+    Conflict(
         above("target_loss", 0),
         one_of("eval_every", 0),
         "evaluates nothing",
@@ -716,25 +716,25 @@ TABLE: tuple[Row | Rule, ...] = (
         "seq_warmup_steps: block_size must be 16, 32, 64, ...",
         _lengths_double,
     ),
-    Row(
+    Conflict(
         above("seq_warmup_steps", 0),
         none_of("model", "gpt"),
         "only a gpt has sequences that can be cut",
         "drop one of the two",
     ),
-    Row(
+    Conflict(
         above("seq_warmup_steps", 0),
         above("tp", 1),
         "its ranks pass each other sequences of block_size tokens",
         "drop one of the two",
     ),
-    Row(
+    Conflict(
         above("seq_warmup_steps", 0),
         above("pp", 1),
         "its ranks pass each other sequences of block_size tokens",
         "drop one of the two",
     ),
-    Row(
+    Conflict(
         above("seq_warmup_steps", 0),
         none_of("compile", False),
         "it would compile for each length, and a resumed run for other ones",
@@ -746,7 +746,7 @@ TABLE: tuple[Row | Rule, ...] = (
         "comm_trace every=K: the run must reach step K/2 + 1",
         _trace_is_reached,
     ),
-    Row(
+    Conflict(
         one_of("backend", "nccl"),
         one_of("device", "cpu"),
         "NCCL needs GPUs",
@@ -754,28 +754,28 @@ TABLE: tuple[Row | Rule, ...] = (
     ),
     # Hand-written all-reduces replace the one in torch's DDP, which sums over all ranks
     *_only_whole_models(given("allreduce"), "it sums over all ranks", "drop one of the two"),
-    Row(
+    Conflict(
         given("allreduce"),
         none_of("dp_mode", "ddp"),
         "sums by its own exchange",
         "drop one of the two",
         ignored=True,
     ),
-    Row(
+    Conflict(
         one_of("fsdp_gather", "bf16"),
         one_of("precision", "fp16"),
         "its layers cannot take weights of bf16",
         "use dp_mode fsdp",
     ),
-    Row(
+    Conflict(
         one_of("fsdp_gather", "bf16"),
         one_of("model", "resnet"),
         "its layers cannot take weights of bf16",
         "use dp_mode fsdp",
     ),
     # Context parallelism
-    Row(above("cp", 1), none_of("model", "gpt"), "it cuts the sequences of a gpt", "drop cp"),
-    Row(
+    Conflict(above("cp", 1), none_of("model", "gpt"), "it cuts the sequences of a gpt", "drop cp"),
+    Conflict(
         above("cp", 1),
         above("experts", 0),
         "capacity and balance of experts are those of a whole sequence",
@@ -786,21 +786,21 @@ TABLE: tuple[Row | Rule, ...] = (
         "cp: 2 * cp must divide block_size",
         _cp_divides_sequences,
     ),
-    Row(
+    Conflict(
         given("cp_attention"),
         one_of("cp", 1),
         "cuts no sequences",
         "raise cp, or drop cp_attention",
         ignored=True,
     ),
-    Row(
+    Conflict(
         one_of("attention", "cudnn"),
         above("cp", 1),
         "cuDNN's kernel is not written for parts of sequences",
         "use attention flash",
     ),
     # The ranks of a sequence draw one mask, each its rows of it; a fused kernel draws its own
-    Row(
+    Conflict(
         above("cp", 1),
         one_of("attention", "flash"),
         "with dropout, a fused kernel would draw another mask for each part of a sequence",
@@ -808,7 +808,7 @@ TABLE: tuple[Row | Rule, ...] = (
         also=above("dropout", 0),
     ),
     # Hybrid sharding
-    Row(
+    Conflict(
         above("replicas", 1),
         none_of("dp_mode", *SHARDS_STATE),
         "shards nothing: every rank is a replica already",
@@ -816,7 +816,7 @@ TABLE: tuple[Row | Rule, ...] = (
         also=one_of("sync_every", 0),
         ignored=True,
     ),
-    Row(
+    Conflict(
         above("ep", 1),
         above("replicas", 1),
         "each divides the data ranks in a way of its own",
@@ -825,25 +825,25 @@ TABLE: tuple[Row | Rule, ...] = (
     # Replicas that rarely communicate
     *_keys_of_rounds(),
     # A script's model and a resnet have buffers, or parameters without a gradient, of each replica
-    Row(
+    Conflict(
         above("sync_every", 0),
         none_of("model", "gpt"),
         "only the weights of a gpt are averaged, and other models have buffers, too",
         "use sync_every 0",
     ),
-    Row(
+    Conflict(
         above("sync_every", 0),
         one_of("precision", *PURE),
         "what an outer optimizer adds is lost in weights of 16 bits",
         "use precision bf16 or fp16, or sync_every 0",
     ),
-    Row(
+    Conflict(
         above("sync_every", 0),
         above("ep", 1),
         "experts are shared by all data ranks, which each of its steps would need",
         "drop ep, or use sync_every 0",
     ),
-    Row(
+    Conflict(
         above("audit_every", 0),
         above("sync_every", 0),
         "the weights of another replica differ, so it cannot compute a gradient again",
@@ -856,8 +856,8 @@ TABLE: tuple[Row | Rule, ...] = (
         _fragments_fit,
     ),
     # Tensor parallelism
-    Row(above("tp", 1), none_of("model", "gpt"), "it cuts the layers of a gpt", "drop tp"),
-    Row(
+    Conflict(above("tp", 1), none_of("model", "gpt"), "it cuts the layers of a gpt", "drop tp"),
+    Conflict(
         one_of("sequence_parallel", True),
         one_of("tp", 1),
         "shares no sequences",
@@ -875,40 +875,40 @@ TABLE: tuple[Row | Rule, ...] = (
         _tp_divides_sequences,
     ),
     # Pipelines
-    Row(
+    Conflict(
         given("pp_schedule"),
         one_of("pp", 1),
         "is no pipeline",
         "raise pp, or drop it",
         ignored=True,
     ),
-    Row(
+    Conflict(
         one_of("pp_chunks", 1),
         one_of("pp_schedule", "interleaved"),
         "with one chunk it is the schedule 1f1b",
         "use pp_schedule 1f1b, or at least 2 chunks",
     ),
-    Row(above("pp", 1), none_of("model", "gpt"), "it splits the blocks of a gpt", "drop pp"),
-    Row(
+    Conflict(above("pp", 1), none_of("model", "gpt"), "it splits the blocks of a gpt", "drop pp"),
+    Conflict(
         one_of("dp_mode", "fsdp"),
         above("pp", 1),
         "each turn of a micro batch would gather a stage's weights anew",
         "use dp_mode zero2, which shards all but the weights, or drop pp",
     ),
     # zero_bubble computes gradients of inputs first and those of weights later, in idle time
-    Row(
+    Conflict(
         one_of("pp_schedule", "zero_bubble"),
         none_of("compile", False),
         "a compiled block computes both halves of its backward at once",
         "use pp_schedule 1f1b, or drop compile",
     ),
-    Row(
+    Conflict(
         one_of("pp_schedule", "zero_bubble"),
         given("activation_checkpointing"),
         "each half of a backward would compute the forward again",
         "use pp_schedule 1f1b, or drop activation_checkpointing",
     ),
-    Row(
+    Conflict(
         one_of("pp_schedule", "zero_bubble"),
         one_of("dp_mode", "zero2"),
         "it sums after each backward, and there are two",
@@ -921,112 +921,112 @@ TABLE: tuple[Row | Rule, ...] = (
         _groups_divide,
     ),
     # Number formats
-    Row(
+    Conflict(
         one_of("precision", "tf32"),
         one_of("device", "cpu"),
         "tf32 is a format of GPUs",
         "use precision fp32",
     ),
     # fp8 replaces linear layers by ones of its own, which only a plain gpt has been given
-    Row(
+    Conflict(
         one_of("precision", "fp8"),
         none_of("model", "gpt"),
         "it is for the linear layers of a gpt",
         "use precision bf16",
     ),
-    Row(
+    Conflict(
         one_of("precision", "fp8"),
         above("experts", 0),
         "it is for a gpt without experts",
         "use precision bf16",
     ),
-    Row(
+    Conflict(
         one_of("precision", "fp8"),
         above("tp", 1),
         "8-bit products are not written for parts of layers",
         "drop tp, or use precision bf16",
     ),
-    Row(
+    Conflict(
         one_of("precision", "fp8"),
         above("pp", 1),
         "8-bit products are not written for stages",
         "drop pp, or use precision bf16",
     ),
-    Row(
+    Conflict(
         one_of("precision", "fp8"),
         none_of("compile", False),
         "8-bit products are not written for compiled blocks",
         "drop compile, or use precision bf16",
     ),
-    Row(
+    Conflict(
         one_of("precision", "fp8"),
         given("activation_checkpointing"),
         "8-bit products are not written for a second forward",
         "drop activation_checkpointing, or use precision bf16",
     ),
-    Row(
+    Conflict(
         one_of("precision", "fp8"),
         one_of("dp_mode", "fsdp"),
         "8-bit products are not written for gathered weights",
         "drop dp_mode fsdp, or use precision bf16",
     ),
-    Row(
+    Conflict(
         one_of("rounding", "stochastic"),
         one_of("master_weights", "fp32"),
         "it is for weights without a float32 copy",
         "use one of the two",
     ),
     # 16-bit weights have an optimizer of their own, which rounds each update
-    Row(
+    Conflict(
         one_of("precision", *PURE),
         none_of("model", "gpt"),
         "it stores the weights of a gpt in 16 bits",
         "use precision bf16 or fp16",
     ),
-    Row(
+    Conflict(
         one_of("precision", *PURE),
         above("experts", 0),
         "it is for a gpt without experts",
         "use precision bf16 or fp16",
     ),
-    Row(
+    Conflict(
         one_of("precision", *PURE),
         above("tp", 1),
         "parts of a model have float32 weights",
         "drop tp, or use precision bf16 or fp16",
     ),
-    Row(
+    Conflict(
         one_of("precision", *PURE),
         above("pp", 1),
         "parts of a model have float32 weights",
         "drop pp, or use precision bf16 or fp16",
     ),
-    Row(
+    Conflict(
         one_of("precision", *PURE),
         one_of("optimizer", "muon"),
         "only adamw and plain sgd round to 16 bits",
         "use optimizer adamw, or precision bf16 or fp16",
     ),
-    Row(
+    Conflict(
         one_of("precision", *PURE),
         above("momentum", 0),
         "only adamw and plain sgd round to 16 bits",
         "use optimizer adamw, or precision bf16 or fp16",
     ),
-    Row(
+    Conflict(
         one_of("precision", *PURE),
         one_of("dp_mode", "fsdp"),
         "it shards float32 weights",
         "use dp_mode zero2, or precision bf16 with dp_mode fsdp:bf16",
     ),
     # Compressed gradients
-    Row(
+    Conflict(
         given("grad_compress"),
         none_of("dp_mode", *WHOLE_MODELS),
         "compressed sums go to all ranks, and it shards them",
         "use dp_mode ddp or ddp_by_hand, or drop grad_compress",
     ),
-    Row(
+    Conflict(
         given("grad_compress"),
         given("allreduce"),
         "compressed gradients have exchanges of their own",
@@ -1037,14 +1037,14 @@ TABLE: tuple[Row | Rule, ...] = (
         "only whole models have compressed gradients",
         "drop {axis}, or grad_compress",
     ),
-    Row(
+    Conflict(
         given("grad_compress"),
         one_of("precision", *PURE),
         "gradients have 16 bits already",
         "use precision bf16, or drop grad_compress",
     ),
     # Recovery
-    Row(
+    Conflict(
         none_of("spares", "auto", 0),
         one_of("recovery", "restart"),
         "starts all ranks anew",
@@ -1057,32 +1057,32 @@ TABLE: tuple[Row | Rule, ...] = (
         "a rank has a part of the model, so no other rank can compute its gradient alone",
         "use audit_every 0, or drop {axis}",
     ),
-    Row(
+    Conflict(
         above("audit_every", 0),
         above("cp", 1),
         "a rank has a part of each sequence, so no other rank can compute its gradient alone",
         "use audit_every 0, or drop cp",
     ),
-    Row(
+    Conflict(
         above("audit_every", 0),
         one_of("dp_mode", "fsdp"),
         "a rank has a part of the weights, so no other rank can compute its gradient alone",
         "use audit_every 0, or another dp_mode",
     ),
-    Row(
+    Conflict(
         above("audit_every", 0),
         one_of("sync_batchnorm", True),
         "a rank's gradient needs all ranks' batches",
         "use audit_every 0, or drop sync_batchnorm",
     ),
-    Row(
+    Conflict(
         above("audit_every", 0),
         one_of("model", "own"),
         "only a rank itself has its batches and draws",
         "use audit_every 0",
     ),
     # Instruments
-    Row(
+    Conflict(
         above("statistics_every", 0),
         none_of("dp_mode", *WHOLE_MODELS),
         "rank 0 has only a part of the weights or gradients",
@@ -1093,7 +1093,7 @@ TABLE: tuple[Row | Rule, ...] = (
         "rank 0 has only a part of the weights or gradients",
         "use {axis} 1, or drop statistics_every",
     ),
-    Row(
+    Conflict(
         above("statistics_every", 0),
         above("cp", 1),
         "rank 0 has a part of each sequence, and attention needs all of it",
@@ -1104,7 +1104,7 @@ TABLE: tuple[Row | Rule, ...] = (
         "memory_at: the run must reach that step",
         _memory_is_reached,
     ),
-    Row(
+    Conflict(
         above("memory_at", 0),
         none_of("compile", False),
         "allocations of compiled layers cannot be seen",
@@ -1115,14 +1115,14 @@ TABLE: tuple[Row | Rule, ...] = (
         "profile A:B: the run must reach step B - 1",
         _profile_is_reached,
     ),
-    Row(
+    Conflict(
         given("profile"),
         given("comm_trace"),
         "both need torch.profiler, of which a process has one",
         "drop one of the two",
     ),
     # Object storage
-    Row(
+    Conflict(
         given("upload_timeout"),
         one_of("upload", ""),
         "is empty",
@@ -1170,8 +1170,8 @@ def first(
     device: str | None = None,
     precision: str | None = None,
     about: Collection[str] = (),
-) -> str:
-    """Return the message of the first row that a configuration meets, or "".
+) -> str | None:
+    """Return the message of the first row that a configuration meets, or None.
 
     `ranks`, `device` (cuda, mig or cpu) and `precision` are what the keys workers, device and
     precision turned out to be, where the caller knows it. `about` limits the walk to rows that read
@@ -1189,11 +1189,13 @@ def first(
         problem = row.problem(config)
         if problem:
             return problem
-    return ""
+    return None
 
 
-def excluded_layout(config: Keys, dp_mode: str, axes: Mapping[str, int], experts: int) -> str:
-    """Return which row excludes a layout of the ranks, in a few words without sizes; "" if none.
+def excluded_layout(
+    config: Keys, dp_mode: str, axes: Mapping[str, int], experts: int
+) -> str | None:
+    """Return which row excludes a layout of the ranks, in a few words without sizes; None if none.
 
     For the search of layouts, which tries other axes than the configuration's. Rules of arithmetic
     are not asked.
@@ -1201,9 +1203,9 @@ def excluded_layout(config: Keys, dp_mode: str, axes: Mapping[str, int], experts
     config = config.model_copy(update={**axes, "dp_mode": dp_mode, "experts": experts})
     divided = {axis for axis, size in axes.items() if size > 1}
     for row in TABLE:
-        if isinstance(row, Row) and divided & set(row.keys) and row.met(config):
+        if isinstance(row, Conflict) and divided & set(row.keys) and row.met(config):
             return row.brief(config)
-    return ""
+    return None
 
 
 def refuse(

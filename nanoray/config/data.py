@@ -25,7 +25,7 @@ def exists(dataset: str) -> bool:
     return os.path.exists(dataset) or bool(is_pattern(dataset) and glob.glob(dataset))
 
 
-class Data(Group):
+class DataKeys(Group):
     """The data: which set, where it comes from, and how text becomes tokens."""
 
     # Which data, and where they come from

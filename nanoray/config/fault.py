@@ -9,7 +9,7 @@ from pydantic import field_validator
 from nanoray.config.fields import Group, Natural, field
 
 
-class Fault(Group):
+class FaultKeys(Group):
     """Failures: how they are found, how a run recovers, and faults that are injected on purpose."""
 
     # What is checked while training

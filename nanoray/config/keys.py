@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from nanoray.config.batch import BatchSizes
-from nanoray.config.data import Data
-from nanoray.config.fault import Fault
+from nanoray.config.batch import BatchKeys
+from nanoray.config.data import DataKeys
+from nanoray.config.fault import FaultKeys
 from nanoray.config.fields import Group
 from nanoray.config.kube import Kube
-from nanoray.config.log import Log
-from nanoray.config.mesh import SHARDS_STATE, Mesh
-from nanoray.config.model import Model
-from nanoray.config.optim import Optim
-from nanoray.config.run import Run
+from nanoray.config.log import LogKeys
+from nanoray.config.mesh import SHARDS_STATE, MeshKeys
+from nanoray.config.model import ModelKeys
+from nanoray.config.optim import OptimKeys
+from nanoray.config.run import RunKeys
 
 # In the order of --help, of docs/flags.md and of config.json
-GROUPS: tuple[type[Group], ...] = (Run, Data, Model, BatchSizes, Optim, Mesh, Log, Fault)
+GROUPS: tuple[type[Group], ...] = (
+    RunKeys,
+    DataKeys,
+    ModelKeys,
+    BatchKeys,
+    OptimKeys,
+    MeshKeys,
+    LogKeys,
+    FaultKeys,
+)
 
 # The steps of a schedule in epochs, which are counted only when the data set is open
 UNKNOWN_STEPS = 10**18
@@ -24,7 +33,7 @@ UNKNOWN_STEPS = 10**18
 
 # pydantic collects the fields of base classes from the last one to the first, so the bases stand
 # in the reverse order of GROUPS.
-class Keys(Fault, Log, Mesh, Optim, BatchSizes, Model, Data, Run):
+class Keys(FaultKeys, LogKeys, MeshKeys, OptimKeys, BatchKeys, ModelKeys, DataKeys, RunKeys):
     """The keys of all groups. No group inherits another one; schema.py adds the checks."""
 
     kube: Kube = Field(Kube(), json_schema_extra={"group": "run", "flag": False})

@@ -77,7 +77,7 @@ def refuse_unknown_key(
         raise ConfigError(f"unknown {kind} {written}; did you mean {mark}{close[0]}?")
     where = "those that --help all prints"
     if not mark:
-        where = "the flags that `nanoray train --help all` prints, without their dashes"
+        where = "the flags that `python -m nanoray.train --help all` prints, without their dashes"
     raise ConfigError(f"unknown {kind} {written}; known: {where}")
 
 

@@ -12,7 +12,7 @@ from nanoray.config.fields import Group, Natural, Positive, field
 PROFILED = 50  # the largest number of steps in one profile; each has thousands of operations
 
 
-class Log(Group):
+class LogKeys(Group):
     """What a run records and writes, and where a command stops before the schedule ends."""
 
     # Statistics of each layer

@@ -35,7 +35,7 @@ SHARDS_STATE = ("zero1", "zero2", "fsdp")  # the optimizer state of its shard, o
 BY_HAND = ("ddp_by_hand", "zero1", "zero2")  # gradients in buckets of our own
 
 
-class Mesh(Group):
+class MeshKeys(Group):
     """The ranks: how many, on which devices, how they share the work, and how long they wait."""
 
     # Axes that only a gpt has

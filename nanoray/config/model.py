@@ -7,7 +7,7 @@ from typing import Literal
 from nanoray.config.fields import Group, Natural, Positive, field, hidden, path
 
 
-class Model(Group):
+class ModelKeys(Group):
     """The model: its kind and its sizes."""
 
     # Mixture of experts. The defaults of its keys count only where experts is above 0

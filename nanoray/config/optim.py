@@ -11,7 +11,7 @@ from nanoray.config.fields import Group, Natural, Positive, digits, field, hidde
 FRAGMENT_DELAY = 2  # sync_fragments: steps for which a fragment travels beside training
 
 
-class Optim(Group):
+class OptimKeys(Group):
     """The optimizer and its schedule, the number formats, and the kernels that compute a step."""
 
     # Number formats

@@ -15,10 +15,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from nanoray.base.storage.url import without_credentials
 from nanoray.config.keys import Keys
 from nanoray.config.variables import NAME
 from nanoray.errors import ConfigError
-from nanoray.storage.url import without_credentials
 
 
 def _path_keys() -> tuple[str, ...]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import ValidationInfo, field_validator
 
+from nanoray.base.storage.url import is_url, problem_of
 from nanoray.config.fields import Group, Integer, field, path
 from nanoray.config.variables import parse_variables
 from nanoray.errors import ConfigError
-from nanoray.storage.url import is_url, problem_of
 
 # A file system takes names of 255 bytes. A run's folder has the time before its name, and a number
 # after it where several runs begin in one second
@@ -27,7 +27,7 @@ def name_of_file(path: str) -> str:
     return plain[:LONGEST_NAME] or "run"
 
 
-class Run(Group):
+class RunKeys(Group):
     """The run: its name, its folder, what it continues, and the seed of all its random numbers."""
 
     # Where the run is written

@@ -22,7 +22,7 @@ from nanoray.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Part:
+class ValuePart:
     """A field of Config that users write as a word after the value of another key."""
 
     field: str
@@ -53,26 +53,26 @@ class Part:
 
 
 PARTS = (
-    Part("fp8_scaling", "precision", ("fp8",), {"row": "row"}, "fp8:row"),
-    Part(
+    ValuePart("fp8_scaling", "precision", ("fp8",), {"row": "row"}, "fp8:row"),
+    ValuePart(
         "master_weights",
         "precision",
         ("bf16_pure", "fp16_pure"),
         {"master": "fp32"},
         "bf16_pure:master",
     ),
-    Part(
+    ValuePart(
         "rounding",
         "precision",
         ("bf16_pure",),
         {"stochastic": "stochastic"},
         "bf16_pure:stochastic",
     ),
-    Part("nesterov", "optimizer", ("sgd",), {"nesterov": True}, "sgd:nesterov"),
-    Part("powersgd_rank", "grad_compress", ("powersgd",), {}, "powersgd:4"),
-    Part("fsdp_reshard", "dp_mode", ("fsdp",), {"grad_op": "grad_op"}, "fsdp:grad_op"),
-    Part("fsdp_gather", "dp_mode", ("fsdp",), {"bf16": "bf16"}, "fsdp:bf16"),
-    Part("pp_chunks", "pp_schedule", ("interleaved",), {}, "interleaved:3"),
+    ValuePart("nesterov", "optimizer", ("sgd",), {"nesterov": True}, "sgd:nesterov"),
+    ValuePart("powersgd_rank", "grad_compress", ("powersgd",), {}, "powersgd:4"),
+    ValuePart("fsdp_reshard", "dp_mode", ("fsdp",), {"grad_op": "grad_op"}, "fsdp:grad_op"),
+    ValuePart("fsdp_gather", "dp_mode", ("fsdp",), {"bf16": "bf16"}, "fsdp:bf16"),
+    ValuePart("pp_chunks", "pp_schedule", ("interleaved",), {}, "interleaved:3"),
 )
 PART_OF_FIELD = {part.field: part for part in PARTS}
 
@@ -80,7 +80,7 @@ PART_OF_FIELD = {part.field: part for part in PARTS}
 FIXED = ("val_fraction", "resnet_width", "seq_warmup_from")
 
 
-def parts_of(key: str) -> list[Part]:
+def parts_of(key: str) -> list[ValuePart]:
     """Return the parts that users write after the value of a key."""
     return [part for part in PARTS if part.key == key]
 

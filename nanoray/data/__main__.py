@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import json_mapping
+from nanoray.base.atomic import json_mapping
 from nanoray.cli import name_program, run_subcommand, tool_parser
 from nanoray.data.documents import FORMATS, Files
 from nanoray.data.hub import SETS, Hub

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoray.atomic import json_mapping
+from nanoray.base.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.data import download
 from nanoray.data.dataset import DatasetInfo, cache_dir, write

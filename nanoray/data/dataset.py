@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import replace_bytes
+from nanoray.base.atomic import replace_bytes
 from nanoray.config import Config
 from nanoray.errors import DataError
 

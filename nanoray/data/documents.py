@@ -34,7 +34,7 @@ _SPACES = " \n\t\r"
 Place = dict[str, Any]
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """A part of a document, or all of it."""
 
     text: str
@@ -43,20 +43,20 @@ class Piece(NamedTuple):
     is_file: bool = False  # the document is a whole file, and separated from others by nothing
 
 
-class Batch(NamedTuple):
+class DocumentBatch(NamedTuple):
     """Some pieces, in their order, and where reading goes on after them."""
 
-    pieces: list[Piece]
+    pieces: list[DocumentPiece]
     place: Place
 
 
-class Source(Protocol):
+class DocumentSource(Protocol):
     """Where documents come from."""
 
     def settings(self) -> dict[str, Any]:
         """Return what the documents depend on, as JSON types."""
 
-    def batches(self, place: Place | None) -> Iterator[Batch]:
+    def batches(self, place: Place | None) -> Iterator[DocumentBatch]:
         """Yield the documents from a place on; None: from the first one."""
 
     def share(self, place: Place) -> float | None:
@@ -97,7 +97,7 @@ class Files:
             files.append({"path": str(path), "size": size, "mtime_ns": path.stat().st_mtime_ns})
         return {"files": files, "field": self._field, "val_fraction": self._val_fraction}
 
-    def batches(self, place: Place | None) -> Iterator[Batch]:
+    def batches(self, place: Place | None) -> Iterator[DocumentBatch]:
         now = place or {"file": 0, "at": 0, "documents": 0}
         readers = {"text": self._read_text, "jsonl": self._read_lines, "parquet": self._read_rows}
         while now["file"] < len(self._paths):
@@ -117,7 +117,7 @@ class Files:
 
     # Each of these yields pieces, and moves `now` behind the newest one.
 
-    def _read_text(self, path: Path, now: Place) -> Iterator[Piece]:
+    def _read_text(self, path: Path, now: Place) -> Iterator[DocumentPiece]:
         size = path.stat().st_size
         border = size
         if self._val_fraction:
@@ -126,10 +126,10 @@ class Files:
             while now["at"] < end:
                 text, after = read_piece(path, now["at"], end)
                 now["at"] = after
-                yield Piece(text, split, ends=after == end, is_file=True)
+                yield DocumentPiece(text, split, ends=after == end, is_file=True)
         now["documents"] += 1
 
-    def _read_lines(self, path: Path, now: Place) -> Iterator[Piece]:
+    def _read_lines(self, path: Path, now: Place) -> Iterator[DocumentPiece]:
         with _open(path) as stream:
             stream.seek(now["at"])
             for line in stream:
@@ -139,9 +139,11 @@ class Files:
                     text = _text_of_line(line, self._field, path, start)
                     if text:
                         now["documents"] += 1
-                        yield Piece(text, self._choice.split_of(now["documents"] - 1), ends=True)
+                        yield DocumentPiece(
+                            text, self._choice.split_of(now["documents"] - 1), ends=True
+                        )
 
-    def _read_rows(self, path: Path, now: Place) -> Iterator[Piece]:
+    def _read_rows(self, path: Path, now: Place) -> Iterator[DocumentPiece]:
         file = import_parquet().ParquetFile(path)
         first = 0
         for group in range(file.metadata.num_row_groups):
@@ -153,23 +155,25 @@ class Files:
                     now["at"] += 1
                     if text:
                         now["documents"] += 1
-                        yield Piece(text, self._choice.split_of(now["documents"] - 1), ends=True)
+                        yield DocumentPiece(
+                            text, self._choice.split_of(now["documents"] - 1), ends=True
+                        )
             first += rows
 
 
-def _in_batches(pieces: Iterator[Piece], now: Place) -> Iterator[Batch]:
+def _in_batches(pieces: Iterator[DocumentPiece], now: Place) -> Iterator[DocumentBatch]:
     """Group pieces; the reader has moved `now` behind the last one of a batch."""
-    batch: list[Piece] = []
+    batch: list[DocumentPiece] = []
     size = 0
     for piece in pieces:
         batch.append(piece)
         size += len(piece.text)
         if size >= BATCH:
-            yield Batch(batch, dict(now))
+            yield DocumentBatch(batch, dict(now))
             batch = []
             size = 0
     # Also without a piece: the place after the file.
-    yield Batch(batch, {"file": now["file"] + 1, "at": 0, "documents": now["documents"]})
+    yield DocumentBatch(batch, {"file": now["file"] + 1, "at": 0, "documents": now["documents"]})
 
 
 def format_of(path: Path) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from nanoray.config import Batch
 
 
-class Failure(NamedTuple):
+class DataFailure(NamedTuple):
     """An error of a script's data in the middle of a run."""
 
     sample: int  # the first one of the micro batch that could not be read; -1: of validation
@@ -25,7 +25,7 @@ class FallibleSamples(ABC):
     """
 
     keeps_errors = False
-    failure: Failure | None = None
+    failure: DataFailure | None = None
 
     @abstractmethod
     def train_batch(self, first_sample: int, count: int) -> tuple[Any, Any]: ...

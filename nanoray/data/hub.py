@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.data.documents import BATCH, Batch, Choice, Piece, Place
+from nanoray.data.documents import BATCH, Choice, DocumentBatch, DocumentPiece, Place
 from nanoray.errors import DataError
 
 
@@ -71,26 +71,26 @@ class Hub:
             "val_fraction": self._val_fraction,
         }
 
-    def batches(self, place: Place | None) -> Iterator[Batch]:
+    def batches(self, place: Place | None) -> Iterator[DocumentBatch]:
         documents = 0
         stream = self._stream
         if place is not None:
             documents = place["documents"]
             stream = self._open()
             stream.load_state_dict(place["state"])
-        pieces: list[Piece] = []
+        pieces: list[DocumentPiece] = []
         size = 0
         for row in stream:
             text = row[self._column]
             if text:
-                pieces.append(Piece(text, self._choice.split_of(documents), ends=True))
+                pieces.append(DocumentPiece(text, self._choice.split_of(documents), ends=True))
                 documents += 1
                 size += len(text)
             if size >= BATCH:
-                yield Batch(pieces, {"documents": documents, "state": stream.state_dict()})
+                yield DocumentBatch(pieces, {"documents": documents, "state": stream.state_dict()})
                 pieces = []
                 size = 0
-        yield Batch(pieces, {"documents": documents, "state": stream.state_dict()})
+        yield DocumentBatch(pieces, {"documents": documents, "state": stream.state_dict()})
 
     def share(self, place: Place) -> float | None:
         return None

@@ -15,7 +15,7 @@ from nanoray.data.cifar10 import RECORD
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.hashing import GOLDEN, mix
 from nanoray.data.order import EpochOrder
-from nanoray.data.tokens import MappedFile, evenly_spaced, open_mapped
+from nanoray.data.tokens import MemoryMap, evenly_spaced, open_mapped
 
 SIZE = 32  # rows and columns of an image
 PAD = 4  # black pixels around it, from which a crop may take some
@@ -79,7 +79,7 @@ class ImageData:
 
     def _read(self, split: str, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return images (B, 3, 32, 32) and classes (B,), as bytes."""
-        file: MappedFile = self._files[split]
+        file: MemoryMap = self._files[split]
         file.require_whole()
         records = file.numbers.reshape(-1, RECORD)[indices]  # (B, RECORD)
         return records[:, 1:].reshape(-1, 3, SIZE, SIZE), records[:, 0]

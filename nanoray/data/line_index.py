@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoray.atomic import json_mapping, one_at_a_time, replace_bytes, replace_text
+from nanoray.base.atomic import json_mapping, one_at_a_time, replace_bytes, replace_text
 from nanoray.errors import DataError
 
 VERSION = 1

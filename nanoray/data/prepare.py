@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nanoray.atomic import json_mapping
+from nanoray.base.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
 from nanoray.data import cifar10, download

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from nanoray.atomic import json_mapping, write_json
+from nanoray.base.atomic import json_mapping, write_json
 from nanoray.data.dataset import PROGRESS
-from nanoray.data.documents import Batch, Piece, Source
+from nanoray.data.documents import DocumentBatch, DocumentPiece, DocumentSource
 from nanoray.data.headers import LLMC_HEADER_BYTES, llmc_header
 from nanoray.data.tokenizer import Tokenizer, tokenizer_from_json
 from nanoray.errors import DataError
@@ -38,7 +38,11 @@ Say = Callable[[str], None]
 
 
 def prepare_shards(
-    source: Source, tokenizer: str | dict[str, Any], out: Path, shard_tokens: int, say: Say = print
+    source: DocumentSource,
+    tokenizer: str | dict[str, Any],
+    out: Path,
+    shard_tokens: int,
+    say: Say = print,
 ) -> dict[str, Any]:
     """Write the documents' tokens into shards of `shard_tokens`, and return the content of meta.json.
 
@@ -76,7 +80,12 @@ class _Preparation:
     """One command's work on a folder."""
 
     def __init__(
-        self, source: Source, out: Path, shard_tokens: int, progress: dict[str, Any], say: Say
+        self,
+        source: DocumentSource,
+        out: Path,
+        shard_tokens: int,
+        progress: dict[str, Any],
+        say: Say,
     ) -> None:
         self._source = source
         self._out = out
@@ -121,7 +130,7 @@ class _Preparation:
             "documents": place["documents"] if place else 0,
         }
 
-    def _write(self, batch: Batch) -> list[str]:
+    def _write(self, batch: DocumentBatch) -> list[str]:
         """Write a batch's tokens, and return the names of the shards that became full."""
         finished = []
         texts = [self._text_of(piece) for piece in batch.pieces]
@@ -134,7 +143,7 @@ class _Preparation:
             self._read_now += len(ids)
         return finished
 
-    def _text_of(self, piece: Piece) -> str:
+    def _text_of(self, piece: DocumentPiece) -> str:
         """Return a piece's text; a newline ends a document where no token does."""
         if self._tokenizer.end_of_text is None and piece.ends and not piece.is_file:
             return piece.text if piece.text.endswith("\n") else piece.text + "\n"
@@ -260,7 +269,7 @@ class _Shards:
 
 
 def _describe_tokenizer(
-    tokenizer: str | dict[str, Any], source: Source, say: Say
+    tokenizer: str | dict[str, Any], source: DocumentSource, say: Say
 ) -> dict[str, Any]:
     """Return the description of a tokenizer; that of characters needs a pass through the text."""
     if isinstance(tokenizer, dict):

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from nanoray.base.environment import working_folder
 from nanoray.data.headers import read_header
 from nanoray.data.line_index import starts_of
 from nanoray.data.token_folder import read_stated
-from nanoray.environment import working_folder
 from nanoray.errors import DataError
 
 SUFFIXES = {
@@ -136,7 +136,7 @@ def kind_of(files: Sequence[Path]) -> str:
 # How a file of each kind is read.
 
 
-class Shard(ABC):
+class ShardFile(ABC):
     """One file, with records 0 ... records - 1. Each process opens it anew."""
 
     records: int
@@ -177,7 +177,7 @@ class Shard(ABC):
             )
 
 
-class Lines(Shard):
+class Lines(ShardFile):
     """A file with a record in each line that is not blank."""
 
     def __init__(self, path: Path, parse: Callable[[bytes], Any], what: str) -> None:
@@ -229,7 +229,7 @@ class Lines(Shard):
         self._advised = set()
 
 
-class Parquet(Shard):
+class Parquet(ShardFile):
     """A parquet file with a record in each row; `cache` keeps row groups for all files."""
 
     def __init__(self, path: Path, columns: Sequence[str], cache: RowGroups) -> None:
@@ -305,7 +305,7 @@ class RowGroups:
         return {"_rows": self._rows, "_tables": OrderedDict()}
 
 
-class Tokens(Shard):
+class Tokens(ShardFile):
     """A file of tokens, cut into records of block_size + 1 that share their first and last one."""
 
     def __init__(self, path: Path, block_size: int) -> None:

@@ -28,7 +28,7 @@ from nanoray.data.shards import (
     Lines,
     Parquet,
     RowGroups,
-    Shard,
+    ShardFile,
     Tokens,
     find_files,
     kind_of,
@@ -106,7 +106,7 @@ class ShardStream(IterableDataset[Any]):
         self.block_size = block_size
 
         make = self._maker(columns, block_size)
-        self._shards: list[Shard] = []
+        self._shards: list[ShardFile] = []
         for path in self.files:
             try:
                 self._shards.append(make(path))
@@ -137,7 +137,7 @@ class ShardStream(IterableDataset[Any]):
                 "what the model takes"
             )
 
-    def _maker(self, columns: Sequence[str], block_size: int) -> Callable[[Path], Shard]:
+    def _maker(self, columns: Sequence[str], block_size: int) -> Callable[[Path], ShardFile]:
         """Return the function that opens a file of the stream's kind."""
         if self.kind == "jsonl":
             return partial(Lines, parse=parse_json, what="JSON")
@@ -218,7 +218,7 @@ class ShardStream(IterableDataset[Any]):
         return self._identity
 
 
-def _ends_of(shard: Shard) -> bytes:
+def _ends_of(shard: ShardFile) -> bytes:
     """Return the first and the last bytes of a file. Raises DataError when it has changed."""
     try:
         with shard.path.open("rb") as file:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoray.atomic import json_mapping
+from nanoray.base.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
 from nanoray.data.dataset import PROGRESS, DatasetInfo, TokenFile, read_tokens

@@ -214,7 +214,7 @@ class PreparedFile:
             )
 
 
-class MappedFile(PreparedFile):
+class MemoryMap(PreparedFile):
     """A memory-mapped file.
 
     Reading beyond the end of one that shrank would be a SIGBUS, so call `require_whole` before.
@@ -306,7 +306,7 @@ class JoinedFiles:
         return opened
 
 
-def open_tokens(info: DatasetInfo, split: str) -> MappedFile | JoinedFiles:
+def open_tokens(info: DatasetInfo, split: str) -> MemoryMap | JoinedFiles:
     """Open the tokens of a split. Raises DataError as `open_mapped` does."""
     files = info.files(split)
     if len(files) > 1:
@@ -314,11 +314,11 @@ def open_tokens(info: DatasetInfo, split: str) -> MappedFile | JoinedFiles:
     return open_mapped(info, split, np.dtype(info.dtype).itemsize)
 
 
-def open_mapped(info: DatasetInfo, split: str, itemsize: int) -> MappedFile:
+def open_mapped(info: DatasetInfo, split: str, itemsize: int) -> MemoryMap:
     """Open a split of one file, with tokens or images of `itemsize` bytes.
 
     Raises DataError when it is missing or has another size than the prepared one.
     """
     (file,) = info.files(split)
     size = file.offset + file.tokens * itemsize
-    return MappedFile(info.path / file.name, info.dtype, size, file.offset)
+    return MemoryMap(info.path / file.name, info.dtype, size, file.offset)

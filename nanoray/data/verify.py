@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import json_mapping, replace_text
+from nanoray.base.atomic import json_mapping, replace_text
 from nanoray.data.dataset import DatasetInfo, TokenFile, read_tokens
 from nanoray.errors import DataError
 

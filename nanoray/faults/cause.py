@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import read_json_lines
+from nanoray.base.atomic import read_json_lines
 from nanoray.faults.plan import append_event
 from nanoray.faults.progress import AFTER_UPDATE, UNKNOWN
 

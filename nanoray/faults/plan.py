@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoray.atomic import append_line, read_json_lines
+from nanoray.base.atomic import append_line, read_json_lines
+from nanoray.base.points import DRIVER_POINTS, POINTS, watch
 from nanoray.errors import ConfigError
 from nanoray.faults.progress import PHASES
-from nanoray.points import DRIVER_POINTS, POINTS, watch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

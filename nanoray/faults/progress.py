@@ -6,7 +6,7 @@ import struct
 import time
 from pathlib import Path
 
-from nanoray.mapped import MappedFile, content_of
+from nanoray.base.mapped import MappedFile, content_of
 
 PHASES = (
     "init",

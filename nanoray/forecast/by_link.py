@@ -21,14 +21,14 @@ from nanoray.mesh.layout import Layout
 MB = 1e6
 
 
-class Sent(NamedTuple):
+class BytesSent(NamedTuple):
     """The bytes that a rank sends in a step."""
 
     inside: float  # to ranks of its node
     between: float  # to other nodes, mean over the ranks of a node
 
 
-def sent_by_link(talks: Iterable[Talk], layout: Layout, ranks_per_node: int) -> Sent:
+def sent_by_link(talks: Iterable[Talk], layout: Layout, ranks_per_node: int) -> BytesSent:
     """Return where the bytes of a rank go. Rank r is on node r // ranks_per_node."""
     inside = 0.0
     between = 0.0
@@ -38,7 +38,7 @@ def sent_by_link(talks: Iterable[Talk], layout: Layout, ranks_per_node: int) -> 
         share = share_between_nodes(talk.op, place)
         inside += nbytes * (1 - share)
         between += nbytes * share
-    return Sent(inside, between)
+    return BytesSent(inside, between)
 
 
 def link_lines(job: Job, layout: Layout, micro: int, ranks_per_node: int | None) -> list[str]:

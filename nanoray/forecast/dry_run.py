@@ -35,7 +35,7 @@ def dry_run_lines(
     from nanoray.models.build import OwnShape, shape_of
 
     shape = shape_of(config, dataset.vocab_size)
-    assert not isinstance(shape, OwnShape), "forecast/own_models.py describes a script's own model"
+    assert not isinstance(shape, OwnShape), "own/dry_run.py describes a script's own model"
     layout = Layout.of(config, batch.dp * config.replica_ranks)
     classes = "vocabulary" if config.model == "gpt" else "classes"
 

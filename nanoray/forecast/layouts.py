@@ -64,8 +64,8 @@ def candidates(job: Job, ranks: int, ranks_per_node: int | None = None) -> Itera
     return layouts
 
 
-def refusal(job: Job, layout: Layout) -> str:
-    """Return the rule that a layout breaks, with its numbers; "" if it breaks none."""
+def refusal(job: Job, layout: Layout) -> str | None:
+    """Return the rule that a layout breaks, with its numbers; None if it breaks none."""
     for parallelism in PARALLELISMS:
         reason = parallelism.refusal(job, layout)
         if reason:

@@ -231,7 +231,7 @@ def send(topology: Topology, ranks: int, nbytes: int) -> Cost:
 # The groups of an axis on the nodes.
 
 
-class Place(NamedTuple):
+class GroupPlace(NamedTuple):
     """The place of a group of an axis on the nodes; where groups differ, of the slowest group."""
 
     ranks: int
@@ -244,7 +244,7 @@ class Place(NamedTuple):
         return self.local == self.ranks
 
 
-def placed(layout: Layout, axis: str, ranks_per_node: int) -> Place:
+def placed(layout: Layout, axis: str, ranks_per_node: int) -> GroupPlace:
     """Return the place of the groups of an axis. Rank r is on node r // ranks_per_node.
 
     `axis`: one of those that a layout has groups of.
@@ -252,7 +252,7 @@ def placed(layout: Layout, axis: str, ranks_per_node: int) -> Place:
     stride, size = layout.steps[axis]
     on_node = min(ranks_per_node, layout.world_size)
     if layout.world_size <= ranks_per_node or ranks_per_node % (stride * size) == 0:
-        return Place(size, size, on_node // size)
+        return GroupPlace(size, size, on_node // size)
 
     # A group takes every `stride`-th rank, so a node has `per_node` places for its members. Groups
     # that do not divide these places, or a stride that drifts, leave some groups fewer on a node.
@@ -263,10 +263,10 @@ def placed(layout: Layout, axis: str, ranks_per_node: int) -> Place:
         local = math.gcd(per_node, size)
     else:
         local = 1
-    return Place(size, local, max(1, on_node // local))
+    return GroupPlace(size, local, max(1, on_node // local))
 
 
-def share_between_nodes(op: str, place: Place) -> float:
+def share_between_nodes(op: str, place: GroupPlace) -> float:
     """Return the share of what a rank sends in a collective that leaves its node, 0 to 1.
 
     A mean over the ranks of a node, where not all send the same.
@@ -280,7 +280,7 @@ def share_between_nodes(op: str, place: Place) -> float:
     return 1 / place.local
 
 
-def seen_by(topology: Topology, place: Place) -> Topology:
+def seen_by(topology: Topology, place: GroupPlace) -> Topology:
     """Return the topology of one group: its ranks on a node, its share of the link between nodes."""
     _, inter = topology.levels
     own = Link(alpha_us=inter.alpha_us, bandwidth_gb_per_s=inter.bandwidth_gb_per_s / place.sharing)

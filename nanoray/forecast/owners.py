@@ -62,7 +62,7 @@ def holders_of(
     if layout.world_size > MOST_RANKS:
         raise ConfigError(
             f"world_size = {layout.world_size}: the shards of at most {MOST_RANKS} ranks are laid "
-            "out one by one; lower --world_size, or see `nanoray launch --dry_run --world_size N` "
+            "out one by one; lower --world_size, or see `python -m nanoray.launch --dry_run --world_size N` "
             "for bytes and memory at any scale"
         )
     # Data replicas and parts of sequences have the same model, so each place of the other axes is

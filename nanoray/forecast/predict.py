@@ -47,7 +47,7 @@ from nanoray.forecast.links import (
 from nanoray.forecast.parallelisms.record import Compute, Talk
 from nanoray.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.forecast.rank_memory import AssumedDevice, rank_memory
-from nanoray.forecast.simulate import NOTHING, Bucket, Step, simulate
+from nanoray.forecast.simulate import NOTHING, SimulatedBucket, Step, simulate
 from nanoray.forecast.traffic import talks_of
 from nanoray.forecast.weights import Weights, layers_of, rank_sizes, tensors_of
 from nanoray.mesh.layout import Layout
@@ -325,7 +325,7 @@ def _buckets(
     passes: int,
     backward_s: float,
     price: Callable[[Talk], Cost],
-) -> tuple[tuple[Bucket, ...], Callable[[int], Cost]]:
+) -> tuple[tuple[SimulatedBucket, ...], Callable[[int], Cost]]:
     """Return the buckets of one backward, and the function that prices one of them.
 
     Buckets are ready in the reverse order of the tensors. `passes`: backwards of a step that send
@@ -349,9 +349,9 @@ def _buckets(
         held += tensor.numel
         if held >= total / count:
             ready_s = (early + done) / (early + total) * backward_s
-            buckets.append(Bucket(ready_s, 4 * held))
+            buckets.append(SimulatedBucket(ready_s, 4 * held))
             held = 0
-    buckets.append(Bucket(backward_s, 4 * (held + tensors[0].numel)))
+    buckets.append(SimulatedBucket(backward_s, 4 * (held + tensors[0].numel)))
 
     # A bucket's share of all gradients has the same share of their latency and of their transfer.
     all_of_them = _sum([(talk.times / passes, price(talk)) for talk in beside])

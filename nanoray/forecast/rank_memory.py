@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanoray.config import Batch, Config
-from nanoray.devices.gpus import discover_gpus
 from nanoray.forecast.memory import RankSizes, rank_state
 from nanoray.forecast.parallelisms.registry import PARALLELISMS
+from nanoray.host.gpus import discover_gpus
 from nanoray.mesh.layout import Layout
 from nanoray.models import resnet_costs
 from nanoray.models.build import kernels_of

@@ -19,7 +19,7 @@ from nanoray.forecast.links import Cost
 NOTHING = Cost(0.0, 0.0)
 
 
-class Bucket(NamedTuple):
+class SimulatedBucket(NamedTuple):
     """Gradients that are sent together."""
 
     ready_s: float  # seconds of backward's own work, after which they are complete
@@ -33,7 +33,7 @@ class Step:
     forward_s: float
     backward_s: float
     optimizer_s: float
-    buckets: tuple[Bucket, ...]  # in the order in which they get ready
+    buckets: tuple[SimulatedBucket, ...]  # in the order in which they get ready
     # Of forward and of backward: sums in the midst of the layers, for which compute waits
     waits: tuple[Cost, Cost] = (NOTHING, NOTHING)
     one_link: bool = True  # whether buckets share the link of those sums
@@ -53,7 +53,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SimulatedStep:
     """The events of a simulated step, and their sums."""
 
     events: tuple[Event, ...]
@@ -94,7 +94,7 @@ def simulate(
     lanes: int = 1,
     cores: float = math.inf,
     threads: float = 1.0,
-) -> Schedule:
+) -> SimulatedStep:
     """Simulate one step of a rank; all ranks are equal.
 
     Compute and the sums that it waits for (step.waits) alternate. Buckets become ready in backward;
@@ -153,7 +153,7 @@ def simulate(
     # The optimizer runs alone, so only its own threads can need too many cores.
     end_s = now_s + step.optimizer_s * max(1.0, threads / cores)
     events.append(Event("compute", "optimizer", now_s, end_s))
-    return Schedule(tuple(events), end_s, busy_s, exposed_s=now_s - backward_end_s)
+    return SimulatedStep(tuple(events), end_s, busy_s, exposed_s=now_s - backward_end_s)
 
 
 def _rates(tasks: list[_Task], running: list[_Task], one_link: bool, cores: float) -> list[float]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from nanoray.compat import (
+from nanoray.base.compat import (
     CPU_ATTENTION,
     CPU_ATTENTION_BACKWARD,
     FakeTensorMode,
@@ -56,7 +56,7 @@ class Seen:
     backward_flops: int = 0
 
 
-class Trial:
+class TrialPass:
     """A forward and a backward of `model`; `seen` has the records of each module by its name."""
 
     def __init__(self, model: nn.Module, state: dict[str, Tensor] | None = None) -> None:
@@ -216,7 +216,7 @@ def _contains(outer: str, inner: str) -> bool:
 
 def trial_on_fakes(
     model: nn.Module, loss: Loss, x: Any, y: Any, precision: str, backward: bool = False
-) -> Trial:
+) -> TrialPass:
     """Return the trial of a micro batch as on a CPU. The model may be on the meta device.
 
     Nothing is computed: fake tensors have shapes and types only. Raises what the model raises on
@@ -232,7 +232,7 @@ def trial_on_fakes(
             else:
                 state[name] = mode.from_tensor(tensor)
         inputs = tree_map_only(Tensor, mode.from_tensor, (x, y))
-        trial = Trial(model, state)
+        trial = TrialPass(model, state)
 
         def run() -> None:
             with autocast("cpu", precision):

@@ -30,7 +30,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanoray.atomic import json_mapping
+from nanoray.base.atomic import json_mapping
 from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.errors import ConfigError
 from nanoray.forecast.fit import Fit, fit
@@ -46,7 +46,7 @@ from nanoray.forecast.links import (
     load_topology,
     send,
 )
-from nanoray.forecast.simulate import NOTHING, Bucket, Schedule, Step, simulate
+from nanoray.forecast.simulate import NOTHING, SimulatedBucket, SimulatedStep, Step, simulate
 from nanoray.mesh.layout import DIVISIONS
 from nanoray.trace.__main__ import read_steps
 from nanoray.trace.log import PAUSES
@@ -85,7 +85,7 @@ class Traced:
 
 
 @dataclass(frozen=True)
-class Past:
+class FittedRun:
     """The model of a run: compute and link from its even traced steps, step times from the odd."""
 
     mode: str
@@ -161,7 +161,7 @@ def parts_of(step: dict[str, Any]) -> Traced:
     ready = []
     for bucket in buckets:
         ready_ms = max(1e-3, max(bucket["enqueue_ms"]) - backward_begin_ms)
-        ready.append(Bucket(1e-3 * ready_ms, bucket["bytes"]))
+        ready.append(SimulatedBucket(1e-3 * ready_ms, bucket["bytes"]))
     forward_s = 1e-3 * max(0.0, mean("before") - waited_ms[0])
     optimizer_s = 1e-3 * max(0.0, mean("after") - waited_ms[2])
     if ready:
@@ -229,7 +229,7 @@ def shared(spans: Sequence[tuple[float, float]]) -> list[float]:
     return shares
 
 
-def read_past(run: Path) -> Past:
+def read_past(run: Path) -> FittedRun:
     """Read the traced steps of a run's newest group of ranks.
 
     Raises ConfigError for a run without a prediction.
@@ -269,7 +269,7 @@ def read_past(run: Path) -> Past:
     waits = known[-1].waits
     if mode != "fsdp":
         waits = tuple(wait for wait in waits if wait.op == "send_recv")
-    return Past(
+    return FittedRun(
         mode=mode,
         ranks=ranks,
         algorithm=algorithm,
@@ -344,7 +344,7 @@ def _median(steps: Sequence[Step]) -> Step:
         ready.append(statistics.median(step.buckets[number].ready_s for step in steps))
     # Medians of neighbours may change places, but buckets become ready in order.
     buckets = tuple(
-        Bucket(ready_s, bucket.nbytes)
+        SimulatedBucket(ready_s, bucket.nbytes)
         for ready_s, bucket in zip(sorted(ready), first.buckets, strict=True)
     )
     backward_s = statistics.median(step.backward_s for step in steps)
@@ -359,7 +359,7 @@ def _median(steps: Sequence[Step]) -> Step:
     )
 
 
-def cut_anew(buckets: Sequence[Bucket], bucket_mb: float) -> tuple[Bucket, ...]:
+def cut_anew(buckets: Sequence[SimulatedBucket], bucket_mb: float) -> tuple[SimulatedBucket, ...]:
     """Return buckets of another size.
 
     Between the known moments, gradients become ready at an even pace.
@@ -384,10 +384,10 @@ def cut_anew(buckets: Sequence[Bucket], bucket_mb: float) -> tuple[Bucket, ...]:
         raise AssertionError("no bucket ends after the last gradient")
 
     ends = [*range(cap, total, cap), total]
-    return tuple(Bucket(ready_s(end), end - start) for start, end in pairwise([0, *ends]))
+    return tuple(SimulatedBucket(ready_s(end), end - start) for start, end in pairwise([0, *ends]))
 
 
-def ask(past: Past, question: Question, topology: Topology) -> Schedule:
+def ask(past: FittedRun, question: Question, topology: Topology) -> SimulatedStep:
     """Simulate the run's step with the changes of a question.
 
     Each rank computes as before, whatever the number of ranks.
@@ -472,7 +472,7 @@ def lines(run: Path, questions: Sequence[Question], other: Callable[[Link], Topo
     return report
 
 
-def _contents(past: Past) -> tuple[str, list[int]]:
+def _contents(past: FittedRun) -> tuple[str, list[int]]:
     """Return the kind and number of messages of a step, and their sizes."""
     if past.step.buckets:
         sizes = [bucket.nbytes for bucket in past.step.buckets]
@@ -485,7 +485,7 @@ def _contents(past: Past) -> tuple[str, list[int]]:
     return what, [wait.nbytes for wait in past.waits]
 
 
-def _refuse(past: Past, questions: Sequence[Question]) -> None:
+def _refuse(past: FittedRun, questions: Sequence[Question]) -> None:
     """Raise ConfigError for a question that has no effect in the run's mode."""
     if past.mode != "ddp" and any(question.allreduce for question in questions):
         raise ConfigError(
@@ -499,7 +499,7 @@ def _refuse(past: Past, questions: Sequence[Question]) -> None:
 
 
 def _row(
-    name: str, step: Schedule, baseline: Schedule, compute_s: float
+    name: str, step: SimulatedStep, baseline: SimulatedStep, compute_s: float
 ) -> tuple[str, str, str, str]:
     exposed_ms = max(0.0, 1e3 * (step.step_s - compute_s))
     ratio = step.step_s / baseline.step_s

@@ -45,7 +45,7 @@ _CAPACITY = re.compile(
 
 
 @dataclass(frozen=True)
-class Device:
+class ListedDevice:
     """A GPU or a slice of one, as NVIDIA's driver lists it."""
 
     node: str
@@ -110,7 +110,7 @@ def requests_of(objects: list[Object]) -> list[Request]:
     return found
 
 
-def read_devices(api: Api) -> list[Device]:
+def read_devices(api: Api) -> list[ListedDevice]:
     """Return the GPUs and slices that pods may claim. Raises KubeError."""
     try:
         slices = api.call("GET", f"{_API}/resourceslices")["items"]
@@ -139,7 +139,7 @@ def read_devices(api: Api) -> list[Device]:
     return devices
 
 
-def _device(node: str, pool: str, listed: dict[str, Any]) -> Device:
+def _device(node: str, pool: str, listed: dict[str, Any]) -> ListedDevice:
     attributes = {}
     for name, value in listed.get("attributes", {}).items():
         ((_, content),) = value.items()  # {string: ...}, {version: ...}, {int: ...} or {bool: ...}
@@ -148,7 +148,7 @@ def _device(node: str, pool: str, listed: dict[str, Any]) -> Device:
     for name, value in listed.get("capacity", {}).items():
         capacity[name.removeprefix(f"{DRIVER}/")] = str(value["value"])
     is_partition = bool(listed.get("consumesCounters"))
-    return Device(node, pool, listed["name"], attributes, capacity, is_partition)
+    return ListedDevice(node, pool, listed["name"], attributes, capacity, is_partition)
 
 
 def read_allocated(api: Api) -> set[tuple[str, str]]:
@@ -162,14 +162,14 @@ def read_allocated(api: Api) -> set[tuple[str, str]]:
     return allocated
 
 
-def fits(device: Device, request: Request) -> bool:
+def fits(device: ListedDevice, request: Request) -> bool:
     """Return whether a device may satisfy a request; unknown selectors count as satisfied."""
     if device.device_class != request.device_class:
         return False
     return all(evaluate(text, device) is not False for text in request.selectors)
 
 
-def evaluate(selector: str, device: Device) -> bool | None:
+def evaluate(selector: str, device: ListedDevice) -> bool | None:
     """Return whether a device satisfies a selector, None for a form that is not known here."""
     text = selector.strip()
     match = _EQUALS.fullmatch(text)
@@ -195,7 +195,7 @@ def label(request: Request) -> str:
     return f"{request.device_class} {request.profile}".strip()
 
 
-def summarize(devices: list[Device]) -> str:
+def summarize(devices: list[ListedDevice]) -> str:
     """Return the models of devices with their numbers: 4 NVIDIA H200, 7 1g.18gb slices."""
     counts: dict[str, int] = {}
     for device in devices:

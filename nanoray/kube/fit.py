@@ -12,7 +12,7 @@ from typing import Any
 from nanoray.kube.claims import GPU_CLASSES, claim_templates, gpu_requests
 from nanoray.kube.cluster import Api, ApiError, KubeError
 from nanoray.kube.devices import (
-    Device,
+    ListedDevice,
     check_driver,
     evaluate,
     fits,
@@ -39,7 +39,7 @@ class Node:
     taints: list[dict[str, str]]
     allocatable: Amounts
     free: Amounts = field(default_factory=dict)  # allocatable and requested by no pod
-    devices: list[Device] = field(default_factory=list)  # which pods may claim
+    devices: list[ListedDevice] = field(default_factory=list)  # which pods may claim
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class _Package(types.ModuleType):
         """Call `main(run)` on every rank of a new run, and return the exit code.
 
         The ranks are actors on Ray. Under torchrun, srun or mpirun this process is one rank, and
-        with `ray=False` it trains alone. `config` has keys of the configuration (`nanoray launch
+        with `ray=False` it trains alone. `config` has keys of the configuration (`python -m nanoray.launch
         --help`), such as workers, global_batch_size, dp_mode or resume, and besides them
         dry_run and quiet. An error of nanoray is printed as one line, and its exit code returned.
         A Ray that the program is connected to is used, and stays connected.

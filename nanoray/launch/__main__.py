@@ -13,33 +13,33 @@ from typing import Any
 
 from ray.util.placement_group import remove_placement_group
 
+from nanoray.base.environment import environment
+from nanoray.base.output import say
 from nanoray.checkpoint.refused import discard_refused, discarding_refused
+from nanoray.checkpoint.run import require_short_names, summary_on_failure, write_summary
+from nanoray.checkpoint.upload.process import Upload
 from nanoray.cli import Loaded, name_program, run_command
 from nanoray.cli.help import LAUNCH
 from nanoray.config import Config
 from nanoray.config.variables import values_of
-from nanoray.devices.gpus import discover_gpus
-from nanoray.devices.host import available_cpus
-from nanoray.devices.slots import Slots, local_slots
-from nanoray.environment import environment
 from nanoray.errors import CheckpointError, ConfigError, WorkerFailed
 from nanoray.faults.plan import DRIVER, Injector, parse_plan
+from nanoray.host.gpus import discover_gpus
+from nanoray.host.host import available_cpus
+from nanoray.host.interfaces import require_interfaces
+from nanoray.host.launchers import refuse_many_starts
+from nanoray.host.slots import Slots, local_slots
 from nanoray.launch.caller import caller_address
 from nanoray.launch.driver import Driver
 from nanoray.launch.job_report import JobReport
 from nanoray.launch.placement import Placement, bounded, connected, using
-from nanoray.launch.script import Script
+from nanoray.launch.script import PackedScript
 from nanoray.launch.signals import catch_signals
 from nanoray.launch.silence import OwnTime
-from nanoray.mesh.interfaces import require_interfaces
-from nanoray.mesh.launchers import refuse_many_starts
-from nanoray.output import say
-from nanoray.run import require_short_names, summary_on_failure, write_summary
 from nanoray.start.opening import Opening
 from nanoray.train.report import closing_lines
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
-from nanoray.upload.process import Upload
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,7 +71,7 @@ def launch(
 ) -> int:
     """Train the loaded configuration on Ray and return the exit code. Raises NanorayError.
 
-    `main` is a script's function that each rank calls with its Run (nanoray.train.own.run). `last`:
+    `main` is a script's function that each rank calls with its Run (nanoray.own.run). `last`:
     the caller ends this process with os._exit.
     """
     # Everything that needs no device comes first: a conflict fails within a second.
@@ -79,7 +79,7 @@ def launch(
     if opening.forecast():
         return 0
 
-    refuse_many_starts(os.environ, "`nanoray launch`")
+    refuse_many_starts(os.environ, "`python -m nanoray.launch`")
 
     # Where the run goes, and on how many ranks: on this machine that is known now.
     opening.set({"out_dir": lasting_out_dir(loaded.config)}, "a Ray job's folder does not last")
@@ -106,7 +106,7 @@ def launch(
         # An impossible batch fails before Ray starts.
         opening.require_batch(workers)
     parse_plan(config.faults)
-    script = Script.pack(main, loaded.given) if main else None
+    script = PackedScript.pack(main, loaded.given) if main else None
     opening.read()
 
     # Storage that refuses, or that lacks what is to be resumed, is found out before a device is taken.
@@ -219,7 +219,7 @@ def _dry_run_own(
     main: Callable[[Any], Any], given: frozenset[str], config: Config, ranks: int, where: str
 ) -> None:
     """Print the dry run of a script's own model."""
-    from nanoray.train.own.program import Program  # imports torch
+    from nanoray.own.program import Program  # imports torch
 
     Program(main, given).dry_run(config, ranks, where)
 

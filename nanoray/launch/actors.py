@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import (
     NotIn,
 )
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.config.variables import THREADS, explicit
 from nanoray.launch.cluster_watch import ClusterWatch
@@ -38,9 +39,8 @@ from nanoray.launch.placement import (
     strategy,
 )
 from nanoray.launch.ray_compat import is_pending
-from nanoray.launch.script import Script
+from nanoray.launch.script import PackedScript
 from nanoray.launch.worker import Worker
-from nanoray.run import RunSpec
 
 POLL_S = 0.25  # how often the driver looks for a stop request while it waits for actors
 START_TRIES = 3  # how often a new actor may die before it is ready
@@ -71,7 +71,7 @@ class ActorPool:
         place: Placement,
         check: Callable[[], None] = _no_check,
         cluster: ClusterWatch | None = None,
-        script: Script | None = None,
+        script: PackedScript | None = None,
         api: Any = ray,
         clock: Any = time,
         variables: Mapping[str, str] | None = None,

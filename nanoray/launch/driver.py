@@ -19,7 +19,10 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from nanoray.base.output import say
+from nanoray.base.points import reached
 from nanoray.checkpoint.folder import FolderKeeper
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import Failure, FailureCollector, back_off_s
@@ -30,19 +33,19 @@ from nanoray.launch.moves import Moves
 from nanoray.launch.placement import Placement
 from nanoray.launch.recover import Recoverer
 from nanoray.launch.run_state import RunState
-from nanoray.launch.script import Script
+from nanoray.launch.script import PackedScript
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.situation import (
     AwaitReplacements,
     EndUntrained,
     Finish,
     GiveUp,
+    GroupStage,
     Grow,
     NameCause,
     Restart,
     Save,
     Situation,
-    Stage,
     StartRanks,
     Step,
     TrainOn,
@@ -53,9 +56,6 @@ from nanoray.launch.situation import (
 from nanoray.launch.watcher import Watcher
 from nanoray.launch.worker import DRIVER_SILENT_S
 from nanoray.launch.worker_group import WorkerGroup
-from nanoray.output import say
-from nanoray.points import reached
-from nanoray.run import RunSpec
 from nanoray.train.watch.observers import Console
 
 
@@ -69,7 +69,7 @@ class Driver:
         stop: Stop,
         api: Any = ray,
         clock: Any = time,
-        script: Script | None = None,
+        script: PackedScript | None = None,
         cluster_clock: Any = time,
         variables: Mapping[str, str] | None = None,
     ) -> None:
@@ -127,9 +127,9 @@ class Driver:
             saving_reason=saving.reason if saving else None,
             too_late=self.at.too_late(self._clock.monotonic()),
         )
-        if self.at.stage is Stage.WATCHED:
+        if self.at.stage is GroupStage.WATCHED:
             return self._after_watch(situation)
-        if self.at.stage is Stage.CAUSE_NAMED:
+        if self.at.stage is GroupStage.CAUSE_NAMED:
             return self._after_fault(situation)
         return situation
 
@@ -180,7 +180,7 @@ class Driver:
             trainable=trainable,
         )
 
-    def _take(self, step: Step) -> Stage:
+    def _take(self, step: Step) -> GroupStage:
         """Take a step that does not end the run; return how far that has brought it."""
         match step:
             case StartRanks():
@@ -189,7 +189,7 @@ class Driver:
                 return self._watch()
             case Grow():
                 self._grow()
-                return Stage.RUNNING
+                return GroupStage.RUNNING
             case NameCause(group_broke):
                 assert self.at.collector
                 self.recoverer.name_cause(self.at, self.at.collector, group_broke)
@@ -197,17 +197,17 @@ class Driver:
                 self.recoverer.await_replacements(self.at)
             case TrainOn():
                 if self.recoverer.form_group(self.at, saves=False):
-                    return Stage.RUNNING
+                    return GroupStage.RUNNING
             case Save(reason, no_replacement):
                 if self._save(reason, no_replacement):
-                    return Stage.RUNNING
+                    return GroupStage.RUNNING
             case Restart(note):
                 return self._restart(note)
-        return Stage.CAUSE_NAMED
+        return GroupStage.CAUSE_NAMED
 
     # Start.
 
-    def _start(self) -> Stage:
+    def _start(self) -> GroupStage:
         """Start all ranks; a stop that is requested meanwhile interrupts that."""
         try:
             self.stop.check()
@@ -227,10 +227,10 @@ class Driver:
             self.at.group.begin()
             self._refuse_useless_spares(self.at.group)
         except StopRequested:
-            return Stage.NO_RANKS  # the next step ends the run
+            return GroupStage.NO_RANKS  # the next step ends the run
         except RayError as error:
             return self._watched(self._failed_start(error))
-        return Stage.RUNNING
+        return GroupStage.RUNNING
 
     def _failed_start(self, error: RayError) -> FailureCollector:
         """Return an actor's failure while starting. Raises PlacementError if none ever started."""
@@ -261,7 +261,7 @@ class Driver:
 
     # Watch.
 
-    def _watch(self) -> Stage:
+    def _watch(self) -> GroupStage:
         """Watch the ranks; those on drained nodes end if the others can go on without them."""
         self.at.outcome = None
         try:
@@ -271,10 +271,10 @@ class Driver:
         self.watcher.end_drained(self.at, collector)
         return self._watched(collector)
 
-    def _watched(self, collector: FailureCollector) -> Stage:
+    def _watched(self, collector: FailureCollector) -> GroupStage:
         """Note how the ranks ended."""
         self.at.collector = collector
-        return Stage.WATCHED
+        return GroupStage.WATCHED
 
     # Recover.
 
@@ -292,7 +292,7 @@ class Driver:
         self.recoverer.begin_saving(self.at, reason)
         return self.recoverer.form_group(self.at, saves=True)
 
-    def _restart(self, note: str | None) -> Stage:
+    def _restart(self, note: str | None) -> GroupStage:
         """End all ranks; the next attempt starts from the newest checkpoint."""
         if note:
             self.faults.explain(note)
@@ -308,7 +308,7 @@ class Driver:
             pause = f", in {seconds:.0f} s: no step was completed since the last failure"
         say(f"restart  {self.faults.budget} from the newest checkpoint{pause}\n")
         self.stop.wait(seconds, self._clock)
-        return Stage.NO_RANKS
+        return GroupStage.NO_RANKS
 
     # The end.
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nanoray.base.output import say
 from nanoray.faults import exit_record
 from nanoray.faults.cause import (
     Failure,
@@ -18,7 +19,6 @@ from nanoray.faults.cause import (
     without_progress,
 )
 from nanoray.faults.hang import Position
-from nanoray.output import say
 
 LOG_LINES = 8  # of a dead rank's log, in the report
 LOG_BYTES = 1 << 14  # read from the end of the log: long enough for those lines

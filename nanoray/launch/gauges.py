@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.util.metrics import Gauge
 
-from nanoray.metrics import METRICS
+from nanoray.base.metrics import METRICS
 
 HOLD_S = 1.0  # Ray exports a gauge every 10 s, but only if it was set since the last export
 

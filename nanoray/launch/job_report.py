@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from nanoray.checkpoint.run import RunSpec, newest_record
 from nanoray.launch.placement import bounded
 from nanoray.launch.ray_compat import JobRecord
-from nanoray.run import RunSpec, newest_record
 from nanoray.train.watch.observers import progress
 
 INTERVAL_S = 5.0

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from nanoray.base.output import say
 from nanoray.launch.actors import START_TRIES
 from nanoray.launch.worker_group import WorkerGroup
-from nanoray.output import say
 
 LOOK_S = 2.0  # between two questions to the head, while a rank is outside of its slot
 

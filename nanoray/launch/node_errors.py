@@ -10,7 +10,7 @@ import math
 import time
 from typing import Any
 
-from nanoray.output import say
+from nanoray.base.output import say
 
 REPEAT_S = 20.0  # both agents of a node report within a few seconds; a pod starts again later
 LONGEST = 200  # characters

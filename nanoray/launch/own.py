@@ -10,8 +10,8 @@ from typing import Any
 from nanoray.cli import exit_code_of
 from nanoray.config import Config
 from nanoray.errors import ConfigError
-from nanoray.mesh.launchers import Place, describe_variables, place_of
-from nanoray.train.own.settings import loaded_of, refuse_while_spawned
+from nanoray.host.launchers import Place, describe_variables, place_of
+from nanoray.own.settings import loaded_of, refuse_while_spawned
 
 
 def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool = True) -> int:
@@ -20,7 +20,7 @@ def launch_own(main: Callable[[Any], Any], config: Mapping[str, Any], ray: bool 
     A stop by Ctrl-C or SIGTERM returns its code, too, so the program that calls this goes on. A Ray
     that the program is connected to is used, and stays connected.
 
-    `config` has keys of nanoray's configuration (`nanoray launch --help all`), such as workers,
+    `config` has keys of nanoray's configuration (`python -m nanoray.launch --help all`), such as workers,
     micro_batch_size, dp_mode, checkpoint_every, resume, and quiet. Under torchrun, srun or mpirun
     this process is one rank. Without `ray` it trains alone. With the key dry_run, `main` is called
     in this process and ends at `fit`, which prints the memory of a rank by part.
@@ -37,8 +37,8 @@ def _launch(main: Callable[[Any], Any], config: dict[str, Any], ray: bool, start
         refuse_both(place, loaded.config, loaded.given)
     if place or not ray:
         # These import torch, which the driver does without.
+        from nanoray.own.program import Program
         from nanoray.train.__main__ import run_here
-        from nanoray.train.own.program import Program
 
         try:
             return run_here(loaded, started, Program(main, loaded.given))

@@ -27,12 +27,13 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nanoray.base.environment import environment, restored
+from nanoray.base.output import say
 from nanoray.config import Config
-from nanoray.devices.choose import choose_precision
-from nanoray.devices.host import available_cpus
-from nanoray.devices.slots import Slots, cpu_share
-from nanoray.environment import environment, restored
 from nanoray.errors import PlacementError
+from nanoray.host.choose import choose_precision
+from nanoray.host.host import available_cpus
+from nanoray.host.slots import Slots, cpu_share
 from nanoray.launch.node_errors import NodeErrors
 from nanoray.launch.ray_compat import (
     HEAD_RESOURCE,
@@ -45,7 +46,6 @@ from nanoray.launch.ray_compat import (
 )
 from nanoray.launch.signals import Stop, StopRequested
 from nanoray.launch.worker import bound_devices
-from nanoray.output import say
 
 # A container's user may have neither HOME nor an entry in passwd: then "~" stays, and nothing is there.
 _TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))

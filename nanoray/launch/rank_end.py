@@ -25,15 +25,15 @@ import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nanoray.atomic import json_mapping
+from nanoray.base.atomic import json_mapping
+from nanoray.base.proc import start_time
+from nanoray.checkpoint.run import RunSpec
 from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.launch.fault_log import end_of_log
 from nanoray.launch.placement import bounded
 from nanoray.launch.worker_group import WorkerGroup
-from nanoray.proc import start_time
-from nanoray.run import RunSpec
 
 # An exit record is written within milliseconds of the death, but a busy machine may take seconds.
 EXIT_RECORD_S = 5.0

@@ -19,7 +19,10 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from nanoray.base.output import say
+from nanoray.base.points import reached
 from nanoray.checkpoint.folder import FolderKeeper
+from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up
 from nanoray.launch.actors import POLL_S, START_TRIES
 from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
@@ -29,9 +32,6 @@ from nanoray.launch.run_state import Forming, RunState, Saving
 from nanoray.launch.shares import no_replica, smaller
 from nanoray.launch.signals import Stop
 from nanoray.launch.worker_group import WorkerGroup
-from nanoray.output import say
-from nanoray.points import reached
-from nanoray.run import RunSpec, write_attempt
 
 # From a failure that ends an attempt until the survivors must have saved (KubeRay grants 100 s).
 SAVE_S = 90.0

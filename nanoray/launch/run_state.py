@@ -27,11 +27,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.faults.cause import FailureCollector
 from nanoray.launch.actors import START_TRIES
-from nanoray.launch.situation import Stage
+from nanoray.launch.situation import GroupStage
 from nanoray.launch.worker_group import WorkerGroup
-from nanoray.run import RunSpec
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class RunState:
     """Where a run is, from a start of all its ranks until the next one."""
 
     spec: RunSpec  # of the present attempt
-    stage: Stage = Stage.NO_RANKS
+    stage: GroupStage = GroupStage.NO_RANKS
 
     # The present ranks, and how they ended in the newest watch.
     group: WorkerGroup | None = None

@@ -16,7 +16,7 @@ from nanoray.errors import ConfigError, one_line
 
 
 @dataclass(frozen=True)
-class Script:
+class PackedScript:
     """A user's function that trains, as bytes."""
 
     name: str
@@ -24,7 +24,7 @@ class Script:
     given: frozenset[str]  # keys of the configuration that the user has set
 
     @classmethod
-    def pack(cls, main: Callable[[Any], Any], given: frozenset[str]) -> Script:
+    def pack(cls, main: Callable[[Any], Any], given: frozenset[str]) -> PackedScript:
         """Pickle a function. Raises ConfigError for one that cannot leave this process."""
         name = getattr(main, "__qualname__", type(main).__name__)
         try:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from nanoray.base.output import say
 from nanoray.cli import handle_stop_signals, stop_signals
-from nanoray.output import say
 
 AFTER_THIS_STEP = b"\nstopping after this step, with a checkpoint (Ctrl-C once more: stop now)\n"
 

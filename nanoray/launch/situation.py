@@ -20,7 +20,7 @@ UNFIT = "its replacement cannot work where it was started, and no other node has
 STOPPED_UNSAVED = "a stop was requested, and no rank could save"
 
 
-class Stage(Enum):
+class GroupStage(Enum):
     """How far the driver has come with the present ranks."""
 
     NO_RANKS = "none has been started, or all were ended"
@@ -33,7 +33,7 @@ class Stage(Enum):
 class Situation:
     """What the driver's decision depends on. Later fields matter in later stages only."""
 
-    stage: Stage
+    stage: GroupStage
     stop_requested: bool = False
 
     # The ranks save what they hold, and train no further step.
@@ -145,11 +145,11 @@ Step = (
 
 def next_step(situation: Situation) -> Step:
     """Return what the driver must do now."""
-    if situation.stage is Stage.NO_RANKS:
+    if situation.stage is GroupStage.NO_RANKS:
         return EndUntrained() if situation.stop_requested else StartRanks()
-    if situation.stage is Stage.RUNNING:
+    if situation.stage is GroupStage.RUNNING:
         return WatchRanks()
-    if situation.stage is Stage.CAUSE_NAMED:
+    if situation.stage is GroupStage.CAUSE_NAMED:
         return _after_fault(situation)
     if situation.exit_reason:
         return _after_last_checkpoint(situation)

@@ -23,20 +23,20 @@ from typing import Any, NamedTuple
 
 import ray
 
-from nanoray.atomic import write_json
-from nanoray.devices.choose import require_compiler
+from nanoray.base.atomic import write_json
+from nanoray.base.mapped import restore_missing
+from nanoray.base.proc import start_time
+from nanoray.checkpoint.run import RunSpec, recovers_in_place
 from nanoray.errors import NanorayError, RankDiffers, RendezvousError
 from nanoray.faults import exit_record
 from nanoray.faults.cause import is_collective_error
 from nanoray.faults.progress import UNKNOWN, ProgressFile
+from nanoray.host.choose import require_compiler
 from nanoray.launch.gauges import MessageQueue, RayMetrics
 from nanoray.launch.rank_output import RankOutput
-from nanoray.launch.script import Script
+from nanoray.launch.script import PackedScript
 from nanoray.launch.silence import DriverSilence
-from nanoray.mapped import restore_missing
 from nanoray.mesh.rendezvous import Order, Rendezvous
-from nanoray.proc import start_time
-from nanoray.run import RunSpec, recovers_in_place
 
 log = logging.getLogger("nanoray.rank")
 
@@ -79,7 +79,7 @@ class Worker:
         run_name: str,
         rank: int | None,
         rehearsal: dict[str, Any] | None = None,
-        script: Script | None = None,
+        script: PackedScript | None = None,
         variables: Mapping[str, str] | None = None,
         train: Callable[..., dict[str, Any]] | None = None,
         api: Any = ray,
@@ -132,7 +132,7 @@ class Worker:
         try:
             # Collecting garbage among modules, which stay anyway, is a sixth of an import's time.
             gc.disable()
-            importlib.import_module("nanoray.train.own.program")
+            importlib.import_module("nanoray.own.program")
             gc.freeze()
             gc.enable()
             if self._rehearsal:
@@ -220,8 +220,8 @@ class Worker:
     def run(self, spec: dict[str, Any], rendezvous: Rendezvous) -> dict[str, Any]:
         """Train as one rank; return the outcome, or as data the failure and its kind."""
         self._importing.join()
+        from nanoray.own.program import Program
         from nanoray.train.agree import require_run_folder
-        from nanoray.train.own.program import Program
         from nanoray.train.recipe import train
 
         assert self._rank is not None
@@ -243,7 +243,7 @@ class Worker:
                 self._output = self._keep_output(run.log(self._rank))
             require_compiler(run.config, rendezvous.device)
             self._metrics = RayMetrics(self._name, self._rank)
-            watchers = [MessageQueue(self._messages, self._metrics)]
+            observers = [MessageQueue(self._messages, self._metrics)]
 
             # Rank 0 of a new run trains with the store that this process serves already. A survivor
             # serves the store of a later attempt for all ranks, also for rank 0.
@@ -254,7 +254,7 @@ class Worker:
             trainer: Callable[..., dict[str, Any]] = self._train or train
             if self._script:
                 trainer = Program(self._script.unpack(), self._script.given)
-            outcome = trainer(run, rendezvous, watchers, self._next_order, store, rejoin)
+            outcome = trainer(run, rendezvous, observers, self._next_order, store, rejoin)
             if self._output:
                 self._output.finish()
             result = {"ok": True, **outcome}

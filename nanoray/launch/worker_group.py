@@ -18,6 +18,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from nanoray.checkpoint.run import RunSpec, recovers_in_place
 from nanoray.faults.hang import Position
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.actors import ActorPool
@@ -25,7 +26,6 @@ from nanoray.launch.meeting import Meeting
 from nanoray.launch.shares import Shares
 from nanoray.launch.worker import Heartbeat
 from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.run import RunSpec, recovers_in_place
 from nanoray.train.watch.observers import Console
 
 HEARTBEAT_S = 1.0  # a rank whose position is unchanged answers after this long

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from nanoray.compat import all_gather_single
+from nanoray.base.compat import all_gather_single
+from nanoray.base.points import reached
 from nanoray.mesh.mesh import Mesh
-from nanoray.points import reached
 
 
 @dataclass

@@ -28,17 +28,16 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import ProcessGroup, TCPStore, Work
 
-from nanoray.compat import (
+from nanoray.base.compat import (
     abort_process_groups,
     collectives_of,
     new_groups_meet_in,
     process_groups,
     restart_group_names,
 )
+from nanoray.base.points import reached
 from nanoray.errors import GroupNotFormed, NanorayError, RankDiffers, RendezvousError
-from nanoray.mesh import wire
-from nanoray.mesh.backends import NCCL, load_backend, reports_lost_peers, settings_for_aborts
-from nanoray.mesh.interfaces import (
+from nanoray.host.interfaces import (
     addresses_of_hosts,
     gloo_address,
     interface_for_gloo,
@@ -47,11 +46,12 @@ from nanoray.mesh.interfaces import (
     publish_route,
     require_interfaces,
 )
+from nanoray.mesh import wire
+from nanoray.mesh.backends import NCCL, load_backend, reports_lost_peers, settings_for_aborts
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.memory import plain_memory
 from nanoray.mesh.rendezvous import PATIENCE_S, Order, Rendezvous, T, connect_store, public_name
 from nanoray.mesh.wire import SealedStore
-from nanoray.points import reached
 
 READ_S = 5.0  # for the other ranks to read why the roll call has failed
 _MEETINGS = WeakSet[SealedStore]()  # of this process, until it leaves its groups

@@ -20,8 +20,8 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nanoray.errors import ConfigError, RendezvousError
-from nanoray.mesh.interfaces import is_loopback, loopback_address
-from nanoray.mesh.launchers import place_of, whole_number
+from nanoray.host.interfaces import is_loopback, loopback_address
+from nanoray.host.launchers import place_of, whole_number
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from nanoray.compat import BatchNormBase
+from nanoray.base.compat import BatchNormBase
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanoray.compat import foreach_mul_
+from nanoray.base.compat import foreach_mul_
 from nanoray.errors import TrainingDiverged
 from nanoray.models.weighted import LossValue
 

@@ -71,7 +71,7 @@ class ResNet(nn.Module):
         # Three stages; the first block of the 2nd and 3rd halves the image.
         for c_out in shape.channels:
             for _ in range(shape.blocks_per_stage):
-                self.blocks.append(Block(c_in, c_out))
+                self.blocks.append(ResidualBlock(c_in, c_out))
                 c_in = c_out
 
         self.head = nn.Linear(c_in, shape.classes)
@@ -100,7 +100,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut; with more channels, rows and columns halve."""
 
     def __init__(self, c_in: int, c_out: int) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Shard, whole_pieces
-from nanoray.parallel.compress import Compressor, Sent
+from nanoray.parallel.compress import Compressor, SendingBucket
 from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
@@ -359,7 +359,7 @@ class Buckets(DataParallel):
         last = self._next == len(self._buckets)
         if self.compressor:
             self.compressor.send(
-                Sent(bucket.grads, bucket.params, bucket.starts, bucket.index, last)
+                SendingBucket(bucket.grads, bucket.params, bucket.starts, bucket.index, last)
             )
             return
 

@@ -40,7 +40,7 @@ SPANNED = 1e-5  # of a column's length: less is a rounding error when earlier co
 _TINY = torch.finfo(torch.float32).tiny
 
 
-class Sent(NamedTuple):
+class SendingBucket(NamedTuple):
     """One bucket on its way: its gradients, (m,), and where those of each parameter begin in it."""
 
     flat: Tensor
@@ -117,7 +117,7 @@ class Compressor(StepHook):
         for q in self._q.values():
             q.copy_(torch.randn(q.shape, generator=draws))
 
-    def send(self, sent: Sent) -> None:
+    def send(self, sent: SendingBucket) -> None:
         """Start to sum a bucket over the ranks; its gradients are divided by their number. (all
         ranks, in one order)
 
@@ -170,7 +170,7 @@ class Compressor(StepHook):
         self._changes.clear()
         self._flight.clear()
 
-    def _loaded(self, sent: Sent, size: int) -> Tensor:
+    def _loaded(self, sent: SendingBucket, size: int) -> Tensor:
         """Return a bucket's gradients plus the errors of earlier steps, (size,), in float32.
 
         Padded with zeros.
@@ -191,7 +191,7 @@ class Compressor(StepHook):
             return scale
         return self.unit if scale is None else self.unit * scale
 
-    def _keep(self, sent: Sent, left: Tensor) -> None:
+    def _keep(self, sent: SendingBucket, left: Tensor) -> None:
         """Note the errors of a bucket, (size,); they enter the memory with the update."""
         factor = self._factor()
         if factor is not None:
@@ -200,7 +200,7 @@ class Compressor(StepHook):
             if p in self._error:
                 self._changes.append((p, self._error[p], left[start : start + p.numel()]))
 
-    def _rounded(self, sent: Sent) -> Iterator[None]:
+    def _rounded(self, sent: SendingBucket) -> Iterator[None]:
         """Sum a bucket in two exchanges of rounded numbers. Each `yield` is a wait for one."""
         n = self._axis.size
         own = self._axis.index
@@ -234,7 +234,7 @@ class Compressor(StepHook):
         gathered()
         sent.flat.copy_(decode(rows).view(-1)[:m])
 
-    def _low_rank(self, sent: Sent) -> Iterator[None]:
+    def _low_rank(self, sent: SendingBucket) -> Iterator[None]:
         """Sum a bucket's matrices as products P·Qᵀ of rank r, and its other parameters as they are.
 
         Each `yield` is a wait for an exchange.

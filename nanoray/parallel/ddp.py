@@ -23,13 +23,13 @@ from torch.distributed import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from nanoray.compat import NO_BUFFER_SYNC
+from nanoray.base.compat import NO_BUFFER_SYNC
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.mesh.algorithms import AsyncAllReduce
 from nanoray.mesh.axis import Axis, data_axis
 from nanoray.mesh.mesh import Mesh
-from nanoray.parallel.compress import Compressor, Sent
+from nanoray.parallel.compress import Compressor, SendingBucket
 from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.touch import touch
 
@@ -243,7 +243,7 @@ def apply_ddp(
     return wrapped
 
 
-class _Identity(nn.Module):
+class _NoForward(nn.Module):
     """Stands for a model whose forward must not run."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ def settle_buckets(wrapped: nn.Module, params: Sequence[nn.Parameter]) -> None:
     """
     # The wrapper expects a forward before it takes gradients; this one computes nothing.
     model = wrapped.module
-    wrapped.module = _Identity()
+    wrapped.module = _NoForward()
     try:
         wrapped(torch.zeros(()))
     finally:
@@ -302,7 +302,9 @@ def compress_by(compressor: Compressor, ranks: int) -> Hook:
 
         offset = flat.storage_offset()
         starts = [int(grad.storage_offset() - offset) for grad in bucket.gradients()]
-        compressor.send(Sent(flat, bucket.parameters(), starts, bucket.index(), bucket.is_last()))
+        compressor.send(
+            SendingBucket(flat, bucket.parameters(), starts, bucket.index(), bucket.is_last())
+        )
 
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[flat.device] if flat.is_cuda else None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nanoray.compat import current_node, tree_flatten, tree_unflatten
+from nanoray.base.compat import current_node, tree_flatten, tree_unflatten
 from nanoray.errors import ConfigError
 
 

@@ -37,9 +37,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from nanoray.base.points import reached
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Shard
-from nanoray.points import reached
 
 
 class Groups:

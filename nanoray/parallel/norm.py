@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nanoray.compat import foreach_mul_
+from nanoray.base.compat import foreach_mul_
 from nanoray.mesh.axis import Axis
 
 CHUNK = 1 << 16  # elements: on CPU torch makes a float64 copy first, which should stay in the cache

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.compat import gradient_hooks
+from nanoray.base.compat import gradient_hooks
 
 
 class _Touch(torch.autograd.Function):

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from nanoray.compat import foreach_mul_
+from nanoray.base.compat import foreach_mul_
 from nanoray.mesh.axis import Axis
 from nanoray.models.precision import LossScaler
 from nanoray.models.weighted import Weighted, positive, weight_of

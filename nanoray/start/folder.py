@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import write_json
+from nanoray.base.atomic import write_json
+from nanoray.checkpoint.run import RunSpec, lock_run, new_folder, storage_clock, write_attempt
 from nanoray.config import Config, Settings, read_yaml, recipe_of
 from nanoray.config.settings import OF_ONE_COMMAND, RUN, origin_of, with_origins
 from nanoray.config.weights.source import find
 from nanoray.data.prepare import DatasetInfo
-from nanoray.run import RunSpec, lock_run, new_folder, storage_clock, write_attempt
 
 
 def open_run(

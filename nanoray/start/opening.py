@@ -15,19 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.upload.fetch import fetch_fitting, fetch_named
 from nanoray.cli import Loaded, require_script
 from nanoray.config import Config, Settings, resolve_batch
 from nanoray.data.prepare import DatasetInfo, prepare
-from nanoray.devices.choose import precision_of
-from nanoray.devices.device import Device
-from nanoray.devices.host import cpu_features
 from nanoray.forecast.dry_run import dry_run_lines
+from nanoray.host.choose import precision_of
+from nanoray.host.device import Device
+from nanoray.host.host import cpu_features
 from nanoray.mesh.layout import Layout
-from nanoray.run import RunSpec
 from nanoray.start.folder import open_run
 from nanoray.start.plan import last_lines, plan
 from nanoray.start.scale import forecast_at
-from nanoray.upload.fetch import fetch_fitting, fetch_named
 
 S = TypeVar("S", bound=Settings)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanoray.compat import transient_buffers
+from nanoray.base.compat import transient_buffers
 from nanoray.errors import CheckpointError
 from nanoray.mesh.memory import assign
 from nanoray.state.side_effects import SideEffects

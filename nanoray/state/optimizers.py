@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanoray.compat import OPTIMIZER_HOOKS, STATE_HOOKS, without_global_optimizer_hooks
+from nanoray.base.compat import OPTIMIZER_HOOKS, STATE_HOOKS, without_global_optimizer_hooks
 from nanoray.errors import CheckpointError
 from nanoray.state.values import Unsupported, put_together, take_apart
 
@@ -362,7 +362,7 @@ def copy_with_state(optimizer: Optimizer, swap: Mapping[Tensor, Tensor | None]) 
     return duplicate
 
 
-class Trial(NamedTuple):
+class OptimizerTrial(NamedTuple):
     """A copy of an optimizer over small parameters of the same numbers of dimensions."""
 
     optimizer: Optimizer
@@ -390,7 +390,7 @@ class Trial(NamedTuple):
         return {probe: str(i) for i, probe in enumerate(self.probes)}
 
 
-def trial_of_copies(optimizer: Optimizer) -> Trial:
+def trial_of_copies(optimizer: Optimizer) -> OptimizerTrial:
     """Return a copy of an optimizer over copies of all of its parameters, on the CPU.
 
     For an optimizer that has tensors of its parameters' shapes besides its state.
@@ -401,7 +401,7 @@ def trial_of_copies(optimizer: Optimizer) -> Trial:
         for p in group["params"]:
             probes.append(nn.Parameter(p.detach().cpu().clone(), requires_grad=p.requires_grad))
             swap[p] = probes[-1]
-    return Trial(copy_with_state(optimizer, swap), probes)
+    return OptimizerTrial(copy_with_state(optimizer, swap), probes)
 
 
 def small_shape(dim: int) -> tuple[int, ...]:
@@ -413,7 +413,9 @@ def small_shape(dim: int) -> tuple[int, ...]:
     return (*PROBE, *[3] * (dim - 2))
 
 
-def trial_of(optimizer: Optimizer, shape_of: Callable[[int], Sequence[int]] = small_shape) -> Trial:
+def trial_of(
+    optimizer: Optimizer, shape_of: Callable[[int], Sequence[int]] = small_shape
+) -> OptimizerTrial:
     """Return a copy of an optimizer with one small parameter per group and number of dimensions.
 
     `shape_of` returns the shape for a number of dimensions. The copy lies on the CPU, where no
@@ -438,7 +440,7 @@ def trial_of(optimizer: Optimizer, shape_of: Callable[[int], Sequence[int]] = sm
     for group in duplicate.param_groups:
         if group.get("capturable"):
             group["capturable"] = False
-    return Trial(duplicate, probes)
+    return OptimizerTrial(duplicate, probes)
 
 
 Kept = list[tuple[tuple[int, ...], dict[str, Tensor]]]  # a shape, and what is kept for it

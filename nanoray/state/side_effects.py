@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import nanoray
-from nanoray.compat import global_module_hooks, gradient_hooks
+from nanoray.base.compat import global_module_hooks, gradient_hooks
 from nanoray.mesh.memory import assign, equal_bits, has_plain_memory
 
 VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, Tensor)

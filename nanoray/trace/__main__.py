@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import read_json_lines, write_json
+from nanoray.base.atomic import read_json_lines, write_json
 from nanoray.cli import Parser, exit_code_of, name_program, tool_parser, writing
 from nanoray.errors import ConfigError
 from nanoray.trace.profiles import write_all

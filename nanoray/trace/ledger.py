@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoray.base.mapped import MappedFile
+from nanoray.checkpoint.run import storage_clock
 from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
-from nanoray.mapped import MappedFile
-from nanoray.run import storage_clock
 from nanoray.trace.__main__ import read_steps
 
 # The account of each phase

@@ -18,10 +18,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
-from nanoray.atomic import write_json
+from nanoray.base.atomic import write_json
+from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
-from nanoray.metrics import algbw_gbps, busbw_factor
 from nanoray.trace.recorder import (
     ClockOffset,
     Collective,

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import json_mapping, replace_bytes
+from nanoray.base.atomic import json_mapping, replace_bytes
 from nanoray.cli import writing
 from nanoray.errors import ConfigError
 

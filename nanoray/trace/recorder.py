@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nanoray.base.metrics import algbw_gbps
 from nanoray.mesh.axis import Axis, data_axis
 from nanoray.mesh.mesh import Mesh
-from nanoray.metrics import algbw_gbps
 from nanoray.parallel.ddp import first_of
 
 # Of one window of `every=K`, in the middle of K, where steps are seldom logged, evaluated or saved

@@ -1,6 +1,6 @@
 """`python -m nanoray.train`: train in this process, alone or as a launcher's rank. No Ray.
 
-Launchers are torchrun, srun, mpirun, or others that set RANK and WORLD_SIZE: mesh/launchers.py.
+Launchers are torchrun, srun, mpirun, or others that set RANK and WORLD_SIZE: host/launchers.py.
 """
 
 from __future__ import annotations
@@ -21,21 +21,31 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import DistError
 
+from nanoray.base.environment import environment
+from nanoray.base.mapped import restore_missing
+from nanoray.base.output import say
 from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.refused import discarding_refused
+from nanoray.checkpoint.run import (
+    RunSpec,
+    lock_run,
+    require_short_names,
+    summary_on_failure,
+    write_attempt,
+    write_summary,
+)
+from nanoray.checkpoint.upload.process import Upload
 from nanoray.cli import Loaded, name_program, run_command, stop_signals
 from nanoray.cli.help import TRAIN
 from nanoray.config import Config
 from nanoray.config.variables import THREADS, values_of
-from nanoray.devices.choose import require_compiler
-from nanoray.devices.gpus import discover_gpus, take_own_slice
-from nanoray.devices.host import available_cpus
-from nanoray.environment import environment
 from nanoray.errors import ConfigError, NanorayError, RendezvousError, WorkerFailed
 from nanoray.faults.cause import is_collective_error
-from nanoray.mapped import restore_missing
-from nanoray.mesh.interfaces import require_interfaces
-from nanoray.mesh.launchers import place_of
+from nanoray.host.choose import require_compiler
+from nanoray.host.gpus import discover_gpus, take_own_slice
+from nanoray.host.host import available_cpus
+from nanoray.host.interfaces import require_interfaces
+from nanoray.host.launchers import place_of
 from nanoray.mesh.mesh import abandon_groups
 from nanoray.mesh.rendezvous import (
     Order,
@@ -45,24 +55,14 @@ from nanoray.mesh.rendezvous import (
     connect_store,
     runtime_nccl_version,
 )
-from nanoray.output import say
-from nanoray.run import (
-    RunSpec,
-    lock_run,
-    require_short_names,
-    summary_on_failure,
-    write_attempt,
-    write_summary,
-)
 from nanoray.start.opening import Opening
 from nanoray.train.launcher import watch_launcher
-from nanoray.train.program import Program
+from nanoray.train.program import Trains
 from nanoray.train.recipe import settings_put_back, train
 from nanoray.train.report import closing_lines
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
-from nanoray.train.watch.observers import Callback
-from nanoray.upload.process import Upload
+from nanoray.train.watch.observers import Observer
 
 log = logging.getLogger("nanoray.rank")
 
@@ -80,7 +80,7 @@ class Ended(NamedTuple):
     ranks: int
 
 
-def run_here(loaded: Loaded, started: float, program: Program | None = None) -> int:
+def run_here(loaded: Loaded, started: float, program: Trains | None = None) -> int:
     """Train in this process, as the only rank or as one of a launcher's; return the exit code.
 
     `program` is a script that trains a model of its own.
@@ -99,14 +99,14 @@ def run_here(loaded: Loaded, started: float, program: Program | None = None) -> 
     return ended.code
 
 
-def train_here(loaded: Loaded, started: float, program: Program | None = None) -> Ended | None:
+def train_here(loaded: Loaded, started: float, program: Trains | None = None) -> Ended | None:
     """Train in this process, and print; return how it ended, or None after a dry run."""
     # A program that goes on afterwards finds its environment, and torch's settings, as they were.
     with environment(values_of(loaded.config.env, os.environ, started=True)), settings_put_back():
         return _train_here(loaded, started, program)
 
 
-def _train_here(loaded: Loaded, started: float, program: Program | None) -> Ended | None:
+def _train_here(loaded: Loaded, started: float, program: Trains | None) -> Ended | None:
     opening = Opening(loaded, started, program)
     if opening.forecast():
         return None
@@ -170,16 +170,16 @@ def _train(
 ) -> Ended:
     """Train. Rank 0 prints, and writes a summary also when the run fails. (all ranks)"""
     is_first = rendezvous.rank == 0
-    watchers: list[Callback] = []
+    observers: list[Observer] = []
     if is_first:
         console = choose_console(spec.config.max_steps, quiet)
-        watchers = [FolderWatch(spec), UploadNews(upload), console]
+        observers = [FolderWatch(spec), UploadNews(upload), console]
     with (
         stop_signals(stop),
         summary_on_failure(spec) if is_first else nullcontext(),
         _lost_peer_in_one_line(spec, rendezvous.rank),
     ):
-        outcome = run(watchers)
+        outcome = run(observers)
 
     # All ranks report a stop by signal, also those without one, so that a supervisor treats them in
     # the same way.

@@ -20,16 +20,16 @@ import torch
 from nanoray import __version__
 from nanoray.checkpoint.files import load, open_checkpoint, void_unfinished
 from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.verify import sampled_hash
-from nanoray.devices.choose import choose_attention, choose_precision
-from nanoray.devices.device import Device
-from nanoray.devices.host import cpu_features
 from nanoray.errors import CheckpointError, ConfigError, DataError
+from nanoray.host.choose import choose_attention, choose_precision
+from nanoray.host.device import Device
+from nanoray.host.host import cpu_features
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.fp8 import EMULATED, in_hardware
-from nanoray.run import RunSpec
 from nanoray.train.hardware import cpu_kernels, hardware
 from nanoray.train.tasks import Task
 
@@ -93,13 +93,14 @@ def code_hash() -> str:
     rooms = (
         "mesh",
         "data",
-        "devices",
+        "host",
         "models",
         "state",
         "parallel",
         "checkpoint",
         "trace",
         "train",
+        "own",
     )
     for room in rooms:
         for path in sorted((root / room).rglob("*.py")):

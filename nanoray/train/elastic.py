@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from nanoray.base.points import reached
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError, StateDiverged, StateLost
 from nanoray.faults.cause import is_collective_error
 from nanoray.mesh.mesh import Mesh, abandon_groups
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.parallel import cp
-from nanoray.points import reached
-from nanoray.run import RunSpec
 from nanoray.state.train_state import TrainState
 from nanoray.train.engine import Engine, Regroup
 from nanoray.train.guard.replicas import agreed, digest
@@ -43,7 +43,7 @@ Rejoin = Callable[[str], tuple[RunSpec, Rendezvous]]
 
 
 @dataclass(frozen=True)
-class Group:
+class TrainingGroup:
     """The ranks that train now, and the spec that they agreed on."""
 
     spec: RunSpec
@@ -55,9 +55,9 @@ class Group:
 
 
 def train_in_groups(
-    first: Group,
+    first: TrainingGroup,
     state: TrainState,
-    build: Callable[[Group], Engine],
+    build: Callable[[TrainingGroup], Engine],
     meet: Callable[[RunSpec, Rendezvous], Mesh],
     rejoin: Rejoin | None,
 ) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def train_in_groups(
         orders = rejoin(lost)
 
 
-def leave(group: Group, state: TrainState) -> None:
+def leave(group: TrainingGroup, state: TrainState) -> None:
     """Release the broken group; weights, optimizer and data cursor stay as they are.
 
     So do gradients with which the step in progress can be finished.
@@ -141,13 +141,13 @@ def meet_again(
     before: RunSpec,
     state: TrainState,
     meet: Callable[[RunSpec, Rendezvous], Mesh],
-) -> Group:
+) -> TrainingGroup:
     """Join the driver's new attempt, and find the rank with the most completed steps. (all ranks)"""
     spec, rendezvous = orders  # the driver's configuration, which all ranks compare in `meet`
     mesh = meet(spec, rendezvous)
     spec = replace(spec, config=before.config, resume=before.resume)
     source, _, _, strays = furthest(mesh, state, before.config.precision, compares(spec.config))
-    return Group(spec, mesh, source, strays)
+    return TrainingGroup(spec, mesh, source, strays)
 
 
 def compares(config: Config) -> bool:
@@ -184,7 +184,7 @@ def furthest(
     return source, precision, step, strays
 
 
-def warning_of_strays(group: Group) -> str:
+def warning_of_strays(group: TrainingGroup) -> str:
     """Return the warning for a group in which a minority has had another state."""
     ranks = ", ".join(map(str, group.strays))
     return (

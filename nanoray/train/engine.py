@@ -17,7 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
+from nanoray.base.points import reached
 from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.run import RunSpec
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.seeding import generators_kept
@@ -27,8 +29,6 @@ from nanoray.mesh.rendezvous import Order
 from nanoray.models.dropout import derive_seed, seed_generators, seed_host_generators
 from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
-from nanoray.points import reached
-from nanoray.run import RunSpec
 from nanoray.state.rank_state import Rate, Update
 from nanoray.state.train_state import TrainState
 from nanoray.train.evaluate import evaluate

@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from nanoray.devices.device import Device
-from nanoray.devices.gpus import discover_gpus, driver_version
-from nanoray.devices.host import cpu_name
+from nanoray.host.device import Device
+from nanoray.host.gpus import discover_gpus, driver_version
+from nanoray.host.host import cpu_name
 from nanoray.mesh.mesh import Mesh
 
 # Variables that choose among a CPU's kernels: of torch, of oneDNN under both its names, and of MKL.

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from nanoray.base.points import reached
 from nanoray.errors import StateLost
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.models.precision import step_unless
 from nanoray.parallel.norm import clip_to
-from nanoray.points import reached
 from nanoray.state.optimizers import elements_of, put_element
 from nanoray.state.rank_state import Holding, Share, Update
 from nanoray.state.train_state import TrainState

@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.mesh.rendezvous import Order, Rendezvous
-from nanoray.run import RunSpec
 
 
-class Program(Protocol):
+class Trains(Protocol):
     """Trains as one rank, or describes what it would train."""
 
     def __call__(
         self,
         spec: RunSpec,
         rendezvous: Rendezvous,
-        watchers: Sequence[Any] = (),
+        observers: Sequence[Any] = (),
         wanted: Callable[[], Order] = lambda: Order.GO_ON,
         store: Any = None,
         rejoin: Any = None,

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanoray.base.points import reached
 from nanoray.checkpoint.find import newest_rank_states, newest_valid
 from nanoray.checkpoint.foreign import begin_with
+from nanoray.checkpoint.run import RunSpec
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
 from nanoray.config.conflicts import refuse
@@ -28,11 +30,11 @@ from nanoray.data.lengths import length_at
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import MicroBatches
 from nanoray.data.verify import verify
-from nanoray.devices.host import keep_freed_memory
-from nanoray.devices.peaks import peak_flops
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.faults.plan import Injector
 from nanoray.faults.progress import UNKNOWN, ProgressFile
+from nanoray.host.host import keep_freed_memory
+from nanoray.host.peaks import peak_flops
 from nanoray.mesh.layout import Layout, mirrored, split_groups
 from nanoray.mesh.mesh import Mesh, join, refuse_meeting
 from nanoray.mesh.pieces import whole_shards
@@ -43,8 +45,6 @@ from nanoray.models.gpt import GPT
 from nanoray.models.precision import LossScaler, MeanLoss, float32_products, weight_type
 from nanoray.parallel.compile import compile_layers
 from nanoray.parallel.plan import Loss, Plan
-from nanoray.points import reached
-from nanoray.run import RunSpec
 from nanoray.state.rank_state import Holding, Share
 from nanoray.state.train_state import TrainState
 from nanoray.trace.ledger import Ledger
@@ -61,8 +61,8 @@ from nanoray.train.agree import (
     resolved,
 )
 from nanoray.train.elastic import (
-    Group,
     Rejoin,
+    TrainingGroup,
     compares,
     furthest,
     train_in_groups,
@@ -80,7 +80,7 @@ from nanoray.train.tasks import ConfiguredTask, Task, task_of
 from nanoray.train.watch.instruments import Instruments
 from nanoray.train.watch.links import Links
 from nanoray.train.watch.memory_timeline import MemoryTimeline
-from nanoray.train.watch.observers import Callback, Observers
+from nanoray.train.watch.observers import Observer, Observers
 from nanoray.train.watch.precision_stats import PrecisionStats
 from nanoray.train.watch.profile import Profile
 from nanoray.train.watch.routing import RoutingMeans, routing_of
@@ -98,7 +98,7 @@ Meet = Callable[..., Mesh]  # takes the arguments of nanoray.mesh.mesh.join
 def train(
     spec: RunSpec,
     rendezvous: Rendezvous,
-    watchers: Sequence[Callback] = (),
+    observers: Sequence[Observer] = (),
     wanted: Callable[[], Order] = lambda: Order.GO_ON,
     store: Any = None,
     rejoin: Rejoin | None = None,
@@ -107,7 +107,7 @@ def train(
 ) -> dict[str, Any]:
     """Train `spec` as one rank and return the outcome as plain data. (all ranks)
 
-    `watchers` receive notes and records on rank 0. `wanted` is called once per step: STOP on any
+    `observers` receive notes and records on rank 0. `wanted` is called once per step: STOP on any
     rank stops all ranks after the same step, with a checkpoint; REGROUP makes them form new groups.
     `rejoin` is called for REGROUP and when a peer is lost, and returns the spec and rendezvous to
     continue with. `meet` forms the process groups. `task_of` returns model and data. Raises
@@ -135,9 +135,9 @@ def train(
         task.spec = spec  # the model needs a resolved `attention`, and not `auto`
 
     # Mirrors cost memory, and serve only a run that replaces lost ranks.
-    group = Group(spec, mesh, start.source, start.strays)
+    group = TrainingGroup(spec, mesh, start.source, start.strays)
     mirrors = rejoin is not None and config.mirrors(mesh.backend)
-    recipe = Recipe(group, watchers, wanted, injector, task, mirrors)
+    recipe = Recipe(group, observers, wanted, injector, task, mirrors)
 
     wait_for_orders = partial(recipe.wait_for_orders, rejoin) if rejoin else None
     try:
@@ -155,7 +155,7 @@ def train(
             for line in lines:
                 recipe.observers.note(line)
         outcome = train_in_groups(group, recipe.state, recipe.build, meet_others, wait_for_orders)
-        if recipe.observers.callbacks and outcome["exit_reason"] == "finished":  # rank 0 only
+        if recipe.observers.opened and outcome["exit_reason"] == "finished":  # rank 0 only
             recipe.add_sample(outcome, spec)
         recipe.observers.ended(outcome)
     except BaseException as error:
@@ -267,8 +267,8 @@ class Recipe:
 
     def __init__(
         self,
-        group: Group,
-        watchers: Sequence[Callback],
+        group: TrainingGroup,
+        observers: Sequence[Observer],
         wanted: Callable[[], Order],
         injector: Injector,
         task: Task,
@@ -303,7 +303,7 @@ class Recipe:
         self._front = 0  # see Engine
 
         # Whatever observes.
-        self.observers = Observers(spec, watchers)
+        self.observers = Observers(spec, observers)
         note = self.observers.note
         self.statistics = Statistics(cfg, self.model, self.scaler.scale, note)
         self.memory = MemoryTimeline(cfg, note)
@@ -343,7 +343,7 @@ class Recipe:
         # None for a group that forms only to save: it does no step.
         return batch or resolve_batch(self._cfg, data_ranks_of_all_slots)
 
-    def build(self, group: Group) -> Engine:
+    def build(self, group: TrainingGroup) -> Engine:
         """Build the engine of a group; afterwards `state` holds the state of the run. (all ranks)"""
         if group.source is not None:
             par = self.rejoined(group, group.source)
@@ -355,7 +355,7 @@ class Recipe:
 
     # The three cases: where the state of the run comes from.
 
-    def fresh(self, group: Group) -> Plan:
+    def fresh(self, group: TrainingGroup) -> Plan:
         """Begin at step 0, with the weights of rank 0. (all ranks)"""
         # Weights that were trained before replace the random ones, while the model is whole.
         if self._cfg.init_from:
@@ -381,7 +381,7 @@ class Recipe:
         state.outer.ranks = par.replica_axis.size
         state.saves = state.sharded or par.data.index == 0
 
-    def resumed(self, group: Group) -> Plan:
+    def resumed(self, group: TrainingGroup) -> Plan:
         """Continue from a checkpoint on disk. (all ranks)"""
         spec = group.spec
         state = self.state
@@ -398,7 +398,7 @@ class Recipe:
         copy_to_mirror(state, group.mesh)
         return par
 
-    def rejoined(self, group: Group, source: int) -> Plan:
+    def rejoined(self, group: TrainingGroup, source: int) -> Plan:
         """Continue from the memory of the ranks that are left; nothing is repeated. (all ranks)"""
         spec = group.spec
         mesh = group.mesh
@@ -428,7 +428,7 @@ class Recipe:
             observers.note("rejoin  the residue of compressed gradients is lost with the group")
         return par
 
-    def cut_model(self, group: Group) -> tuple[Plan, int]:
+    def cut_model(self, group: TrainingGroup) -> tuple[Plan, int]:
         """Prepare the model for a group; return its plan, and the rank to mirror. (all ranks)"""
         mesh = group.mesh
         state = self.state
@@ -525,7 +525,7 @@ class Recipe:
         if mine is not None:
             self.state.hold(mine)
 
-    def wire(self, group: Group, par: Plan) -> Engine:
+    def wire(self, group: TrainingGroup, par: Plan) -> Engine:
         """Connect the parts of an engine, now that `state` holds the state of the run. (all ranks)"""
         spec = group.spec
         mesh = group.mesh
@@ -567,7 +567,7 @@ class Recipe:
         )
 
     def _instruments(
-        self, group: Group, par: Plan, batches: MicroBatches, workload: Workload
+        self, group: TrainingGroup, par: Plan, batches: MicroBatches, workload: Workload
     ) -> Instruments:
         """List the instruments of this run; those that are off are left out. (all ranks)"""
         spec = group.spec

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from nanoray.checkpoint.run import RunSpec, disk_used
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import LossScaler
-from nanoray.run import RunSpec, disk_used
 from nanoray.state.train_state import TrainState
 from nanoray.train.guard.guards import Guards
 from nanoray.train.watch.observers import now

@@ -7,8 +7,8 @@ import shlex
 import sys
 from typing import Any
 
-from nanoray.environment import working_folder
-from nanoray.run import RunSpec, expected_loss
+from nanoray.base.environment import working_folder
+from nanoray.checkpoint.run import RunSpec, expected_loss
 from nanoray.train.watch.observers import clock, short
 
 _PROMPT = "To be"  # of the command that samples; a text without these letters has none

@@ -215,7 +215,7 @@ def _pieces(holding: Holding) -> list[Piece]:
     return [shard.piece for shard in holding.shards]
 
 
-class _Kept:
+class _KeptOptimizer:
     """Stands for an optimizer: what is kept for each anchor beside it."""
 
     def __init__(self) -> None:
@@ -224,7 +224,7 @@ class _Kept:
 
 def _of_outer(outer: Outer) -> Holding:
     """Return anchors as shards, with momentum and sent weights as their optimizer's state, live."""
-    kept = _Kept()
+    kept = _KeptOptimizer()
     anchors = []
     for shard in outer.shards:
         name = shard.piece.name

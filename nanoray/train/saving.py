@@ -13,13 +13,13 @@ from torch.nn.utils import get_total_norm
 
 from nanoray.checkpoint import files
 from nanoray.checkpoint.find import check_shape
+from nanoray.checkpoint.run import RunSpec
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.data.seeding import rng_state, set_rng_state
 from nanoray.errors import CheckpointError, TrainingDiverged
 from nanoray.mesh.layout import DIVISIONS
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
-from nanoray.run import RunSpec
 from nanoray.state.outer import Outer
 from nanoray.state.state_dict import StateDict
 from nanoray.state.train_state import TrainState

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config
 from nanoray.data.images import ImageData
 from nanoray.data.lengths import format_lengths
@@ -23,7 +24,6 @@ from nanoray.models.resnet import ResNetShape, loss_and_accuracy
 from nanoray.models.sampling import generate
 from nanoray.models.weighted import LossValue
 from nanoray.parallel.script import Script
-from nanoray.run import RunSpec
 from nanoray.state.rank_state import Schedule
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.watch.observers import short

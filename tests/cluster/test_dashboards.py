@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from nanoray.base.metrics import METRICS
 from nanoray.bench.harness.processes import Child
-from nanoray.metrics import METRICS
 from tests.cluster.test_launch import exported_metrics, submit
 from tests.harness.browser import TEXT, browser, in_chromium
 from tests.harness.cluster import TOKEN, Cluster, no_actors_left, only_run, trains, wait_for

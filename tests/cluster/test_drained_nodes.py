@@ -161,7 +161,7 @@ from nanoray.config import make_config
 from nanoray.data.prepare import DatasetInfo
 from nanoray.launch.actors import ActorPool
 from nanoray.launch.placement import Placement
-from nanoray.run import RunSpec
+from nanoray.checkpoint.run import RunSpec
 config = make_config(
     {"global_batch_size": 12, "workers": 2, "cpus_per_worker": 1}
 )

@@ -87,7 +87,7 @@ def losses(run: Path) -> list[float]:
 
 
 class Command:
-    """`python -m nanoray kube ...` as a process whose output can be waited for."""
+    """`nanoray kube ...` as a process whose output can be waited for."""
 
     def __init__(self, *args: str) -> None:
         self._process = commands.Command("nanoray", "kube", *args)

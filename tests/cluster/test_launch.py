@@ -443,7 +443,7 @@ from nanoray.config import make_config
 from nanoray.data.prepare import DatasetInfo
 from nanoray.launch.actors import ActorPool
 from nanoray.launch.placement import Placement
-from nanoray.run import RunSpec
+from nanoray.checkpoint.run import RunSpec
 config = make_config({"global_batch_size": 12, "device": "DEVICE"})
 place = Placement.make(config)
 data = DatasetInfo(**{f: None for f in DatasetInfo.__dataclass_fields__})
@@ -490,7 +490,7 @@ def test_a_local_ray_is_closed_to_others(tmp_path: Path, forked_ray: dict[str, s
     code = """
 import contextlib, io, re, socket, urllib.error, urllib.request
 from nanoray.config import load_config
-from nanoray.devices.slots import local_slots
+from nanoray.host.slots import local_slots
 from nanoray.launch.placement import connected
 said = io.StringIO()
 with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, [], 1.0)):

@@ -17,7 +17,7 @@ import pytest
 
 from nanoray.bench import __main__ as bench
 from nanoray.bench import soak
-from nanoray.bench.chaos import KILL_NODE, WEIGHTS, Seen, kinds
+from nanoray.bench.chaos import KILL_NODE, WEIGHTS, SeenRun, kinds
 from nanoray.bench.harness import leaks
 from tests.harness.cluster import ROOT, wait_for
 
@@ -83,7 +83,7 @@ def test_the_seed_chooses_the_order_of_kinds_and_weights_their_number() -> None:
 
 def test_gaps_are_no_training_and_rates_leave_them_out() -> None:
     points = [(1.0, 0), (1.1, 10), (1.2, 20), (5.2, 21), (5.3, 21), (5.4, 25), (5.5, 30)]
-    seen = Seen(points)
+    seen = SeenRun(points)
     assert soak.gaps(seen) == [(1.2, 5.2)]
     assert soak.rates(seen, 30, 1) == pytest.approx([29 / 0.5])
     assert soak.rates(seen, 30, 3) == pytest.approx([100.0, 100.0, 9 / 0.3])
@@ -91,7 +91,7 @@ def test_gaps_are_no_training_and_rates_leave_them_out() -> None:
 
 def test_steps_are_repeated_from_the_base_of_the_next_attempt_only() -> None:
     """A new rank 0 whose first group breaks, too, is no attempt from step 0."""
-    seen = Seen()
+    seen = SeenRun()
     first = [
         (0, "init", 0),
         (41, "forward", 0),

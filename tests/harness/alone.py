@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.faults.plan import Injector
 from nanoray.mesh.mesh import join
 from nanoray.mesh.rendezvous import Order, Rendezvous
-from nanoray.run import RunSpec
-from nanoray.train.elastic import Group
+from nanoray.train.elastic import TrainingGroup
 from nanoray.train.engine import Engine
 from nanoray.train.recipe import Recipe
 from nanoray.train.tasks import task_of
@@ -16,7 +16,7 @@ from nanoray.train.tasks import task_of
 
 def engine_of(spec: RunSpec, wanted: Callable[[], Order] = lambda: Order.GO_ON) -> Engine:
     """Return the engine of a run of one rank; its precision must not be `auto`."""
-    group = Group(spec, join(Rendezvous(), {}, 20, 20))
+    group = TrainingGroup(spec, join(Rendezvous(), {}, 20, 20))
     injector = Injector(spec.folder / "faults.jsonl")
     injector.plan(spec.config.faults, 0, spec.attempt, spec.started)
     recipe = Recipe(group, (), wanted, injector, task_of(spec))

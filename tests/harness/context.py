@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoray.base.compat import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
 from nanoray.bench import equivalence
-from nanoray.compat import CPU_ATTENTION, CPU_ATTENTION_BACKWARD
 from nanoray.data.sequence_part import SequencePart
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.mesh import Mesh

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config, resolve_batch
 from nanoray.data.cifar10 import generate, store
 from nanoray.data.dataset import DatasetInfo
@@ -18,7 +19,6 @@ from nanoray.models.batch_norm import BatchNorm
 from nanoray.models.precision import LossScaler
 from nanoray.models.resnet import ResNet, ResNetShape
 from nanoray.parallel.statistics import RunningStatistics
-from nanoray.run import RunSpec
 from nanoray.start.folder import open_run
 from nanoray.state.train_state import TrainState
 from nanoray.train.fetch import share

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nanoray
-from nanoray import errors, metrics
+from nanoray import errors
+from nanoray.base import metrics
 from nanoray.cli.catalog import COMMANDS
 from nanoray.cli.completion import find_parsers
 from nanoray.config import Config

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.mesh.rendezvous import Rendezvous, open_store
-from nanoray.run import RunSpec
 from tests.harness.commands import forkserver
 
 Train = Callable[..., dict[str, Any]]  # recipe.train, or a Program

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from nanoray.environment import environment
+from nanoray.base.environment import environment
 from nanoray.faults.cause import is_collective_error
 from nanoray.mesh.backends import load_backend, settings_for_aborts
 from nanoray.mesh.mesh import Mesh, abandon_groups, abort_groups, collectives_started, join

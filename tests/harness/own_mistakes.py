@@ -2,7 +2,7 @@
 
 Each line is a check of the code: words of its message, which a test expects as well
 (tests/unit/test_own_mistakes.py compares the three). What Python or torch raises by itself, before step
-1, has no check and no line here: train/own/part.py names the part of the script and shows the error.
+1, has no check and no line here: own/part.py names the part of the script and shows the error.
 """
 
 from __future__ import annotations

@@ -7,24 +7,24 @@ import signal
 import time
 
 from nanoray.bench import gpu_features
-from nanoray.bench.gpu_features import Bench, Found
+from nanoray.bench.gpu_features import Bench, FeatureResult
 
 
-def crash(bench: Bench) -> Found:
+def crash(bench: Bench) -> FeatureResult:
     os.kill(os.getpid(), signal.SIGSEGV)
     raise AssertionError("it lives on")
 
 
-def hang(bench: Bench) -> Found:
+def hang(bench: Bench) -> FeatureResult:
     time.sleep(600)
     raise AssertionError("nobody ended it")
 
 
-def wrong(bench: Bench) -> Found:
-    return Found([("distance", "", 1.0)], 1)
+def wrong(bench: Bench) -> FeatureResult:
+    return FeatureResult([("distance", "", 1.0)], 1)
 
 
-def broken(bench: Bench) -> Found:
+def broken(bench: Bench) -> FeatureResult:
     raise RuntimeError("no kernel for these shapes")
 
 

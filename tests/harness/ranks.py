@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.data.prepare import prepare
 from nanoray.mesh.rendezvous import Rendezvous, open_store
-from nanoray.run import RunSpec
 from nanoray.start.folder import open_run
 from tests.harness.commands import forkserver
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
 from nanoray.models.dropout import derive_seed, seed_generators
-from nanoray.run import RunSpec
 from nanoray.state.outer import fragments_of
 from nanoray.train.optim.groups import lr_at, make_optimizer, set_lr
 from nanoray.train.tasks import task_of

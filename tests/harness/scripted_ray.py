@@ -31,6 +31,7 @@ from ray.exceptions import (
     RayActorError,
 )
 
+from nanoray.checkpoint.run import RunSpec, recovers_in_place
 from nanoray.config import load_config
 from nanoray.data.prepare import DatasetInfo
 from nanoray.faults import exit_record
@@ -44,7 +45,6 @@ from nanoray.launch.signals import Stop
 from nanoray.launch.worker import Heartbeat
 from nanoray.launch.worker_group import WorkerGroup
 from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.run import RunSpec, recovers_in_place
 
 NOTICE_S = 0.02  # from a death until its peers' collectives fail
 ABORT_S = 0.03  # from an order to abort until the rank has left its group

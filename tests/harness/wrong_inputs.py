@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from nanoray.models.weighted import Weighted
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.run import Run
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.run import Run
 
 
 def inputs() -> Tensor:

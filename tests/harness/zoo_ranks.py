@@ -130,9 +130,9 @@ def _run(
 ) -> Found:
     """Train a case in parts, each of which resumes the one before. (all ranks)"""
     from nanoray.checkpoint.find import newest_valid
+    from nanoray.checkpoint.run import RunSpec
     from nanoray.mesh.mesh import abandon_groups
-    from nanoray.run import RunSpec
-    from nanoray.train.own.program import Program
+    from nanoray.own.program import Program
 
     found = Found()
     stops = (*case.stops, 0)
@@ -186,8 +186,8 @@ def open_case(folder: Path, case: Case) -> Any:
 def _open(folder: Path, settings: dict[str, Any], resume: bool) -> Any:
     from nanoray.config import make_config
     from nanoray.data.dataset import own_data
+    from nanoray.own.settings import DEFAULTS
     from nanoray.start.folder import open_run
-    from nanoray.train.own.settings import DEFAULTS
 
     more = {"out_dir": str(folder), "resume": "auto" if resume else "none"}
     spec = open_run(make_config(DEFAULTS | SETTINGS | more | settings), own_data(), time.time())
@@ -196,7 +196,7 @@ def _open(folder: Path, settings: dict[str, Any], resume: bool) -> Any:
 
 def train_case(run: Any, case: Case) -> None:
     """What a script does: a model, its optimizer, its data."""
-    from nanoray.train.own.engine import RuntimeEngine
+    from nanoray.own.engine import RuntimeEngine
     from tests.harness.zoo import BY_NAME
 
     exhibit = BY_NAME[case.exhibit]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanoray.checkpoint.find import newest_valid
-from nanoray.train.own.program import Program
+from nanoray.own.program import Program
 from tests.harness.elastic import run_elastic
 from tests.harness.zoo import BY_NAME
 from tests.harness.zoo_ranks import Case, open_case, run_cases, train_case

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nanoray.checkpoint import files
+from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import WrongGradient
-from nanoray.run import RunSpec
 from nanoray.train.guard.audit import Audit
 from tests.harness.alone import engine_of
 from tests.harness.messages import find_line

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.bench import collectives
 from nanoray.bench.__main__ import main
 from nanoray.bench.collectives import (
@@ -24,8 +25,7 @@ from nanoray.bench.collectives import (
     wrong_elements,
 )
 from nanoray.bench.harness.rank_pool import RankPool
-from nanoray.bench.harness.report import Report, Row, number
-from nanoray.metrics import algbw_gbps, busbw_factor
+from nanoray.bench.harness.report import Measurement, Report, number
 
 HERE = "tests.ranks.test_bench_collectives"
 ORDER = {
@@ -308,7 +308,7 @@ def test_a_percentile_needs_a_hundred_calls(calls: int, cell: str, words: str) -
     """The 99th of 1 .. 100 us; of 99 calls nobody knows one, and 99 us is their slowest. Out of
     place comes first.
     """
-    report = Report("collectives", {}, [Row(collectives.COPY, "copied", "GB/s", (10.0,))])
+    report = Report("collectives", {}, [Measurement(collectives.COPY, "copied", "GB/s", (10.0,))])
     for in_place, times in ((True, [7.0] * 5), (False, [1.0 + i for i in range(calls)])):
         event = {
             "op": "all_gather",

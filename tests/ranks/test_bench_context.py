@@ -10,7 +10,7 @@ import pytest
 import nanoray.bench.__main__ as bench
 from nanoray.bench import context, strategies
 from nanoray.bench.context import ContextBenchmark
-from nanoray.bench.harness.report import Report, Row
+from nanoray.bench.harness.report import Measurement, Report
 from nanoray.bench.strategies import MEMORY_STEPS, PEAK, PEAK_ERROR, PEAK_FORMULA, STATE
 
 FLAGS = ["context", "--device", "cpu"]
@@ -46,8 +46,8 @@ def test_every_length_for_real(
 def test_the_formula_is_judged_by_the_worst_arm() -> None:
     report = Report("context", {"gpus": []})
     for arm, error in (("cp 1, 64 tokens", 4.0), ("cp 2, 64 tokens", -12.0)):
-        report.rows.append(Row(arm, PEAK, "MiB", (10.0,) * 5, extra={"cp": 1, "T": 64}))
-        report.rows.append(Row(arm, PEAK_ERROR, "%", (error,) * 5))
+        report.rows.append(Measurement(arm, PEAK, "MiB", (10.0,) * 5, extra={"cp": 1, "T": 64}))
+        report.rows.append(Measurement(arm, PEAK_ERROR, "%", (error,) * 5))
     context._add_target(report)
     (target,) = report.targets
     assert target.verdict == "MISSED"

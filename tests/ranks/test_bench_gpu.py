@@ -34,7 +34,7 @@ from nanoray.bench.gpu import (
     TOKENS,
     settings_at,
 )
-from nanoray.bench.harness.report import Report, Row
+from nanoray.bench.harness.report import Measurement, Report
 from nanoray.errors import ConfigError
 
 TINY = "n_layer=1,n_head=2,n_embd=16,block_size=16,dropout=0.0,target_loss=9.0,max_steps=40,eval_every=20,compile=false"
@@ -157,9 +157,11 @@ def test_verdicts_go_by_the_fastest_rung_and_the_slower_baby(
         ("+ bf16", 52.0, 52.0),
         ("+ compile", 49.0, 49.0),
     ):
-        report.rows += [Row(f"gpt2-124m: {rung}", TOKENS, "1/s", (1e5 * speed,) * 5)]
-        report.rows += [Row(f"gpt2-124m: {rung}", MFU, "%", (share,) * 5)]
-    report.rows.append(Row(BABY, SECONDS, "s", (61.0,) * 5, extra={"missed": 0, "text": text}))
+        report.rows += [Measurement(f"gpt2-124m: {rung}", TOKENS, "1/s", (1e5 * speed,) * 5)]
+        report.rows += [Measurement(f"gpt2-124m: {rung}", MFU, "%", (share,) * 5)]
+    report.rows.append(
+        Measurement(BABY, SECONDS, "s", (61.0,) * 5, extra={"missed": 0, "text": text})
+    )
     gpu._add_targets(report, ["gpt2-124m"])
     assert [(t.text, t.verdict) for t in report.targets] == [
         ("MFU, gpt2-124m: + bf16, %", mfu),
@@ -193,11 +195,11 @@ def test_what_cannot_be_measured_is_refused(
     assert re.search(re.escape(message), capsys.readouterr().err)
 
 
-def ladder_of(budget_s: float = 1e9) -> gpu.Ladder:
+def ladder_of(budget_s: float = 1e9) -> gpu.GpuLadder:
     now = time.monotonic()
     args = argparse.Namespace(deadline=now + budget_s, budget_s=budget_s, json=None)
     anything: Any = None
-    return gpu.Ladder(args, "gpt2-124m", anything, anything, Path(), None)
+    return gpu.GpuLadder(args, "gpt2-124m", anything, anything, Path(), None)
 
 
 def test_the_best_rung_has_the_fastest_batch_and_what_gained() -> None:
@@ -205,8 +207,10 @@ def test_the_best_rung_has_the_fastest_batch_and_what_gained() -> None:
     assert gpu._best_settings(ladder_of(), report) == {}
     speeds = {COMPILED: 100.0, CUDNN: 104.0, GRAPHS: 100.5, "+ batch x 2": 120.0}
     for rung, speed in speeds.items():
-        report.rows.append(Row(f"gpt2-124m: {rung}", TOKENS, "1/s", (speed,) * 5))
-    report.rows.append(Row("gpt2-124m: + batch x 4", TOKENS, "1/s", (), skipped="does not fit"))
+        report.rows.append(Measurement(f"gpt2-124m: {rung}", TOKENS, "1/s", (speed,) * 5))
+    report.rows.append(
+        Measurement("gpt2-124m: + batch x 4", TOKENS, "1/s", (), skipped="does not fit")
+    )
     assert gpu._best_settings(ladder_of(), report) == {
         "_batch": 2,
         "attention": "cudnn",

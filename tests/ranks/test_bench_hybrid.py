@@ -9,8 +9,8 @@ import pytest
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import hybrid
-from nanoray.bench.harness.report import Report, Row
-from nanoray.bench.harness.thin_links import Speed, why_not
+from nanoray.bench.harness.report import Measurement, Report
+from nanoray.bench.harness.thin_links import LinkSpeed, why_not
 from nanoray.bench.hybrid import ARMS, BETWEEN, FORMULA, STEP, HybridBenchmark, parse_links
 
 
@@ -34,7 +34,7 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_links_by_hand() -> None:
-    assert parse_links("none,0.5/100") == [None, Speed(0.5, 100)]
+    assert parse_links("none,0.5/100") == [None, LinkSpeed(0.5, 100)]
 
 
 def test_a_line_per_link_and_mode() -> None:
@@ -42,8 +42,8 @@ def test_a_line_per_link_and_mode() -> None:
     report = Report("hybrid", {"gpus": []})
     for link, plain, grouped in (("one node", 100.0, 110.0), ("1 ms, 100 Mbit/s", 900.0, 450.0)):
         report.rows += [
-            Row(f"zero2 at {link}", STEP, "ms", (plain,) * 5),
-            Row(f"zero2 hybrid at {link}", STEP, "ms", (grouped,) * 5),
+            Measurement(f"zero2 at {link}", STEP, "ms", (plain,) * 5),
+            Measurement(f"zero2 hybrid at {link}", STEP, "ms", (grouped,) * 5),
         ]
         hybrid._compare(report, ["zero2", "zero2 hybrid"], link)
     hybrid._add_rows(report, "zero2", "slow", (1.0,), [10.3], 10.0)
@@ -74,7 +74,7 @@ def test_two_nodes_on_a_thin_link(tmp_path: Path) -> None:
     assert found["failures"] == []
     rows = {(row["arm"], row["metric"]): row for row in found["rows"]}
     for arm in ARMS:
-        for link in ("one node", str(Speed(1, 1000))):
+        for link in ("one node", str(LinkSpeed(1, 1000))):
             assert rows[f"{arm} at {link}", STEP]["median"] > 0
         assert (f"{arm} at one node", BETWEEN) not in rows
         counted = rows[f"{arm} at {link}", BETWEEN]["median"]

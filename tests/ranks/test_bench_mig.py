@@ -15,7 +15,7 @@ from nanoray.bench import __main__ as bench
 from nanoray.bench import mig
 from nanoray.bench.harness.report import Report
 from nanoray.config import load_config
-from nanoray.devices.device import Device
+from nanoray.host.device import Device
 from nanoray.models.gpt import GPT, ModelShape
 from tests.harness.commands import torchrun_environment
 from tests.unit.test_devices import FakeNvml, discover_gpus, h200
@@ -33,7 +33,7 @@ def found(*cards: dict[str, Any]) -> list[Device]:
     return discover_gpus(FakeNvml(*cards))
 
 
-def by_name(arms: list[mig.Arm]) -> dict[str, mig.Arm]:
+def by_name(arms: list[mig.Experiment]) -> dict[str, mig.Experiment]:
     assert len({arm.name for arm in arms}) == len(arms)
     return {arm.name: arm for arm in arms}
 
@@ -287,7 +287,7 @@ def test_rows_against_closed_forms() -> None:
 def test_ranks_that_share_one_gpu_have_its_peak_together() -> None:
     gpu, report = found(h200("b"))[0], Report("mig", {"card": H200})
     for n in (1, 2):
-        arm = mig.Arm("stand-in", f"stand-in: {n}", n, (gpu,))
+        arm = mig.Experiment("stand-in", f"stand-in: {n}", n, (gpu,))
         how = {"backend": "gloo", "backend_reason": "made up"}
         mig.add_rows(report, arm, load_config(preset="tiny"), events(100 * n, 1200 / n, n), how)
     mig._compare(report)

@@ -11,7 +11,7 @@ import torch
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import overlap
-from nanoray.bench.harness.report import Report, Row, ratio
+from nanoray.bench.harness.report import Measurement, Report, ratio
 from nanoray.bench.overlap import BUSY, COST, EXPOSED, NO_SYNC, STEP, OverlapBenchmark, finding
 from nanoray.config import load_config
 from nanoray.mesh.mesh import Mesh
@@ -109,17 +109,17 @@ def swept(times: dict[str, tuple[float, float, float]]) -> Report:
     """A report with (step, busy, exposed) ms of each arm, five rounds alike, and a bare step of 40
     ms.
     """
-    bare = Row(NO_SYNC, STEP, "ms", (40.0,) * 5)
+    bare = Measurement(NO_SYNC, STEP, "ms", (40.0,) * 5)
     report = Report("overlap", {}, [bare])
     for arm, (step, busy, exposed) in times.items():
-        own = Row(arm, STEP, "ms", (step,) * 5)
+        own = Measurement(arm, STEP, "ms", (step,) * 5)
         report.rows += [
             own,
-            Row(arm, BUSY, "ms", (busy,) * 5),
-            Row(arm, EXPOSED, "ms", (exposed,) * 5),
+            Measurement(arm, BUSY, "ms", (busy,) * 5),
+            Measurement(arm, EXPOSED, "ms", (exposed,) * 5),
         ]
         report.rows += [
-            Row(arm, COST, "ms", (step - 40.0,) * 5),
+            Measurement(arm, COST, "ms", (step - 40.0,) * 5),
             ratio(f"{arm} / {NO_SYNC}", STEP, own, bare),
         ]
     return report
@@ -141,7 +141,7 @@ def test_the_finding_is_one_line_when_the_most_hidden_is_the_fastest() -> None:
 
 def test_a_line_per_size_and_the_finding() -> None:
     report = swept({"1 MB": (50.0, 10.0, 1.0)})
-    report.rows.append(Row("25 MB", STEP, "ms", (), error="rank 1 died"))
+    report.rows.append(Measurement("25 MB", STEP, "ms", (), error="rank 1 died"))
     _, bare, first, second, empty, found = OverlapBenchmark().format_text(report)
     assert bare.split() == ["no_sync", "40.0", "(40.0–40.0)", "5"]
     values = (

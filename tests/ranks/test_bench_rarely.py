@@ -13,8 +13,8 @@ import pytest
 import nanoray.bench.__main__ as bench
 from nanoray.bench import rarely
 from nanoray.bench.harness.processes import Child, arm_environment, free_port, scratch_folder
-from nanoray.bench.harness.report import Report, Row
-from nanoray.bench.harness.thin_links import Speed, ThinLinks, environment_of, why_not
+from nanoray.bench.harness.report import Measurement, Report
+from nanoray.bench.harness.thin_links import LinkSpeed, ThinLinks, environment_of, why_not
 from nanoray.bench.rarely import (
     ARMS,
     DDP,
@@ -74,7 +74,7 @@ else:
 
 @needs_links
 def test_a_link_delays_and_carries_what_it_should() -> None:
-    speed = Speed(delay_ms=40, mbit_per_s=8)
+    speed = LinkSpeed(delay_ms=40, mbit_per_s=8)
     large = 1_000_000  # a second at this speed; the start of TCP alone takes a third of it
     with scratch_folder() as folder:
         began = time.time()
@@ -180,8 +180,8 @@ def test_what_makes_no_sense_is_refused(
 
 def test_links_are_read_from_fast_to_thin() -> None:
     assert parse_links("none") == []
-    assert parse_links("1/100,100/10") == [Speed(1, 100), Speed(100, 10)]
-    assert str(Speed(0.1, 1000)) == "0.1 ms / 1000 Mbit/s"
+    assert parse_links("1/100,100/10") == [LinkSpeed(1, 100), LinkSpeed(100, 10)]
+    assert str(LinkSpeed(0.1, 1000)) == "0.1 ms / 1000 Mbit/s"
     with pytest.raises(ConfigError):
         parse_links("")
 
@@ -219,10 +219,10 @@ def report_by_hand() -> Report:
         (DDP, (2.0, 2.1), 1000.0, 500.0),
         ("H 50", (2.1, 2.2), 100.0, 10.0),
     ):
-        report.rows.append(Row(arm, LOSS, "nat", losses))
-        report.rows.append(Row(arm, f"{STEP}, {link}", "ms", (ms,)))
-        report.rows.append(Row(arm, f"{SENT}, {link}", "kB", (kb,)))
-    report.rows.append(Row("H 50", OFF, "nat", (0.1, 0.1)))
+        report.rows.append(Measurement(arm, LOSS, "nat", losses))
+        report.rows.append(Measurement(arm, f"{STEP}, {link}", "ms", (ms,)))
+        report.rows.append(Measurement(arm, f"{SENT}, {link}", "kB", (kb,)))
+    report.rows.append(Measurement("H 50", OFF, "nat", (0.1, 0.1)))
     curves: dict[str, Any] = {
         DDP: [{1: 4.0, 100: 2.0}, {1: 4.0, 100: 2.1}],
         "H 50": [{1: 4.0, 100: 2.1}, {1: 4.0, 100: 2.2}],

@@ -231,7 +231,7 @@ def test_a_bucket_that_no_sweep_measured_is_named() -> None:
     parts = {"forward_s": 0.01, "backward_s": 0.02, "optimizer_s": 0.001, "step_s": 0.03}
     silent = parts | {"ready_s": [0.01, 0.02], "nbytes": [4096, 1 << 23]}
     steps = {(2, 6, True): [silent], (2, 6, False): [parts | {"ready_s": [], "nbytes": []}]}
-    here = scaling._Here(2, 12, 2.0, 1, 2, defaultdict(list, steps), None)
+    here = scaling._MachineSteps(2, 12, 2.0, 1, 2, defaultdict(list, steps), None)
     report = Report("scaling", {})
     scaling._compare(report, here, Fit("backend", 2, 1e-5, 1e-9, (0.0,), 1024, 1 << 22))
     row = report.row("weak 2", PREDICTED)

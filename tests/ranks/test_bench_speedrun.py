@@ -24,8 +24,8 @@ from nanoray.bench.speedrun import (
     PEER,
     SECONDS,
     STEPS,
-    Found,
     SpeedrunBenchmark,
+    SpeedrunResult,
     _add_targets,
     _make_rows,
 )
@@ -117,7 +117,7 @@ def test_the_seconds_of_a_peer_that_misses_it_are_a_lower_bound() -> None:
     report = Report("speedrun", {})
     for arm, runs in ((PEER, [(90, 1.87), (96, 1.89)]), (FAST, [(30, 1.87), (24, 1.86)])):
         report.rows += _make_rows(
-            arm, [Found(s, 2 * s, 300, loss) for s, loss in runs], 1.88, report, ""
+            arm, [SpeedrunResult(s, 2 * s, 300, loss) for s, loss in runs], 1.88, report, ""
         )
     _add_targets(report, [PEER, FAST])
     assert report.failures == []

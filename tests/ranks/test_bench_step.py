@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nanoray.bench import __main__ as bench
-from nanoray.bench.harness.report import Report, Row
+from nanoray.bench.harness.report import Measurement, Report
 from nanoray.bench.step import (
     BASE,
     BEST,
@@ -111,9 +111,11 @@ def test_every_rung_and_every_peer(
 def test_without_nanogpt_the_loop_that_is_nearest_to_it_is_the_measure() -> None:
     report = Report("step", {})
     for arm, rate in ((BASE, 100.0), (BEST, 130.0), (EAGER, 100.0)):
-        report.rows.append(Row(f"shakespeare-cpu: {arm}", TOKENS, "1/s", (rate,) * 5))
+        report.rows.append(Measurement(f"shakespeare-cpu: {arm}", TOKENS, "1/s", (rate,) * 5))
     report.rows.append(
-        Row(f"shakespeare-cpu: {PEER}", TOKENS, "1/s", (), skipped="--nanogpt names no folder")
+        Measurement(
+            f"shakespeare-cpu: {PEER}", TOKENS, "1/s", (), skipped="--nanogpt names no folder"
+        )
     )
     add_targets(report, ["shakespeare-cpu"])
     (aim,) = (target for target in report.targets if f"{BEST} / " in target.text)

@@ -13,7 +13,7 @@ import pytest
 import nanoray.bench.__main__ as bench
 from nanoray.bench import strategies
 from nanoray.bench.harness.plan import chosen
-from nanoray.bench.harness.report import Report, Row
+from nanoray.bench.harness.report import Measurement, Report
 from nanoray.bench.strategies import (
     ARMS,
     DATA_ARMS,
@@ -166,12 +166,15 @@ def report_of(**arms: tuple[float, float]) -> Report:
     report = Report("strategies", {"gpus": []})
     for name, (ms, held) in arms.items():
         arm = name.replace("__", " + ")
-        report.rows += [Row(arm, STEP, "ms", (ms,) * 5), Row(arm, LOSS, "", (1.0,), wrong=0)]
         report.rows += [
-            Row(arm, STATE, "MiB", (held,) * 5),
-            Row(arm, STATE_FORMULA, "MiB", (100.0,)),
+            Measurement(arm, STEP, "ms", (ms,) * 5),
+            Measurement(arm, LOSS, "", (1.0,), wrong=0),
         ]
-        report.rows.append(Row(arm, STATE_ERROR, "%", (held - 100,) * 5))
+        report.rows += [
+            Measurement(arm, STATE, "MiB", (held,) * 5),
+            Measurement(arm, STATE_FORMULA, "MiB", (100.0,)),
+        ]
+        report.rows.append(Measurement(arm, STATE_ERROR, "%", (held - 100,) * 5))
     strategies._add_targets(report, [name.replace("__", " + ") for name in arms])
     return report
 

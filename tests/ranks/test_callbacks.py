@@ -20,10 +20,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nanoray
-from nanoray.atomic import read_json_lines
+from nanoray.base.atomic import read_json_lines
 from nanoray.checkpoint.files import find_all
-from nanoray.train.own import callbacks
-from nanoray.train.own.logged import LONGEST_TEXT, MOST_NAMES, Logged
+from nanoray.own import callbacks
+from nanoray.own.logged import LONGEST_TEXT, MOST_NAMES, Logged
 
 STEPS = 4
 HOOKS = ("on_run_start", "on_step_end", "on_eval_end", "on_checkpoint", "on_run_end")
@@ -238,7 +238,7 @@ def test_a_slow_callback_is_named_while_it_runs(
     assert capsys.readouterr().out.count(line) == 1
 
 
-class Reports(nanoray.train.own.callbacks.ReportingCallback):  # type: ignore[name-defined]
+class Reports(nanoray.own.callbacks.ReportingCallback):  # type: ignore[name-defined]
     """Stands for a tracker's callback."""
 
     def __init__(self) -> None:

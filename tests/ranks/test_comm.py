@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoray.bench.harness.rank_pool import RankPool, Where
+from nanoray.checkpoint.run import RunSpec
 from nanoray.cli import parse_args
 from nanoray.config import Config, make_config
 from nanoray.errors import ConfigError
@@ -23,7 +24,6 @@ from nanoray.mesh.algorithms import ALGORITHMS
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
-from nanoray.run import RunSpec
 from nanoray.trace.recorder import (
     Clock,
     ClockOffset,

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.data.dataset import DatasetInfo
-from nanoray.run import RunSpec
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.program import Program
-from nanoray.train.own.run import Run
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.program import Program
+from nanoray.own.run import Run
 from tests.harness.images import image_spec, small_dataset
 from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import run_ranks, series

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import StateDiverged
-from nanoray.run import RunSpec
 from nanoray.train.agree import find_checkpoint
 from nanoray.train.guard.audit import Audit
 from nanoray.train.guard.replicas import agreed

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from nanoray.config import make_config
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import LossScaler
-from nanoray.parallel.compress import Sent, orthonormal
+from nanoray.parallel.compress import SendingBucket, orthonormal
 from nanoray.parallel.plan import Plan
 from nanoray.train.saving import MEMORY
 from tests.harness.axes import Runs, equal, final
@@ -269,7 +269,7 @@ def overflow_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]
     emit([w.grad.unique().tolist() for w in model.weights if w.grad is not None])
     compressor, flat = plan.compressor, torch.full((48 * 64,), BIG)
     assert compressor
-    compressor.send(Sent(flat, [model.weights[0]], [0], 0, True))
+    compressor.send(SendingBucket(flat, [model.weights[0]], [0], 0, True))
     compressor.drain()
     emit(flat.unique().tolist())
     plan.close()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from nanoray.bench.equivalence import ADAMW, MODES, SGD, WEIGHT_LIMIT
-from nanoray.sample import main as sample
+from nanoray.tools.sample import main as sample
 from tests.harness.axes import Runs, final, require_one_process, run
 from tests.harness.context import BUGS, WRONG_ATTENTION
 from tests.harness.ranks import series

@@ -14,7 +14,7 @@ import pytest
 from nanoray.bench import equivalence
 from nanoray.bench.equivalence import ADAMW, CASES, EXPERTS, SGD, arms_for, must_equal
 from nanoray.checkpoint.find import newest_valid
-from nanoray.sample import main as sample
+from nanoray.tools.sample import main as sample
 from tests.harness.axes import Runs, require_one_process, run
 from tests.harness.ranks import records, series
 from tests.ranks.conftest import Pools, Wrong

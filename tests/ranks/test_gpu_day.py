@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from nanoray.bench import gpu, gpu_bundle, gpu_day, gpu_features
-from nanoray.bench.gpu_day import Day, Part, Place
+from nanoray.bench.gpu_day import Day, DayPart, DayPlace
 from nanoray.bench.harness.processes import scratch_folder
 from nanoray.bench.harness.report import Report, conditions
 from tests.harness import planted_features
@@ -87,7 +87,7 @@ def test_the_whole_trial_runs_to_its_end(tmp_path: Path, text: Path) -> None:
 def a_day(folder: Path, out: Path, **flags: Any) -> Day:
     args = argparse.Namespace(**{"out": out, "budget_s": 60.0, "feature_s": 20.0} | flags)
     report = Report("gpu_day", conditions("gpu_day", [], gpu_day.COMMAND) | {"device": "cpu"})
-    return Day(args, "cpu", Place(folder, folder / "none"), report)
+    return Day(args, "cpu", DayPlace(folder, folder / "none"), report)
 
 
 def test_a_part_that_fails_or_hangs_costs_its_own_row(
@@ -106,7 +106,7 @@ def test_a_part_that_fails_or_hangs_costs_its_own_row(
     parts = []
     for name, script in scripts.items():
         (tmp_path / f"{name}_part.py").write_text(script)
-        parts.append(Part(name, (f"{name}_part",), shares[name]))
+        parts.append(DayPart(name, (f"{name}_part",), shares[name]))
     monkeypatch.setattr(gpu_day, "LEAST_S", 0.5)
     with scratch_folder() as folder:
         day = a_day(folder, tmp_path, budget_s=30.0)
@@ -149,7 +149,7 @@ def test_features_without_time_are_skipped_by_name(tmp_path: Path) -> None:
     with scratch_folder() as folder:
         day = a_day(folder, tmp_path)
         day.ask_features(["bf16", "fp8"], 1.0)
-        day.run_part(Part("late", ("nothing",), 1.0), 1.0)
+        day.run_part(DayPart("late", ("nothing",), 1.0), 1.0)
     assert {row.skipped for row in day.report.rows} == {"no time was left of budget_s = 60"}
     assert not day.report.failed
 
@@ -205,7 +205,7 @@ def test_a_bundle_gives_only_what_is_missing(
             wheel.writestr(f"{name}/__init__.py", "")
             wheel.writestr(f"{name}-1.0.dist-info/METADATA", "")
     with scratch_folder() as folder:
-        place = Place(folder, tmp_path)
+        place = DayPlace(folder, tmp_path)
         assert place.bundled == ["missing_here"]
         assert (folder / "lib" / "missing_here" / "__init__.py").is_file()
         assert not place.lacks(["missing_here", "numpy"])

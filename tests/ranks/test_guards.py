@@ -17,12 +17,12 @@ from torch.nn.utils import clip_grad_norm_
 
 from nanoray.bench.equivalence import WEIGHT_LIMIT
 from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import resolve_batch
 from nanoray.errors import NanorayError, StateDiverged, TrainingDiverged
 from nanoray.faults.progress import ProgressFile
 from nanoray.mesh.rendezvous import Order
 from nanoray.models.precision import LossScaler
-from nanoray.run import RunSpec
 from nanoray.train.engine import Engine
 from nanoray.train.guard.guards import (
     MANY_OVERFLOWS,

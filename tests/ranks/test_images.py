@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.data.dataset import DatasetInfo
-from nanoray.run import RunSpec
 from tests.harness.axes import equal, final
 from tests.harness.images import image_spec, small_dataset
 from tests.harness.ranks import records, run_ranks, series

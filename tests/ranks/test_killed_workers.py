@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from nanoray.data.own import Batches
-from nanoray.data.reader import begin, end_workers, next_of
 from nanoray.errors import DataError
+from nanoray.own.data.reader import begin, end_workers, next_of
+from nanoray.own.data.source import Batches
 
 PATIENCE_S = 30.0  # without the mend these wait for ever
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}

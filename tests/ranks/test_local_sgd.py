@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from nanoray.checkpoint import files
+from nanoray.checkpoint.run import RunSpec
 from nanoray.faults.progress import ProgressFile
 from nanoray.mesh.mesh import Mesh, collectives_started
 from nanoray.mesh.rendezvous import Order, Rendezvous
-from nanoray.run import RunSpec
 from nanoray.state.outer import Outer
 from nanoray.state.state_dict import StateDict
 from nanoray.train.recipe import train

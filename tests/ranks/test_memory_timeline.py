@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
-from nanoray.inspect.__main__ import main
-from nanoray.report.memory import read_memory
-from nanoray.run import RunSpec
+from nanoray.tools.inspect.__main__ import main
+from nanoray.tools.report.memory import read_memory
 from nanoray.train.watch.memory_timeline import CATEGORIES, FORWARD, Storages, summary
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, run_ranks, series

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
-from nanoray.run import RunSpec
 from tests.harness.axes import equal, final
 from tests.harness.elastic import Outcome, run_elastic
 from tests.harness.ranks import make_spec, records, run_ranks, series

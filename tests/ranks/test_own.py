@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import nanoray
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
-from nanoray.data.own import KEPT, Batches, OwnData
-from nanoray.data.stateful import is_stateful
 from nanoray.errors import ConfigError, DataError
 from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.run import RunSpec
-from nanoray.sample import main as sample
+from nanoray.own.data.source import KEPT, Batches, OwnData
+from nanoray.own.data.stateful import is_stateful
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.program import Program
+from nanoray.own.run import Run
+from nanoray.own.settings import DEFAULTS
 from nanoray.start.folder import open_run
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.program import Program
-from nanoray.train.own.run import Run
-from nanoray.train.own.settings import DEFAULTS
+from nanoray.tools.sample import main as sample
 from tests.harness import own_runs
 from tests.harness.commands import run, torchrun
 from tests.harness.elastic import run_elastic

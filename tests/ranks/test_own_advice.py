@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.program import Program
+from nanoray.own.run import Run
+from nanoray.own.settings import DEFAULTS
 from nanoray.start.folder import open_run
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.program import Program
-from nanoray.train.own.run import Run
-from nanoray.train.own.settings import DEFAULTS
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.zoo import SAMPLES, WIDTH, Checkpointed, Layered, vectors
 
@@ -272,9 +272,9 @@ def test_an_advised_mode_accepts_the_model(ranks: LastingRanks, tmp_path: Path, 
 
 def texts_with_advice() -> Iterator[str]:
     """Yield each text of the code about a script's model that advises a mode, as a pattern."""
-    files = [*(ROOT / "train" / "own").glob("*.py"), *(ROOT / "parallel").glob("fsdp*.py")]
-    files += [ROOT / "parallel" / "absent.py", ROOT / "parallel" / "ddp.py"]
-    files.append(ROOT / "checkpoint" / "storable.py")
+    files = [*(ROOT / "own").rglob("*.py"), *(ROOT / "parallel").glob("fsdp*.py")]
+    files += [ROOT / "own" / "absent.py", ROOT / "parallel" / "ddp.py"]
+    files.append(ROOT / "own" / "storable.py")
     for file in files:
         tree = ast.parse(file.read_text(encoding="utf-8"))
         inner = {id(n) for j in ast.walk(tree) if isinstance(j, ast.JoinedStr) for n in j.values}

@@ -28,10 +28,10 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from nanoray.data.epochs import Drawn
-from nanoray.data.loader import own_order
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.run import Run
+from nanoray.own.data.epochs import Drawn
+from nanoray.own.data.loader import own_order
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.run import Run
 from tests.harness.in_turn import Turn, run_in_turn
 from tests.harness.ranks import series
 from tests.ranks.test_own import network, open_own, points

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 from nanoray.checkpoint.find import newest_valid
 from nanoray.errors import DataFailed
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.run import Run
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.run import Run
 from tests.harness.in_turn import Turn, run_in_turn
 from tests.ranks.test_own import network, open_own, points
 

@@ -19,15 +19,15 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import TensorDataset
 
 from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
-from nanoray.data.own import OwnData
-from nanoray.run import RunSpec
+from nanoray.own.data.source import OwnData
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.program import Program
+from nanoray.own.run import Run
+from nanoray.own.settings import DEFAULTS
 from nanoray.start.folder import open_run
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.program import Program
-from nanoray.train.own.run import Run
-from nanoray.train.own.settings import DEFAULTS
 from tests.harness import own_runs
 from tests.harness.elastic import run_elastic
 from tests.harness.lasting_ranks import LastingRanks

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
-from nanoray.data.own import OwnData
 from nanoray.errors import ConfigError
 from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.run import RunSpec
+from nanoray.own.data.source import OwnData
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.program import Program
+from nanoray.own.run import Run
+from nanoray.own.settings import DEFAULTS
 from nanoray.start.folder import open_run
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.program import Program
-from nanoray.train.own.run import Run
-from nanoray.train.own.settings import DEFAULTS
 from tests.harness import optimizers as styles
 from tests.harness import own_runs
 from tests.harness.elastic import run_elastic

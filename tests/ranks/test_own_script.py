@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 import nanoray
 from nanoray.errors import ConfigError
-from nanoray.train.own.engine import RuntimeEngine
+from nanoray.own.engine import RuntimeEngine
 from tests.harness.commands import run, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

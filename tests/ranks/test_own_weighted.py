@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from nanoray import Weighted
-from nanoray.data.own import OwnData
 from nanoray.models.weighted import mean_of
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.run import Run
+from nanoray.own.data.source import OwnData
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.run import Run
 from tests.harness.in_turn import Turn, run_in_turn
 from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import series

@@ -12,7 +12,7 @@ import pytest
 
 from nanoray.bench.equivalence import ADAMW, SGD
 from nanoray.parallel.schedules import SCHEDULES, bubble
-from nanoray.sample import main as sample
+from nanoray.tools.sample import main as sample
 from tests.harness.axes import Runs, equal, final, require_one_process, run
 from tests.harness.ranks import series
 from tests.ranks.conftest import Pools

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nanoray
-from nanoray.atomic import read_json_lines
+from nanoray.base.atomic import read_json_lines
 from nanoray.checkpoint.files import find_all
-from nanoray.run import read_attempt
+from nanoray.checkpoint.run import read_attempt
 
 REMOVED_AFTER = 5
 STEPS = 8

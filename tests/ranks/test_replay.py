@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 import torch
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.checkpoint.tensorfile import read_file, tensors_in
 from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData
-from nanoray.replay import bisect
-from nanoray.replay.__main__ import main as replay
-from nanoray.replay.again import QUIETLY, doubts, reenact
-from nanoray.replay.past import read_past, tensors_apart
-from nanoray.replay.player import InTurn
-from nanoray.run import RunSpec
+from nanoray.tools.replay import bisect
+from nanoray.tools.replay.__main__ import main as replay
+from nanoray.tools.replay.again import QUIETLY, doubts, reenact
+from nanoray.tools.replay.past import read_past, tensors_apart
+from nanoray.tools.replay.player import InTurn
 from nanoray.train.guard.certificate import read
 from nanoray.train.guard.replicas import hash_tensors
 from tests.harness.ranks import make_spec, run_ranks

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from nanoray.checkpoint.run import recovers_in_place
 from nanoray.config import make_config
-from nanoray.run import recovers_in_place
 from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic
 from tests.harness.ranks import TINY, make_spec, records, run_ranks, series

@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import nn
 
-from nanoray.data.own import OwnData
-from nanoray.data.stateful import KEPT, Stateful, is_stateful, pack, unpack
+from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import DataError
 from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.run import RunSpec
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.program import Program
-from nanoray.train.own.run import Run
+from nanoray.own.data.source import OwnData
+from nanoray.own.data.stateful import KEPT, Stateful, is_stateful, pack, unpack
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.program import Program
+from nanoray.own.run import Run
 from tests.harness import elastic
 from tests.harness.own_runs import final_tensors
 from tests.harness.ranks import records, run_ranks, series

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
-from nanoray.inspect.__main__ import main
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.run import RunSpec
+from nanoray.tools.inspect.__main__ import main
 from nanoray.train.watch import dangers as told
 from nanoray.train.watch import statistics
 from nanoray.train.watch.dangers import dangers

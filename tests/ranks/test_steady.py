@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.run import RunSpec
 from nanoray.start.folder import open_run
 from nanoray.train import recipe
 from tests.harness.alone import engine_of

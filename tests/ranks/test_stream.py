@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.run import RunSpec
 from nanoray.data.headers import llmc_header
 from nanoray.data.seeding import seed_generators_for
 from nanoray.data.shard_order import ShardOrder
 from nanoray.data.stream import ShardStream
 from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.run import RunSpec
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.program import Program
-from nanoray.train.own.run import Run
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.program import Program
+from nanoray.own.run import Run
 from tests.harness import elastic
 from tests.harness.commands import Command, run, torchrun
 from tests.harness.in_turn import Turn, run_in_turn

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from nanoray.bench.harness.rank_pool import RankPool, Where
+from nanoray.checkpoint.run import RunSpec
 from nanoray.mesh.mesh import Mesh
-from nanoray.run import RunSpec
 from nanoray.trace.__main__ import main, read_steps
 from nanoray.trace.log import LATE_TIMES, CommLog, CommTrace, Totals, merge
 from nanoray.trace.recorder import ClockOffset, CommRecorder

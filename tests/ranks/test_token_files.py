@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanoray.run import RunSpec
-from nanoray.sample import main as sample
+from nanoray.checkpoint.run import RunSpec
+from nanoray.tools.sample import main as sample
 from nanoray.train import recipe
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.ranks import make_spec, series

@@ -24,17 +24,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nanoray
+from nanoray.base.metrics import METRICS
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.errors import ConfigError
-from nanoray.metrics import METRICS
-from nanoray.run import RunSpec
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.program import Program
+from nanoray.own.run import Run
+from nanoray.own.settings import DEFAULTS
+from nanoray.own.trackers import require_different_trackers
 from nanoray.start.folder import open_run
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.program import Program
-from nanoray.train.own.run import Run
-from nanoray.train.own.settings import DEFAULTS
-from nanoray.train.own.trackers import require_different_trackers
 from nanoray.train.track.mlflow_tracker import MlflowTracker, allowed_name
 from nanoray.train.track.tracker import Results, TrackedRun, Tracker, without_passwords
 from nanoray.train.track.tracking import MOST_WAITING, Tracking, require_tracker

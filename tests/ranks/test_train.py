@@ -23,11 +23,11 @@ import torch
 import nanoray
 import nanoray.train.hardware as training_hardware
 from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.run import RunSpec
 from nanoray.data.tokens import TokenData
 from nanoray.errors import CheckpointError
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.run import RunSpec
-from nanoray.sample import main as sample
+from nanoray.tools.sample import main as sample
 from nanoray.train.agree import find_checkpoint
 from tests.harness.commands import Command, run
 from tests.harness.ports import free_port

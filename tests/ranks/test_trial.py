@@ -15,17 +15,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.errors import ConfigError
-from nanoray.run import RunSpec
+from nanoray.own.program import Program
+from nanoray.own.run import Run
+from nanoray.own.settings import DEFAULTS
+from nanoray.own.task import copied
+from nanoray.own.trial import notes_on_hooks
+from nanoray.own.untouched import untouched
 from nanoray.start.folder import open_run
-from nanoray.train.own.program import Program
-from nanoray.train.own.run import Run
-from nanoray.train.own.settings import DEFAULTS
-from nanoray.train.own.task import copied
-from nanoray.train.own.trial import notes_on_hooks
-from nanoray.train.own.untouched import untouched
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.messages import find_line
 from tests.harness.ranks import series

@@ -17,15 +17,15 @@ from typing import Any
 
 import pytest
 
+from nanoray.base.storage.store import StorageError, Store
 from nanoray.checkpoint.files import load, peek
 from nanoray.checkpoint.manifest import MANIFEST
+from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.upload.__main__ import main as upload_by_hand
+from nanoray.checkpoint.upload.fetch import fetch_fitting, fetch_named
+from nanoray.checkpoint.upload.process import Upload
 from nanoray.config import Settings, load_settings
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.run import RunSpec
-from nanoray.storage.store import StorageError, Store
-from nanoray.upload.__main__ import main as upload_by_hand
-from nanoray.upload.fetch import fetch_fitting, fetch_named
-from nanoray.upload.process import Upload
 from tests.harness.commands import Command, run
 from tests.harness.ports import closed_port
 from tests.harness.s3 import (
@@ -61,7 +61,7 @@ def _credentials(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(recipe: Path, out: Path, *flags: str, endpoint: str) -> tuple[Path, str]:
-    """Run `nanoray train`; return the run's folder and the output."""
+    """Run `python -m nanoray.train`; return the run's folder and the output."""
     command = ["nanoray.train", "--config", str(recipe), "--out_dir", str(out), *flags]
     done = run(*command, env=shell(endpoint), cwd=out.parent)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -96,7 +96,7 @@ def uploaders() -> set[int]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if b"nanoray.upload.worker" in (process / "cmdline").read_bytes():
+            if b"nanoray.checkpoint.upload.worker" in (process / "cmdline").read_bytes():
                 found.add(int(process.name))
         except OSError:
             continue
@@ -487,7 +487,7 @@ def test_a_server_that_is_gone_for_good_costs_a_warning_and_the_command_sends_th
 
         # By hand to a server that is gone, without a URL, and for what is no run.
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        monkeypatch.setattr("nanoray.upload.__main__.TRIES", 1)
+        monkeypatch.setattr("nanoray.checkpoint.upload.__main__.TRIES", 1)
         assert upload_by_hand([str(folder)]) == 1
 
 
@@ -581,7 +581,7 @@ def test_the_memory_of_the_process_does_not_grow_with_the_file(
             file.truncate(size)
         order = f'{{"run": "{run_folder}", "started": 1.5, "attempt": 0}}\n{{"end": true}}\n'
         process = subprocess.Popen(
-            [sys.executable, "-m", "nanoray.upload.worker", f"s3://{BUCKET}/big"],
+            [sys.executable, "-m", "nanoray.checkpoint.upload.worker", f"s3://{BUCKET}/big"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=shell(server.url),

@@ -26,11 +26,11 @@ import torch
 from nanoray.checkpoint import files as checkpoint
 from nanoray.checkpoint.files import load
 from nanoray.checkpoint.find import newest_valid
+from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.checkpoint.writer import AttemptOver, CheckpointWriter, Snapshot
 from nanoray.errors import CheckpointError
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece
-from nanoray.run import RunSpec, write_attempt
 from nanoray.state.state_dict import StateDict
 from nanoray.train.agree import find_checkpoint
 from tests.harness.alone import engine_of

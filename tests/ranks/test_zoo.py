@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from nanoray.data.own import OwnData
+from nanoray.own.data.source import OwnData
 from tests.harness.zoo import BY_NAME, ZOO
 from tests.harness.zoo_ranks import SETTINGS, Case, Found, make_optimizer, run_cases
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from nanoray.checkpoint.find import newest_valid
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
-from nanoray.data.own import OwnData
 from nanoray.models.dropout import derive_seed, seed_generators
+from nanoray.own.data.source import OwnData
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.program import Program
+from nanoray.own.run import Run
+from nanoray.own.settings import DEFAULTS
 from nanoray.start.folder import open_run
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.program import Program
-from nanoray.train.own.run import Run
-from nanoray.train.own.settings import DEFAULTS
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.wrong_inputs import WRONG_DATA, WRONG_LOSSES, WRONG_MODELS
 from tests.harness.zoo_public import MODES, PUBLIC, Kind

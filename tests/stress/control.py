@@ -30,12 +30,12 @@ from typing import Any
 from nanoray.bench.__main__ import exit_code_of, run_one
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.plan import count_of
-from nanoray.bench.harness.report import Report, Row, Target, aligned, markdown, number
+from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, number
 from nanoray.bench.registry import Entry
-from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import Failure, FailureCollector, FaultReport
 from nanoray.faults.hang import Position, Watchdog, behind
+from nanoray.host.slots import local_slots
 from nanoray.launch.placement import connected
 from nanoray.launch.worker_group import SETTLE_S
 from tests.stress.crowd import Crowd, Stage, end_hung
@@ -146,7 +146,7 @@ class ControlBenchmark(Benchmark):
         matplotlib.use("Agg")
         from matplotlib import pyplot
 
-        def series(part: str, metric: str) -> list[Row]:
+        def series(part: str, metric: str) -> list[Measurement]:
             found = [
                 r
                 for r in report.rows
@@ -213,7 +213,7 @@ def _add(
     report: Report, part: str, n: int, metric: str, unit: str, values: list[float], **more: Any
 ) -> None:
     extra = {"part": part, "ranks": n}
-    report.rows.append(Row(_arm(part, n), metric, unit, tuple(values), extra=extra, **more))
+    report.rows.append(Measurement(_arm(part, n), metric, unit, tuple(values), extra=extra, **more))
     what = f"{number(report.rows[-1].median)} {unit}" if values else "FAILED"
     print(f"{_arm(part, n):<16} {metric:<24} {what}", file=sys.stderr, flush=True)
 
@@ -229,7 +229,7 @@ def _exponent(report: Report, part: str, metric: str, few: int, many: int) -> No
         for a, b in zip(low.values, high.values, strict=False)
     ]
     note = f"from {few} to {many} ranks: 1 is linear, 2 quadratic"
-    row = Row(f"{part}, exponent", metric, "", tuple(values), note, extra={"part": part})
+    row = Measurement(f"{part}, exponent", metric, "", tuple(values), note, extra={"part": part})
     report.rows.append(row)
     report.targets.append(
         Target(f"{part}: growth of {metric!r}, {few} to {many} ranks", row, "<=", LINEAR)

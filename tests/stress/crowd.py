@@ -23,6 +23,7 @@ from typing import Any
 
 import ray
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import load_config
 from nanoray.data.prepare import DatasetInfo
 from nanoray.faults import exit_record
@@ -36,7 +37,6 @@ from nanoray.launch.rank_end import end_hung as end_hung_rank
 from nanoray.launch.signals import Stop
 from nanoray.launch.worker import Heartbeat
 from nanoray.launch.worker_group import WorkerGroup
-from nanoray.run import RunSpec
 
 SLOTS_PER_ACTOR = 500  # Ray's asyncio actors answer a few hundred calls a second each
 

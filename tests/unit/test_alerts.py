@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from nanoray.base.metrics import METRICS
 from nanoray.kube.alerts import MANIFEST, main, rule_file
-from nanoray.metrics import METRICS
 
 RULES: list[dict[str, Any]] = yaml.safe_load(rule_file())["groups"][0]["rules"]
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "alerts.md"

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from nanoray.checkpoint.run import recovers_in_place
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.mesh.backends import load_backend, reports_lost_peers, settings_for_aborts
 from nanoray.mesh.rendezvous import RankDevice, choose_backend
-from nanoray.run import recovers_in_place
 from tests.harness.nccl_stand_in import BACKEND, NAME
 
 OWN = """

@@ -15,10 +15,10 @@ from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.models.batch_norm import BatchNorm, adopt_norms
-from nanoray.parallel.loose_buffers import is_loose
+from nanoray.own.checks import lazy_parts, require_sharable
+from nanoray.own.loose_buffers import is_loose
+from nanoray.own.settings import DEFAULTS, loaded_of
 from nanoray.parallel.statistics import RunningStatistics
-from nanoray.train.own.checks import lazy_parts, require_sharable
-from nanoray.train.own.settings import DEFAULTS, loaded_of
 
 CHANNELS = 3
 OPTIONS: list[dict[str, Any]] = [

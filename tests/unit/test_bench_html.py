@@ -20,7 +20,7 @@ from PIL import Image
 
 from nanoray.bench import __main__ as bench
 from nanoray.bench.harness.html import line, write
-from nanoray.bench.harness.report import Report, Row, Section, Target, conditions
+from nanoray.bench.harness.report import Measurement, Report, Section, Target, conditions
 from nanoray.bench.registry import Entry
 from tests.harness.browser import chromium, in_chromium
 from tests.harness.commands import torchrun_environment
@@ -33,13 +33,13 @@ SVG = (
 
 
 def report_of(name: str = "train", hostile: str = HOSTILE) -> Report:
-    ring = Row(
+    ring = Measurement(
         "ring", "1 KiB", "us", (8.0, 10.0, 9.0, 12.0, 30.0), hostile, wrong=0, extra={"bytes": 1024}
     )
     rows = [
         ring,
-        Row("tree", "1 KiB", "us", (2.0,)),
-        Row("flat", "9 GiB", "us", (), skipped="needs 9 GiB, 4 free"),
+        Measurement("tree", "1 KiB", "us", (2.0,)),
+        Measurement("flat", "9 GiB", "us", (), skipped="needs 9 GiB, 4 free"),
     ]
     return Report(
         name, conditions(name, ["--quick"]), rows, [Target("ring in time", ring, "<=", 11.0)]
@@ -109,7 +109,7 @@ def test_numbers_verdicts_and_reasons_are_on_the_page(page: Path) -> None:
 def test_a_failed_report_says_so_first(tmp_path: Path) -> None:
     good, bad = report_of("overlap", ""), report_of("scaling", "")
     bad.failures.append("rank 1: killed\nthe last line of its log")
-    bad.rows.append(Row("tree", "2 KiB", "us", (1.0, 2.0), wrong=7))
+    bad.rows.append(Measurement("tree", "2 KiB", "us", (1.0, 2.0), wrong=7))
     write(tmp_path / "all.html", [Section(good), Section(bad)], {})
     found = References()
     found.feed(html := (tmp_path / "all.html").read_text())
@@ -148,7 +148,7 @@ def test_what_cannot_be_written_leaves_no_other_file(
 ) -> None:
     old = page.read_text()
     monkeypatch.setattr(
-        "nanoray.atomic.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full"))
+        "nanoray.base.atomic.os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "disk full"))
     )
     with pytest.raises(OSError, match="disk full"):
         write(page, [Section(report_of())], {})
@@ -158,10 +158,12 @@ def test_what_cannot_be_written_leaves_no_other_file(
 
 def test_the_marks_of_the_spread() -> None:
     """Median 10: 5 is the left end of the strip, 15 the right end, and what lies beyond is cut off."""
-    assert line(Row("a", "m", "s", (5.0, 7.5, 10.0, 12.5, 15.0))).marks == (0, 25, 75, 100)
-    assert line(Row("a", "m", "s", (1.0, 10.0, 90.0))).marks == (0, 5, 100, 100)
+    assert line(Measurement("a", "m", "s", (5.0, 7.5, 10.0, 12.5, 15.0))).marks == (0, 25, 75, 100)
+    assert line(Measurement("a", "m", "s", (1.0, 10.0, 90.0))).marks == (0, 5, 100, 100)
     assert (
-        line(Row("a", "m", "s", (3.0,))).marks == line(Row("a", "m", "s", (0.0, 0.0))).marks == ()
+        line(Measurement("a", "m", "s", (3.0,))).marks
+        == line(Measurement("a", "m", "s", (0.0, 0.0))).marks
+        == ()
     )
 
 

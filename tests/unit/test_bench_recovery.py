@@ -15,8 +15,16 @@ import pytest
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import recovery
-from nanoray.bench.harness.report import Report, Row
-from nanoray.bench.killed import Goodput, Outage, Run, arrivals, goodput, outage, wrong_losses
+from nanoray.bench.harness.report import Measurement, Report
+from nanoray.bench.killed import (
+    Goodput,
+    Outage,
+    TrainingProcess,
+    arrivals,
+    goodput,
+    outage,
+    wrong_losses,
+)
 from nanoray.bench.recovery import GOODPUT, PEER, REPEATED, STANDSTILL, RecoveryBenchmark
 from tests.harness.commands import torchrun_environment
 
@@ -101,16 +109,16 @@ def test_a_plan_of_kills_follows_from_its_seed() -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
+def run(tmp_path: Path) -> Iterator[TrainingProcess]:
     """A run whose command does nothing; the tests write its files."""
-    with Run(
+    with TrainingProcess(
         [sys.executable, "-c", "import time; time.sleep(60)"], os.environ, tmp_path / "out", None
     ) as idle:
         (idle.folder / "r" / "logs").mkdir(parents=True)
         yield idle
 
 
-def test_records_are_followed_over_a_rewrite(run: Run) -> None:
+def test_records_are_followed_over_a_rewrite(run: TrainingProcess) -> None:
     """A restart drops the records after its checkpoint by replacing the file: they were seen, and
     stay known.
     """
@@ -137,7 +145,7 @@ def test_records_are_followed_over_a_rewrite(run: Run) -> None:
     old.close()
 
 
-def test_only_processes_of_the_run_are_killed(run: Run) -> None:
+def test_only_processes_of_the_run_are_killed(run: TrainingProcess) -> None:
     """A log that names a stranger, here the one that runs this test, kills nobody; the run's own
     process it does.
     """
@@ -153,7 +161,7 @@ def test_only_processes_of_the_run_are_killed(run: Run) -> None:
     assert run.kill(0) is None, "it is dead already"
 
 
-def test_when_a_launcher_noticed(run: Run) -> None:
+def test_when_a_launcher_noticed(run: TrainingProcess) -> None:
     killed = time.mktime((2026, 11, 21, 19, 44, 34, 0, 0, -1)) + 0.25
     assert [run.noticed_s(arm, killed) for arm in ("in_place", "torchtrainer", "torchrun")] == [
         None
@@ -178,7 +186,7 @@ def test_when_a_launcher_noticed(run: Run) -> None:
     assert run.noticed_s("spare", killed) == 0.02
 
 
-def test_a_run_that_ends_too_soon_is_no_measurement(run: Run) -> None:
+def test_a_run_that_ends_too_soon_is_no_measurement(run: TrainingProcess) -> None:
     with pytest.raises(recovery.ChildFailed, match=r"no step 5 within 0.1 s, but step 0"):
         run.wait_until(lambda: run.step >= 5, 0.1, "step 5")
     run.child.process.kill()
@@ -243,14 +251,14 @@ def test_the_default_plan_of_kills_has_some() -> None:
 
 def report_of(*, wrong: int = 0) -> Report:
     rows = [
-        Row("in_place", STANDSTILL, "s", (2.0, 3.0, 2.5), wrong=wrong),
-        Row("in_place", REPEATED, "steps", (0.0,)),
+        Measurement("in_place", STANDSTILL, "s", (2.0, 3.0, 2.5), wrong=wrong),
+        Measurement("in_place", REPEATED, "steps", (0.0,)),
     ]
-    rows += [Row(PEER, STANDSTILL, "s", (10.0, 30.0, 12.5), wrong=0)]
-    rows += [Row("torchrun", STANDSTILL, "s", (), error="exit code 3")]
+    rows += [Measurement(PEER, STANDSTILL, "s", (10.0, 30.0, 12.5), wrong=0)]
+    rows += [Measurement("torchrun", STANDSTILL, "s", (), error="exit code 3")]
     report = Report("recovery", {"command": "c", "recipe": "r"}, rows)
     recovery._add_targets(report)
-    report.rows.append(Row("in_place", GOODPUT, "%", (81.0,)))
+    report.rows.append(Measurement("in_place", GOODPUT, "%", (81.0,)))
     return report
 
 

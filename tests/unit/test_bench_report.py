@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from nanoray.base.environment import environment
 from nanoray.bench import __main__ as bench
 from nanoray.bench.harness.html import write
 from nanoray.bench.harness.launchers import LAUNCHERS, CpuTime, Moments, command, moments
@@ -23,8 +24,8 @@ from nanoray.bench.harness.plan import chosen, rotated
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, session_members
 from nanoray.bench.harness.report import (
     MIN_JUDGED,
+    Measurement,
     Report,
-    Row,
     Section,
     Target,
     conditions,
@@ -34,14 +35,13 @@ from nanoray.bench.harness.report import (
     table,
 )
 from nanoray.bench.registry import BENCHMARKS
-from nanoray.environment import environment
 from nanoray.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def row(*values: float, arm: str = "a", metric: str = "m", error: str = "") -> Row:
-    return Row(arm, metric, "s", values, "", error)
+def row(*values: float, arm: str = "a", metric: str = "m", error: str = "") -> Measurement:
+    return Measurement(arm, metric, "s", values, "", error)
 
 
 # Statistics
@@ -84,7 +84,7 @@ def test_a_ratio_of_a_failed_arm_is_failed() -> None:
 
 
 def test_a_skipped_row_is_no_failure_and_says_why() -> None:
-    skipped = Row(
+    skipped = Measurement(
         "ring", "64 GiB", "us", (), skipped="needs 128 GiB, 4 free", extra={"bytes": 2**36}
     )
     report = Report("x", {}, [skipped, row(1.0)])
@@ -112,7 +112,9 @@ def test_a_skipped_row_is_no_failure_and_says_why() -> None:
 
 
 def test_wrong_elements_fail_the_report_and_have_a_column() -> None:
-    right, bad = (Row(arm, "1 KiB", "us", (5.0,), wrong=n) for arm, n in (("ring", 0), ("tree", 3)))
+    right, bad = (
+        Measurement(arm, "1 KiB", "us", (5.0,), wrong=n) for arm, n in (("ring", 0), ("tree", 3))
+    )
     good, report = Report("x", {}, [right, row(1.0)]), Report("x", {}, [right, bad, row(1.0)])
     assert (good.failed, report.failed) == (False, True)
     assert report.lines()[-1] == "FAILED  tree, 1 KiB: 3 wrong"
@@ -125,7 +127,7 @@ def test_wrong_elements_fail_the_report_and_have_a_column() -> None:
 @pytest.mark.parametrize(
     ("rows", "last"), [([row(error="gone\nlog")], "a, m: gone"), ([row()], "a, m: no value")]
 )
-def test_a_row_without_a_value_fails_the_report(rows: list[Row], last: str) -> None:
+def test_a_row_without_a_value_fails_the_report(rows: list[Measurement], last: str) -> None:
     report = Report("x", {}, rows)
     assert report.lines()[-1] == f"FAILED  {last}"
     report.failures.append("a: the whole story")
@@ -158,7 +160,7 @@ def test_a_target_that_does_not_apply_says_why() -> None:
 # What is printed and written
 
 
-def report_of(*rows: Row) -> Report:
+def report_of(*rows: Measurement) -> Report:
     return Report("train", conditions("train", ["--quick"]), list(rows))
 
 

@@ -10,7 +10,7 @@ import ray
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 from nanoray.launch.caller import caller_address
-from nanoray.launch.script import Script
+from nanoray.launch.script import PackedScript
 
 
 def connect(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
@@ -63,6 +63,6 @@ def test_an_address_that_names_another_ray_is_one(
 
 
 def test_a_function_that_a_rank_cannot_import_is_refused_there() -> None:
-    script = Script("main", b"cno_such_module\nmain\n.", frozenset())
+    script = PackedScript("main", b"cno_such_module\nmain\n.", frozenset())
     with pytest.raises(ConfigError, match=r"main cannot be loaded .*No module named 'no_such_mod"):
         script.unpack()

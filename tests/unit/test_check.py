@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from nanoray import check
 from nanoray.config import load_config, load_settings
 from nanoray.data import cifar10
-from nanoray.devices import host
-from nanoray.devices.device import Device
+from nanoray.host import host
+from nanoray.host.device import Device
+from nanoray.tools import check
 from tests.harness.permissions import closed
 from tests.harness.token_files import write_llmc
 
@@ -107,7 +107,7 @@ def problem(report: dict[str, Any]) -> tuple[str, str, bool]:
 
 def test_the_command_is_quick_to_import_and_ready_here(tmp_path: Path) -> None:
     code = (
-        "import os, sys, nanoray.check as c; os.environ.pop('RAY_ADDRESS', 0); rc = "
+        "import os, sys, nanoray.tools.check as c; os.environ.pop('RAY_ADDRESS', 0); rc = "
         "c.main(['--device', 'cpu']); "
         "print([m for m in ('torch', 'ray', 'nanoray.bench') if m in sys.modules], rc)"
     )

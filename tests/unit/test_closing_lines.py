@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nanoray.checkpoint.files import path_of
-from nanoray.run import RunSpec, write_summary
+from nanoray.checkpoint.run import RunSpec, write_summary
 from nanoray.train.report import closing_lines
 from tests.harness.ranks import TINY, make_spec
 

@@ -10,7 +10,7 @@ import pytest
 from nanoray.cli import parse_args
 from nanoray.cli.flags import _COUNTS_IF
 from nanoray.config import Config, load_config, make_config
-from nanoray.config.conflicts import TABLE, Row, Rule, first, known_from, refuse
+from nanoray.config.conflicts import TABLE, Conflict, Rule, first, known_from, refuse
 from nanoray.config.fields import Group
 from nanoray.config.keys import GROUPS
 from nanoray.config.spellings import PART_OF_FIELD
@@ -132,11 +132,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "_profile_is_reached": ({"profile": "1999:2002"}, "but the run ends at step 2000"),
 }
-ROWS = [row for row in TABLE if isinstance(row, Row)]
+ROWS = [row for row in TABLE if isinstance(row, Conflict)]
 RULES = [row for row in TABLE if isinstance(row, Rule)]
 
 
-def smallest(row: Row) -> dict[str, Any]:
+def smallest(row: Conflict) -> dict[str, Any]:
     """Return the few keys that meet a row's conditions, and what these keys need themselves."""
     values = {"micro_batch_size": 1, **NEEDS.get((row.asked.key, row.other.key), {})}
     for condition in (row.asked, row.other, row.also):
@@ -146,12 +146,12 @@ def smallest(row: Row) -> dict[str, Any]:
     return values
 
 
-def name_of(row: Row) -> str:
+def name_of(row: Conflict) -> str:
     return f"{row.asked.words}, {row.other.words}"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_every_row_is_reached_and_says_its_message(row: Row) -> None:
+def test_every_row_is_reached_and_says_its_message(row: Conflict) -> None:
     values = smallest(row)
     with pytest.raises(ConfigError) as error:
         make_config(values)
@@ -176,7 +176,7 @@ def test_every_rule_of_arithmetic_is_reached(rule: Rule) -> None:
     assert part in str(error.value)
 
 
-def smallest_beside(row: Row) -> dict[str, Any]:
+def smallest_beside(row: Conflict) -> dict[str, Any]:
     """Return the few keys that meet a row's conditions, but for what is asked."""
     values = smallest(row)
     del values[row.asked.key]
@@ -187,7 +187,7 @@ NOTHING = (0, False, "", "off", "none", None)  # ways to ask for nothing
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name_of)
-def test_a_value_that_asks_for_nothing_meets_no_row(row: Row) -> None:
+def test_a_value_that_asks_for_nothing_meets_no_row(row: Conflict) -> None:
     """The default, and 0, off and none where a key takes them: in a dict, a file and a flag."""
     key = row.asked.key
     default = Config.model_fields[key].default

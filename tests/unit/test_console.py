@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from nanoray.base.output import StatusLine
 from nanoray.cli import parse_args
 from nanoray.errors import ConfigError
 from nanoray.kube import __main__ as kube
-from nanoray.output import StatusLine
 from nanoray.train.watch.console import QuietConsole, choose_console
 from nanoray.train.watch.observers import Console
 from tests.harness.commands import run

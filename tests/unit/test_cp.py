@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoray.checkpoint.run import recovers_in_place
 from nanoray.config import Batch, make_config
 from nanoray.data.sequence_part import SequencePart
 from nanoray.data.tokens import MicroBatches
@@ -24,7 +25,6 @@ from nanoray.models.dropout import draw_factors, dropout
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.resnet import ResNet, ResNetShape
 from nanoray.parallel import cp, cp_blocks, tp
-from nanoray.run import recovers_in_place
 from nanoray.trace.recorder import Collective, account
 
 RANKS = (2, 3, 4, 5)

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanoray.config import make_config
-from nanoray.devices import host, mig, peaks
-from nanoray.devices.choose import choose_precision, require_compiler
-from nanoray.devices.device import Device
-from nanoray.devices.gpus import discover_gpus, gpu_loads, take_own_slice
-from nanoray.devices.mig import mig_profile
-from nanoray.devices.slots import Slots, cpu_share, local_slots
 from nanoray.errors import ConfigError, PlacementError
+from nanoray.host import host, mig, peaks
+from nanoray.host.choose import choose_precision, require_compiler
+from nanoray.host.device import Device
+from nanoray.host.gpus import discover_gpus, gpu_loads, take_own_slice
+from nanoray.host.mig import mig_profile
+from nanoray.host.slots import Slots, cpu_share, local_slots
 
 H200_MIB = 143771
 # Profile -> (compute slices, memory slices, MiB as NVML reports them, how many fit)
@@ -178,7 +178,7 @@ def test_loads_of_a_whole_gpu_and_of_slices() -> None:
 
 
 def test_importing_devices_loads_neither_torch_nor_ray_nor_pynvml() -> None:
-    code = "import sys, nanoray.devices.gpus; print([m for m in ('torch', 'ray', 'pynvml') if m in sys.modules])"
+    code = "import sys, nanoray.host.gpus; print([m for m in ('torch', 'ray', 'pynvml') if m in sys.modules])"
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True
     )

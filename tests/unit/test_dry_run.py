@@ -14,10 +14,10 @@ from torch.utils.data import TensorDataset
 
 import nanoray
 from nanoray.forecast.memory import held_bytes
-from nanoray.forecast.own_models import kept_per_element
 from nanoray.forecast.trial import trial_on_fakes
-from nanoray.train.own.engine import RuntimeEngine
-from nanoray.train.own.run import Run
+from nanoray.own.dry_run import kept_per_element
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.run import Run
 
 
 class Tower(nn.Module):

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, make_config
 from nanoray.errors import ConfigError, RendezvousError, TrainingDiverged
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.precision import LossScaler
-from nanoray.run import RunSpec
 from nanoray.state.train_state import TrainState
-from nanoray.train.elastic import Group, furthest, train_in_groups
+from nanoray.train.elastic import TrainingGroup, furthest, train_in_groups
 from nanoray.train.engine import Regroup
 from nanoray.train.guard.guards import Guards
 from nanoray.train.watch.observers import Observers
@@ -53,7 +53,7 @@ class Groups:
     ) -> dict[str, Any]:
         self.state.whole = whole
         self._now = next(self._script)
-        first = Group(self.spec, self._mesh())
+        first = TrainingGroup(self.spec, self._mesh())
         return train_in_groups(first, self.state, self.build, self.meet, rejoin or self.rejoin)
 
     def _mesh(self) -> Mesh:
@@ -81,7 +81,7 @@ class Groups:
         self.happen("meet")
         return self._mesh()
 
-    def build(self, group: Group) -> Any:
+    def build(self, group: TrainingGroup) -> Any:
         self.happen("build")
         return Engine(self, group)
 
@@ -94,7 +94,7 @@ class Groups:
 class Engine:
     """Stands where the loop stands; `writer` and `par` note what is asked of them."""
 
-    def __init__(self, groups: Groups, group: Group) -> None:
+    def __init__(self, groups: Groups, group: TrainingGroup) -> None:
         self._groups, self.group = groups, group
         self.writer = self.par = self
         self.checks = [self]
@@ -182,7 +182,7 @@ def test_without_a_driver_a_lost_peer_is_the_end(spec: RunSpec) -> None:
     run.state.whole = True
     with pytest.raises(RuntimeError, match="Connection closed"):
         train_in_groups(
-            Group(spec, run._mesh()), run.state, lambda group: _broken(), run.meet, None
+            TrainingGroup(spec, run._mesh()), run.state, lambda group: _broken(), run.meet, None
         )
 
 

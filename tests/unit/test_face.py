@@ -205,8 +205,8 @@ def test_the_configuration_checks_the_examples_as_strictly_as_the_script() -> No
 # script's own output, the bar of a terminal, and the last line of a script that ends by an error.
 PRINTS = {
     "start/opening.py": 3,
-    "train/own/here.py": 1,
-    "train/own/program.py": 1,
+    "own/here.py": 1,
+    "own/program.py": 1,
     "train/watch/observers.py": 2,
 }
 
@@ -215,7 +215,9 @@ def test_what_a_run_says_goes_through_say() -> None:
     package = ROOT / "nanoray"
     found = {}
     for path in sorted(
-        path for room in ("launch", "start", "train") for path in (package / room).rglob("*.py")
+        path
+        for room in ("launch", "own", "start", "train")
+        for path in (package / room).rglob("*.py")
     ):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -228,7 +230,7 @@ def test_what_a_run_says_goes_through_say() -> None:
 ROUTES = """
 import logging
 
-from nanoray.output import say
+from nanoray.base.output import say
 
 
 class Kept(logging.Handler):

@@ -37,7 +37,7 @@ from nanoray.data.foreign_weights import describe_init
 from nanoray.errors import ConfigError
 from nanoray.models.build import build_model
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.sample import main as sample
+from nanoray.tools.sample import main as sample
 from nanoray.train.watch import statistics
 from tests.harness import foreign
 from tests.harness.foreign import POSITIONS, SIZES, VOCAB, logits_of

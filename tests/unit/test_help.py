@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import nanoray
-from nanoray import check
 from nanoray.__main__ import main
 from nanoray.cli import Page, name_program, parse_args
 from nanoray.cli.help import HEIGHT, LAUNCH, OF_A_RUN, TRAIN, WIDTH, format_help
 from nanoray.cli.parsers import COMMAND_FLAGS, GROUPS, PACKAGE, flag_names
 from nanoray.errors import ConfigError
 from nanoray.kube.__main__ import main as kube
+from nanoray.tools import check
 
 FLAGS = {*flag_names(), *COMMAND_FLAGS}
 LONGEST = "python -m nanoray.launch"  # the longest name of the program
@@ -133,7 +133,7 @@ def test_other_commands_show_their_own_flags(capsys: pytest.CaptureFixture[str])
         (f"{PACKAGE}/__main__.py", "train", "python -m nanoray train"),
         (f"{PACKAGE}/train/__main__.py", "train", "python -m nanoray.train"),
         (f"{PACKAGE}/kube/__main__.py", "kube render", "nanoray kube render"),
-        (f"{PACKAGE}/sample.py", "sample", "nanoray sample"),
+        (f"{PACKAGE}/tools/sample.py", "sample", "nanoray sample"),
         (f"{PACKAGE}/bench/__main__.py", "bench all", "python -m nanoray.bench all"),
         ("examples/train_shakespeare.py", "launch", "python examples/train_shakespeare.py"),
         ("/lib/pytest/__main__.py", "train", "nanoray train"),

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from nanoray.checkpoint.run import recovers_in_place
 from nanoray.config import Config, make_config
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout, split_groups
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.hybrid import Groups, Sum
-from nanoray.run import recovers_in_place
 from tests.harness.ranks import TINY
 
 

@@ -19,18 +19,18 @@ from nanoray.cli import parse_args
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.forecast.owners import MOST_RANKS
-from nanoray.inspect.__main__ import main
-from nanoray.inspect.layers import layers_of, totals
-from nanoray.inspect.subject import Subject, find_subject
-from nanoray.inspect.text import figures_of
-from nanoray.inspect.tree import dump, format_ranks
-from nanoray.inspect.verify import verify, verify_model
 from nanoray.mesh.layout import Layout
 from nanoray.models.build import build_model
 from nanoray.models.costs import activation_memory, count_parameters, flops_per_token
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.resnet_costs import activation_memory as resnet_memory
 from nanoray.models.resnet_costs import flops_per_image
+from nanoray.tools.inspect.__main__ import main
+from nanoray.tools.inspect.layers import layers_of, totals
+from nanoray.tools.inspect.subject import Subject, find_subject
+from nanoray.tools.inspect.text import figures_of
+from nanoray.tools.inspect.tree import dump, format_ranks
+from nanoray.tools.inspect.verify import verify, verify_model
 from tests.harness.browser import in_chromium, require_width
 from tests.harness.ranks import make_spec, run_ranks
 
@@ -627,7 +627,7 @@ def test_a_browser_shows_it_without_overflow(page: Path, width: int) -> None:
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
-    from nanoray.inspect.page import page as page_of
+    from nanoray.tools.inspect.page import page as page_of
 
     told = dump(subject_of()) | {
         "verify": None,

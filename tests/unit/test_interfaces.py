@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from nanoray.errors import ConfigError
-from nanoray.mesh.interfaces import (
+from nanoray.host.interfaces import (
     Route,
     addresses_of_hosts,
     gloo_address,
@@ -254,7 +254,7 @@ if libc.unshare(0x40000000) or subprocess.run(
     print("no network of its own")
     sys.exit()
 from nanoray.errors import RendezvousError
-from nanoray.mesh.interfaces import interface_for_gloo, loopback_address
+from nanoray.host.interfaces import interface_for_gloo, loopback_address
 from nanoray.mesh.rendezvous import Rendezvous, connect_store
 print(loopback_address(), interface_for_gloo(["", ""], 0))
 rank = Rendezvous(0, 2, local_world_size=2, master_addr="::1", master_port=29500, run_id="r")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from nanoray.checkpoint.run import RunSpec, newest_record
 from nanoray.launch import job_report, ray_compat
 from nanoray.launch.job_report import JobReport, submission_id
-from nanoray.run import RunSpec, newest_record
 from tests.harness.ranks import make_spec
 
 KEY = b"_ray_internal_job_info_raysubmit_1"

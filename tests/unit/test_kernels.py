@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoray.config import load_config, make_config, recipe_of
-from nanoray.devices.choose import choose_attention
 from nanoray.errors import ConfigError
+from nanoray.host.choose import choose_attention
 from nanoray.models.build import gpt_of, kernels_of
 from nanoray.models.costs import activation_memory, count_parameters, flops_per_token, with_kernels
 from nanoray.models.gpt import GPT, KVCache, ModelShape

@@ -11,8 +11,8 @@ import pytest
 
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
+from nanoray.host.launchers import first_host, place_of, refuse_many_starts, set_torch_variables
 from nanoray.launch.own import refuse_both
-from nanoray.mesh.launchers import first_host, place_of, refuse_many_starts, set_torch_variables
 from nanoray.mesh.rendezvous import Rendezvous
 
 TORCH = {
@@ -173,7 +173,7 @@ def test_the_ranks_of_a_job_meet_at_one_port_and_two_jobs_at_two() -> None:
 WHERE = """
 import os
 from nanoray.errors import ConfigError
-from nanoray.mesh.launchers import place_of
+from nanoray.host.launchers import place_of
 try:
     place = place_of(os.environ)
     print(place.master_addr, place.master_port, place.run_id)

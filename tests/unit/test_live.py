@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from nanoray.faults.progress import ProgressFile
-from nanoray.inspect import live
-from nanoray.inspect.__main__ import main
+from nanoray.tools.inspect import live
+from nanoray.tools.inspect.__main__ import main
 from nanoray.train.guard.certificate import append
 from tests.harness.cluster import end_session, only_run, wait_for
 from tests.harness.commands import Command
@@ -127,7 +127,7 @@ def test_it_needs_no_torch() -> None:
         [
             sys.executable,
             "-c",
-            "import nanoray.inspect.live, sys; sys.exit('torch' in sys.modules)",
+            "import nanoray.tools.inspect.live, sys; sys.exit('torch' in sys.modules)",
         ],
     )
     assert done == 0

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.launch.shares import Shares
 from nanoray.mesh.pieces import Shard, whole_shards
 from nanoray.mesh.rendezvous import Rendezvous
@@ -21,7 +22,6 @@ from nanoray.models.precision import LossScaler
 from nanoray.parallel import local_sgd
 from nanoray.parallel.compress import from_int8
 from nanoray.parallel.local_sgd import Rounds
-from nanoray.run import RunSpec
 from nanoray.state.outer import Outer, fragments_of
 from nanoray.state.rank_state import Holding, Share
 from nanoray.state.state_dict import StateDict

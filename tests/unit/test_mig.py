@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from nanoray.devices.device import Device
-from nanoray.mig import CARDS, main, plan_lines, show_lines
+from nanoray.host.device import Device
 from nanoray.models.costs import flops_per_token
 from nanoray.models.gpt import ModelShape
+from nanoray.tools.mig import CARDS, main, plan_lines, show_lines
 
 H200 = "NVIDIA H200"
 
@@ -91,7 +91,7 @@ def test_refusals(argv: list[str], text: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("nanoray.mig.discover_gpus", list)
+    monkeypatch.setattr("nanoray.tools.mig.discover_gpus", list)
     assert main(["plan"]) == 2
     assert "no GPU found; name a card with MIG: --card" in capsys.readouterr().err
     assert main(["show"]) == 0

@@ -8,11 +8,11 @@ import random
 
 import pytest
 
+from nanoray.checkpoint.run import recovers_in_place
 from nanoray.config import Config, make_config
 from nanoray.errors import StateLost
 from nanoray.mesh.layout import Layout, mirror_distance, mirrored
 from nanoray.mesh.pieces import Piece
-from nanoray.run import recovers_in_place
 from nanoray.train.mirror import Span, senders
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoray.checkpoint.find import check_shape
+from nanoray.checkpoint.run import recovers_in_place
 from nanoray.config import load_config, make_config, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
@@ -34,7 +35,6 @@ from nanoray.models.gpt import GPT, KVCache, ModelShape
 from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, MoE, RouterTraining, Z
 from nanoray.models.sampling import generate
 from nanoray.parallel import ep, tp
-from nanoray.run import recovers_in_place
 from nanoray.state.state_dict import StateDict
 from nanoray.trace import experts as picture
 from nanoray.train.watch import routing

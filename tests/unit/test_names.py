@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from nanoray.checkpoint.run import new_folder, require_short_names
 from nanoray.config import load_config, make_config
 from nanoray.config.conflicts import LONGEST_KEY
 from nanoray.config.run import LONGEST_NAME, name_of_file
 from nanoray.errors import ConfigError
 from nanoray.launch.own import launch_own
-from nanoray.run import new_folder, require_short_names
-from nanoray.train.own.settings import DEFAULTS
+from nanoray.own.settings import DEFAULTS
 
 
 def test_the_longest_name_makes_a_folder_also_in_a_busy_second(tmp_path: Path) -> None:

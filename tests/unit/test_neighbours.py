@@ -14,7 +14,7 @@ from nanoray.config import Config, did_you_mean, load_config, make_config
 from nanoray.config.load import NESTED
 from nanoray.config.neighbours import TABLE, VALUES, Name, find
 from nanoray.errors import ConfigError
-from nanoray.train.own.settings import loaded_of
+from nanoray.own.settings import loaded_of
 
 KEYS = {*Config.model_fields, *COMMAND_FLAGS}
 # Our own names need no answer
@@ -141,7 +141,10 @@ def test_no_guess_at_a_word_that_is_far_from_all(word: str) -> None:
         ("optim: {lr: 3}", "unknown key optim.lr; write it as a flat key: lr: 3"),
         ("optimizer: {foo: 1}", "optimizer.foo; optimizer has one value, without keys below it"),
         ("model: {n_layer: 2}", "write others as flat keys, e.g. n_layer: 2"),
-        ("foo: {bar: 1}", "unknown key foo; known: the flags that `nanoray train --help all`"),
+        (
+            "foo: {bar: 1}",
+            "unknown key foo; known: the flags that `python -m nanoray.train --help all`",
+        ),
         ("kube: {imagee: x}", "kube.imagee = 'x': unknown key; did you mean image?"),
         ("precision: bf16-mixed", "or 'fp8'; write bf16"),
     ],

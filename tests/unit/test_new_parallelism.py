@@ -92,9 +92,9 @@ TOUCHED = {
     # What it does not go with.
     "config/conflicts.py": [
         (
-            '    Row(above("tp", 1), none_of("model", "gpt"), "it cuts the layers of a gpt", "drop tp"),\n',
-            '    Row(above("tp", 1), none_of("model", "gpt"), "it cuts the layers of a gpt", "drop tp"),\n'
-            '    Row(above("xp", 1), above("replicas", 1), "they do not greet", "drop xp"),\n',
+            '    Conflict(above("tp", 1), none_of("model", "gpt"), "it cuts the layers of a gpt", "drop tp"),\n',
+            '    Conflict(above("tp", 1), none_of("model", "gpt"), "it cuts the layers of a gpt", "drop tp"),\n'
+            '    Conflict(above("xp", 1), above("replicas", 1), "they do not greet", "drop xp"),\n',
         ),
     ],
     # Where its ranks stand: outside of the stages of a pipeline.
@@ -134,7 +134,7 @@ from pathlib import Path
 
 import nanoray.parallel.plan
 from nanoray.bench.strategies import _fits
-from nanoray.check import OF_THE_RUN
+from nanoray.tools.check import OF_THE_RUN
 from nanoray.cli import Loaded, Scale, parse_args
 from nanoray.config import make_config, resolve_batch
 from nanoray.data.dataset import DatasetInfo
@@ -142,8 +142,8 @@ from nanoray.errors import ConfigError
 from nanoray.forecast.dry_run import dry_run_lines
 from nanoray.start.scale import forecast_at
 from nanoray.forecast.whatif import KNOWN
-from nanoray.inspect.subject import _described
-from nanoray.inspect.tree import dump
+from nanoray.tools.inspect.subject import _described
+from nanoray.tools.inspect.tree import dump
 from nanoray.launch.shares import no_replica
 from nanoray.mesh.layout import DIVISIONS, Layout
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nanoray.metrics import METRICS, check_record, mfu_percent, to_markdown
+from nanoray.base.metrics import METRICS, check_record, mfu_percent, to_markdown
 from nanoray.train.watch.observers import (
     Console,
     Observers,

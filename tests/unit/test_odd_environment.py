@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.atomic import write_json
+from nanoray.base.atomic import write_json
+from nanoray.base.environment import working_folder
+from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.cli import exit_code_of
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
-from nanoray.environment import working_folder
 from nanoray.errors import ConfigError
-from nanoray.run import RunSpec, write_attempt
+from nanoray.own.here import fit_here
+from nanoray.own.settings import loaded_of
 from nanoray.start.folder import open_run
-from nanoray.train.own.here import fit_here
-from nanoray.train.own.settings import loaded_of
 from nanoray.train.report import _from_here
 
 

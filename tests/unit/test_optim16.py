@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.config import make_config
-from nanoray.devices.choose import choose_precision
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.forecast.memory import Sizes, held_bytes, state_memory
+from nanoray.host.choose import choose_precision
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import LossScaler, float32_products, weight_type

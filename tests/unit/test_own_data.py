@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nanoray.config import Batch
-from nanoray.data.epochs import Epochs
-from nanoray.data.own import Counted, NamedBatch, OwnData
 from nanoray.data.tokens import MicroBatches
+from nanoray.own.data.epochs import Epochs
+from nanoray.own.data.source import Counted, NamedBatch, OwnData
 
 CPU = torch.device("cpu")
 
@@ -123,7 +123,7 @@ def test_a_dict_is_both_inputs_and_targets() -> None:
 SCRIPT = """
 import os, time, torch
 from torch.utils.data import DataLoader
-from nanoray.data.own import OwnData
+from nanoray.own.data.source import OwnData
 
 class Pids(torch.utils.data.Dataset):
     def __len__(self):

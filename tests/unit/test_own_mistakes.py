@@ -7,18 +7,18 @@ import inspect
 import re
 from pathlib import Path
 
-from nanoray.checkpoint.storable import unstorable
-from nanoray.data.epochs import Epochs
-from nanoray.data.loader import Plan
-from nanoray.data.own import OwnData
-from nanoray.data.reader import Reader
-from nanoray.data.stateful import Stateful
 from nanoray.launch.own import launch_own
-from nanoray.parallel.absent import AbsentGradients
+from nanoray.own.absent import AbsentGradients
+from nanoray.own.data.epochs import Epochs
+from nanoray.own.data.loader import LoaderPlan
+from nanoray.own.data.reader import Reader
+from nanoray.own.data.source import OwnData
+from nanoray.own.data.stateful import Stateful
+from nanoray.own.engine import RuntimeEngine
+from nanoray.own.loose_buffers import LooseBuffers
+from nanoray.own.storable import unstorable
 from nanoray.parallel.fsdp_order import LayerOrder
-from nanoray.parallel.loose_buffers import LooseBuffers
 from nanoray.parallel.script import Script
-from nanoray.train.own.engine import RuntimeEngine
 from tests.harness.own_mistakes import MISTAKES
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -27,7 +27,7 @@ ROOM = Path(inspect.getfile(RuntimeEngine)).parent
 OTHERS = (
     OwnData,
     Epochs,
-    Plan,
+    LoaderPlan,
     Reader,
     Stateful,
     unstorable,

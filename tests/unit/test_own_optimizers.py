@@ -18,17 +18,17 @@ from torch import nn
 
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.pieces import Shard, whole_shards
-from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
-from nanoray.state.optimizers import changed_groups, group_values, load_groups, values_of
-from nanoray.state.values import Unsupported, put_together, same, take_apart
-from nanoray.train.own.optimizer import (
+from nanoray.own.optimizer import (
     optimizer_of,
     require_all_parameters,
     require_elementwise,
     require_no_draws,
     require_resumable,
 )
-from nanoray.train.own.shards import cut_optimizer
+from nanoray.own.shards import cut_optimizer
+from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
+from nanoray.state.optimizers import changed_groups, group_values, load_groups, values_of
+from nanoray.state.values import Unsupported, put_together, same, take_apart
 from tests.harness import optimizers as styles
 
 WHOLE = "as if it used rows or norms"

@@ -23,8 +23,8 @@ from ray.exceptions import GetTimeoutError
 
 import nanoray
 from nanoray.config import load_config
-from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError, PlacementError
+from nanoray.host.slots import local_slots
 from nanoray.launch import cluster_watch, placement
 from nanoray.launch.cluster_watch import HEAD_COMING, HEAD_TIMEOUT_S, LEAVE_S, ClusterWatch
 from nanoray.launch.node_errors import NodeErrors

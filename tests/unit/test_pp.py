@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nanoray.checkpoint.run import recovers_in_place
 from nanoray.cli import Loaded
 from nanoray.config import make_config, resolve_batch
 from nanoray.data.prepare import prepare
@@ -52,7 +53,6 @@ from nanoray.parallel.schedules import (
     waited,
 )
 from nanoray.parallel.zero_bubble import WeightGradients
-from nanoray.run import recovers_in_place
 from nanoray.start.plan import plan
 
 SHAPE = ModelShape(n_layer=8, n_head=4, n_embd=24, block_size=8, bias=True, vocab_size=65)

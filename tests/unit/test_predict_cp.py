@@ -235,15 +235,15 @@ def test_who_exchanges_what_is_a_line_of_a_dry_run(way: str, what: str) -> None:
 
 
 def test_cp_that_does_not_divide_sequences_is_no_layout() -> None:
-    assert refusal(job(), Layout(cp=2)) == ""
+    assert refusal(job(), Layout(cp=2)) is None
     assert refusal(job(), Layout(cp=3)) == "2*cp does not divide block_size = 16"
     rows = job(tokens=24, tp=2, sequence_parallel=True)
-    assert refusal(rows, Layout(cp=4, tp=2)) == ""
+    assert refusal(rows, Layout(cp=4, tp=2)) is None
     assert refusal(rows, Layout(cp=4, tp=4)) == (
         "sequence_parallel: tp does not divide block_size/cp = 6"
     )
     short = job(tokens=64, seq_warmup_steps=10)
-    assert refusal(short, Layout(cp=4)) == ""
+    assert refusal(short, Layout(cp=4)) is None
     assert refusal(short, Layout(cp=8)) == (
         "2*cp does not divide the 8 tokens with which seq_warmup_steps begins"
     )

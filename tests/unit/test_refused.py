@@ -14,6 +14,7 @@ from torch import nn
 
 import nanoray
 from nanoray.checkpoint.refused import discard_refused
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.errors import (
@@ -31,9 +32,8 @@ from nanoray.errors import (
 )
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.own import launch_own
-from nanoray.run import RunSpec
+from nanoray.own.settings import DEFAULTS
 from nanoray.start.folder import open_run
-from nanoray.train.own.settings import DEFAULTS
 
 SETTINGS: dict[str, Any] = {"workers": 1, "micro_batch_size": 4, "log_every": 1, "max_steps": 2}
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from nanoray.__main__ import COMMANDS
-from nanoray.atomic import write_json
+from nanoray.base.atomic import write_json
 from nanoray.cli import parse_args
 from nanoray.config import Config
-from nanoray.mesh.launchers import describe_start
-from nanoray.report.commands import first_command, other_commands
+from nanoray.host.launchers import describe_start
+from nanoray.tools.report.commands import first_command, other_commands
 from tests.unit.test_launchers import OPEN_MPI, SRUN, TORCHRUN
 
 TRAIN = ["/opt/nanoray/train/__main__.py", "--preset", "tiny", "--name", "a b"]

@@ -19,11 +19,7 @@ from typing import Any
 
 import pytest
 
-from nanoray.cli import parse_args
-from nanoray.config import make_config
-from nanoray.data.prepare import prepare
-from nanoray.errors import CheckpointError, ConfigError
-from nanoray.run import (
+from nanoray.checkpoint.run import (
     RunSpec,
     disk_used,
     lock_run,
@@ -32,13 +28,17 @@ from nanoray.run import (
     write_attempt,
     write_summary,
 )
+from nanoray.cli import parse_args
+from nanoray.config import make_config
+from nanoray.data.prepare import prepare
+from nanoray.errors import CheckpointError, ConfigError
 from nanoray.start.folder import open_run
 from tests.harness.cluster import wait_for
 from tests.harness.commands import Command, run
 from tests.harness.messages import find_line
 from tests.harness.ranks import TINY, make_spec, run_ranks
 
-HOLD = "import sys, time; from pathlib import Path; from nanoray.run import lock_run\n"
+HOLD = "import sys, time; from pathlib import Path; from nanoray.checkpoint.run import lock_run\n"
 HOLD += "lock = lock_run(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
 
 

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.cli import parse_args
 from nanoray.config import Settings, load_settings, make_config
 from nanoray.config.settings import DEFAULT, FLAG, lines_of, origin_of
 from nanoray.data.prepare import prepare
-from nanoray.devices.device import Device
 from nanoray.errors import ConfigError
+from nanoray.host.device import Device
 from nanoray.launch.__main__ import launch
-from nanoray.run import RunSpec
 from nanoray.start.folder import open_run
 from nanoray.start.opening import Opening, with_precision
 from nanoray.train.__main__ import main as train

@@ -26,7 +26,7 @@ from nanoray.forecast.links import (
     best,
     load_topology,
 )
-from nanoray.forecast.simulate import Bucket, Event, Schedule, Step, simulate
+from nanoray.forecast.simulate import Event, SimulatedBucket, SimulatedStep, Step, simulate
 from nanoray.mesh.algorithms import ALGORITHMS
 
 MB = 1_000_000
@@ -206,14 +206,14 @@ def test_an_unknown_preset_or_file_is_refused(tmp_path: Path) -> None:
 # seconds.
 
 # Buckets ready at 4, 6 and 8; "bytes" are seconds
-STEP = Step(2, 6, 1, (Bucket(2, 3), Bucket(4, 3), Bucket(6, 1)))
+STEP = Step(2, 6, 1, (SimulatedBucket(2, 3), SimulatedBucket(4, 3), SimulatedBucket(6, 1)))
 
 
 def price(nbytes: int) -> Cost:
     return Cost(0.0, nbytes)
 
 
-def comm(plan: Schedule) -> list[tuple[str, str, float, float]]:
+def comm(plan: SimulatedStep) -> list[tuple[str, str, float, float]]:
     return [tuple(e) for e in plan.events if e.track != "compute"]  # type: ignore[misc]
 
 
@@ -276,7 +276,7 @@ def test_communication_takes_cores_from_compute() -> None:
     backward 3 ahead of the mark; bucket 1 takes 10 to 16 (backward ends at 16: 3 seconds at half
     speed); bucket 2 runs alone, 16 to 17.
     """
-    step = Step(2, 8, 1, (Bucket(2, 3), Bucket(4, 3), Bucket(8, 1)))
+    step = Step(2, 8, 1, (SimulatedBucket(2, 3), SimulatedBucket(4, 3), SimulatedBucket(8, 1)))
     plan = simulate(step, lambda nbytes: Cost(0.0, nbytes, cpu=1.0), cores=1)
     assert comm(plan) == [
         ("lane 0", "bucket 0", 4, 10),
@@ -297,10 +297,15 @@ def test_too_few_cores_stretch_compute() -> None:
 
 def test_empty_phases_and_free_collectives_end() -> None:
     assert (
-        simulate(Step(0, 0, 0, (Bucket(0, 1), Bucket(0, 1))), lambda nbytes: Cost(0.0, 0.0)).step_s
+        simulate(
+            Step(0, 0, 0, (SimulatedBucket(0, 1), SimulatedBucket(0, 1))),
+            lambda nbytes: Cost(0.0, 0.0),
+        ).step_s
         == 0
     )
-    assert simulate(Step(0, 0, 0, (Bucket(0, 2), Bucket(0, 1))), price).step_s == 3
+    assert (
+        simulate(Step(0, 0, 0, (SimulatedBucket(0, 2), SimulatedBucket(0, 1))), price).step_s == 3
+    )
 
 
 def test_invariants_of_random_steps() -> None:
@@ -311,7 +316,7 @@ def test_invariants_of_random_steps() -> None:
     for _ in range(200):
         backward = source.uniform(0, 5)
         ready = sorted(source.uniform(0, backward) for _ in range(source.randrange(6)))
-        buckets = tuple(Bucket(r, source.randrange(1, 5)) for r in ready)
+        buckets = tuple(SimulatedBucket(r, source.randrange(1, 5)) for r in ready)
         step = Step(source.uniform(0, 3), backward, source.uniform(0, 1), buckets)
         cpu, cores, lanes = source.uniform(0, 2), source.uniform(0.3, 3), source.randrange(1, 4)
         plan = simulate(step, lambda n, cpu=cpu: Cost(0.3 * n, 0.2 * n, cpu), lanes, cores)  # type: ignore[misc]
@@ -334,14 +339,18 @@ def test_invariants_of_random_steps() -> None:
 
 # Many ranks
 
-WORK = Work(1.0, 2.0, 0.5, (Bucket(1.0, 100 * MB), Bucket(2.0, 50 * MB)), micro=4)
+WORK = Work(1.0, 2.0, 0.5, (SimulatedBucket(1.0, 100 * MB), SimulatedBucket(2.0, 50 * MB)), micro=4)
 
 
 def test_work_scales_with_sequences_and_accumulates() -> None:
-    assert WORK.step(4) == Step(4, 8, 0.5, (Bucket(4, 100 * MB), Bucket(8, 50 * MB)))
+    assert WORK.step(4) == Step(
+        4, 8, 0.5, (SimulatedBucket(4, 100 * MB), SimulatedBucket(8, 50 * MB))
+    )
     assert WORK.step(5).backward_s == 2 * 2.5
     # 6 sequences, at most 4 at once: two micro batches of 3, and only the second one communicates
-    assert WORK.step(6) == Step(9 + 3, 6, 0.5, (Bucket(3, 100 * MB), Bucket(6, 50 * MB)))
+    assert WORK.step(6) == Step(
+        9 + 3, 6, 0.5, (SimulatedBucket(3, 100 * MB), SimulatedBucket(6, 50 * MB))
+    )
 
 
 def test_weak_scaling_by_hand() -> None:
@@ -390,7 +399,7 @@ def test_waits_lie_between_compute_and_before_the_bucket_that_follows() -> None:
     """
     compute  F F w B B B w w w . O    a bucket after all of backward and its waits: 2 + 1 + 3 + 3, then 2 of its own
     """
-    step = Step(2, 3, 1, (Bucket(3, 2),), (Cost(0.5, 0.5), Cost(0.0, 3.0)))
+    step = Step(2, 3, 1, (SimulatedBucket(3, 2),), (Cost(0.5, 0.5), Cost(0.0, 3.0)))
     plan = simulate(step, price)
     assert comm(plan)[-1] == ("lane 0", "bucket 0", 9, 11)
     assert [e for e in plan.events if e.track == "waits"] == [
@@ -404,7 +413,7 @@ def test_waits_are_spread_over_backward() -> None:
     """Half of backward's 4 seconds of waiting comes before the bucket at half of it: forward 0,
     ready at 2 + 2.
     """
-    step = Step(0, 4, 0, (Bucket(2, 1),), (Cost(0, 0), Cost(4.0, 0.0)))
+    step = Step(0, 4, 0, (SimulatedBucket(2, 1),), (Cost(0, 0), Cost(4.0, 0.0)))
     (bucket,) = [event for event in simulate(step, price).events if event.name == "bucket 0"]
     assert (bucket.start_s, bucket.end_s) == (4, 5)
 
@@ -413,7 +422,7 @@ def test_waits_share_a_link_or_have_their_own() -> None:
     """A bucket of 3 seconds is ready at 5; one of them passes beside compute, the others beside a
     wait from 6 on.
     """
-    step = Step(0, 2, 0, (Bucket(1, 3),), (Cost(0, 0), Cost(0.0, 8.0)))
+    step = Step(0, 2, 0, (SimulatedBucket(1, 3),), (Cost(0, 0), Cost(0.0, 8.0)))
     own, shared = (simulate(replace(step, one_link=one_link), price) for one_link in (False, True))
     buckets = [next(e for e in plan.events if e.name == "bucket 0") for plan in (own, shared)]
     assert [(e.start_s, e.end_s) for e in buckets] == [(5, 8), (5, 10)]

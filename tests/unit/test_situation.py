@@ -15,12 +15,12 @@ from nanoray.launch.situation import (
     EndUntrained,
     Finish,
     GiveUp,
+    GroupStage,
     Grow,
     NameCause,
     Restart,
     Save,
     Situation,
-    Stage,
     StartRanks,
     Step,
     TrainOn,
@@ -29,9 +29,9 @@ from nanoray.launch.situation import (
     next_step,
 )
 
-NO_RANKS: dict[str, Any] = {"stage": Stage.NO_RANKS}
-RUNNING: dict[str, Any] = {"stage": Stage.RUNNING}
-WATCHED: dict[str, Any] = {"stage": Stage.WATCHED}
+NO_RANKS: dict[str, Any] = {"stage": GroupStage.NO_RANKS}
+RUNNING: dict[str, Any] = {"stage": GroupStage.RUNNING}
+WATCHED: dict[str, Any] = {"stage": GroupStage.WATCHED}
 
 # Rank 0 has returned.
 FINISHED = WATCHED | {"exit_reason": "finished"}
@@ -42,7 +42,7 @@ STOP = {"stop_requested": True}
 
 # A fault of which the cause is known: two of three ranks wait with the run's state.
 FAULT = {
-    "stage": Stage.CAUSE_NAMED,
+    "stage": GroupStage.CAUSE_NAMED,
     "rank_failed": True,
     "all_waiting": True,
     "survivors": 2,
@@ -142,7 +142,7 @@ def test_the_table_contains_every_step() -> None:
 REASONS = st.sampled_from([None, "why"])
 SITUATIONS = st.builds(
     Situation,
-    stage=st.sampled_from(Stage),
+    stage=st.sampled_from(GroupStage),
     stop_requested=st.booleans(),
     saving=st.booleans(),
     saving_reason=REASONS,
@@ -169,12 +169,12 @@ SITUATIONS = st.builds(
 
 def could_save(situation: Situation) -> bool:
     """Whether ranks hold a state that no checkpoint has, and can still write one."""
-    if situation.stage is Stage.RUNNING:
+    if situation.stage is GroupStage.RUNNING:
         return True
-    if situation.stage is Stage.WATCHED:
+    if situation.stage is GroupStage.WATCHED:
         return not situation.exit_reason
     return (
-        situation.stage is Stage.CAUSE_NAMED
+        situation.stage is GroupStage.CAUSE_NAMED
         and situation.all_waiting
         and situation.survivors > 0
         and situation.tries_left > 0

@@ -148,7 +148,7 @@ def test_gpus_are_those_of_nvidia_smi(tmp_path: Path) -> None:
     smi.parent.mkdir()
     smi.write_text(SMI)
     smi.chmod(0o755)
-    script = "from nanoray.devices.gpus import discover_gpus, driver_version\n"
+    script = "from nanoray.host.gpus import discover_gpus, driver_version\n"
     script += "print([(d.uuid, d.name, d.memory_bytes >> 20, d.bf16) for d in discover_gpus()])\n"
     script += "print(driver_version())\n"
     env = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from nanoray.checkpoint.__main__ import main as checkpoint
 from nanoray.checkpoint.contents import is_listed, missing_from
 from nanoray.checkpoint.files import save
-from nanoray.checkpoint.storable import unstorable
 from nanoray.mesh.memory import bytes_of
+from nanoray.own.storable import unstorable
+from nanoray.own.task import mode_notes
 from nanoray.state.modules import Undisturbed, extra_states, join, split
 from nanoray.state.state_dict import StateDict
 from nanoray.state.values import same
-from nanoray.train.own.task import mode_notes
 from tests.harness.keepers import KEEPERS
 
 # torch warns of the kinds of tensors that it supports less

@@ -16,19 +16,19 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from nanoray.base.storage.remote_run import RunUrl, is_run_name
+from nanoray.base.storage.store import MOST_PARTS, PART, StorageError, Store, part_size
+from nanoray.base.storage.url import is_secret, problem_of, scrub
 from nanoray.checkpoint.manifest import MANIFEST, Damage, manifest_json, parse_manifest
+from nanoray.checkpoint.upload import fetch, process
+from nanoray.checkpoint.upload.__main__ import main as upload_by_hand
+from nanoray.checkpoint.upload.process import Upload
+from nanoray.checkpoint.upload.records import pause_s, record_files, version_of
+from nanoray.checkpoint.upload.sender import NotAllowed, Removed, RunSender
+from nanoray.checkpoint.upload.worker import fence
 from nanoray.cli import parse_args
 from nanoray.config import Config, load_config, make_config
 from nanoray.errors import ConfigError
-from nanoray.storage.remote_run import RunUrl, is_run_name
-from nanoray.storage.store import MOST_PARTS, PART, StorageError, Store, part_size
-from nanoray.storage.url import is_secret, problem_of, scrub
-from nanoray.upload import fetch, process
-from nanoray.upload.__main__ import main as upload_by_hand
-from nanoray.upload.process import Upload
-from nanoray.upload.records import pause_s, record_files, version_of
-from nanoray.upload.sender import NotAllowed, Removed, Sender
-from nanoray.upload.worker import fence
 
 SECRET = "wJalrXUtnFEMI/K7MDENG"
 
@@ -185,7 +185,7 @@ def test_the_probe_finds_out_what_an_upload_needs(
     assert "storage.objects.list" in str(store._problem("list", "", OSError("Forbidden: b/o\nno")))
 
     store = Store(f"file://{tmp_path}/there")
-    monkeypatch.setattr("nanoray.storage.store.PROBE_LISTED_S", 0.0)
+    monkeypatch.setattr("nanoray.base.storage.store.PROBE_LISTED_S", 0.0)
     monkeypatch.setattr(store, "sizes", lambda folder: {"": 0})
     with pytest.raises(StorageError, match="72 bytes were written, 72 are read and None listed"):
         store.probe()
@@ -288,9 +288,9 @@ def run_folder(tmp_path: Path) -> Path:
     return run
 
 
-def sender_of(run: Path, where: Path, **more: Any) -> tuple[Sender, Store]:
+def sender_of(run: Path, where: Path, **more: Any) -> tuple[RunSender, Store]:
     store = Store(f"file://{where}/{run.name}")
-    return Sender(run, store, run / ".upload-1", **more), store
+    return RunSender(run, store, run / ".upload-1", **more), store
 
 
 def test_the_newest_checkpoint_goes_first_and_its_manifest_last(

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader
 import nanoray
 from nanoray.data.headers import llmc_header
 from nanoray.data.line_index import FOLDER, find_starts, starts_of
-from nanoray.data.own import OwnData
 from nanoray.data.shard_order import ShardOrder
 from nanoray.data.stream import ShardStream
 from nanoray.errors import DataError
+from nanoray.own.data.source import OwnData
 
 CPU = torch.device("cpu")
 

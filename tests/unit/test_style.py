@@ -116,7 +116,7 @@ WORDS: dict[str, int] = {
     "bench/chaos.py": 1,
     "bench/pipeline.py": 1,
     "config/conflicts.py": 1,
-    "replay/bisect.py": 1,
+    "tools/replay/bisect.py": 1,
 }
 # END
 

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from nanoray.bench.compute import plain_loop
 from nanoray.bench.peers.nanogpt import NanoGPT
-from nanoray.check import dataset_state
 from nanoray.cli import parse_args
 from nanoray.config import make_config
 from nanoray.data import meta_pickle
@@ -31,6 +30,7 @@ from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.data.tokens import JoinedFiles, TokenData, open_tokens
 from nanoray.data.verify import sampled_hash, verify
 from nanoray.errors import DataError
+from nanoray.tools.check import dataset_state
 from tests.harness.token_files import (
     write_bare,
     write_llmc,

@@ -16,7 +16,7 @@ from nanoray.launch import ray_compat
 from tests.harness.versions import PAIRS, load, table
 
 ROOT = Path(__file__).resolve().parents[2]
-COMPATIBILITY = {"nanoray/compat.py", "nanoray/launch/ray_compat.py"}
+COMPATIBILITY = {"nanoray/base/compat.py", "nanoray/launch/ray_compat.py"}
 SOURCES = {
     path.relative_to(ROOT).as_posix(): path
     for folder in ("nanoray", "examples")

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import CheckpointError, ConfigError, RendezvousError, StateDiverged
 from nanoray.faults.cause import CAUSES
 from nanoray.faults.progress import ProgressFile
@@ -27,7 +28,6 @@ from nanoray.launch.worker import DRIVER_SILENT_S, LostPeer, Worker
 from nanoray.mesh.mesh import _MEETINGS
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.mesh.wire import SealedStore
-from nanoray.run import RunSpec
 from tests.harness.commands import watchers_of
 from tests.harness.scripted_ray import make_spec
 
@@ -72,7 +72,7 @@ def test_only_an_order_for_the_groups_that_stand_is_obeyed(spec: RunSpec) -> Non
     """
 
     def train(
-        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any
+        run: RunSpec, r: Rendezvous, observers: Any, wanted: Any, store: Any, rejoin: Any
     ) -> dict[str, Any]:
         in_group.set()
         gate.wait(30)
@@ -173,9 +173,9 @@ def test_a_log_that_cannot_be_opened_ends_no_rank(
 
 
 def test_an_outcome_is_returned_and_messages_wait_for_a_poll(spec: RunSpec) -> None:
-    def train(run: RunSpec, r: Rendezvous, watchers: list[Any], *_: Any) -> dict[str, Any]:
-        watchers[0].on_note("first")
-        watchers[0].on_note("second")
+    def train(run: RunSpec, r: Rendezvous, observers: list[Any], *_: Any) -> dict[str, Any]:
+        observers[0].on_note("first")
+        observers[0].on_note("second")
         return {"step": 30}
 
     rank = worker(train)
@@ -201,7 +201,7 @@ def test_a_stop_outranks_a_pause(
     spec: RunSpec, calls: list[str], order: int, direction: int
 ) -> None:
     def train(
-        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Callable[[], int], *_: Any
+        run: RunSpec, r: Rendezvous, observers: Any, wanted: Callable[[], int], *_: Any
     ) -> dict[str, Any]:
         for name in calls[::direction]:
             rank.stop() if name == "stop" else rank.pause(spec.attempt)
@@ -224,7 +224,7 @@ def test_a_survivor_waits_for_the_newest_attempt(spec: RunSpec) -> None:
     def train(
         run: RunSpec,
         r: Rendezvous,
-        watchers: Any,
+        observers: Any,
         wanted: Callable[[], int],
         store: Any,
         rejoin: Any,
@@ -253,7 +253,7 @@ def test_a_pause_counts_for_the_attempt_that_it_names(spec: RunSpec) -> None:
     """
 
     def train(
-        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any
+        run: RunSpec, r: Rendezvous, observers: Any, wanted: Any, store: Any, rejoin: Any
     ) -> dict[str, Any]:
         orders = [wanted()]
         for _ in range(2):
@@ -283,7 +283,7 @@ def test_of_the_ranks_that_wait_for_a_driver_that_is_gone_one_saves(
     monkeypatch.setattr("nanoray.launch.worker.DRIVER_SILENT_S", 1000.0)
 
     def train(
-        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any
+        run: RunSpec, r: Rendezvous, observers: Any, wanted: Any, store: Any, rejoin: Any
     ) -> dict[str, Any]:
         run, r = rejoin("connection closed")
         return {
@@ -389,13 +389,13 @@ from nanoray.launch import worker
 
 class Stuck:
     def find_spec(self, name, path=None, target=None):
-        if name == "nanoray.train.own.program":
+        if name == "nanoray.own.program":
             time.sleep(60)
 
 if sys.argv[1] == "stuck":
     sys.meta_path.insert(0, Stuck())
 else:
-    sys.modules["nanoray.train.own.program"] = ModuleType("runtime")
+    sys.modules["nanoray.own.program"] = ModuleType("runtime")
 worker.START_S = 0.5
 api = SimpleNamespace(get_gpu_ids=list, get_runtime_context=lambda: SimpleNamespace(gcs_address=""))
 started = worker.Worker("a-run", 0, api=api)
@@ -434,7 +434,7 @@ def test_without_a_head_a_silent_driver_is_not_waited_for(
     DRIVER_SILENT_S.
     """
 
-    def train(run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, *_: Any) -> dict[str, Any]:
+    def train(run: RunSpec, r: Rendezvous, observers: Any, wanted: Any, *_: Any) -> dict[str, Any]:
         if gone:
             head.close()
         orders = []
@@ -461,7 +461,7 @@ def test_without_a_head_a_rank_that_waits_saves_within_seconds(
         head.close()
 
     def train(
-        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any
+        run: RunSpec, r: Rendezvous, observers: Any, wanted: Any, store: Any, rejoin: Any
     ) -> dict[str, Any]:
         _, r = rejoin("connection closed")
         saved.append((r.world_size, wanted()))
@@ -504,7 +504,7 @@ def test_a_heartbeat_is_answered_at_once_when_something_changes(spec: RunSpec) -
     """The step that it waits for has passed; the rank begins to wait; the rank goes on."""
 
     def train(
-        run: RunSpec, r: Rendezvous, watchers: Any, wanted: Any, store: Any, rejoin: Any
+        run: RunSpec, r: Rendezvous, observers: Any, wanted: Any, store: Any, rejoin: Any
     ) -> dict[str, Any]:
         file = ProgressFile(run.progress(1))
         file.set(7, "backward")

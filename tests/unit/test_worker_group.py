@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayError
 
+from nanoray.checkpoint.run import recovers_in_place
 from nanoray.faults import exit_record
 from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import Position, Watchdog
@@ -20,7 +21,6 @@ from nanoray.launch.fault_log import LOG_LINES
 from nanoray.launch.rank_end import EXIT_RECORD_S, end_hung, read_result
 from nanoray.launch.worker_group import WorkerGroup
 from nanoray.mesh.rendezvous import BackendChoice
-from nanoray.run import recovers_in_place
 from tests.harness.scripted_ray import HEAD_NODE, Actor, Ref, Run, node_id
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from nanoray.bench.harness.report import Report, Row, condition
+from nanoray.bench.harness.report import Measurement, Report, condition
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def footer(report: Report) -> str:
     return "  ·  ".join(part for part in parts if part and part != "none")
 
 
-def whiskers(rows: Sequence[Row], quartiles: bool = False) -> list[list[float]]:
+def whiskers(rows: Sequence[Measurement], quartiles: bool = False) -> list[list[float]]:
     """Return the error bars of medians: to the lowest and highest value, or to the quartiles."""
     down = []
     up = []
@@ -59,14 +59,14 @@ def whiskers(rows: Sequence[Row], quartiles: bool = False) -> list[list[float]]:
     return [down, up]
 
 
-def bars(axes: Any, rows: Sequence[Row], quartiles: bool = False, **style: Any) -> None:
+def bars(axes: Any, rows: Sequence[Measurement], quartiles: bool = False, **style: Any) -> None:
     """Draw a horizontal bar per row: its median with whiskers, named by its arm."""
     arms = [row.arm for row in rows]
     medians = [row.median for row in rows]
     axes.barh(arms, medians, **{"xerr": whiskers(rows, quartiles), "capsize": 3} | style)
 
 
-def measured(report: Report, arms: Sequence[str], metric: str) -> list[Row]:
+def measured(report: Report, arms: Sequence[str], metric: str) -> list[Measurement]:
     """Return the rows of a metric that have values, in the order of `arms`."""
     rows = [report.row(arm, metric) for arm in arms]
     return [row for row in rows if row and row.values]

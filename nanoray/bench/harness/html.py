@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from nanoray.atomic import replace_text
-from nanoray.bench.harness.report import Row, Section, cells, condition
+from nanoray.base.atomic import replace_text
+from nanoray.bench.harness.report import Measurement, Section, cells, condition
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 STRIP = 0.5  # the spread is drawn from half of the median to one and a half
@@ -69,7 +69,7 @@ def _section_variables(section: Section, text: str, shared: Mapping[str, Any]) -
     }
 
 
-def line(row: Row) -> Line:
+def line(row: Measurement) -> Line:
     """Return a row as the page shows it."""
     if row.problem:
         kind = "failed"

@@ -16,11 +16,11 @@ from nanoray.bench.harness.processes import (
     ray_head,
     scratch_folder,
 )
-from nanoray.bench.harness.report import Report, Row, say
+from nanoray.bench.harness.report import Measurement, Report, say
 from nanoray.config import load_config, refuse_unknown
 from nanoray.data.prepare import prepare
-from nanoray.devices.slots import Slots
 from nanoray.errors import ConfigError
+from nanoray.host.slots import Slots
 
 SEE_FAILED = "see FAILED below"
 
@@ -98,7 +98,7 @@ def add_training_flags(parser: argparse.ArgumentParser, preset: str, timeout_s: 
 
 
 @dataclass
-class Plan:
+class BenchPlan:
     """What one call of a benchmark is going to do, and what it has started for that."""
 
     args: argparse.Namespace  # with the flags of `add_training_flags`
@@ -132,11 +132,11 @@ class Plan:
 
     def row(
         self, arm: str, metric: str, unit: str, values: Sequence[float], note: str = "", **more: Any
-    ) -> Row:
+    ) -> Measurement:
         """Return a row of an arm, without values if the arm has failed."""
         if arm in self.broken:
-            return Row(arm, metric, unit, (), note, SEE_FAILED, **more)
-        return Row(arm, metric, unit, tuple(values), note, **more)
+            return Measurement(arm, metric, unit, (), note, SEE_FAILED, **more)
+        return Measurement(arm, metric, unit, tuple(values), note, **more)
 
     def start_head(self, report: Report, users: Sequence[str], stack: ExitStack) -> None:
         """Start the Ray head that the arms `users` share, if there are any; it ends with `stack`."""
@@ -153,7 +153,7 @@ class Plan:
 @contextmanager
 def planned(
     args: argparse.Namespace, arms: list[str], slots: Slots
-) -> Iterator[tuple[Plan, ExitStack]]:
+) -> Iterator[tuple[BenchPlan, ExitStack]]:
     """Yield a plan with a scratch folder and a prepared dataset; remove the folder at the end.
 
     The dataset is prepared here so that no arm pays for that.
@@ -161,4 +161,4 @@ def planned(
     with scratch_folder() as folder, ExitStack() as stack:
         note = prepare(load_config(preset=args.preset, overrides=dict(data_flags(args)))).note
         env = arm_environment() | {"TMPDIR": str(folder / "tmp")}
-        yield Plan(args, arms, slots, folder, env, note), stack
+        yield BenchPlan(args, arms, slots, folder, env, note), stack

@@ -24,9 +24,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from nanoray.devices.host import available_cpus
-from nanoray.devices.slots import Slots
-from nanoray.proc import cpu_seconds, stat_of
+from nanoray.base.proc import cpu_seconds, stat_of
+from nanoray.host.host import available_cpus
+from nanoray.host.slots import Slots
 
 TAIL_LINES = 12
 GRACE_S = 10.0  # between the request to end and the kill

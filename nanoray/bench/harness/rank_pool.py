@@ -19,12 +19,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from nanoray.bench.harness.processes import GRACE_S
-from nanoray.bench.harness.ranks import LAUNCHERS, START_S, Link, Where, open_link
+from nanoray.bench.harness.ranks import LAUNCHERS, START_S, RankChannel, Where, open_link
 from nanoray.bench.harness.report import Report
-from nanoray.devices.gpus import discover_gpus
-from nanoray.devices.host import available_cpus
-from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError, WorkerFailed
+from nanoray.host.gpus import discover_gpus
+from nanoray.host.host import available_cpus
+from nanoray.host.slots import local_slots
 from nanoray.mesh.rendezvous import RankDevice, Rendezvous, choose_backend, rendezvous_of
 
 POLL_S = 0.1
@@ -147,7 +147,7 @@ class RankPool:
         self.backend = "none"
         self.backend_reason = ""
         self.nccl: str | None = None
-        self._link: Link = open_link(where)
+        self._link: RankChannel = open_link(where)
         self._phase = "start"
         self._results = dict[int, Any]()
         self._pending: set[int] = set()

@@ -39,12 +39,12 @@ from nanoray.bench.harness.processes import (
     arm_environment,
 )
 from nanoray.config import make_config
-from nanoray.devices.device import Device
-from nanoray.devices.gpus import discover_gpus, take_own_slice
-from nanoray.devices.host import available_cpus, cpu_name
-from nanoray.devices.slots import local_slots
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import is_collective_error
+from nanoray.host.device import Device
+from nanoray.host.gpus import discover_gpus, take_own_slice
+from nanoray.host.host import available_cpus, cpu_name
+from nanoray.host.slots import local_slots
 from nanoray.mesh.mesh import Mesh, join
 from nanoray.mesh.rendezvous import RankDevice, Rendezvous, choose_backend, connect_store
 
@@ -150,7 +150,7 @@ def main() -> None:
 # The driver's side of the three launchers.
 
 
-class Link(Protocol):
+class RankChannel(Protocol):
     """How a pool talks to the ranks that a launcher starts."""
 
     ranks: range
@@ -376,7 +376,7 @@ class _Actor(Rank):
         return [self._queue.popleft() for _ in range(len(self._queue))]
 
 
-class _Here:
+class _TorchrunRank:
     """This process is one rank of torchrun.
 
     A call runs when it is sent; its events are read afterwards.
@@ -455,13 +455,13 @@ class _Here:
 
 
 @functools.cache
-def _here(where: Where) -> _Here:
-    return _Here(Rendezvous.from_env(os.environ), where)
+def _here(where: Where) -> _TorchrunRank:
+    return _TorchrunRank(Rendezvous.from_env(os.environ), where)
 
 
-def open_link(where: Where) -> Link:
+def open_link(where: Where) -> RankChannel:
     """Check what can be checked, start nothing yet. Raises PlacementError or ConfigError."""
-    links: dict[str, Callable[[Where], Link]] = {
+    links: dict[str, Callable[[Where], RankChannel]] = {
         "processes": _Processes,
         "ray": _Actors,
         "torchrun": _here,

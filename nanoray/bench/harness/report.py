@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanoray import __version__
-from nanoray.atomic import write_json
-from nanoray.devices.gpus import discover_gpus
-from nanoray.devices.host import available_cpus, cpu_features, cpu_name
+from nanoray.base.atomic import write_json
+from nanoray.host.gpus import discover_gpus
+from nanoray.host.host import available_cpus, cpu_features, cpu_name
 from nanoray.mesh.rendezvous import runtime_nccl_version
 
 # What a column of wrong elements counts, where a benchmark does not count something else
@@ -29,7 +29,7 @@ MIN_JUDGED = 5
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One measured quantity: a value per round, or the reason why there is none.
 
     wrong    elements that differ from the exact result; None where nothing is compared
@@ -117,7 +117,7 @@ class Row:
         return row
 
     @classmethod
-    def from_dict(cls, row: dict[str, Any]) -> Row:
+    def from_dict(cls, row: dict[str, Any]) -> Measurement:
         """Read `to_dict` back; keys that are no field's are `extra`."""
         names = {f.name for f in fields(cls)}
         own = {key: value for key, value in row.items() if key in names}
@@ -130,7 +130,9 @@ class Row:
 _STATISTICS = {"n", "median", "min", "max", "lower_quartile", "upper_quartile"}
 
 
-def ratio(name: str, metric: str, upper: Row, lower: Row, note: str = "") -> Row:
+def ratio(
+    name: str, metric: str, upper: Measurement, lower: Measurement, note: str = ""
+) -> Measurement:
     """Return the row of `upper` / `lower`, one ratio per round.
 
     Both sides of a ratio were measured in the same round, so a machine that is slow for a minute
@@ -139,7 +141,7 @@ def ratio(name: str, metric: str, upper: Row, lower: Row, note: str = "") -> Row
     """
     # Not strict: a failed arm has fewer rounds
     values = tuple(above / below for above, below in zip(upper.values, lower.values, strict=False))
-    return Row(
+    return Measurement(
         name,
         metric,
         "ratio",
@@ -155,7 +157,7 @@ class Target:
     """What a row should come to. `excuse` says why this machine cannot show it."""
 
     text: str
-    row: Row
+    row: Measurement
     relation: str  # "<=" or ">="
     limit: float
     excuse: str = ""
@@ -196,16 +198,16 @@ class Report:
 
     bench: str
     conditions: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Measurement] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     skipped: str = ""  # why it was not run at all, although nothing is broken
 
-    def row(self, arm: str, metric: str) -> Row | None:
+    def row(self, arm: str, metric: str) -> Measurement | None:
         """Return the row of that arm and metric, if it was measured or failed."""
         return next((r for r in self.rows if (r.arm, r.metric) == (arm, metric)), None)
 
-    def compare(self, upper: str, lower: str, metric: str, note: str = "") -> Row | None:
+    def compare(self, upper: str, lower: str, metric: str, note: str = "") -> Measurement | None:
         """Add the row of ratios `upper` / `lower` of a metric, and return it.
 
         Returns None when one of the two arms was not measured.
@@ -277,7 +279,7 @@ class Report:
     def read(cls, path: Path) -> Report:
         """Read conditions and rows of a written report back, to draw or to paste them again."""
         content = json.loads(path.read_text(encoding="utf-8"))
-        rows = [Row.from_dict(row) for row in content["rows"]]
+        rows = [Measurement.from_dict(row) for row in content["rows"]]
         return cls(content["bench"], content["conditions"], rows)
 
     def lines(self, rows: Sequence[str] | None = None) -> list[str]:
@@ -377,7 +379,7 @@ def condition(value: Any) -> str:
 HEADER = ("arm", "metric", "unit", "median", "quartiles", "min .. max", "n", "wrong", "")
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: Measurement) -> tuple[str, ...]:
     """Return a row's texts under HEADER. Without values, FAILED or skipped stands for the median."""
     wrong = "" if row.wrong is None else str(row.wrong)
     name = (row.arm, row.metric, row.unit)
@@ -392,7 +394,7 @@ def cells(row: Row) -> tuple[str, ...]:
     return (*name, number(row.median), quartiles, span, str(row.n), wrong, note)
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def table(rows: Sequence[Measurement]) -> list[str]:
     """Return the rows as aligned text.
 
     The column of wrong elements is shown only where some row has compared them.

@@ -54,14 +54,14 @@ _DESTINATION = slice(16, 20)  # of an IPv4 packet
 
 
 @dataclass(frozen=True)
-class Speed:
+class LinkSpeed:
     """The link of each rank: what it carries in each direction, and how long a packet travels."""
 
     delay_ms: float
     mbit_per_s: float
 
     @classmethod
-    def parse(cls, part: str, links: str, example: str) -> Speed:
+    def parse(cls, part: str, links: str, example: str) -> LinkSpeed:
         """Return a link of MS/MBIT, one of the flag --links. Raises ConfigError."""
         try:
             delay_ms, mbit_per_s = map(float, part.split("/"))
@@ -105,7 +105,7 @@ def address_of(rank: int) -> str:
 class ThinLinks:
     """The links of `ranks` ranks. Leaving the `with` block ends them, and the traffic on them."""
 
-    def __init__(self, ranks: int, speed: Speed, folder: Path) -> None:
+    def __init__(self, ranks: int, speed: LinkSpeed, folder: Path) -> None:
         """Make the relay of links of this speed; `folder` gets a socket, so its path is short."""
         self.speed = speed
         # (Unix seconds, bytes that all ranks have sent by then), one entry per wake of the relay

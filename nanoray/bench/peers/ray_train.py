@@ -28,17 +28,17 @@ import ray.train
 import ray.train.torch
 
 from nanoray.bench.drained import PEER_DRAINS
+from nanoray.checkpoint.run import RunSpec
 from nanoray.cli import parse_args
 from nanoray.data.prepare import prepare
-from nanoray.devices.gpus import discover_gpus
-from nanoray.devices.host import available_cpus
-from nanoray.devices.slots import cpu_share, local_slots
 from nanoray.errors import ConfigError, NanorayError
+from nanoray.host.gpus import discover_gpus
+from nanoray.host.host import available_cpus
+from nanoray.host.slots import cpu_share, local_slots
 from nanoray.launch.__main__ import ray_address
 from nanoray.launch.placement import connected
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import Order
-from nanoray.run import RunSpec
 from nanoray.start.folder import open_run
 
 ASK_EVERY = 20  # steps between two questions for a notice

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.bench.peers import ray_train
+from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import ConfigError
-from nanoray.run import RunSpec
 
 log = logging.getLogger("nanoray.rank")
 LIGHTHOUSE = {

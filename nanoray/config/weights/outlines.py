@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from nanoray.atomic import json_mapping
+from nanoray.base.atomic import json_mapping
 from nanoray.config.pickle_machine import Refused
 from nanoray.config.weights.pickles import Shape, TensorOutline, outline_of_pickle
 from nanoray.errors import ConfigError

@@ -20,7 +20,7 @@ class TensorOutline(NamedTuple):
     shape: Shape
 
 
-class _Name(NamedTuple):
+class _PickledName(NamedTuple):
     """A function or class that the pickle names."""
 
     module: str
@@ -28,13 +28,16 @@ class _Name(NamedTuple):
 
 
 # What a call of these names would make
-_TENSORS = {_Name("torch._utils", "_rebuild_tensor_v2"), _Name("torch._utils", "_rebuild_tensor")}
-_PARAMETERS = {
-    _Name("torch._utils", "_rebuild_parameter"),
-    _Name("torch._utils", "_rebuild_parameter_with_state"),
+_TENSORS = {
+    _PickledName("torch._utils", "_rebuild_tensor_v2"),
+    _PickledName("torch._utils", "_rebuild_tensor"),
 }
-_DICTS = {_Name("collections", "OrderedDict"), _Name("collections", "Counter")}
-_SETS = {_Name("builtins", "set"), _Name("__builtin__", "set")}
+_PARAMETERS = {
+    _PickledName("torch._utils", "_rebuild_parameter"),
+    _PickledName("torch._utils", "_rebuild_parameter_with_state"),
+}
+_DICTS = {_PickledName("collections", "OrderedDict"), _PickledName("collections", "Counter")}
+_SETS = {_PickledName("builtins", "set"), _PickledName("__builtin__", "set")}
 
 # Instructions that push their argument, besides whole numbers and texts
 _PUSHES = {
@@ -100,11 +103,11 @@ class _OutlineMachine(PickleMachine):
         stack = self.stack
         if name == "GLOBAL":
             module, _, word = argument.partition(" ")
-            stack.append(_require_torch(_Name(module, word)))
+            stack.append(_require_torch(_PickledName(module, word)))
         elif name == "STACK_GLOBAL":
             word = stack.pop()
             module = stack.pop()
-            stack.append(_require_torch(_Name(module, word)))
+            stack.append(_require_torch(_PickledName(module, word)))
         elif name in ("REDUCE", "NEWOBJ"):
             arguments = stack.pop()
             called = stack.pop()
@@ -118,7 +121,7 @@ class _OutlineMachine(PickleMachine):
             raise Refused(f"its pickle has the instruction {name}, which torch.save does not write")
 
 
-def _require_torch(name: _Name) -> _Name:
+def _require_torch(name: _PickledName) -> _PickledName:
     """Return a name of torch, or of a plain container. Raises Refused for others."""
     is_torch = name.module == "torch" or str(name.module).startswith("torch.")
     if is_torch or name in _DICTS or name in _SETS:
@@ -137,6 +140,6 @@ def _result_of(called: Any, arguments: tuple[Any, ...]) -> Any:
         return dict(*arguments)
     if called in _SETS:
         return set(*arguments)
-    if called == _Name("torch", "Size"):
+    if called == _PickledName("torch", "Size"):
         return tuple(*arguments)
     return _INERT

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanoray.compat import foreach_add, foreach_add_, foreach_mul_
+from nanoray.base.compat import foreach_add, foreach_add_, foreach_mul_
 from nanoray.config import Config
 from nanoray.mesh.pieces import Shard
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nanoray.atomic import one_at_a_time
+from nanoray.base.atomic import one_at_a_time
 from nanoray.train.track.tracker import Results, TrackedRun, Tracker
 
 

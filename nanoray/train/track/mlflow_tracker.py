@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from nanoray.atomic import one_at_a_time
+from nanoray.base.atomic import one_at_a_time
 from nanoray.train.track.tracker import Results, TrackedRun, Tracker, flattened, without_passwords
 
 LONGEST_VALUE = 6000  # characters of a parameter; MLflow refuses longer ones

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nanoray.run import RunSpec
+from nanoray.checkpoint.run import RunSpec
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from nanoray.atomic import write_json
+from nanoray.base.atomic import write_json
+from nanoray.base.metrics import METRICS, values_of
+from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import ConfigError
-from nanoray.metrics import METRICS, values_of
-from nanoray.run import RunSpec
 from nanoray.train.track.aim_tracker import AimTracker
 from nanoray.train.track.mlflow_tracker import MlflowTracker
 from nanoray.train.track.tracker import Results, TrackedRun, Tracker, tracked_run, without_passwords

@@ -7,7 +7,7 @@ import sys
 from math import nan
 from typing import IO, Any, cast
 
-from nanoray.output import STEPS, LastingStream, is_taken
+from nanoray.base.output import STEPS, LastingStream, is_taken
 from nanoray.train.watch.observers import Console, short
 
 

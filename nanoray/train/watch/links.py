@@ -54,7 +54,7 @@ class Segments(NamedTuple):
     sent: int  # segments with data, those sent again included
 
 
-class Link(NamedTuple):
+class HostLink(NamedTuple):
     """A link between two hosts in one window of steps."""
 
     rtt_ms: float
@@ -182,14 +182,14 @@ class LinkWatch:
             metrics["link/rate_gbps"] = min(rates)
         return metrics, self._messages()
 
-    def _slow_in(self, links: dict[tuple[int, int], Link]) -> dict[str, str]:
+    def _slow_in(self, links: dict[tuple[int, int], HostLink]) -> dict[str, str]:
         """Return what is slow in this window, by name, and in what way."""
         found = {}
         best = {}  # the best link of each host
         for host in range(len(self._hosts)):
             of_host = [link for pair, link in links.items() if host in pair]
             if of_host:
-                best[host] = Link(
+                best[host] = HostLink(
                     min(link.rtt_ms for link in of_host),
                     max(link.gbps for link in of_host),
                     min(link.resent_percent for link in of_host),
@@ -244,7 +244,7 @@ def _together(a: Segments, b: Segments) -> Segments:
     )
 
 
-def _links_of(table: dict[tuple[int, int], Segments]) -> dict[tuple[int, int], Link]:
+def _links_of(table: dict[tuple[int, int], Segments]) -> dict[tuple[int, int], HostLink]:
     """Return the links that have sent something, by their two hosts, the lower first."""
     links = {}
     for a, b in sorted({(min(pair), max(pair)) for pair in table}):
@@ -252,7 +252,7 @@ def _links_of(table: dict[tuple[int, int], Segments]) -> dict[tuple[int, int], L
         rtt_us = min(way.rtt_us for way in ways)
         # Of both directions the worse one: loss, or a limit, may be on one side alone.
         busy = [way for way in ways if way.sent >= MIN_SEGMENTS]
-        links[a, b] = Link(
+        links[a, b] = HostLink(
             rtt_us / 1e3,
             min((way.bytes_per_s for way in busy), default=0.0) / 1e9,
             max((100 * way.resent / way.sent for way in busy), default=0.0),
@@ -261,7 +261,7 @@ def _links_of(table: dict[tuple[int, int], Segments]) -> dict[tuple[int, int], L
     return links
 
 
-def _how_slow(link: Link, others: Sequence[Link]) -> str:
+def _how_slow(link: HostLink, others: Sequence[HostLink]) -> str:
     """Return in what way a link is worse than the others; "" if it is not."""
     usual_loss = 0.0
     if others:

@@ -32,8 +32,8 @@ import torch.distributed.fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nanoray.atomic import replace_text
-from nanoray.compat import (
+from nanoray.base.atomic import replace_text
+from nanoray.base.compat import (
     TorchDispatchMode,
     autograd_sequence,
     current_node,
@@ -41,6 +41,7 @@ from nanoray.compat import (
     storage_key,
     tree_leaves,
 )
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config
 from nanoray.faults.progress import OUTSIDE
 from nanoray.forecast.memory import local_of, model_memory, peak_memory
@@ -52,7 +53,6 @@ from nanoray.models.gpt import ModelShape
 from nanoray.parallel import buckets, compress, fsdp
 from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.parallel.plan import Plan
-from nanoray.run import RunSpec
 from nanoray.state.train_state import TrainState
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "buckets", "other")

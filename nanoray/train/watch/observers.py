@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from math import nan
 from typing import Any, Protocol, TextIO, runtime_checkable
 
-from nanoray.metrics import check_record
-from nanoray.output import LINES, STEPS, say
-from nanoray.run import RunSpec
+from nanoray.base.metrics import check_record
+from nanoray.base.output import LINES, STEPS, say
+from nanoray.checkpoint.run import RunSpec
 from nanoray.train.track.tracking import TRACKERS, Tracking
 from nanoray.train.watch.record_files import JsonlWriter, TensorBoardWriter
 
 log = logging.getLogger("nanoray.rank")
 
 
-class Callback(Protocol):
+class Observer(Protocol):
     """An observer. Its methods must be quick, because the step waits for them."""
 
     def on_note(self, text: str) -> None:
@@ -35,7 +35,7 @@ class Callback(Protocol):
 
 @runtime_checkable
 class Rewindable(Protocol):
-    """A callback that keeps records, and must drop some when training goes back to an older step."""
+    """An observer that keeps records, and must drop some when training goes back to an older step."""
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`; those steps will be repeated."""
@@ -43,7 +43,7 @@ class Rewindable(Protocol):
 
 @runtime_checkable
 class Saves(Protocol):
-    """A callback that is called after checkpoints."""
+    """An observer that is called after checkpoints."""
 
     def on_saved(self, step: int) -> None:
         """Do something now that the checkpoint of a step is on disk."""
@@ -51,7 +51,7 @@ class Saves(Protocol):
 
 @runtime_checkable
 class ShowsLength(Protocol):
-    """A callback that shows after which step the run ends."""
+    """An observer that shows after which step the run ends."""
 
     def on_length(self, steps: int) -> None:
         """Receive that number: max_steps, or the steps that a script gave to `fit`."""
@@ -59,7 +59,7 @@ class ShowsLength(Protocol):
 
 @runtime_checkable
 class SeesEnd(Protocol):
-    """A callback that reports how a run ends. `close` follows."""
+    """An observer that reports how a run ends. `close` follows."""
 
     def on_end(self, outcome: Mapping[str, Any]) -> None:
         """Receive the outcome, after the last checkpoint is on disk."""
@@ -70,7 +70,7 @@ class SeesEnd(Protocol):
 
 @runtime_checkable
 class MayRefuse(Protocol):
-    """A callback that may be unable to do its work, which is found out before step 1."""
+    """An observer that may be unable to do its work, which is found out before step 1."""
 
     def problem(self) -> str:
         """Return why it cannot, and the remedy; "" if it can."""
@@ -78,7 +78,7 @@ class MayRefuse(Protocol):
 
 @runtime_checkable
 class AddsValues(Protocol):
-    """A callback that adds values to the records: those that come after it receive them."""
+    """An observer that adds values to the records: those that come after it receive them."""
 
     def added(self) -> dict[str, Any]:
         """Return the values since the last call."""
@@ -86,7 +86,7 @@ class AddsValues(Protocol):
 
 @runtime_checkable
 class TakesLate(Protocol):
-    """A callback that keeps records, and completes the newest one with values that come late."""
+    """An observer that keeps records, and completes the newest one with values that come late."""
 
     def on_late(self, record: dict[str, Any]) -> None:
         """Receive the step and time of the newest record, and the values that it lacks."""
@@ -167,54 +167,52 @@ class Console:
 
 
 class Observers:
-    """The callbacks of this process, which are open on rank 0 alone.
+    """The observers of this process, which are open on rank 0 alone.
 
     After the loss of a rank another process may become rank 0.
     """
 
-    def __init__(self, spec: RunSpec, watchers: Sequence[Callback]) -> None:
-        """`watchers` receive the same notes and records on rank 0 as its files."""
+    def __init__(self, spec: RunSpec, observers: Sequence[Observer]) -> None:
+        """`observers` receive the same notes and records on rank 0 as its files."""
         self._spec = spec
-        self._watchers = watchers
-        self.callbacks: list[Callback] = []
+        self._given = observers
+        self.opened: list[Observer] = []
         self._metrics: JsonlWriter | None = None
         self._failing: set[str] = set()  # files that could not be written at the last record
 
     def open(self, rank: int, resume_step: int) -> None:
-        """Open the callbacks on rank 0, and close them elsewhere.
+        """Open the observers on rank 0, and close them elsewhere.
 
         Records after `resume_step` are dropped, because those steps run again.
         """
-        if rank == 0 and not self.callbacks:
+        if rank == 0 and not self.opened:
             config = self._spec.config
             folder = self._spec.folder
             self._metrics = JsonlWriter(folder / "metrics.jsonl", resume_step)
-            self.callbacks = [*self._watchers, self._metrics]
+            self.opened = [*self._given, self._metrics]
             if config.tensorboard:
-                self.callbacks.append(
-                    TensorBoardWriter(folder / "tb", config.to_json(), resume_step)
-                )
+                self.opened.append(TensorBoardWriter(folder / "tb", config.to_json(), resume_step))
             if config.track != "none":
                 tracker = TRACKERS[config.track]()
-                self.callbacks.append(Tracking(tracker, self._spec, self.note))
-            for callback in self.callbacks:
-                if isinstance(callback, ShowsLength):
-                    callback.on_length(config.max_steps)
-        while rank and self.callbacks:
-            self.callbacks.pop().close()
+                self.opened.append(Tracking(tracker, self._spec, self.note))
+            for observer in self.opened:
+                if isinstance(observer, ShowsLength):
+                    observer.on_length(config.max_steps)
+        while rank and self.opened:
+            self.opened.pop().close()
 
     def problem(self) -> str:
-        """Return why a callback cannot do its work, and the remedy; "" if all can."""
-        for callback in self.callbacks:
-            if isinstance(callback, MayRefuse):
-                problem = callback.problem()
+        """Return why an observer cannot do its work, and the remedy; "" if all can."""
+        for observer in self.opened:
+            if isinstance(observer, MayRefuse):
+                problem = observer.problem()
                 if problem:
                     return problem
         return ""
 
     def catch_up(self, newest: dict[str, Any], reported_step: int) -> None:
         """Report the newest record if an interruption or a lost rank kept it from being reported."""
-        if not self.callbacks or self._metrics is None:
+        if not self.opened or self._metrics is None:
             return
         if self._metrics.last_step < newest.get("step", -1) <= reported_step:
             self.record(newest)
@@ -222,26 +220,26 @@ class Observers:
     def note(self, text: str) -> None:
         """Show one line to the user on rank 0; the other ranks only log it."""
         log.info(text)
-        for callback in self.callbacks:
-            callback.on_note(text)
+        for observer in self.opened:
+            observer.on_note(text)
 
     def record(self, record: dict[str, Any]) -> None:
         """Report the record of a step. On a full disk it waits in memory, and the run continues."""
         check_record(record)
-        for callback in self.callbacks:
-            self._pass_on(callback, callback.on_record, record)
-            if isinstance(callback, AddsValues):
+        for observer in self.opened:
+            self._pass_on(observer, observer.on_record, record)
+            if isinstance(observer, AddsValues):
                 # Another dict: all ranks keep the engine's own. Its names take precedence.
-                record = record | callback.added() | record
+                record = record | observer.added() | record
 
     def _pass_on(
         self,
-        callback: Callback,
+        observer: Observer,
         on_record: Callable[[dict[str, Any]], None],
         record: dict[str, Any],
     ) -> None:
-        """Call a callback; warn at the first failure of a file, and when it works again."""
-        name = _target(callback)
+        """Call an observer; warn at the first failure of a file, and when it works again."""
+        name = _target(observer)
         try:
             on_record(record)
         except (OSError, ValueError) as error:
@@ -259,9 +257,9 @@ class Observers:
     def _complete_newest(self) -> None:
         """Add to the newest record what was added after it."""
         late: dict[str, Any] = {}
-        for callback in self.callbacks:
-            if isinstance(callback, AddsValues):
-                late |= callback.added()
+        for observer in self.opened:
+            if isinstance(observer, AddsValues):
+                late |= observer.added()
         if not late:
             return
         newest = self._metrics.newest if self._metrics else {}
@@ -269,58 +267,58 @@ class Observers:
             self.note(f"warning  there is no record yet: {', '.join(late)} is in no file")
             return
         late = {"step": newest["step"], "time": newest["time"], **late}
-        for callback in self.callbacks:
-            if isinstance(callback, TakesLate):
-                self._pass_on(callback, callback.on_late, late)
+        for observer in self.opened:
+            if isinstance(observer, TakesLate):
+                self._pass_on(observer, observer.on_late, late)
 
     def saved(self, step: int) -> None:
-        """Call the callbacks for which the checkpoint of a step matters: it is on disk."""
-        for callback in self.callbacks:
-            if isinstance(callback, Saves):
-                callback.on_saved(step)
+        """Call the observers for which the checkpoint of a step matters: it is on disk."""
+        for observer in self.opened:
+            if isinstance(observer, Saves):
+                observer.on_saved(step)
 
     def rewind(self, step: int) -> None:
-        """Drop the records after `step` where a callback keeps records."""
-        for callback in self.callbacks:
-            if isinstance(callback, Rewindable):
+        """Drop the records after `step` where an observer keeps records."""
+        for observer in self.opened:
+            if isinstance(observer, Rewindable):
                 try:
-                    callback.rewind(step)
+                    observer.rewind(step)
                 except OSError as error:
-                    where = _target(callback)
+                    where = _target(observer)
                     self.note(
                         f"warning  records after step {step} could not be dropped from {where}: "
                         f"{_reason(error)}"
                     )
 
     def ended(self, outcome: Mapping[str, Any]) -> None:
-        """Pass the outcome to the callbacks that report it."""
-        for callback in self.callbacks:
-            if isinstance(callback, SeesEnd):
-                callback.on_end(outcome)
+        """Pass the outcome to the observers that report it."""
+        for observer in self.opened:
+            if isinstance(observer, SeesEnd):
+                observer.on_end(outcome)
         self._complete_newest()
 
     def failed(self, error: BaseException) -> None:
-        """Pass the error that ends the run to the callbacks that report it."""
-        for callback in self.callbacks:
-            if isinstance(callback, SeesEnd):
-                callback.on_failure(error)
+        """Pass the error that ends the run to the observers that report it."""
+        for observer in self.opened:
+            if isinstance(observer, SeesEnd):
+                observer.on_failure(error)
         self._complete_newest()
 
     def close(self) -> None:
-        """Close all callbacks; a failed write gives a warning."""
-        for callback in self.callbacks:
+        """Close all observers; a failed write gives a warning."""
+        for observer in self.opened:
             try:
-                callback.close()
+                observer.close()
             except (OSError, ValueError) as error:
-                self.note(f"warning  some records are not in {_target(callback)}: {_reason(error)}")
+                self.note(f"warning  some records are not in {_target(observer)}: {_reason(error)}")
 
 
 FILES: dict[type, str] = {JsonlWriter: "metrics.jsonl", TensorBoardWriter: "tb/"}
 
 
-def _target(callback: Callback) -> str:
-    """Return what a callback writes, for messages."""
-    return FILES.get(type(callback), type(callback).__name__)
+def _target(observer: Observer) -> str:
+    """Return what an observer writes, for messages."""
+    return FILES.get(type(observer), type(observer).__name__)
 
 
 def _reason(error: Exception) -> str:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.faults.progress import OUTSIDE
 from nanoray.mesh.mesh import Mesh
-from nanoray.run import RunSpec
 from nanoray.trace.profiles import FOLDER, KEY, name_of
 from nanoray.trace.recorder import measure_offsets, quieten_profiler
 

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoray.atomic import replace_bytes, write_whole
-from nanoray.metrics import values_of
+from nanoray.base.atomic import replace_bytes, write_whole
+from nanoray.base.metrics import values_of
 
 MOST_WAITING = 100_000  # records that wait for room on the disk
 CLOSED = -1  # in the place of a descriptor

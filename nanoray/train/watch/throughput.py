@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from nanoray.base.metrics import mfu_percent
 from nanoray.data.tokens import MicroBatches
-from nanoray.metrics import mfu_percent
 from nanoray.state.train_state import TrainState
 from nanoray.train.workload import Workload
 

@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from nanoray.checkpoint.run import RunSpec
 from nanoray.data.seeding import rng_state, set_rng_state
 from nanoray.data.tokens import MicroBatches
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.plan import Plan
-from nanoray.run import RunSpec
 from nanoray.state.train_state import TrainState
 from nanoray.trace.log import CommLog, CommTrace
 from nanoray.trace.recorder import CommRecorder

@@ -1,0 +1,1 @@
+"""What needs nothing of nanoray: files, output, metrics, storage."""

@@ -1,0 +1,412 @@
+"""A run's folder, the `RunSpec` that every rank gets, and the run's summary.
+
+runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
+    config.json      the configuration; `--config` reads it
+    run.json         the RunSpec: dataset, versions, command, its launcher and its working folder,
+                     and who has set each key of config.json
+    metrics.jsonl    one record per logged step
+    statistics.jsonl  with statistics_every: what each layer is like
+    memory/          with memory_at: the memory of a step on each rank;  `nanoray report` draws it
+    profile/         with profile: the operations of some steps on each rank;  `nanoray timeline RUN --profile`
+    hashes.jsonl     the hashes of its states, and its groups of ranks;  `nanoray replay` and `bisect` compare them
+    summary.json     how it ended
+    checkpoints/step_00000250/ ...
+    tb/              TensorBoard
+    comm/            with --comm_trace: every collective, and the timeline
+    faults.jsonl     failures and recoveries;  `nanoray faults` explains them
+    logs/rank0.log   each rank's log;  rank0.progress: its last step and phase;  rank0.exit.json: how it ended
+    logs/rank0.outcome.json    its outcome, if it has saved and ended because its driver was silent
+    logs/rank0.*.ledger    the seconds of each of its processes, by account;  `nanoray ledger` adds them up
+    attempt          the attempt that may write checkpoints, and when its command started
+    lock             held by the process that uses the run; contains its pid and host
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from nanoray import __version__
+from nanoray.base.atomic import json_mapping, replace_text, write_json
+from nanoray.base.environment import working_folder
+from nanoray.config import Config
+from nanoray.data.prepare import DatasetInfo
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.host.launchers import describe_start
+from nanoray.mesh.backends import reports_lost_peers
+
+log = logging.getLogger("nanoray.rank")
+_RECORD_BYTES = 1 << 16  # more than one record of a file of records has
+_LONGEST_INSIDE = 200  # bytes of the path of a file within a run's folder, with room
+LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
+
+
+class RunLock:
+    """The open file whose flock reserves a run folder for one process.
+
+    The kernel releases it when the process dies.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        close(self._fd)  # at the end of Python the module's `os` may be gone
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The device and inode of the file."""
+        status = os.fstat(self._fd)
+        return status.st_dev, status.st_ino
+
+
+# The locks of this process by device and inode. The pid and host in the file do not identify a
+# process: two containers may both have a process 1, and the same hostname.
+_HELD: WeakValueDictionary[tuple[int, int], RunLock] = WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Everything about a run that all ranks share. Plain data: it travels as JSON."""
+
+    config: Config
+    dataset: DatasetInfo
+    folder: Path
+    started: float  # Unix seconds of the command
+    resume: str = ""  # a run folder or a step folder to start from
+    attempt: int = 0
+    notes: tuple[str, ...] = ()
+    # Stays in the process that opened the run
+    lock: RunLock | None = field(default=None, repr=False, compare=False)
+    is_new: bool = field(default=False, compare=False)  # that process has made the folder
+    # How far the clock of the run folder's storage is ahead of this command's: see `storage_clock`
+    storage_ahead_s: float = 0.0
+    # key of the configuration -> who has set it (config/settings.py)
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-safe dict; `from_dict` reads it back."""
+        return {
+            "config": self.config.model_dump(),
+            "dataset": self.dataset.to_dict(),
+            "folder": str(self.folder),
+            "started": self.started,
+            "resume": self.resume,
+            "attempt": self.attempt,
+            "notes": list(self.notes),
+            "storage_ahead_s": self.storage_ahead_s,
+            "origins": dict(self.origins),
+            "nanoray": __version__,
+            "command": sys.argv,
+            "launcher": describe_start(os.environ),
+            "cwd": working_folder(),  # relative paths of the configuration begin here
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RunSpec:
+        """Rebuild a RunSpec from `to_dict`."""
+        return cls(
+            config=Config(**values["config"]),
+            dataset=DatasetInfo.from_dict(values["dataset"]),
+            folder=Path(values["folder"]),
+            started=values["started"],
+            resume=values["resume"],
+            attempt=values["attempt"],
+            notes=tuple(values["notes"]),
+            storage_ahead_s=values.get("storage_ahead_s", 0.0),  # not in an older run.json
+            origins=values.get("origins", {}),
+        )
+
+    def next_attempt(self) -> RunSpec:
+        """Return the spec of a restart; it starts from the run's newest checkpoint, if any."""
+        return replace(self, attempt=self.attempt + 1, notes=())
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def log(self, rank: int) -> Path:
+        """Return the path of a rank's log file."""
+        return self.folder / "logs" / f"rank{rank}.log"
+
+    def progress(self, rank: int) -> Path:
+        """Return the path of a rank's progress file."""
+        return self.folder / "logs" / f"rank{rank}.progress"
+
+    def exit_record(self, rank: int) -> Path:
+        """Return the path of the record of how a rank's process ended."""
+        return self.folder / "logs" / f"rank{rank}.exit.json"
+
+    def last_word(self, rank: int) -> Path:
+        """Return the path of what a rank has to report that ended without its driver."""
+        return self.folder / "logs" / f"rank{rank}.outcome.json"
+
+    def ledger(self, rank: int) -> Path:
+        """Return the path of this process' ledger, as the process of a rank in this attempt."""
+        name = f"rank{rank}.{self.started:.3f}-{self.attempt}-{os.getpid()}.ledger"
+        return self.folder / "logs" / name
+
+
+def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
+    """Whether a lost rank alone is replaced while the others keep running.
+
+    The driver and the ranks decide this separately, from the same values.
+    """
+    if config.recovery == "restart" or ranks <= 1:
+        return False
+
+    # A hand-written all-reduce has a thread that may wait for a peer and keep its group open.
+    if config.allreduce != "backend":
+        return False
+
+    # With NCCL the survivors see no error: they abort by the driver's order where it is allowed.
+    if not reports_lost_peers(backend):
+        return config.abort_nccl and not config.sharded
+
+    # A lost rank's shard is on disk only, unless another rank mirrors it or has the same one.
+    # Ranks with other parts of a sequence share the state as data replicas do.
+    is_mirrored = config.mirrors() and ranks > config.model_ranks
+    # Where replicas rarely communicate, one that is complete starts a broken one anew.
+    is_apart = config.sync_every > 0 and ranks > config.replica_ranks
+    return not config.sharded or is_mirrored or is_apart or config.replicated(ranks)
+
+
+def new_folder(out_dir: Path, name: str) -> Path:
+    """Create a run's folder, named by the time and `name`. Raises ConfigError."""
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+        stem = (
+            time.strftime("%Y-%m-%d_%H%M%S", time.gmtime()) + f"_{name}"
+        )  # UTC: any zone reads it
+
+        # Runs that start in the same second get a number.
+        for n in range(1, 1000):
+            folder = out_dir / (stem if n == 1 else f"{stem}_{n}")
+            try:
+                folder.mkdir(mode=0o700)  # losses, texts and paths are private
+            except FileExistsError:
+                continue
+            return folder
+    except OSError as error:
+        remedy = "give a writable --out_dir"
+        if error.errno == errno.ENAMETOOLONG:
+            remedy = "shorten --out_dir"
+        raise ConfigError(
+            f"cannot make a run folder in out_dir = {out_dir}: {error.strerror}; {remedy}"
+        ) from None
+    raise ConfigError(
+        f"out_dir = {out_dir} already has 999 runs of this second; use another --name"
+    )
+
+
+def require_short_names(config: Config) -> None:
+    """Raise ConfigError where the file system of out_dir takes no names of a run's length.
+
+    Such limits are lower on encrypted and on some network file systems, and on a path as a whole.
+    """
+    out_dir = Path(config.out_dir).expanduser().absolute()
+    there = out_dir
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        longest_name = os.pathconf(there, "PC_NAME_MAX")
+        longest_path = os.pathconf(there, "PC_PATH_MAX")
+    except OSError:  # the file system does not say
+        return
+
+    folder = f"2026-11-21_101500_{config.name}_999"
+    if 0 < longest_name < len(folder):
+        raise ConfigError(
+            f"name = {config.name}: the run's folder would have a name of {len(folder)} bytes, and "
+            f"the file system of {there} takes {longest_name}; shorten --name by "
+            f"{len(folder) - longest_name}, or give another --out_dir"
+        )
+    for part in out_dir.parts:
+        if 0 < longest_name < len(os.fsencode(part)):
+            raise ConfigError(
+                f"out_dir = {config.out_dir}: the name {part} has {len(os.fsencode(part))} bytes, and "
+                f"the file system of {there} takes {longest_name}; shorten it"
+            )
+    length = len(os.fsencode(out_dir / folder)) + _LONGEST_INSIDE
+    if 0 < longest_path < length:
+        raise ConfigError(
+            f"out_dir = {config.out_dir}: paths in the run's folder would have {length} bytes, and "
+            f"the system takes {longest_path}; give a shorter --out_dir or --name"
+        )
+
+
+def lock_run(folder: Path) -> tuple[RunLock | None, str]:
+    """Lock a run's folder for this process; return the lock, and a warning or an empty string.
+
+    A process that already holds it gets None, and so does one on a file system without locks, with
+    a warning. Raises ConfigError when another process holds it.
+    """
+    path = folder / "lock"
+    own = f"pid {os.getpid()} on {platform.node()}"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    lock = RunLock(fd)  # closes the file with its last reference
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = path.read_text(encoding="utf-8").strip() or "another process"
+        except OSError as error:
+            warning = f"{folder} cannot be locked ({error.strerror}): let only one command use it"
+            return None, f"warning  {warning}"
+        if lock.key in _HELD:
+            return None, ""
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"run {folder} is in use by {holder}; wait until it ends, or start a new run from "
+                f"one of its checkpoints (--resume {folder}/checkpoints/step_...). If that "
+                f"process and its host are gone, remove {path}"
+            )
+        time.sleep(0.1)  # it may be exiting
+
+    # For the message of a process that finds the folder in use.
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, f"{own}\n".encode(), 0)
+    _HELD[lock.key] = lock
+    return lock, ""
+
+
+def write_attempt(spec: RunSpec) -> None:
+    """Allow only this attempt to write checkpoints.
+
+    Called by the process that starts the attempt, before its ranks. On a full disk the file is
+    overwritten in place, which needs no new block. Raises OSError if that fails, too.
+    """
+    path = spec.folder / "attempt"
+    text = f"{spec.attempt} {spec.started!r}\n"
+    try:
+        replace_text(path, text)
+    except OSError:
+        if not path.exists():
+            raise
+        with path.open("r+", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()
+
+
+def storage_clock(path: Path) -> float | None:
+    """Return the Unix seconds of the storage's own clock when it last wrote `path`; None on error.
+
+    Hosts' clocks may differ by hours. Storage that they share, such as NFS, dates files by its own
+    clock, so each host can compare its clock with that one. Storage that takes over the time of the
+    client says nothing, and does no harm.
+    """
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def read_attempt(folder: Path) -> tuple[int, float] | None:
+    """Return the attempt that may write checkpoints, and when its command started (Unix s).
+
+    None without the file. Raises CheckpointError when it cannot be read.
+    """
+    path = folder / "attempt"
+    try:
+        attempt, started = path.read_text(encoding="utf-8").split()
+        return int(attempt), float(started)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"cannot tell from {path} which attempt may write ({error}); remove it"
+        ) from None
+
+
+def newest_record(folder: Path, name: str = "metrics.jsonl") -> dict[str, Any] | None:
+    """Return the newest complete record of a file in a run's folder; None while there is none."""
+    try:
+        # Only the end of the file: a long run has many records.
+        with (folder / name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - _RECORD_BYTES))
+            complete_lines = file.read().split(b"\n")[:-1]
+        return json_mapping(complete_lines[-1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def disk_used(folder: Path) -> dict[str, float]:
+    """Return the share of a file system that is in use, as df counts it: without root's reserve.
+
+    Empty where it cannot be read: no run ends because of that.
+    """
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return {}
+    # Of all blocks but those that only root may use.
+    used = disk.f_blocks - disk.f_bfree
+    return {"disk/used": 100 * used / max(1, used + disk.f_bavail)}
+
+
+@contextmanager
+def summary_on_failure(spec: RunSpec) -> Iterator[None]:
+    """Write summary.json also when the run ends in an exception, and raise that again."""
+    try:
+        yield
+    except BaseException as error:
+        code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
+        reason = f"failed: {type(error).__name__}: {error}"
+        write_summary(spec, {"exit_reason": reason, "exit_code": code}, restarts=spec.attempt)
+        raise
+
+
+def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict[str, Any]:
+    """Write and return summary.json: the run's results, and why it ended. (one process)"""
+    summary = {
+        "exit_reason": outcome.get("exit_reason"),
+        "exit_code": outcome.get("exit_code"),
+        "steps": outcome.get("step"),
+        "val_loss": outcome.get("val_loss"),
+        "expected_val_loss": expected_loss(spec),
+        "train_loss": outcome.get("train_loss"),
+        "loss_ema": outcome.get("loss_ema"),
+        "train_s": outcome.get("train_s"),
+        "tok_per_sec": outcome.get("tok_per_sec"),
+        "samples_per_sec": outcome.get("samples_per_sec"),
+        "step_ms": outcome.get("step_ms"),
+        "first_step_s": outcome.get("first_step_s"),
+        "total_s": round(time.time() - spec.started, 3),
+        "world_size": outcome.get("world_size"),
+        "backend": outcome.get("backend"),
+        "backend_reason": outcome.get("backend_reason"),
+        "precision": outcome.get("precision"),
+        "device": outcome.get("device"),
+        "restarts": restarts,
+        "resumed_from": outcome.get("resumed_from"),
+        "dataset": spec.dataset.name,
+        "dataset_note": spec.dataset.note,
+        "comm": outcome.get("comm"),
+        "sample": outcome.get("sample"),
+        "nanoray": __version__,
+        "torch": outcome.get("torch"),
+    }
+    try:
+        write_json(spec.folder / "summary.json", summary)
+    except OSError as error:  # a full disk must not hide what has ended the run
+        log.warning("summary.json was not written: %s", error)
+    return summary
+
+
+def expected_loss(spec: RunSpec) -> float | None:
+    """Return the validation loss that the complete recipe should reach on this dataset, if known."""
+    return spec.config.expected_val_loss.get(spec.dataset.name)

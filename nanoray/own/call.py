@@ -1,0 +1,32 @@
+"""Call a script's model and loss on a batch, as the loop and the trial do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanoray.own.data.source import NamedBatch
+
+
+def arguments_of(x: Any, y: Any, has_loss_fn: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what the model is called with: positional arguments, and named ones.
+
+    A batch that is a dict has all arguments by their names. Without a loss_fn the model takes the
+    targets, too.
+    """
+    if isinstance(x, NamedBatch):
+        return (), dict(x)
+    return ((x,) if has_loss_fn else (x, y)), {}
+
+
+def loss_in(output: Any, x: Any) -> Any:
+    """Return the loss in the result of a model that computes it: for a dict often its `loss`."""
+    if isinstance(x, NamedBatch):
+        return getattr(output, "loss", output)
+    return output
+
+
+def loss_of(model: Any, loss_fn: Any, x: Any, y: Any) -> Any:
+    """Return the loss of a batch, as the script's model or loss_fn computes it."""
+    positional, named = arguments_of(x, y, loss_fn is not None)
+    output = model(*positional, **named)
+    return loss_in(output, x) if loss_fn is None else loss_fn(output, y)

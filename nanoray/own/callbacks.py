@@ -1,0 +1,219 @@
+"""Hooks of a script: it overrides Callback, and the engine reports to an Observer of it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from nanoray.errors import one_line
+from nanoray.mesh.rendezvous import Order
+from nanoray.own.hook_guard import HookGuard
+from nanoray.own.run import Run
+
+log = logging.getLogger("nanoray.rank")
+SLOW_S = 10.0  # a hook that takes longer gets a warning, while it runs
+
+
+class Callback:
+    """Hooks that a script overrides to receive the reports of a run, on rank 0.
+
+    They change nothing by themselves, but may call `run.log()`, `run.save()` and `run.stop()`: what
+    they receive is a copy. An exception in one of them is logged, and the run goes on; SystemExit
+    stops it as `run.stop()` does. All ranks wait for them, so they must be quick.
+    """
+
+    def on_run_start(self, run: Run) -> None:
+        """Before the first step. Called again in the process that becomes rank 0 after a fault."""
+
+    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
+        """After a logged step (`log_every`), with its record: docs/metrics.md has the names."""
+
+    def on_eval_end(self, step: int, record: Mapping[str, Any]) -> None:
+        """After an evaluation; `record` has val/loss."""
+
+    def on_checkpoint(self, step: int) -> None:
+        """After the checkpoint of a step is on disk."""
+
+    def on_fault(self, text: str) -> None:
+        """After a warning, a rollback, or a recovery from a lost rank."""
+
+    def on_run_end(self, outcome: Mapping[str, Any]) -> None:
+        """After the last checkpoint is on disk.
+
+        `outcome` has exit_reason, step, train_loss, val_loss, train_s (seconds) and more.
+        """
+
+    def on_exception(self, error: BaseException) -> None:
+        """When an error ends the run; `fit` raises it afterwards. Then there is no on_run_end."""
+
+
+class ReportingCallback(Callback):
+    """A callback that keeps a connection, such as one to a tracker."""
+
+    def problem(self, run: Run) -> str:
+        """Return why it cannot report the run, and the remedy; "" if it can."""
+        return ""
+
+    def close(self) -> None:
+        """Flush, after on_run_end or on_exception, or because another process is rank 0 now."""
+
+
+def observers_of(
+    callbacks: Sequence[Callback], run: Run, guard: HookGuard
+) -> list[CallbackObserver]:
+    """Return an observer of each callback, in the order in which the engine calls them.
+
+    One without hooks is the first: it picks up what the script has logged outside of callbacks.
+    Those that report the record come last, so that they have what all others have logged.
+    """
+    own = [each for each in callbacks if not isinstance(each, ReportingCallback)]
+    reporting = [each for each in callbacks if isinstance(each, ReportingCallback)]
+    return [CallbackObserver(each, run, guard) for each in (Callback(), *own, *reporting)]
+
+
+class CallbackObserver:
+    """A script's callback as the engine calls it (observers.Callback)."""
+
+    def __init__(self, callback: Callback, run: Run, guard: HookGuard) -> None:
+        self._callback = callback
+        self._run = run
+        self._guard = guard
+        self._begun = False
+        self._warned: set[str] = set()  # what each hook was warned of, to warn once
+
+    def on_note(self, text: str) -> None:
+        self._begin()
+        if text.startswith(("warning", "rejoin")):
+            self._call("on_fault", text)
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        self._begin()
+        self._call("on_step_end", record["step"], record)
+        if "val/loss" in record:
+            self._call("on_eval_end", record["step"], record)
+
+    def added(self) -> dict[str, Any]:
+        """Return what the script has logged since the last call (observers.AddsValues)."""
+        values = self._run.logged.take()
+        for line in self._run.logged.warnings():
+            self._note(line)
+        return values
+
+    def on_late(self, record: dict[str, Any]) -> None:
+        """Report values that were logged after the newest record (observers.TakesLate)."""
+        if isinstance(self._callback, ReportingCallback):
+            self._call("on_step_end", record["step"], record)
+
+    def on_saved(self, step: int) -> None:
+        self._call("on_checkpoint", step)
+
+    def on_end(self, outcome: Mapping[str, Any]) -> None:
+        self._call("on_run_end", dict(outcome))
+
+    def on_failure(self, error: BaseException) -> None:
+        self._call("on_exception", error)
+
+    def problem(self) -> str:
+        if isinstance(self._callback, ReportingCallback):
+            return self._callback.problem(self._run)
+        return ""
+
+    def close(self) -> None:
+        if isinstance(self._callback, ReportingCallback):
+            self._call("close")
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._call("on_run_start", self._run)
+
+    def _call(self, name: str, *args: Any) -> None:
+        """Call a hook. Whatever it does, the run goes on, or stops with a checkpoint."""
+        if not self._has(name):
+            return
+        where = f"{type(self._callback).__name__}.{name}"
+        pid = os.getpid()
+        before = self._guard.snapshot()
+        error: BaseException | None = None
+        limit_s = self._run.config.timeout_s
+        slow = threading.Timer(min(SLOW_S, limit_s / 2), self._warn_of_slow, (where, limit_s))
+        slow.daemon = True
+        slow.start()
+        try:
+            # What the hook writes into a record or an outcome must not reach anything else.
+            copies = [copy.deepcopy(arg) if isinstance(arg, dict) else arg for arg in args]
+            getattr(self._callback, name)(*copies)
+        except BaseException as raised:
+            error = raised
+        slow.cancel()
+
+        # A child that the hook has forked has come back with it: it must not train.
+        if os.getpid() != pid:
+            _end_child(error)
+        # The user has pressed Ctrl-C twice, in a notebook: this is no error of the hook's.
+        if isinstance(error, KeyboardInterrupt) and self._run.wanted() is Order.STOP:
+            raise error
+
+        if error is not None:
+            self._report_error(where, error)
+        changed = self._guard.changes_since(before)
+        if changed:
+            self._warn_once(
+                f"{where} has changed",
+                f"{where} has changed {changed}. A callback runs on rank 0 alone and must change "
+                "nothing: other ranks, and a resume, do not repeat it",
+            )
+
+    def _has(self, name: str) -> bool:
+        """Return whether the script has overridden a hook, in its class or for this object."""
+        if name in getattr(self._callback, "__dict__", ()):
+            return True
+        return getattr(type(self._callback), name, None) is not getattr(Callback, name, None)
+
+    def _warn_of_slow(self, where: str, limit_s: float) -> None:
+        """Warn of a hook that runs on. (in a thread, while the training thread is in the hook)"""
+        line = f"{where} has not returned yet, and training waits for it"
+        if self._run.world_size > 1:
+            line += f"; after timeout_s = {limit_s:g} s the other ranks take this one for hung"
+        self._warn_once(f"{where} is slow", line)
+
+    def _report_error(self, where: str, error: BaseException) -> None:
+        """Warn of a hook that has raised. It is called again."""
+        end = "the run goes on"
+        if isinstance(error, (SystemExit, KeyboardInterrupt)):
+            # The hook wants the run to end: it ends as by `run.stop()`, with a checkpoint.
+            self._run.stop()
+            end = "the run stops, with a checkpoint"
+        what = f"{where} raised {type(error).__name__}"
+        if what not in self._warned:
+            log.error("%s failed", where, exc_info=error)
+        self._warn_once(what, f"{where} raised {one_line(error)}; {end}")
+
+    def _warn_once(self, what: str, line: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
+            self._note(f"warning  {line}")
+
+    def _note(self, line: str) -> None:
+        for observer in self._run.observers:
+            observer.on_note(line)
+
+
+def _end_child(error: BaseException | None) -> None:
+    """End this process, which a hook has forked, as Python would end it."""
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    elif error is not None:
+        code = 1
+        log.error("a child of a hook failed", exc_info=error)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # of any class: a program may have put its own there
+            stream.flush()
+    os._exit(code)

@@ -1,0 +1,1 @@
+"""A script's own data: its datasets and loaders."""

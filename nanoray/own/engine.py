@@ -1,0 +1,208 @@
+"""Train a module of the user's script, with checkpoints, recovery, parallelism and metrics.
+
+The launchers call a Program on every rank, which calls the script's function. It makes a
+RuntimeEngine, and its `fit` calls recipe.train with an OwnTask:
+
+    nanoray.launch(main, config) ─► Program ─► main(run)
+    main(run) ─► RuntimeEngine(model, ..., run).fit(data) ─► recipe.train
+
+A plain script needs no function: with a configuration in the place of `run`, `fit` trains in this
+process, or as a rank of torchrun (here.py):
+
+    RuntimeEngine(model, ..., {"dp_mode": "zero1"}).fit(data) ─► Program ─► recipe.train
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanoray.checkpoint.run import RunSpec
+from nanoray.cli import Loaded
+from nanoray.config import Config
+from nanoray.errors import ConfigError
+from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.models.batch_norm import adopt_norms
+from nanoray.own.callbacks import Callback, observers_of
+from nanoray.own.checks import (
+    lazy_parts,
+    require_module,
+    require_sharable,
+)
+from nanoray.own.dry_run import DryRunEnded
+from nanoray.own.here import end_in_one_line, fit_here
+from nanoray.own.hook_guard import HookGuard
+from nanoray.own.optimizer import (
+    optimizer_of,
+    require_all_parameters,
+    require_elementwise,
+    require_no_draws,
+    require_resumable,
+)
+from nanoray.own.run import Run
+from nanoray.own.schedule import (
+    OwnSchedule,
+    require_no_other_scheduler,
+    schedulers_of,
+)
+from nanoray.own.settings import loaded_of
+from nanoray.own.step_hooks import StepHooks, require_callable_hooks
+from nanoray.own.task import Given, LossFn, OwnTask
+from nanoray.own.trackers import require_different_trackers
+from nanoray.own.trial import fill_lazy_parameters, require_storable
+from nanoray.train.recipe import train
+
+
+class RuntimeEngine:
+    """Trains a module on data of the script's own, as one rank of a run.
+
+    One engine has one model and its optimizers. Each rank makes its own, with the same code.
+    """
+
+    model: nn.Module
+    """the script's module, trained in place; with fsdp on Ray a copy of it is trained"""
+
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    """the script's optimizer, or its list of them"""
+
+    loss_fn: LossFn | None
+    """the function of the model's output and the targets; None: the model returns the loss"""
+
+    callbacks: Sequence[Callback]
+    """the script's callbacks, which are called on rank 0"""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        run: Run | Config | Mapping[str, Any],
+        loss_fn: LossFn | None = None,
+        callbacks: Sequence[Callback] = (),
+        scheduler: Any = None,
+    ) -> None:
+        """Take a model and the optimizer of its parameters. All ranks start from rank 0's weights.
+
+        `run` is what nanoray.launch passes to a function; or, in a plain script, the configuration.
+        The loss of a batch is loss_fn(model(inputs), targets), a mean over the batch or a
+        nanoray.Weighted; without `loss_fn`, model(inputs, targets). Several optimizers are stepped
+        in their order. They keep their rates and groups, unless the configuration sets `lr`,
+        `schedule` or `warmup_steps`: then the rate of the first group follows it, and the others
+        keep their ratio to it. A `scheduler` of torch, a list of them, or a function from the step
+        to the factor of the rate, is stepped once per optimizer step. The running statistics
+        of torch's batch norms become equal on all ranks (models/batch_norm.py).
+        """
+        self._loaded: Loaded | None = None
+        if isinstance(run, Run):
+            self._run: Run | None = run
+        else:
+            end_in_one_line()
+            self._run = None
+            self._loaded = loaded_of(run)
+        require_module(model)
+        self.model = model
+        self.optimizer = optimizer
+        self.loss_fn = loss_fn
+        self.callbacks = callbacks
+        self._one = optimizer_of(optimizer)
+        self._updated = require_all_parameters(model, self._one)
+        schedulers = schedulers_of(scheduler, self._one)
+        require_no_other_scheduler(self._one, schedulers)
+        self._schedule = OwnSchedule(schedulers, self._one)
+        self._is_cut = False  # whether a fit has left the optimizer's state to its shards
+        # torch's batch norms would let running statistics drift apart. A lazy norm has no channels
+        # before its first batch.
+        if not lazy_parts(model):
+            adopt_norms(model)
+
+    @property
+    def run(self) -> Run:
+        """This rank's part of the run.
+
+        In a plain script there is one from `fit` on; before it this raises ConfigError.
+        """
+        if self._run is None:
+            raise ConfigError("there is no run before fit; read it there, or in a callback")
+        return self._run
+
+    def fit(
+        self, train_data: Any, val_data: Any = None, steps: int | None = None
+    ) -> dict[str, Any]:
+        """Train for `steps` optimizer steps, and return the outcome. (all ranks)
+
+        Without `steps` they are max_steps of the configuration. `train_data` and `val_data`: a
+        dataset with len() and [], a DataLoader, or an iterable of batches. Items and batches are
+        pairs (inputs, targets), or dicts of the model's arguments. With a configuration, a second
+        call is a new run, which goes on with the weights and the optimizer as they are. Raises
+        ConfigError for a second call in a run of nanoray.launch, and NanorayError when the run
+        cannot start or continue.
+        """
+
+        def fit_as(run: Run) -> None:
+            self._run = run
+            self._fit(run, train_data, val_data, steps)
+            self._is_cut = run.config.sharded
+
+        if self._loaded is not None:
+            if self._is_cut:
+                raise ConfigError(
+                    f"dp_mode = {self._loaded.config.dp_mode} has cut the state of the optimizer in "
+                    "the first fit; fit once, or start anew with resume auto and more steps"
+                )
+            return fit_here(self._loaded, steps, fit_as)
+
+        run = self.run
+        if run.outcome is not None:
+            raise ConfigError("fit was called twice in one run; launch a run for each of them")
+        return self._fit(run, train_data, val_data, steps)
+
+    def _fit(self, run: Run, train_data: Any, val_data: Any, steps: int | None) -> dict[str, Any]:
+        given = Given(
+            self.model,
+            self._one,
+            self.loss_fn,
+            self._updated,
+            run,
+            self._schedule,
+            StepHooks(self._one),
+        )
+
+        def task_of(spec: RunSpec) -> OwnTask:
+            return OwnTask(given, spec, train_data, val_data, steps)
+
+        if lazy_parts(self.model):
+            first_batch = task_of(run.spec).first_batch()
+            fill_lazy_parameters(self.model, self.loss_fn, *first_batch)
+            adopt_norms(self.model)
+        require_sharable(self.model, run.config, run.world_size)
+        require_storable(self.model, self._one, run.config.sharded)
+        require_resumable(self._one)
+        if run.world_size > 1:
+            require_no_draws(self._one)
+        if run.config.sharded:
+            require_elementwise(self._one, run.config.dp_mode)
+        trains_a_copy = run.config.dp_mode == "fsdp" and run.rejoin is not None
+        has_whole_model = run.world_size == 1 and not trains_a_copy
+        require_callable_hooks(self._one, run.config, has_whole_model)
+
+        # A dry run, or `nanoray inspect`, ends the script here.
+        if run.on_fit:
+            run.on_fit(task_of(run.spec))
+            raise DryRunEnded
+        require_different_trackers(self.callbacks, run.config)
+        guard = HookGuard(self.model, self._one)
+        observers = [*run.observers, *observers_of(self.callbacks, run, guard)]
+
+        # The script may read run.rank later, so it follows each new rendezvous.
+        def rejoin(lost: str) -> tuple[RunSpec, Rendezvous]:
+            run.group_lost()
+            spec, run.rendezvous = run.rejoin(lost)
+            return spec, run.rendezvous
+
+        again = rejoin if run.rejoin else None
+        run.outcome = train(
+            run.spec, run.rendezvous, observers, run.order, run.store, again, task_of=task_of
+        )
+        return run.outcome

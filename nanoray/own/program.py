@@ -1,0 +1,80 @@
+"""Call a script's function: on every rank of a run, or up to `fit` only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoray.checkpoint.run import RunSpec
+from nanoray.config import Config
+from nanoray.data.dataset import own_data
+from nanoray.errors import ConfigError
+from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.own.dry_run import DryRunEnded
+from nanoray.own.run import Run
+from nanoray.own.task import OwnTask
+
+
+class Program:
+    """A script's function in the place of recipe.train (train.program.Program)."""
+
+    def __init__(self, main: Callable[[Run], Any], given: frozenset[str]) -> None:
+        self._main = main
+        self._given = given
+
+    def __call__(
+        self,
+        spec: RunSpec,
+        rendezvous: Rendezvous,
+        observers: Sequence[Any] = (),
+        wanted: Callable[[], Order] = lambda: Order.GO_ON,
+        store: Any = None,
+        rejoin: Any = None,
+    ) -> dict[str, Any]:
+        run = Run(spec, rendezvous, self._given, observers, wanted, store, rejoin)
+        torch.manual_seed(spec.config.seed)  # the same new weights on all ranks
+        self._main(run)
+        if run.outcome is None:
+            raise ConfigError(_untrained(self._main))
+        return run.outcome
+
+    def dry_run(self, config: Config, ranks: int, placement: str) -> None:
+        """Call the function up to `fit`, which prints mesh, batch and memory.
+
+        The model is made in this process; no rank is started, no device taken and no run folder
+        made.
+        """
+
+        def print_lines(task: OwnTask) -> None:
+            print("\n".join(task.dry_run_lines(placement)))
+
+        call_until_fit(self._main, config, self._given, ranks, print_lines)
+
+
+def call_until_fit(
+    main: Callable[[Run], Any],
+    config: Config,
+    given: frozenset[str],
+    ranks: int,
+    on_fit: Callable[[OwnTask], None],
+) -> None:
+    """Call a script's function up to `fit`, which calls `on_fit` and ends the function."""
+    spec = RunSpec(config, own_data(), Path(config.out_dir), time.time())
+    torch.manual_seed(config.seed)
+    try:
+        main(Run(spec, Rendezvous(world_size=ranks), given, on_fit=on_fit))
+    except DryRunEnded:
+        return
+    raise ConfigError(_untrained(main))
+
+
+def _untrained(main: Callable[[Run], Any]) -> str:
+    name = getattr(main, "__name__", "the function")
+    return (
+        f"{name} returned without training; call RuntimeEngine(model, optimizer, run).fit(...) in "
+        "it"
+    )

@@ -1,0 +1,124 @@
+"""One rank's part of a run, as a script's function receives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nanoray.checkpoint.run import RunSpec
+from nanoray.config import Config
+from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.own.logged import Logged
+
+
+@dataclass
+class Run:
+    """One rank's part of a run.
+
+    nanoray.launch passes it to the script's function, on every rank; a callback receives it on rank
+    0; in a plain script it is the engine's attribute `run`. Rank and number of ranks may change
+    after a fault, so read them when they are needed.
+    """
+
+    spec: RunSpec
+    """what all ranks share: configuration, data set, folder, and `started` (Unix seconds)"""
+
+    rendezvous: Rendezvous
+    """this rank's place, device and address; of the launchers"""
+
+    given: frozenset[str]
+    """keys of the configuration that the script has set; of the launchers"""
+
+    observers: Sequence[Any] = ()
+    """observers of notes and records; of the launchers"""
+
+    wanted: Callable[[], Order] = lambda: Order.GO_ON
+    """the order of the launcher that started this rank; of the launchers"""
+
+    store: Any = field(default=None, repr=False)
+    """the TCPStore, if this process serves it; of the launchers"""
+
+    rejoin: Any = field(default=None, repr=False)
+    """waits for the next group after a fault; of the launchers"""
+
+    outcome: dict[str, Any] | None = None
+    """what `fit` has returned; None before its end"""
+
+    # What the script has asked for
+    _finish: bool = field(default=False, repr=False)
+    _save: bool = field(default=False, repr=False)
+    _voted_to_save: bool = field(default=False, repr=False)
+    logged: Logged = field(default_factory=Logged, repr=False)
+    """values that wait for the next record; of the engine"""
+
+    on_fit: Callable[[Any], None] | None = None
+    """of a dry run: receives the task that `fit` would train, and ends the script"""
+
+    @property
+    def config(self) -> Config:
+        """The complete configuration, with all defaults."""
+        return self.spec.config
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder: checkpoints, metrics.jsonl, logs. The same on all ranks."""
+        return self.spec.folder
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among all, from 0."""
+        return self.rendezvous.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.rendezvous.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among those of its node, from 0."""
+        return self.rendezvous.local_rank
+
+    @property
+    def device(self) -> str:
+        """The device of this rank, as torch.device takes it: `cpu`, or `cuda:0`."""
+        return self.rendezvous.device
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Add values to the record of a step: metrics.jsonl, TensorBoard and trackers. (any thread)
+
+        Values are numbers, tensors of one element, or strings; names are free, but for those of
+        docs/metrics.md. From `on_step_end` and `on_eval_end` they belong to that step, from
+        anywhere else to the next record, and after the last one to that one. Of two values of a
+        name the later one counts. Only those of rank 0 are recorded. What cannot be recorded is
+        left out with a warning: this raises nothing.
+        """
+        self.logged.add(values)
+
+    def stop(self) -> None:
+        """End the run with a checkpoint, on all ranks after the same step. (any rank, any thread)
+
+        From a callback, that is the step after the one that the callback was called for.
+        """
+        self._finish = True
+
+    def save(self) -> None:
+        """Save a checkpoint, on all ranks after the same step. (any rank, any thread)"""
+        self._save = True
+
+    def order(self) -> Order:
+        """Return what this rank votes for in the next step."""
+        order = self.wanted()
+        self._voted_to_save = self._save
+        self._save = False
+        if self._finish:
+            order = max(order, Order.FINISH)
+        if self._voted_to_save:
+            order = max(order, Order.SAVE)
+        return order
+
+    def group_lost(self) -> None:
+        """Ask again for a checkpoint that the lost group may not have saved."""
+        self._save = self._save or self._voted_to_save

@@ -1,0 +1,255 @@
+"""The learning rates of a script: those that its optimizers have, moved by its own schedulers.
+
+    update ─► schedulers' step() ─► groups of the script's optimizers ─┬─► ddp: they are what trains
+                                                                       └─► zero, fsdp: copied to the
+                                                                           optimizers of the shards
+
+A scheduler steps once for each completed step of the run, also for one whose update was left out:
+so its length is counted in the run's steps, and no GPU is waited for.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+
+from nanoray.base.compat import mark_as_stepped
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.own.part import part
+from nanoray.state.optimizers import changed_groups, group_values, load_groups, members_of
+from nanoray.state.values import Unsupported, put_together, take_apart
+
+Optimizer = torch.optim.Optimizer
+
+
+class OwnSchedule:
+    """The rates of a script's optimizers (state.Schedule). Without schedulers they stay as they are."""
+
+    def __init__(self, schedulers: Sequence[Any], optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._schedulers = list(schedulers)
+        self._by_step = [s for s in self._schedulers if not isinstance(s, ReduceLROnPlateau)]
+        self._by_loss = [s for s in self._schedulers if isinstance(s, ReduceLROnPlateau)]
+        self._before = group_values(optimizer)
+
+    @property
+    def lr(self) -> float | Tensor | None:
+        """The rate of the first group in the next update. A tensor is copied, not waited for."""
+        lr: float | Tensor | None = self._optimizer.param_groups[0].get("lr")
+        return lr.clone() if isinstance(lr, Tensor) else lr
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self._schedulers)
+
+    def require_fit(self, max_steps: int, eval_every: int) -> None:
+        """Raise ConfigError for schedulers that a run of this length cannot step."""
+        for scheduler in self._by_step:
+            total = getattr(scheduler, "total_steps", None)
+            if isinstance(total, int) and total < max_steps:
+                raise ConfigError(
+                    f"{_name(scheduler)} has total_steps = {total}, but the run has {max_steps} "
+                    f"steps, and it cannot step after its last; give it total_steps = {max_steps}, "
+                    f"or fit {total} steps"
+                )
+        if self._by_loss and not eval_every:
+            raise ConfigError(
+                f"{_name(self._by_loss[0])} follows the validation loss, but the run evaluates "
+                "nothing; give fit(train_data, val_data), and eval_every above 0"
+            )
+
+    def step(self, optimizers: Sequence[Optimizer]) -> None:
+        if not self._by_step:
+            return
+        before = _values_of_groups(self._optimizer)
+        for member in members_of(self._optimizer):
+            # In a sharded mode another optimizer has stepped, and torch would warn.
+            mark_as_stepped(member)
+        for scheduler in self._by_step:
+            scheduler.step()
+        self._pass_on(before, optimizers)
+
+    def see_loss(self, loss: float, optimizers: Sequence[Optimizer]) -> None:
+        before = _values_of_groups(self._optimizer)
+        for scheduler in self._by_loss:
+            scheduler.step(loss)
+        self._pass_on(before, optimizers)
+
+    def _pass_on(self, before: list[dict[str, Any]], optimizers: Sequence[Optimizer]) -> None:
+        """Copy what the schedulers have changed to the optimizers that train."""
+        for optimizer in optimizers:
+            if optimizer is self._optimizer:
+                continue
+            own_groups = self._optimizer.param_groups
+            for own, group, old in zip(own_groups, optimizer.param_groups, before, strict=True):
+                for key, value in own.items():
+                    if key != "params" and not _equal(value, old.get(key)):
+                        _set(group, key, value)
+
+    def values(self) -> dict[str, Any]:
+        states = []
+        for scheduler in self._schedulers:
+            states.append(take_apart(scheduler.state_dict(), _name(scheduler)))
+        return {
+            "schedulers": [_name(scheduler) for scheduler in self._schedulers],
+            "states": states,
+            "groups": changed_groups(self._optimizer, self._before),
+        }
+
+    def load_values(self, values: dict[str, Any] | None, step: int) -> None:
+        names = [_name(scheduler) for scheduler in self._schedulers]
+        saved = [] if values is None else values["schedulers"]
+        # A run that has begun under other rates would continue at a wrong place of the schedule.
+        if saved != names and (saved or step > 0):
+            raise CheckpointError(
+                f"the checkpoint of step {step} has the state of {_listed(saved)}, but the script "
+                f"gives {_listed(names)}; give the same as the run that wrote it, or start anew "
+                "with resume none"
+            )
+        if values is None:
+            return
+        for scheduler, state in zip(self._schedulers, values["states"], strict=True):
+            scheduler.load_state_dict(put_together(state))
+        load_groups(self._optimizer, values["groups"])
+
+
+def _name(scheduler: Any) -> str:
+    return type(scheduler).__name__
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "no scheduler"
+
+
+def _values_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the values of all groups; tensors, which change in place, as copies."""
+    groups = []
+    for group in optimizer.param_groups:
+        values = {}
+        for key, value in group.items():
+            values[key] = value.clone() if isinstance(value, Tensor) else value
+        groups.append(values)
+    return groups
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+    return a is b or bool(a == b)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set a group's value; in a tensor, in place: a compiled step refers to this very tensor."""
+    present = group.get(key)
+    if isinstance(present, Tensor) and isinstance(value, Tensor):
+        present.copy_(value)
+    else:
+        group[key] = value
+
+
+# What a script gives.
+
+
+def schedulers_of(given: Any, optimizer: Optimizer) -> list[Any]:
+    """Return a script's schedulers: None, one, a list, or a function of the step.
+
+    A function returns the factor of the rate after a number of steps, as LambdaLR's does.
+    Raises ConfigError for what cannot be stepped or saved.
+    """
+    given = given if isinstance(given, (list, tuple)) else [given]
+    schedulers: list[Any] = []
+    for each in given:
+        if callable(each) and not hasattr(each, "step"):
+            for member in members_of(optimizer):
+                schedulers.append(LambdaLR(member, each))
+        elif each is not None:
+            schedulers.append(each)
+    for scheduler in schedulers:
+        _require_usable(scheduler, optimizer)
+    return schedulers
+
+
+def _require_usable(scheduler: Any, optimizer: Optimizer) -> None:
+    """Raise ConfigError for a scheduler of another optimizer, or one that cannot be saved."""
+    name = _name(scheduler)
+    driven = getattr(scheduler, "optimizer", None)
+    if not any(driven is member for member in members_of(optimizer)):
+        raise ConfigError(
+            f"{name} does not belong to the optimizer that RuntimeEngine was given, so it would "
+            "change nothing; make it from that optimizer"
+        )
+    if not isinstance(scheduler, ReduceLROnPlateau):
+        needed = needed_arguments(type(scheduler).step)
+        if needed:
+            raise ConfigError(
+                f"{name}.step() needs {', '.join(needed)}, but is called once after each step "
+                "without arguments; give a scheduler of torch.optim.lr_scheduler"
+            )
+    with part(f"the state_dict of {name}", "give a scheduler of torch.optim.lr_scheduler"):
+        state = scheduler.state_dict()
+    try:
+        json.dumps(take_apart(state, name))
+    except Unsupported as error:
+        raise ConfigError(
+            f"{error.where} is a {error.kind}, which a checkpoint cannot hold; let the scheduler "
+            "keep numbers, texts, lists and dicts, or leave it out of its state_dict()"
+        ) from None
+
+
+def needed_arguments(method: Callable[..., Any]) -> list[str]:
+    """Return the arguments of a class' method that have no default, besides the object itself."""
+    names = []
+    for parameter in list(inspect.signature(method).parameters.values())[1:]:
+        is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_variable:
+            names.append(parameter.name)
+    return names
+
+
+def require_no_other_scheduler(optimizer: Optimizer, given: Sequence[Any]) -> None:
+    """Raise ConfigError when a scheduler of this optimizer exists that the script has not given.
+
+    It would never step, and the run would train at its first rate.
+    """
+    known = _with_inner(given)
+    members = members_of(optimizer)
+    # ReduceLROnPlateau leaves no trace in the optimizer, so all objects are looked through. There
+    # are a million of them, but of a few thousand kinds.
+    is_scheduler: dict[type, bool] = {}
+    for each in gc.get_objects():
+        kind = type(each)
+        if kind not in is_scheduler:
+            name = kind.__name__.lower()
+            is_scheduler[kind] = issubclass(kind, LRScheduler) or "scheduler" in name
+        if not is_scheduler[kind] or id(each) in known:
+            continue
+        attributes = getattr(each, "__dict__", None)
+        if not isinstance(attributes, dict):
+            continue
+        if any(attributes.get("optimizer") is member for member in members):
+            raise ConfigError(
+                f"{kind.__name__} is attached to the optimizer, but RuntimeEngine does not have it "
+                "and would never step it; give RuntimeEngine(..., scheduler=...), or remove it"
+            )
+
+
+def _with_inner(schedulers: Sequence[Any]) -> set[int]:
+    """Return the identities of schedulers and of those that they contain, as SequentialLR does."""
+    known = set()
+    todo = list(schedulers)
+    while todo:
+        scheduler = todo.pop()
+        if id(scheduler) in known:
+            continue
+        known.add(id(scheduler))
+        for value in vars(scheduler).values():
+            inner = value if isinstance(value, (list, tuple)) else [value]
+            todo += [each for each in inner if isinstance(each, LRScheduler)]
+    return known

@@ -1,0 +1,428 @@
+"""The task (tasks.Task) of a model, an optimizer and data of a script."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoray.checkpoint.run import RunSpec
+from nanoray.config import Batch, Config, resolve_batch
+from nanoray.data.tokens import MicroBatches, Samples
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.mesh.axis import Axis
+from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.pieces import Shard
+from nanoray.models.weighted import LossValue, Weighted, mean_of
+from nanoray.own.absent import AbsentGradients, FrozenParameters
+from nanoray.own.call import loss_of
+from nanoray.own.data.source import LOADER, STREAM, Batches, Counted, OwnData, batch_size_of
+from nanoray.own.data.stateful import is_stateful
+from nanoray.own.dry_run import own_lines
+from nanoray.own.loose_buffers import LooseBuffers, is_loose
+from nanoray.own.part import describe, part
+from nanoray.own.run import Run
+from nanoray.own.schedule import OwnSchedule
+from nanoray.own.shards import cut_optimizer, follow_parameters
+from nanoray.own.step_hooks import AfterUpdate, StepHooks
+from nanoray.own.trial import TrialSubject, try_model
+from nanoray.parallel.compress import Compressor
+from nanoray.parallel.hooks import StepHook
+from nanoray.parallel.mode import DataParallel
+from nanoray.parallel.script import Script
+from nanoray.train.tasks import Loss, RankStates
+from nanoray.train.workload import Workload
+
+# Keys of the configuration that set the learning rates
+RATES = ("lr", "min_lr", "schedule", "warmup_steps", "decay_fraction")
+# (the model's output, targets) -> mean loss, or its sum and weight
+LossFn = Callable[[Any, Any], LossValue]
+UNKNOWN = -1  # the size of the data's batches, before they were looked at
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a script has given to its RuntimeEngine."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss_fn: LossFn | None
+    updated: dict[str, nn.Parameter]  # the optimizer's parameters, by their names in the model
+    run: Run
+    schedule: OwnSchedule
+    step_hooks: StepHooks
+
+
+class OwnTask:
+    """The task (tasks.Task) of a model, an optimizer and data of a script."""
+
+    def __init__(
+        self,
+        given: Given,
+        spec: RunSpec,
+        train_data: Any,
+        val_data: Any,
+        steps: int | None,
+    ) -> None:
+        self._given = given
+        self._spec = spec
+        self._steps = steps
+        self._train_data = train_data
+        self._val_data = val_data
+        self._batch_size: int | None = UNKNOWN  # of the data; None: they have none of their own
+        self._begun: Batches | None = None  # of an iterable, whose first batch was read for that
+        self._has_weights: bool | None = None  # whether losses come with weights; not known yet
+
+    @property
+    def schedule(self) -> OwnSchedule | None:
+        """The script's own rates; None: the configuration sets them.
+
+        Raises ConfigError where both do.
+        """
+        own = self._given.schedule
+        set_by_config = [key for key in RATES if key in self._given.run.given]
+        if set_by_config and own.has_state:
+            raise ConfigError(
+                f"the configuration sets {', '.join(set_by_config)}, and the script gives a "
+                "scheduler; set the rates by one of them"
+            )
+        return None if set_by_config else own
+
+    def settings(self) -> dict[str, Any]:
+        """Return the keys of the configuration that the optimizer and the call of `fit` decide.
+
+        Raises ConfigError for learning rates that contradict each other.
+        """
+        settings = self._size_of_batches()
+        if self._steps is not None:
+            settings["max_steps"] = self._steps
+        if self._val_data is None:
+            settings["eval_every"] = 0
+        cfg = self._spec.config.model_copy(update=settings)
+
+        # The script's own rates. Those of the configuration are for the record alone then.
+        lr = self._given.optimizer.param_groups[0].get("lr", 0.0)
+        if self.schedule is not None:
+            self.schedule.require_fit(cfg.max_steps, cfg.eval_every)
+            if lr > 0:
+                settings["lr"] = float(lr)
+                settings["min_lr"] = float(lr)
+            return settings
+
+        # Keys that the script has set itself stay as they are.
+        keys = self._given.run.given
+        if not lr > 0:
+            raise ConfigError(
+                f"the optimizer's first group has lr = {lr:g}, and the schedule sets all groups in "
+                "proportion to it; give it a rate above 0, and freeze weights with "
+                "requires_grad_(False)"
+            )
+        lr = float(lr)
+        if "lr" not in keys and "min_lr" in keys and cfg.min_lr > lr:
+            raise ConfigError(
+                f"min_lr = {cfg.min_lr:g} is above the optimizer's lr = {lr:g}; "
+                "lower min_lr, or give the optimizer a larger lr"
+            )
+        if "lr" not in keys:
+            settings["lr"] = lr
+            if "min_lr" not in keys:
+                settings["min_lr"] = 0.1 * lr
+        return settings
+
+    def _size_of_batches(self) -> dict[str, Any]:
+        """Return micro_batch_size where the data come in batches: each is one rank's micro batch.
+
+        Raises ConfigError where the configuration has another size.
+        """
+        config = self._spec.config
+        if self._batch_size == UNKNOWN:
+            with _reading("train", self._train_data):
+                self._batch_size, self._begun = batch_size_of(self._train_data, config.seed)
+        size = self._batch_size
+        if size is None:
+            return {}
+        if "micro_batch_size" in self._given.run.given and config.micro_batch_size != size:
+            raise ConfigError(
+                f"micro_batch_size = {config.micro_batch_size}, but the train data come in batches "
+                f"of {size} samples, and each is one rank's micro batch; drop the key, or give "
+                "batches of that size"
+            )
+        settings = {"micro_batch_size": size}
+        try:
+            resolve_batch(config.model_copy(update=settings), self._given.run.rendezvous.slots)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}. The train data come in batches of {size} samples, and each is one "
+                "rank's micro batch"
+            ) from None
+        return settings
+
+    def model(self) -> nn.Module:
+        """Return the script's model, or a copy with fsdp, where each group cuts a model for good."""
+        model = self._given.model
+        if self._spec.config.dp_mode == "fsdp" and self._given.run.rejoin is not None:
+            model = copied(model)
+        # Weights in another memory format (channels_last) are laid out anew: ranks exchange, and
+        # cut, rows. An expanded buffer gets memory for each of its elements.
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.data = tensor.data.contiguous()
+        return model
+
+    def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
+        """Return the script's optimizer; for shards, a copy of it over them."""
+        own = self._given.optimizer
+        for group in own.param_groups:
+            if group.get("capturable") and not any(p.is_cuda for p in group["params"]):
+                raise ConfigError(
+                    "the optimizer is capturable, which works on a GPU only, but this rank trains "
+                    "on a CPU; make it without capturable=True"
+                )
+        # The schedule of the configuration sets the first group's rate, and keeps the ratios of the
+        # others to it.
+        if self.schedule is None:
+            first_lr = float(own.param_groups[0]["lr"])
+            for group in own.param_groups:
+                group.setdefault("lr_factor", float(group["lr"]) / first_lr)
+        if shards is None:
+            follow_parameters(own)
+            return own
+
+        held = {shard.piece.name: shard for shard in shards}
+        shards_optimizer = cut_optimizer(own, self._given.updated, held)
+        self._given.step_hooks.follow(shards_optimizer)
+        return shards_optimizer
+
+    @property
+    def script(self) -> Script:
+        return Script((self._given.loss_fn,), self._step_hooks)
+
+    def _step_hooks(
+        self,
+        model: nn.Module,
+        mode: DataParallel,
+        mesh: Mesh,
+        data: Axis,
+        compressor: Compressor | None,
+    ) -> list[StepHook]:
+        """Return what a script's model adds to a step. (all ranks)"""
+        hooks: list[StepHook] = []
+        # A script's model may leave parameters without a gradient; nanoray's own never do.
+        if data.size > 1:
+            hooks.append(AbsentGradients(model, mode, mesh, compressor))
+        elif any(not p.requires_grad for p in model.parameters()):
+            hooks.append(FrozenParameters(model))
+        if is_loose(model):
+            hooks.append(LooseBuffers(model, mesh))
+        hooks.append(AfterUpdate(self._given.step_hooks, mode.settle))
+        return hooks
+
+    def loss(self, model: nn.Module, x: Any, y: Any) -> LossValue:
+        """Return the loss of a batch. Raises ConfigError where a later one is of another kind."""
+        samples = None
+        if isinstance(y, Counted):
+            y, samples = y
+        loss = loss_of(model, self._given.loss_fn, x, y)
+
+        # All ranks add up weights, or none does.
+        has_weight = isinstance(loss, Weighted)
+        if self._has_weights is None:
+            self._has_weights = has_weight
+        if has_weight != self._has_weights:
+            raise ConfigError(
+                "the loss is nanoray.Weighted for some batches and a mean for others; return "
+                "nanoray.Weighted(sum=..., weight=...) for all of them"
+            )
+
+        # A micro batch with fewer samples than others counts for less, and one without for nothing.
+        if samples is None:
+            return loss
+        if not isinstance(loss, Weighted):
+            return Weighted(sum=loss * samples, weight=samples)
+        if samples == 0:
+            return Weighted(sum=loss.sum * 0, weight=0)
+        return loss
+
+    def mean_loss(self, model: nn.Module, x: Any, y: Any) -> Tensor:
+        """Return the mean loss of a batch alone."""
+        return mean_of(self.loss(model, x, y))
+
+    def data(self, device: torch.device) -> Samples:
+        cfg = self._spec.config.model_copy(update=self._size_of_batches())
+        ranks = self._given.run.rendezvous.slots
+        place = (self._given.run.rank, ranks)
+        batch = resolve_batch(cfg, ranks)
+        # Batches of a fixed size, or loaders that each rank has alone, fit one number of ranks.
+        with _reading("train and validation", (self._train_data, self._val_data)):
+            self._data = OwnData(
+                self._train_data, self._val_data, cfg.seed, batch.micro, device, place, self._begun
+            )
+        if self._data.in_batches and cfg.recovery == "shrink":
+            kind = "batches of a fixed size"
+            if self._data.stateful:
+                kind = f"a loader with a state, one of {ranks}"
+            raise ConfigError(
+                "recovery = shrink changes the number of ranks and the micro batch, but the train "
+                f"data are {kind}; use recovery in_place or restart, or give a dataset with len() "
+                "and []"
+            )
+        # The driver decides which numbers of ranks are possible, and it does not see the data.
+        sizes = {"micro_batch_size", "global_batch_size"}
+        if cfg.recovery == "shrink" and self._batch_size and not sizes & self._given.run.given:
+            raise ConfigError(
+                "recovery = shrink divides the batch of the configuration, but here the "
+                f"DataLoader's batch_size decides it; give micro_batch_size = {batch.micro}"
+            )
+        return self._data
+
+    def try_out(self, model: nn.Module, mesh: Mesh, config: Config, batch: Batch) -> list[str]:
+        """Try the model on its first micro batch; return notes. (all ranks)
+
+        `config` has the run's precision. Raises ConfigError for a mistake of the script.
+        """
+        data = self._data
+        # A loader with a state would be read from its start, and not from where the run goes on.
+        if data.stateful and self._spec.resume:
+            return []
+        batches = MicroBatches(data, batch, mesh.rank)
+
+        def train_batch() -> tuple[Any, Any]:
+            with _reading("train", self._train_data):
+                return batches.get(0, 0)
+
+        val_batch = None
+        if config.eval_every and self._val_data is not None:
+
+            def val_batch() -> tuple[Any, Any]:
+                with _reading("validation", self._val_data):
+                    windows = data.val_windows(config.eval_samples)
+                    inputs, targets = data.val_batch(windows[: data.windows_at_once])
+                return inputs, targets.targets if isinstance(targets, Counted) else targets
+
+        subject = TrialSubject(model, self._given.loss_fn, train_batch, val_batch, data.in_batches)
+        return try_model(subject, config, mesh)
+
+    def first_batch(self) -> tuple[Any, Any]:
+        """Return inputs and targets of the first micro batch, on the CPU, before the run begins.
+
+        Raises ConfigError for a loader with a state, which would not yield that batch again.
+        """
+        if is_stateful(self._train_data):
+            raise ConfigError(
+                "the model has lazy modules, whose shapes follow from a batch, and the train data "
+                "are a loader with a state; run the model on one batch before RuntimeEngine"
+            )
+        _, _, batch = self.example()
+        return batch
+
+    def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
+        """Let the script's loader continue from this rank's state in a checkpoint.
+
+        Without such a state the loader starts over, and the samples that were used are read and
+        skipped, as with any iterable. Raises CheckpointError when another number of ranks has saved
+        the states.
+        """
+        if self._data.stream is not None:
+            return self._compare_stream(saved)
+        if not self._data.stateful:
+            return ""
+        states, samples = saved()
+        ranks = self._given.run.rendezvous.slots
+        if not any(LOADER in state for state in states):
+            return (
+                "resume  the checkpoint has no state of the loader: it begins anew and skips what "
+                "was used"
+            )
+        if len(states) != ranks:
+            raise CheckpointError(
+                f"the checkpoint has the states of {len(states)} loaders, one of each rank, but "
+                f"now there are {ranks} ranks; resume with {len(states)} ranks, or give a dataset "
+                "with len() and [], which any number shares"
+            )
+        # Each rank continues its own loader.
+        self._data.load_state(states[self._given.run.rank], samples)
+        return f"resume  each rank's loader goes on from its own state after {samples} samples"
+
+    def _compare_stream(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
+        """Raise DataError where the stream is not that of the checkpoint; return a note."""
+        states, samples = saved()
+        if not states:  # there is no checkpoint yet
+            return ""
+        if STREAM not in states[0]:
+            return "resume  the checkpoint is of other data than a stream: nothing was compared"
+        self._data.require_same_stream(states[0][STREAM])
+        return f"resume  the stream goes on after {samples} samples, at any number of ranks"
+
+    def workload(
+        self, loss: Loss, device: torch.device, precision: str, peak: float | None
+    ) -> Workload:
+        meta = {"model_shape": {}, "dataset": self._spec.dataset.to_dict()}
+        return Workload(
+            loss, 1, None, None, meta, unit="samples", draws=True, loader=self._data.state_at
+        )
+
+    def describe(self, batch: Batch) -> list[str]:
+        numbers = sum(p.numel() for p in self._given.model.parameters())
+        return [
+            *mode_notes(self._given.model),
+            f"data   of the script: {self._data.describe()}",
+            f"batch  {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = "
+            f"{batch.global_size} samples/step"
+            f"      model {type(self._given.model).__name__}, {numbers / 1e6:.2f} M parameters",
+        ]
+
+    def example(self) -> tuple[Config, Batch, tuple[Any, Any]]:
+        """Return the configuration with the script's settings, its batch, and a micro batch."""
+        config = self._spec.config.model_copy(update=self.settings())
+        batch = resolve_batch(config, self._given.run.world_size)
+        data = self.data(torch.device("cpu"))
+        with _reading("train", self._train_data):
+            first = data.train_batch(self._given.run.rank * batch.micro, batch.micro)
+        return config, batch, first
+
+    def dry_run_lines(self, placement: str) -> list[str]:
+        """Return the lines of a dry run. Reads one micro batch."""
+        config, batch, example = self.example()
+        given = self._given
+        return own_lines(
+            config, given.model, given.optimizer, self.mean_loss, batch, example, placement
+        )
+
+    def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
+        return None
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy of a script's model. Raises ConfigError for one that cannot be copied."""
+    what = f"dp_mode = fsdp on Ray trains a copy of the model, but copy.deepcopy of {type(model).__name__}"
+    with part(what, "keep what cannot be copied outside of the model, or use dp_mode zero2"):
+        return copy.deepcopy(model)
+
+
+def _reading(split: str, data: Any) -> AbstractContextManager[None]:
+    """Name the data of a split where reading them fails."""
+    return part(
+        f"reading the {split} data, {describe(data)},",
+        "mend it, or give a dataset with len() and [], a DataLoader or an iterable, of pairs (inputs, "
+        "targets) or dicts, and for two arrays torch.utils.data.TensorDataset(inputs, targets)",
+    )
+
+
+def mode_notes(model: nn.Module) -> list[str]:
+    """Return a line on modules that were handed over in eval mode, and stay in it."""
+    in_eval = [name for name, module in model.named_modules() if not module.training]
+    if not in_eval:
+        return []
+    effect = "without dropout, and with fixed running statistics"
+    if not model.training:
+        return [
+            f"note    {type(model).__name__} was handed over in eval mode and trains in it, "
+            f"{effect}; call model.train() before RuntimeEngine if that is not meant"
+        ]
+    more = f" and {len(in_eval) - 1} more modules" if len(in_eval) > 1 else ""
+    verb = "are" if more else "is"
+    return [f"note    {in_eval[0]}{more} {verb} in eval mode and stay so, {effect}"]

@@ -1,0 +1,151 @@
+"""Callbacks of a script that report its run to a tracker of experiments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanoray.config import Config
+from nanoray.errors import ConfigError
+from nanoray.own.callbacks import Callback, ReportingCallback
+from nanoray.own.run import Run
+from nanoray.train.track.aim_tracker import AimTracker
+from nanoray.train.track.mlflow_tracker import MlflowTracker
+from nanoray.train.track.tracker import Tracker, tracked_run
+from nanoray.train.track.tracking import TRACKERS, Tracking
+from nanoray.train.track.wandb_tracker import Mode, WandbTracker
+
+
+class TrackerCallback(ReportingCallback):
+    """Reports a run to a tracker: configuration, metrics with their units, results, samples.
+
+    Rank 0 alone reports, in a thread of its own. A tracker that fails or hangs gives one warning,
+    and changes nothing of the run. A resume, and another process that becomes rank 0, continue the
+    same run of the tracker: its id is in the run's folder, in trackers/.
+    """
+
+    tracker: Tracker
+    """the part that is different for each tracker"""
+
+    def __init__(self, tracker: Tracker) -> None:
+        missing = tracker.missing()
+        if missing:
+            raise ConfigError(missing)
+        self.tracker = tracker
+        self._tracking: Tracking | None = None
+
+    def problem(self, run: Run) -> str:
+        """Return why the run cannot be reported, and the remedy; "" if it can."""
+        return self.tracker.problem(tracked_run(run.spec))
+
+    def on_run_start(self, run: Run) -> None:
+        """Begin the tracker's run, or continue it."""
+
+        def note(text: str) -> None:
+            for observer in run.observers:
+                observer.on_note(text)
+
+        self._tracking = Tracking(self.tracker, run.spec, note)
+        self._tracking.begin()
+
+    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
+        """Hand over the metrics of a logged step."""
+        if self._tracking is not None:
+            self._tracking.on_record(dict(record))
+
+    def on_run_end(self, outcome: Mapping[str, Any]) -> None:
+        """Keep the results for `close`."""
+        if self._tracking is not None:
+            self._tracking.on_end(outcome)
+
+    def on_exception(self, error: BaseException) -> None:
+        """Keep for `close` that the run has failed."""
+        if self._tracking is not None:
+            self._tracking.on_failure(error)
+
+    def close(self) -> None:
+        """Hand over the results, and wait for the tracker, at most 30 seconds."""
+        if self._tracking is not None:
+            self._tracking.close()
+            self._tracking = None
+
+
+class WandbCallback(TrackerCallback):
+    """Reports a run to Weights & Biases. Needs `pip install 'nanoray[wandb]'`."""
+
+    def __init__(
+        self,
+        project: str | None = None,
+        *,
+        name: str | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        mode: Mode | None = None,
+    ) -> None:
+        """Take what wandb.init takes under these names; each has W&B's own variable as default.
+
+        `project` is WANDB_PROJECT or `nanoray`, `name` that of the run's folder, `mode` WANDB_MODE
+        or online. W&B's files are in the run's folder, below wandb/, unless WANDB_DIR is set.
+        Raises ConfigError without the package. Without an API key, which WANDB_API_KEY or
+        `wandb login` gives, `fit` raises it before step 1, unless the mode is offline.
+        """
+        super().__init__(WandbTracker(project, name, entity, group, tags, mode))
+
+
+class MlflowCallback(TrackerCallback):
+    """Reports a run to MLflow. Needs `pip install 'nanoray[mlflow]'`, or the whole of mlflow."""
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        *,
+        name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take the experiment's name, the run's, and the address of the server.
+
+        `experiment` is MLFLOW_EXPERIMENT_NAME or `nanoray`, `name` that of the run's folder.
+        `tracking_uri` is what mlflow.set_tracking_uri or MLFLOW_TRACKING_URI has set, else the file
+        mlflow.db beside the runs' folders: `mlflow ui --backend-store-uri sqlite:///runs/mlflow.db`
+        shows it. Raises ConfigError without the package; `fit` raises it before step 1 for an
+        address that cannot be used.
+        """
+        super().__init__(MlflowTracker(experiment, name, tracking_uri, tags))
+
+
+class AimCallback(TrackerCallback):
+    """Reports a run to Aim. Needs `pip install 'nanoray[aim]'`; not for Python 3.13."""
+
+    def __init__(
+        self,
+        experiment: str | None = None,
+        *,
+        name: str | None = None,
+        repo: str | None = None,
+    ) -> None:
+        """Take the experiment's name, the run's, and the repository.
+
+        `experiment` is `nanoray` by default, `name` that of the run's folder. `repo` is a folder or
+        aim://HOST:PORT, by default the folder of the runs' folders. Raises ConfigError without the
+        package.
+        """
+        super().__init__(AimTracker(repo, experiment, name))
+
+
+def require_different_trackers(callbacks: Sequence[Callback], config: Config) -> None:
+    """Raise ConfigError for two trackers that would write to the same run."""
+    keys = []
+    if config.track != "none":
+        keys.append(TRACKERS[config.track]().key)
+    for callback in callbacks:
+        if isinstance(callback, TrackerCallback):
+            keys.append(callback.tracker.key)
+    for key in keys:
+        if keys.count(key) > 1:
+            kind, _, name = key.partition("/")
+            raise ConfigError(
+                f"two trackers report to {kind} under the name {name}; drop a callback or track = "
+                f"{kind}, or give the callback another project"
+            )

@@ -1,0 +1,1 @@
+"""Commands for people who look: inspect, replay, report, check, mig, sample."""

@@ -1,0 +1,372 @@
+"""What `nanoray inspect` looks at: a run, one of its checkpoints, a configuration, or a script with
+its own model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanoray.base.atomic import json_mapping
+from nanoray.checkpoint.find import find_run
+from nanoray.cli import Parser, parse_args
+from nanoray.config import PRESET_DIR, Batch, Config, did_you_mean, resolve_batch
+from nanoray.data.dataset import DatasetInfo, own_data
+from nanoray.data.prepare import prepare
+from nanoray.errors import CheckpointError, ConfigError
+from nanoray.forecast.owners import rank_model
+from nanoray.forecast.scale import known_dataset
+from nanoray.forecast.trial import Loss
+from nanoray.host.choose import choose_attention, choose_precision
+from nanoray.host.host import cpu_features
+from nanoray.mesh.layout import DIVISIONS, Coords, Layout
+from nanoray.models.build import OwnShape, shape_of
+from nanoray.models.gpt import ModelShape
+from nanoray.models.precision import weight_type
+from nanoray.models.resnet import ResNetShape
+from nanoray.own.program import call_until_fit
+from nanoray.own.settings import DEFAULTS
+from nanoray.own.task import OwnTask
+from nanoray.state.state_dict import StateDict
+
+PROG = "nanoray inspect"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with all that is known of it. `example` is one micro batch: its shapes count, and of
+    a script its values.
+
+    `model` is whole and takes no memory, but for a script's own, which is the real one.
+    """
+
+    title: str
+    config: Config  # with the precision and the kernels that it is computed with
+    why: str  # that precision
+    dataset: DatasetInfo
+    layout: Layout
+    batch: Batch
+    model: nn.Module
+    shape: ModelShape | ResNetShape | OwnShape
+    example: tuple[Any, Any] | None  # None: nothing is known of its inputs
+    loss: Loss = lambda model, x, y: model(x, y)
+    optimizer: torch.optim.Optimizer | None = None  # of a script
+    state: StateDict | None = None
+    checkpoint: Path | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def script(self) -> bool:
+        """Whether the model is the real one of a script."""
+        return self.optimizer is not None
+
+    def at(self, place: Coords) -> nn.Module:
+        """Return the model on the meta device as the rank at `place` has it before data parallelism
+        shares it.
+        """
+        if isinstance(self.shape, OwnShape):
+            named = dict(self.model.named_parameters())
+            return outline(named, {name for name, p in named.items() if p.requires_grad})
+        return rank_model(
+            self.config, self.dataset.vocab_size, weight_type(self.config.precision), place
+        )
+
+
+def find_subject(
+    target: str, flags: list[str], world_size: int | None, function: str, ready: bool = False
+) -> Subject:
+    """Return what `target` names, with `flags` laid over its configuration. Raises NanorayError.
+
+    `world_size`: ranks to lay out; None: the run's, or the configuration's. `ready`: with data that
+    can be read here.
+    """
+    path = Path(target).expanduser()
+    script = path.suffix == ".py" and path.is_file()
+    _refuse_ignored(target, flags, script)
+    if script:
+        return _of_script(path, flags, world_size, function)
+    what = "Dump a model"
+    if path.is_dir():
+        if not any(
+            (folder / "config.json").is_file() for folder in (path, path.parent, path.parent.parent)
+        ):
+            raise ConfigError(
+                f"{path} is no run and no checkpoint of one (no config.json); give a folder such "
+                "as runs/2026-..."
+            )
+        config = parse_args(["--resume", str(path), *flags], PROG, what).config
+        return _of_run(path, config, world_size)
+    if path.is_file():
+        config = parse_args(["--config", str(path), *flags], PROG, what).config
+    else:
+        presets = sorted(p.stem for p in PRESET_DIR.glob("*.yaml"))
+        if target not in presets:
+            raise ConfigError(
+                f"{target} is no folder of a run, no file and no preset; "
+                f"{did_you_mean(target, presets)}"
+            )
+        config = parse_args(["--preset", target, *flags], PROG, what).config
+    if config.model == "own":
+        raise ConfigError(
+            "model = own has no model without its script; give the script: nanoray inspect "
+            "SCRIPT.py"
+        )
+    return _described(
+        target, config, prepare(config) if ready else known_dataset(config), world_size
+    )
+
+
+def _refuse_ignored(target: str, flags: list[str], script: bool) -> None:
+    """Raise ConfigError for flags that name another configuration than `target`, or that belong to
+    a dry run.
+    """
+    parser = Parser(PROG, allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
+    for key in ("dry_run", "quiet"):
+        parser.add_argument(f"--{key}", action="store_const", const="")
+    for key in ("config", "preset", "resume", "topology", "memory_gb", "model"):
+        parser.add_argument(f"--{key}")
+    for key, value in vars(parser.parse_known_args(flags)[0]).items():
+        if key == "model":
+            if not script or value == "own":
+                continue
+            why = f"{target} brings its own"
+        elif key in ("config", "preset", "resume"):
+            why = (
+                "a script's configuration is flags"
+                if script
+                else f"{target} names the configuration"
+            )
+        else:
+            why = "inspect starts nothing and predicts no step"
+        raise ConfigError(f"{key}{value and f' = {value}'} would be ignored: {why}; drop --{key}")
+
+
+def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
+    """Return a run with its newest valid checkpoint, or a checkpoint; without any, the run's
+    configuration.
+    """
+    found, notes = None, []
+    try:
+        found = find_run(path, str(path), {})
+    except CheckpointError as error:
+        if not (path / "config.json").is_file():
+            raise
+        notes.append(f"without weights: {error}")
+    saved: dict[str, Any] = {}
+    if found:
+        notes += found.notes
+        saved = found.state.meta
+        world_size = world_size or saved["world_size"]
+        decided = saved.get("config") or {}
+        # `auto` was decided on the machine of the run, which may differ from this one.
+        update = {
+            key: decided[key]
+            for key in ("precision", "attention")
+            if getattr(config, key) == "auto" and key in decided
+        }
+        config = config.model_copy(update=update)
+        dataset = DatasetInfo.from_dict(saved["dataset"])
+    else:
+        dataset = _dataset_of_run(path) or known_dataset(config)
+    title = path.resolve().name
+    state, at = (found.state, found.path) if found else (None, None)
+    if config.model != "own":
+        made = _described(title, config, dataset, world_size)
+        return replace(made, state=state, checkpoint=at, notes=[*notes, *made.notes])
+    if state is None:
+        raise ConfigError(
+            f"{path} has no valid checkpoint, and its model is a script's own; give that: nanoray "
+            "inspect SCRIPT.py"
+        )
+    ranks = world_size or 1
+    notes.append(
+        "the model is a script's own, of which the checkpoint has the weights; the rest: nanoray "
+        "inspect SCRIPT.py"
+    )
+    batch = resolve_batch(config, Layout.of(config, ranks).dp)
+    # Some optimizers have tensors besides those of parameters.
+    updated = {name.partition(".")[2] for name in state.optimizer} - {""} or state.model.keys()
+    layout, model = Layout.of(config, ranks), outline(state.model, updated)
+    return Subject(
+        title,
+        config,
+        "of the run",
+        dataset,
+        layout,
+        batch,
+        model,
+        OwnShape(),
+        None,
+        state=state,
+        checkpoint=at,
+        notes=notes,
+    )
+
+
+def _dataset_of_run(path: Path) -> DatasetInfo | None:
+    with suppress(OSError, ValueError, KeyError):
+        return DatasetInfo.from_dict(
+            json_mapping((path / "run.json").read_text(encoding="utf-8"))["dataset"]
+        )
+    return None
+
+
+def _described(title: str, config: Config, dataset: DatasetInfo, world_size: int | None) -> Subject:
+    """Return a model of nanoray's own, on the meta device."""
+    wanted, features = config.precision, cpu_features()
+    why = "asked for"
+    if wanted == "auto":
+        precision, why = choose_precision(config, "cpu", features)
+        config = config.model_copy(update={"precision": precision})
+    if config.model == "gpt":
+        config = config.model_copy(
+            update={"attention": choose_attention(config, "cpu", config.precision, features)}
+        )
+    ranks = world_size or _workers_of(config)
+    layout = Layout.of(config, ranks)
+    batch, shape = resolve_batch(config, layout.dp), shape_of(config, dataset.vocab_size)
+    # The model is whole, whatever the layout; `Subject.at` cuts it for one rank.
+    uncut = dict.fromkeys(DIVISIONS, 1)
+    whole = config.model_copy(update={**uncut, "sequence_parallel": False})
+    model = rank_model(whole, dataset.vocab_size, weight_type(config.precision), Coords())
+    example = example_of(config, batch.micro)
+    return Subject(title, config, why, dataset, layout, batch, model, shape, example)
+
+
+def _workers_of(config: Config) -> int:
+    """Return the ranks of a configuration; where any number will do, the least that divide so."""
+    if isinstance(config.workers, int):
+        return config.workers
+    least = config.replica_ranks * config.ep
+    if config.replicas > 1:
+        # A group of one data rank shards nothing.
+        least *= 2 * config.replicas
+    return least
+
+
+def example_of(config: Config, micro: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of a micro batch; only their shapes and types mean anything."""
+    if config.model == "resnet":
+        return torch.zeros(micro, 3, 32, 32), torch.zeros(micro, dtype=torch.long)
+    tokens = torch.zeros(micro, config.block_size, dtype=torch.long)
+    return tokens, tokens.clone()
+
+
+def _of_script(path: Path, flags: list[str], world_size: int | None, function: str) -> Subject:
+    """Call a script's function up to `fit`, and take its model, optimizer, loss and first micro
+    batch.
+    """
+    loaded = parse_args(flags, PROG, "Dump a model", base=dict(DEFAULTS))
+    config, found = loaded.config, list[Subject]()
+    # A given global batch decides the micro batch, so the default one must not contradict it.
+    if "global_batch_size" in loaded.given and "micro_batch_size" not in loaded.given:
+        config = config.model_copy(update={"micro_batch_size": 0})
+    ranks = world_size or (config.workers if isinstance(config.workers, int) else 1)
+
+    def take_subject(task: OwnTask) -> None:
+        decided, batch, example = task.example()
+        precision = "fp32" if decided.precision == "auto" else decided.precision
+        decided = decided.model_copy(update={"precision": precision})
+        layout, model = Layout.of(decided, ranks), task.model()
+        optimizer = task.optimizer(model, None)
+        found.append(
+            Subject(
+                path.name,
+                decided,
+                "of the script",
+                own_data(),
+                layout,
+                batch,
+                model,
+                OwnShape(),
+                example,
+                task.mean_loss,
+                optimizer,
+            )
+        )
+
+    with _as_script(path):
+        main: Callable[..., Any] | None = _imported(path).get(function)
+        if not callable(main):
+            raise ConfigError(
+                f"{path} has no function {function}, which nanoray.launch would call; name it with "
+                "--function"
+            )
+        call_until_fit(main, config, loaded.given, ranks, take_subject)
+    return found[0]
+
+
+@contextmanager
+def _as_script(path: Path) -> Iterator[None]:
+    """Let a script see the modules and the arguments that it has as `python SCRIPT.py`."""
+    argv, folders = sys.argv, [*sys.path]
+    sys.argv = [str(path)]
+    # Python puts the folder of a script first, so its own modules win over installed ones.
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        yield
+    finally:
+        # The list is restored in place, because other modules may hold a reference to it.
+        sys.argv, sys.path[:] = argv, folders
+
+
+def _imported(path: Path) -> dict[str, Any]:
+    """Run a script as a module that is imported, and return its names. Raises ConfigError with the
+    line that failed.
+    """
+    try:
+        # Any name but __main__ skips the part of the script that starts a run.
+        return runpy.run_path(str(path), run_name="inspected")
+    except (Exception, SystemExit) as error:
+        places = [
+            (frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
+        ]
+        if isinstance(error, SyntaxError):
+            places.append((error.filename or "", error.lineno))
+        # The innermost frame beside the script names the line that its author can change.
+        files = [(Path(name), line) for name, line in places]
+        beside = [
+            f"{f}:{n}"
+            for f, n in files
+            if f.is_file() and f.resolve().parent == path.resolve().parent
+        ]
+        where, said = beside[-1] if beside else path, " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"{where}: {type(error).__name__}: {said}; inspect imports the script "
+            'without arguments: mend it, or move what fails below if __name__ == "__main__":'
+        ) from error
+
+
+def outline(tensors: Mapping[str, Tensor], trained: Collection[str]) -> nn.Module:
+    """Return modules with these tensors, on the meta device, as their names nest them; those not
+    trained as buffers.
+    """
+    root = Unknown()
+    for name, tensor in tensors.items():
+        *path, last = name.split(".")
+        module: nn.Module = root
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, Unknown())
+            module = module.get_submodule(part)
+        # On the meta device: a checkpoint of many gigabytes needs no second copy in memory.
+        like = torch.empty_like(tensor, device="meta", requires_grad=False)
+        if name in trained and tensor.is_floating_point():
+            module.register_parameter(last, nn.Parameter(like))
+        else:
+            module.register_buffer(last, like)
+    return root
+
+
+class Unknown(nn.Module):
+    """A module of which only its weights' names are known."""

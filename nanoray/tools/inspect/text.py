@@ -1,0 +1,278 @@
+"""The dump as text: tree, layers, owners, checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nanoray.tools.inspect.tree import format_ranks
+from nanoray.tools.report.memory import format_timeline
+from nanoray.train.watch.dangers import COLUMNS, table
+
+UNKNOWN = "?"
+
+
+def flops(count: int | None) -> str:
+    """Return a number of FLOPs with a prefix: 1.23 G."""
+    if count is None:
+        return UNKNOWN
+    for power, unit in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if count >= 10**power:
+            return f"{count / 10**power:.3g} {unit}"
+    return str(count) if count else ""
+
+
+def size(count: int | None) -> str:
+    """Return bytes with a binary prefix: 1.5 MiB."""
+    if count is None:
+        return UNKNOWN
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= 2**power:
+            return f"{count / 2**power:,.4g} {unit}"
+    return f"{count} B" if count else ""
+
+
+def shapes(tensors: Sequence[Any]) -> str:
+    """Return shapes and dtypes: 6×64×128 float32."""
+    return ", ".join(f"{'×'.join(map(str, shape)) or 'scalar'} {dtype}" for shape, dtype in tensors)
+
+
+def figures_of(description: dict[str, Any]) -> dict[str, str]:
+    """Return the first lines as labels and texts."""
+    batch = description["batch"]
+    axes = description["layout"]
+    replicas = axes["replicas"]
+    sizes = {axis: n for axis, n in axes.items() if axis != "replicas"}
+    layout = " × ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1 or axis == "dp")
+    if replicas > 1:
+        layout += f" ({replicas} replicas)"
+    weights = "none loaded"
+    if description["checkpoint"]:
+        weights = f"{description['checkpoint']}, step {description['step']}"
+
+    # FLOPs: counted by a trial, if there was one, and by the formula.
+    forward = sum(row["forward_flops"] for row in description["modules"])
+    backward = sum(row["backward_flops"] for row in description["modules"])
+    counted = "not counted"
+    if forward or backward:
+        counted = f"{flops(forward)} forward, {flops(backward)} backward, counted"
+    formula = ""
+    if description["flops_by_formula"]:
+        formula = f"; {flops(description['flops_by_formula'])} by the formula of MFU"
+
+    facts = {
+        "model": f"{description['model']}, {description['parameters']:,} parameters, {description['optimizer']}",
+        "weights": weights,
+        "ranks": f"{description['ranks']} = {layout}, {description['dp_mode']}",
+        "precision": f"{description['precision']} ({description['why_precision']})",
+        "batch": f"{batch['micro']} × {batch['accum']} accum × {batch['dp']} dp; what follows is of "
+        f"one micro batch, {batch['units']:,} {batch['unit']}",
+        "FLOPs": f"{counted}{formula}",
+    }
+    for number, line in enumerate(description["memory"]):
+        label = f"memory {number}" if number else "memory"
+        facts[label] = line
+    return facts
+
+
+def lines(description: dict[str, Any]) -> list[str]:
+    """Return the dump as lines."""
+    found = [f"{description['subject']}"]
+    found += [f"{label:<10} {text}" for label, text in figures_of(description).items()]
+    found += [f"{'note':<10} {note}" for note in description["notes"]]
+    found += [
+        "",
+        *_table(
+            (
+                "module",
+                "type",
+                "weights",
+                "returns",
+                "reads",
+                "parameters",
+                "forward",
+                "backward",
+                "kept",
+            ),
+            _tree(description),
+        ),
+    ]
+    found += ["", "layers, for one rank", *_table(LAYERS, _layers(description["layers"]))]
+    found += ["", "owners", *_table(OWNERS, owners(description))]
+    record = description.get("statistics")
+    if record:
+        found += [
+            "",
+            f"statistics of step {record['step']}, which took rank 0 {record['cost_ms']:.3g} ms",
+        ]
+        found += _table(("layer", *COLUMNS), table(record))
+    for timeline in description.get("memory_timeline") or ():
+        found += ["", *format_timeline(timeline)]
+    if description.get("verify"):
+        found += ["", *_verified(description["verify"])]
+    if description.get("against"):
+        found += ["", *_apart(description["against"])]
+    return found
+
+
+OWNERS = ("tensor", "shape", "dtype", "owner", "held by ranks", "updated by ranks")
+LAYERS = (
+    "layer",
+    "parameters",
+    "forward",
+    "backward",
+    "activations",
+    "weights",
+    "gradients",
+    "optimizer",
+)
+
+
+def _layers(layers: list[dict[str, Any]]) -> list[list[str]]:
+    keys = ("kept", "weights", "gradients", "optimizer")
+    return [
+        [
+            row["name"],
+            f"{row['parameters']:,}",
+            flops(row["forward_flops"]),
+            flops(row["backward_flops"]),
+            *(size(row[k]) for k in keys),
+        ]
+        for row in layers
+    ]
+
+
+def alike(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return for each layer that repeats an earlier one of its list the name of that one.
+
+    Two layers are equal when the same modules and tensors have the same shapes and costs. What
+    their first module reads may differ.
+    """
+    # Only layers of lists, whose names end in a number.
+    content: dict[str, list[Any]] = {}
+    for row in rows:
+        if row["layer"][-1:].isdigit():
+            inner = row["name"].removeprefix(row["layer"])
+            keys = ("type", "weights", "outputs", "calls", "kept", "forward_flops")
+            cells = [row[key] for key in keys]
+            content.setdefault(row["layer"], []).append([inner, *cells])
+
+    first_with: dict[str, str] = {}
+    repeated = {}
+    for layer, cells in content.items():
+        # The repr of the cells is hashable, and equal for equal layers.
+        first = first_with.setdefault(repr(cells), layer)
+        if first != layer:
+            repeated[layer] = first
+    return repeated
+
+
+def _tree(description: dict[str, Any]) -> list[list[str]]:
+    found, same = [], alike(description["modules"])
+    for row in description["modules"]:
+        name = row["name"].rpartition(".")[2] or "(model)"
+        place = "  " * row["depth"] + name
+        # A repeated layer takes one row, however many modules it has.
+        if row["layer"] in same:
+            if row["name"] == row["layer"]:
+                found.append([place, f"as {same[row['layer']]}", *[""] * 7])
+            continue
+        weights = " ".join(f"{key} {'×'.join(map(str, of))}" for key, of in row["weights"].items())
+        parameters = f"{row['parameters']:,}" if row["parameters"] else ""
+        costs = [flops(row["forward_flops"]), flops(row["backward_flops"]), size(row["kept"])]
+        found.append(
+            [
+                place,
+                row["type"],
+                weights,
+                shapes(row["outputs"]),
+                ", ".join(row["reads"]),
+                parameters,
+                *costs,
+            ]
+        )
+    if description["loss_reads"]:
+        found.append(["(loss)", "", "", "", ", ".join(description["loss_reads"]), *[""] * 4])
+    return found
+
+
+def owners(description: dict[str, Any]) -> list[list[str]]:
+    """Return for each tensor its shape, dtype, owner, and the ranks that hold and update it."""
+    rows = []
+    for row in description["tensors"]:
+        owner = f"is {row['tied_to']}" if row["tied_to"] else row.get("owner", UNKNOWN)
+        ranks = [
+            " | ".join(format_ranks(of["ranks"]) for of in row.get(kind, ()))
+            for kind in ("held", "updated")
+        ]
+        rows.append([row["name"], "×".join(map(str, row["shape"])), row["dtype"], owner, *ranks])
+    return rows
+
+
+def measured(verified: dict[str, Any]) -> list[list[str]]:
+    """Return for each layer activations and optimizer state as predicted and as measured."""
+    rows = []
+    for row in verified["layers"]:
+        pairs = [(row["kept"], row["kept_measured"]), (row["optimizer"], row["optimizer_measured"])]
+        cells = []
+        for predicted, found in pairs:
+            ratio = f"{found / predicted:.3f}" if predicted and found is not None else ""
+            cells += [size(predicted), size(found), ratio]
+        rows.append([row["name"], *cells])
+    return rows
+
+
+MEASURED = ("layer", "activations", "measured", "ratio", "optimizer", "measured", "ratio")
+
+
+def _verified(verified: dict[str, Any]) -> list[str]:
+    """Return the checks, and the measurements beside the predictions."""
+    checks = [[c["check"], "ok" if c["ok"] else "WRONG", c["found"]] for c in verified["checks"]]
+    found = [
+        "verified: one batch, forward and backward, in one process on this CPU",
+        *_table((), checks),
+    ]
+    zero = verified["gradients_of_zero"]
+    if zero:
+        found.append(f"gradients that are zero everywhere: {', '.join(zero)}")
+    return [*found, "", *_table(MEASURED, measured(verified))]
+
+
+def apart(compared: dict[str, Any]) -> list[list[str]]:
+    """Return for each tensor how far it is from the other checkpoint's."""
+    rows = []
+    for row in compared["tensors"]:
+        verdict = ""
+        if row["equal"]:
+            verdict = "equal"
+        elif row["difference"] is None:
+            verdict = "not there, or of another shape"
+        cells = [row["name"], "×".join(map(str, row["shape"]))]
+        for key in ("rms", "difference", "relative"):
+            cells.append("" if row[key] is None else f"{row[key]:.3g}")
+        rows.append([*cells, verdict])
+    return rows
+
+
+def _apart(compared: dict[str, Any]) -> list[str]:
+    names = ("tensor", "shape", "RMS", "RMS of difference", "relative", "")
+    lines = [
+        f"against {compared['path']}, step {compared['step']}",
+        *_table(names, apart(compared)),
+    ]
+    if compared["only_there"]:
+        lines.append(f"only there: {', '.join(compared['only_there'])}")
+    return lines
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows below their names, each column as wide as its widest cell."""
+    table = [*rows]
+    if names:
+        table.insert(0, names)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
