@@ -216,7 +216,7 @@ FAKE = """
 import os, sys
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.processes import Child
-from nanoray.bench.harness.report import Row
+from nanoray.bench.harness.report import Measurement
 from nanoray.errors import ConfigError
 
 class Fake(Benchmark):
@@ -225,7 +225,7 @@ class Fake(Benchmark):
 
     def measure(self, args, report):
         report.rows.append(
-            Row("ring", "1 KiB", "us", (float(args.workers), 3.0), f"quick {args.quick}", wrong=0)
+            Measurement("ring", "1 KiB", "us", (float(args.workers), 3.0), f"quick {args.quick}", wrong=0)
         )
         ENDING
 

@@ -311,7 +311,7 @@ def test_groups_are_siblings_in_the_order_of_the_help() -> None:
 def test_one_rank_has_one_answer_early_and_late(key: str, value: Any) -> None:
     """Whether `workers = 1` is written or follows from the machine."""
     config = load_config(preset="tiny", overrides={key: value})
-    assert first(config, ranks=2) == ""
+    assert first(config, ranks=2) is None
     late = first(config, ranks=1)
     assert late.startswith(f"{key} = {value} would be ignored: there is only one rank; ")
     assert f"--{key} " in late
@@ -348,8 +348,8 @@ def test_a_group_that_has_shrunk_to_one_rank_keeps_its_configuration() -> None:
 def test_a_device_that_is_found_later_has_the_answer_of_one_that_is_asked_for() -> None:
     values = {"attention": "flash", "audit_every": 4}
     config = load_config(preset="tiny", overrides=values)
-    assert first(config) == ""
-    assert first(config, device="cpu") == ""
+    assert first(config) is None
+    assert first(config, device="cpu") is None
     late = first(config, device="cuda")
     assert "attention = flash: on a GPU" in late
     with pytest.raises(ConfigError) as early:
@@ -359,7 +359,7 @@ def test_a_device_that_is_found_later_has_the_answer_of_one_that_is_asked_for() 
 
 def test_a_question_about_some_keys_walks_their_rows_only() -> None:
     config = load_config(preset="tiny", overrides={"comm_trace": "always"})
-    assert first(config, ranks=1, about=["attention"]) == ""
+    assert first(config, ranks=1, about=["attention"]) is None
     with pytest.raises(ConfigError, match="only one rank"):
         refuse(config, ranks=1, about=["comm_trace"])
 

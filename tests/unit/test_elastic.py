@@ -274,6 +274,6 @@ def test_ranks_other_than_0_write_nothing(spec: RunSpec) -> None:
     observers.record({"step": 6})
     assert not (spec.folder / "metrics.jsonl").exists()
     observers.open(0, 5)
-    assert len(observers.callbacks) == 1
+    assert len(observers.opened) == 1
     observers.open(1, 5)
-    assert observers.callbacks == [], "another rank writes now"
+    assert observers.opened == [], "another rank writes now"

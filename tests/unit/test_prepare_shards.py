@@ -377,7 +377,7 @@ def test_a_process_that_is_killed_is_followed_by_another_one(tmp_path: Path) -> 
     text = subprocess.run([*command, str(out)], capture_output=True, text=True, check=True).stdout
     assert text.startswith(f"going on with {out}, where an earlier command ended")
     whole = tmp_path / "whole"
-    assert main([*command[3:], str(whole)]) == 0
+    assert main([*command[4:], str(whole)]) == 0
     assert bytes_of(out) == bytes_of(whole)
 
 
