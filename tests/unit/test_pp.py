@@ -33,6 +33,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece, Shard, fill, whole_pieces, whole_shards
 from nanoray.models.costs import Cut, activation_memory
 from nanoray.models.gpt import GPT, ModelShape
+from nanoray.models.precision import LossScaler
 from nanoray.parallel import tp
 from nanoray.parallel.buckets import Buckets
 from nanoray.parallel.ddp import TorchDDP
@@ -285,11 +286,12 @@ def test_without_a_pipeline_forward_and_backward_take_turns() -> None:
         order.append("F")
         return model(x).mean()
 
-    def scale(loss: torch.Tensor) -> torch.Tensor:
-        order.append("B")
-        return loss
+    class Noting(LossScaler):
+        def scale(self, loss: torch.Tensor) -> torch.Tensor:
+            order.append("B")
+            return loss
 
-    flow = Straight(model, 2, loss, scale, mesh.device)
+    flow = Straight(model, 2, loss, Noting(mesh.device, enabled=True), mesh.device)
     mode = TorchDDP(model, Axis("dp", (0,), 0, None, mesh), make_config({"micro_batch_size": 1}))
     total = flow.run(mode, iter(batches), order.append, lambda micro: order.append(str(micro)))
     first = ["data", "forward", "0", "F", "backward", "B"]
