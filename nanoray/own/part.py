@@ -60,10 +60,10 @@ def describe(value: Any) -> str:
         return f"a {value.dtype} array of shape {value.shape}"
     if isinstance(value, Mapping):
         keys = [str(key) for key in value]
-        shown = ", ".join(keys[:6])
+        text = ", ".join(keys[:6])
         if len(keys) > 6:
-            shown += ", ..."
-        return f"a {type(value).__name__} of {shown or 'nothing'}"
+            text += ", ..."
+        return f"a {type(value).__name__} of {text or 'nothing'}"
     if isinstance(value, (tuple, list)):
         parts = [describe(part) for part in value[:3]]
         if len(value) > 3:
