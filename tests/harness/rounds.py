@@ -59,7 +59,7 @@ def count_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
     gc.disable()
     travelling = 0
     for _ in range(2):
-        moved = outer.moved(shards, 0)
+        moved = outer.moved(0)
         exchange = Exchange(axis, moved, True, order["bucket_mb"], order["bits"])
         travelling = max(travelling, live_bytes() - before - kept)
         del moved
