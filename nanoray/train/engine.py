@@ -100,7 +100,11 @@ class Engine:
         self.draws = bool(self.cfg.dropout) or self.workload.draws
 
         # When the ranks meet: in every step, unless replicas train alone for a while.
-        self.pace = Rarely(self, self.par.rounds) if self.par.rounds else Pace(self)
+        self.pace = Pace(self.mesh)
+        if self.par.rounds:
+            self.pace = Rarely(
+                self.mesh, self.par.rounds, self.par, self.state, self.cfg, self.front
+            )
 
         # What can refuse a step. A script's data can fail in the middle of a run.
         self.checks: list[StepCheck] = []
@@ -138,7 +142,7 @@ class Engine:
         set_mode(state.optimizers, "train")
         self.warm_up()
         instruments.begin_run()
-        order = pace.begin()
+        order = pace.begin(self)
 
         while state.step < last and order <= Order.SAVE and not self.is_over:
             # (all ranks) A script may have asked for a checkpoint of the newest step.
@@ -153,7 +157,7 @@ class Engine:
 
             # (all ranks) Vote on whether to stop. The vote travels beside the step, and its result
             # is read when the step is done.
-            vote = pace.start_vote(step, logged)
+            vote = pace.start_vote(self, step, logged)
 
             # The learning rate is a function of the step alone, so a resume needs no schedule. Or a
             # script's own schedulers have set the rates after the step before.
@@ -222,7 +226,7 @@ class Engine:
 
             # (all ranks) Evaluate, report, save and compare the replicas where that is due. Then
             # read the vote.
-            order = pace.end_step(vote)
+            order = pace.end_step(self, vote)
             instruments.end_step()
 
         if order is Order.REGROUP:

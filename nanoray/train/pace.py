@@ -27,14 +27,14 @@ from nanoray.train.guard.guards import Agree, BadStep
 
 
 class Loop(Protocol):
-    """What a Pace needs of the engine of its group."""
+    """What a Pace asks of the engine of its group.
 
-    mesh: Mesh
-    par: Plan
-    state: TrainState
-    cfg: Config
+    The engine has the Pace. In a cycle of the two it would stay in memory, with its process groups,
+    until Python looks for cycles: perhaps in a worker process forked meanwhile, which cannot free
+    groups whose threads it does not have. So a Pace is given its loop with each call.
+    """
+
     regrouped: bool  # the group continues from the memory of its ranks
-    front: int  # the step of the replica that was furthest when the group formed
 
     def wanted(self) -> Order:
         """Return the order that this rank votes for."""
@@ -51,31 +51,30 @@ class Pace:
     # Finds the first bad step of all replicas, where each leaves out steps of its own
     agree: Agree | None = None
 
-    def __init__(self, loop: Loop) -> None:
-        self.loop = loop
-        self.mesh = loop.mesh
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
 
-    def begin(self) -> Order:
+    def begin(self, loop: Loop) -> Order:
         """Finish the newest step, and return the order for the first one. (all ranks)
 
         The last group may have broken between the update of that step and its record.
         """
-        self.loop.finish_step()
+        loop.finish_step()
         # A group that has formed only to save a checkpoint does no step.
-        if self.loop.regrouped:
-            return self.mesh.start_vote(self.loop.wanted()).result()
+        if loop.regrouped:
+            return self.mesh.start_vote(loop.wanted()).result()
         return Order.GO_ON
 
-    def start_vote(self, step: int, logged: bool) -> Vote:
+    def start_vote(self, loop: Loop, step: int, logged: bool) -> Vote:
         """Start to ask all ranks what follows a step, if they meet in it. (all ranks)"""
-        return self.mesh.start_vote(self.loop.wanted())
+        return self.mesh.start_vote(loop.wanted())
 
-    def end_step(self, vote: Vote) -> Order:
+    def end_step(self, loop: Loop, vote: Vote) -> Order:
         """Do what is due after the newest step; return what the ranks have voted for. (all ranks)
 
         It can be interrupted anywhere: then the next group begins with the rest.
         """
-        self.loop.finish_step()
+        loop.finish_step()
         return vote.result()
 
     def max(self, flags: Tensor) -> Tensor:
@@ -103,28 +102,31 @@ class Rarely(Pace):
     when a rank was lost: a replica that is behind first does its own steps up to `front`.
     """
 
-    def __init__(self, loop: Loop, rounds: Rounds) -> None:
-        super().__init__(loop)
+    def __init__(
+        self, mesh: Mesh, rounds: Rounds, par: Plan, state: TrainState, config: Config, front: int
+    ) -> None:
+        """front: the step of the replica that was furthest when the group formed."""
+        super().__init__(mesh)
         self.rounds = rounds
-        self.par = loop.par
-        self.state = loop.state
-        self.front = loop.front
-        self.agree = self._earliest
+        self.par = par
+        self.state = state
+        self.config = config
+        self.front = front
 
-    def begin(self) -> Order:
+    def begin(self, loop: Loop) -> Order:
         """As in every step, after the average that is due; a replica that is behind goes on alone."""
         if self.state.step < self.front:
             return Order.GO_ON
         self._average()
-        return super().begin()
+        return super().begin(loop)
 
-    def start_vote(self, step: int, logged: bool) -> Vote:
+    def start_vote(self, loop: Loop, step: int, logged: bool) -> Vote:
         self.ends_round = step > self.front and self.rounds.end(step)
         if logged or self.ends_round:
-            return super().start_vote(step, logged)
+            return super().start_vote(loop, step, logged)
         return self.mesh.no_vote
 
-    def end_step(self, vote: Vote) -> Order:
+    def end_step(self, loop: Loop, vote: Vote) -> Order:
         step = self.state.step
         # A replica that is behind only keeps what would have been sent.
         if step < self.front:
@@ -132,10 +134,10 @@ class Rarely(Pace):
             return vote.result()
         # It has come to where the others have begun.
         if step == self.front:
-            return self.begin()
+            return self.begin(loop)
         # Where a round ends, average by how much the replicas have moved.
         self._average()
-        return super().end_step(vote)
+        return super().end_step(loop, vote)
 
     def max(self, flags: Tensor) -> Tensor:
         return self.par.replica_axis.max(flags, "overflow")
@@ -161,8 +163,8 @@ class Rarely(Pace):
         """
         state = self.state
         assert state.outer
-        lr = self.loop.cfg.outer_lr
-        momentum = self.loop.cfg.outer_momentum
+        lr = self.config.outer_lr
+        momentum = self.config.outer_momentum
         has_changed = False
         for fragment, step, means in self.rounds.meet(state):
             # (all ranks of a replica) Each has its part of the means: no rank of a replica may
@@ -177,7 +179,7 @@ class Rarely(Pace):
         if has_changed:
             self.par.send_weights()
 
-    def _earliest(self, own: Sequence[BadStep]) -> BadStep | None:
+    def agree(self, own: Sequence[BadStep]) -> BadStep | None:
         """Return the earliest step since the last meeting that was bad on any replica. (all ranks)
 
         Each replica has steps of its own that it left out. The norm is that of the replica whose
