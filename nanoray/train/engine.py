@@ -26,7 +26,6 @@ from nanoray.data.seeding import generators_kept
 from nanoray.data.tokens import MicroBatches
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
-from nanoray.models.dropout import derive_seed, seed_generators, seed_host_generators
 from nanoray.models.precision import LossScaler
 from nanoray.parallel.plan import Plan
 from nanoray.state.rank_state import Rate, Update
@@ -45,6 +44,7 @@ from nanoray.train.pace import Pace, Rarely
 from nanoray.train.reading import Reading
 from nanoray.train.record import StepRecorder, outcome
 from nanoray.train.saving import pack_for_checkpoint, read_checkpoint, save_checkpoint
+from nanoray.train.seeds import DropoutSeeds
 from nanoray.train.watch.instruments import Instruments
 from nanoray.train.watch.observers import Observers
 from nanoray.train.workload import Workload
@@ -98,6 +98,9 @@ class Engine:
         self.is_regular = False
         # Whether the model draws random numbers, such as the masks of dropout
         self.draws = bool(self.cfg.dropout) or self.workload.draws
+        self.seed_dropout = DropoutSeeds(
+            self.cfg.seed, self.batches, self.mesh.device, self.draws, self.workload.draws
+        )
 
         # When the ranks meet: in every step, unless replicas train alone for a while.
         self.pace = Pace(self.mesh)
@@ -115,7 +118,7 @@ class Engine:
         every = self.cfg.audit_every
         if every:
             self.checks.append(
-                Audit(every, self.mesh, self.par, self.batches, self.seed_dropout, self.warn)
+                Audit(every, self.mesh, self.par, self.batches, self.seed_dropout, self.note)
             )
         if every and self.mesh.world_size == 1:
             self.note(f"note    audit_every = {every} does nothing: there is no other rank")
@@ -255,22 +258,6 @@ class Engine:
         for line in self.par.notes:
             self.note(line)
         log.info("warmed up")
-
-    def seed_dropout(self, step: int, micro: int, rank: int | None = None) -> None:
-        """Seed the dropout of a micro batch of the step after `step`; `rank` is another data rank.
-
-        The seed is that of (seed, step, micro batch, data rank), and a model may derive one for
-        each layer from it. So the masks do not depend on the order in which micro batches and
-        layers are computed, and every process can draw those of any rank.
-        """
-        if not self.draws:
-            return
-        data_rank = self.batches.rank if rank is None else rank
-        seed = derive_seed(self.cfg.seed, step, micro, data_rank)
-        seed_generators(seed, self.mesh.device)
-        # A script's modules may draw from numpy or Python, to skip layers for example.
-        if self.workload.draws:
-            seed_host_generators(seed)
 
     def is_logged(self, step: int, last: int) -> bool:
         """Return whether a step is recorded: regular ones, and the first and last of a command."""

@@ -40,7 +40,7 @@ class Audit:
         par: Plan,
         batches: MicroBatches,
         seed: Callable[[int, int, int], None],
-        warn: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
         """`seed` seeds the dropout of (step before, micro batch, data rank)."""
         self._every = every if mesh.world_size > 1 else 0
@@ -52,7 +52,7 @@ class Audit:
         self._par = par
         self._batches = batches
         self._seed = seed
-        self._warn = warn
+        self._note = note
 
         # The present step, its first sample, and its audited micro batch
         self._step = 0
@@ -135,7 +135,7 @@ class Audit:
         difference = self.differences() if self.due else None
         if difference is None:
             return False
-        self._warn(difference)
+        self._note(f"warning  {difference}")
         return True
 
     def differences(self) -> str | None:
