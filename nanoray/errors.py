@@ -21,14 +21,6 @@ checkpoint can help; `refuses` says that the message is complete: no log of a ra
 `python -m nanoray.errors` prints docs/errors.md.
 """
 
-from __future__ import annotations
-
-import contextlib
-import os
-import re
-import sys
-import traceback
-
 
 class NanorayError(Exception):
     """The base class: catch this to catch everything that nanoray raises on purpose."""
@@ -112,52 +104,6 @@ class WorkerFailed(NanorayError):
     """Ranks died more often than max_failures allows."""
 
     exit_code = 1
-
-
-# How a frame looks in the text of a traceback, and how many of a script's are shown: the innermost
-_FRAME = re.compile(r'  File "(?P<file>.+)", line \d+, in .+\n(    .*\n)*')
-_FRAMES = 8
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error's type and the first line of its text."""
-    kind = type(error).__name__
-    try:
-        lines = str(error).strip().splitlines()
-    except Exception:  # __str__ of a script's own class
-        return kind
-    return f"{kind}: {lines[0][:200]}" if lines else kind
-
-
-def shown(error: BaseException) -> str:
-    """Return an error of a script's code: one line, and the script's own frames below it.
-
-    One of nanoray's says all in its text.
-    """
-    # torch's text for what was raised in a worker process of a DataLoader has the whole traceback.
-    is_from_worker = str(error).startswith("Caught ")
-    if isinstance(error, NanorayError) and not is_from_worker:
-        return str(error)
-    line = one_line(error)
-    text = "".join(traceback.format_exception(error))
-    if is_from_worker:
-        line = text.rstrip().splitlines()[-1]
-
-    libraries = tuple(_folders_of_libraries())
-    frames = []
-    for found in _FRAME.finditer(text):
-        if not found["file"].startswith(libraries):
-            frames.append(found[0].rstrip())
-    return "\n".join([line, *frames[-_FRAMES:]])
-
-
-def _folders_of_libraries() -> list[str]:
-    """Return where the frames of a traceback lie that are not the script's."""
-    folders = [f"{os.path.dirname(__file__)}{os.sep}", contextlib.__file__]
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.__file__:
-        folders.append(f"{os.path.dirname(torch.__file__)}{os.sep}")
-    return folders
 
 
 REMEDIES: dict[type[NanorayError], str] = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanoray.base.script_errors import one_line
 from nanoray.data.documents import BATCH, Choice, DocumentBatch, DocumentPiece, Place
 from nanoray.errors import DataError
 
@@ -105,10 +106,9 @@ class Hub:
         try:
             stream = load_dataset(self._path, self._name, split="train", streaming=True)
         except Exception as error:  # of the network, of the hub, or of the files
-            first_line = (str(error).splitlines() or [""])[0]
             raise DataError(
-                f"cannot open the data set {self._path}: {type(error).__name__}: {first_line}; check "
-                "the network, or give a folder with a copy of its files with --source"
+                f"cannot open the data set {self._path}: {one_line(error)}; check the network, or "
+                "give a folder with a copy of its files with --source"
             ) from None
         columns = stream.column_names
         if columns is not None and self._column not in columns:

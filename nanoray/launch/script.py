@@ -12,7 +12,8 @@ from typing import Any
 
 from ray import cloudpickle
 
-from nanoray.errors import ConfigError, one_line
+from nanoray.base.script_errors import one_line
+from nanoray.errors import ConfigError
 
 
 @dataclass(frozen=True)

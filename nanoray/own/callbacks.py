@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from nanoray.errors import one_line
+from nanoray.base.script_errors import one_line
 from nanoray.mesh.rendezvous import Order
 from nanoray.own.hook_guard import HookGuard
 from nanoray.own.run import Run

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoray.base.script_errors import one_line
 from nanoray.config import Batch, Config
-from nanoray.errors import one_line
 from nanoray.forecast.dry_run import batch_line
 from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.forecast.rank_memory import assume_device, memory_line

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from nanoray.base.script_errors import one_line
 from nanoray.checkpoint.tensorfile import DTYPE_NAMES
-from nanoray.errors import ConfigError, one_line
+from nanoray.errors import ConfigError
 from nanoray.own.part import part
 from nanoray.own.several import Several
 from nanoray.state.optimizers import (

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoray.errors import ConfigError, DataError, one_line, shown
+from nanoray.base.script_errors import one_line, shown
+from nanoray.errors import ConfigError, DataError
 
 
 @contextmanager

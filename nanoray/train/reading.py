@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from nanoray.base.script_errors import shown
 from nanoray.config import Batch
 from nanoray.data.fallible import FallibleSamples
-from nanoray.errors import DataError, DataFailed, shown
+from nanoray.errors import DataError, DataFailed
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
 from nanoray.parallel.flow import MicroBatch

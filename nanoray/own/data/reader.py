@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from nanoray.base.compat import close_loader_writer, end_loader, loader_expects, loader_has_ended
+from nanoray.base.script_errors import one_line
 from nanoray.data.seeding import generators_kept, seed_generators_for
 from nanoray.data.stream import ShardStream
-from nanoray.errors import DataError, one_line
+from nanoray.errors import DataError
 from nanoray.own.data.epochs import BatchOfItems, Sample
 
 Collate = Callable[[list[Any]], Any]

@@ -9,8 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from nanoray import __version__
+from nanoray.base.script_errors import one_line
 from nanoray.config.mesh import CUTS_MODEL
-from nanoray.errors import ConfigError, one_line
+from nanoray.errors import ConfigError
 from nanoray.forecast.dry_run import sizes_of_stage
 from nanoray.forecast.owners import Holder, holders_of
 from nanoray.forecast.parallelisms.registry import PARALLELISMS
