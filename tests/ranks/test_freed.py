@@ -25,6 +25,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero1": {"dp_mode": "zero1"},
     "rounds": {"sync_every": 2},
     "audit": {"audit_every": 2},
+    "fsdp": {"dp_mode": "fsdp"},
+    "traced": {"comm_trace": "always"},
 }
 
 
