@@ -76,7 +76,9 @@ class CheckpointWriter:
         # The last write: its seconds, or its error
         self._outcome: float | Exception = 0.0
         self._failures = 0  # in a row
-        self._fatal = ""  # why the run cannot continue; broadcast at the next checkpoint
+        self._fatal: str | None = (
+            None  # why the run cannot continue; broadcast at the next checkpoint
+        )
 
         # Cleared while a survivor waits for its next attempt
         self._may_commit = threading.Event()
@@ -94,7 +96,7 @@ class CheckpointWriter:
         if it is sharded, else None. Raises CheckpointError on all ranks when a final checkpoint
         failed, or the third one in a row.
         """
-        problem = ""
+        problem = None
         if state is not None:
             if state.pieces is not None:
                 problem = self._save_parts(mesh, state, final)
@@ -106,10 +108,10 @@ class CheckpointWriter:
         if problem:
             raise CheckpointError(problem)
 
-    def _save_parts(self, mesh: Mesh, state: StateDict, final: bool) -> str:
+    def _save_parts(self, mesh: Mesh, state: StateDict, final: bool) -> str | None:
         """Save a sharded state, or start to. (all ranks)
 
-        Returns on rank 0 why the run cannot continue; empty if it can.
+        Returns on rank 0 why the run cannot continue; None if it can.
         """
         step = state.meta["step"]
         first = mesh.rank == 0
@@ -148,7 +150,7 @@ class CheckpointWriter:
                 self._handle_outcome(step, final)
             return self._fatal
         self._start_thread(step, write, copy)
-        return ""
+        return None
 
     def _settle_parts(self, mesh: Mesh) -> None:
         """Wait for the write in progress on every rank. (all ranks)
@@ -214,15 +216,15 @@ class CheckpointWriter:
                 f"not all parts of the checkpoint were written ({self._missing_part})"
             )
 
-    def _save(self, state: StateDict, final: bool) -> str:
-        """Save, or start to; return why the run cannot continue, empty if it can. (rank 0 only)"""
+    def _save(self, state: StateDict, final: bool) -> str | None:
+        """Save, or start to; return why the run cannot continue, None if it can. (rank 0 only)"""
         # At most one write at a time: the next checkpoint waits for the previous one.
         step = state.meta["step"]
         self._settle()
         self._is_part = False  # it may have been, before the group shrank to one rank
         # The final checkpoint may follow a regular one of the same step.
         if self._is_on_disk(step):
-            return ""
+            return None
         if self._fatal and not final:
             return self._fatal
         if final or not self._beside:  # training waits, so no copy is needed
@@ -236,7 +238,7 @@ class CheckpointWriter:
             self._handle_outcome(step, final)
             return self._fatal
         self._start_thread(step, self._write, copy)
-        return ""
+        return None
 
     def _start_thread(self, step: int, write: Callable[[StateDict], None], copy: StateDict) -> None:
         self._step = step
@@ -320,7 +322,7 @@ class CheckpointWriter:
         if isinstance(outcome, float):
             self.committed = step
             self._failures = 0
-            self._fatal = ""
+            self._fatal = None
             self._news["time/checkpoint_write_s"] = outcome
             log.info("checkpoint of step %d is on disk, written in %.3f s", step, outcome)
             self._saved(step)

@@ -39,10 +39,10 @@ class Fit:
         messages, moved = coefficients(self.algorithm, ranks, nbytes)
         return self.alpha_s * messages + self.beta_s_per_byte * moved
 
-    def outside(self, nbytes: int) -> str:
-        """Return a warning when a prediction for that size is an extrapolation, else ""."""
+    def outside(self, nbytes: int) -> str | None:
+        """Return a warning when a prediction for that size is an extrapolation, else None."""
         if self.smallest_bytes <= nbytes <= self.largest_bytes:
-            return ""
+            return None
         return (
             f"{nbytes} bytes are outside the measured {self.smallest_bytes} .. {self.largest_bytes}"
         )

@@ -67,18 +67,18 @@ class Shares:
         apart = config.sync_every > 0 and config.sharded
         return cls(held, mirrors, [tuple(slots) for slots in groups.values()], apart)
 
-    def lost(self, gone: Collection[int]) -> str:
-        """Return a message with the shares that only `gone` slots held; empty if there are none."""
+    def lost(self, gone: Collection[int]) -> str | None:
+        """Return a message with the shares that only `gone` slots held; None if there are none."""
         if self.apart:
             if any(not set(group) & set(gone) for group in self.groups):
-                return ""
+                return None
             return "each replica has lost a rank, and none has all of its part of a round"
         lost_holders = []
         for share in self.held:
             if set(share) <= set(gone):
                 lost_holders.append(list(dict.fromkeys(share)))  # without duplicates, in order
         if not lost_holders:
-            return ""
+            return None
         if self.mirrored:
             owners = [f"that of rank {' with rank '.join(map(str, s))}" for s in lost_holders]
             return f"shares of the state are lost, each with its mirror: {', '.join(owners)}"

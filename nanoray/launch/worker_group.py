@@ -239,7 +239,7 @@ class WorkerGroup:
             return None
         gone = set(leaving)
         gone.update(slot for slot in self.members if slot not in self.runs)
-        return self._shares.lost(gone) or None
+        return self._shares.lost(gone)
 
     # Events.
 

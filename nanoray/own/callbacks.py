@@ -56,9 +56,9 @@ class Callback:
 class ReportingCallback(Callback):
     """A callback that keeps a connection, such as one to a tracker."""
 
-    def problem(self, run: Run) -> str:
-        """Return why it cannot report the run, and the remedy; "" if it can."""
-        return ""
+    def problem(self, run: Run) -> str | None:
+        """Return why it cannot report the run, and the remedy; None if it can."""
+        return None
 
     def close(self) -> None:
         """Flush, after on_run_end or on_exception, or because another process is rank 0 now."""
@@ -119,10 +119,10 @@ class CallbackObserver:
     def on_failure(self, error: BaseException) -> None:
         self._call("on_exception", error)
 
-    def problem(self) -> str:
+    def problem(self) -> str | None:
         if isinstance(self._callback, ReportingCallback):
             return self._callback.problem(self._run)
-        return ""
+        return None
 
     def close(self) -> None:
         if isinstance(self._callback, ReportingCallback):

@@ -48,8 +48,8 @@ class HookGuard:
                     settings[name] = _mark(value) if isinstance(value, Tensor) else repr(value)
         return HookSnapshot(modes, tensors, settings)
 
-    def changes_since(self, before: HookSnapshot) -> str:
-        """Put the modes back; return what else a hook has changed, or "" for nothing."""
+    def changes_since(self, before: HookSnapshot) -> str | None:
+        """Put the modes back; return what else a hook has changed, or None for nothing."""
         for module, mode in before.modes:
             if module.training != mode:
                 module.training = mode
@@ -58,7 +58,7 @@ class HookGuard:
         names += _differences(before.settings, after.settings)
         if len(names) > 1:
             return f"{names[0]} and {len(names) - 1} more"
-        return names[0] if names else ""
+        return names[0] if names else None
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:

@@ -160,8 +160,8 @@ def require_no_draws(optimizer: Optimizer) -> None:
             )
 
 
-def _difference_of_pieces(optimizer: Optimizer) -> str:
-    """Return how an optimizer treats pieces unlike the whole; "" if it does not."""
+def _difference_of_pieces(optimizer: Optimizer) -> str | None:
+    """Return how an optimizer treats pieces unlike the whole; None if it does not."""
     if has_own_state_dict(optimizer):
         return "has a state_dict() of its own, which cannot be cut"
     if has_modes(optimizer):
@@ -170,11 +170,11 @@ def _difference_of_pieces(optimizer: Optimizer) -> str:
         problem = _compare_with_halves(optimizer, matrix)
         if problem:
             return problem
-    return ""
+    return None
 
 
-def _compare_with_halves(optimizer: Optimizer, matrix: tuple[int, int]) -> str:
-    """Return how flat halves of parameters are treated unlike the whole; "" if they are not."""
+def _compare_with_halves(optimizer: Optimizer, matrix: tuple[int, int]) -> str | None:
+    """Return how flat halves of parameters are treated unlike the whole; None if they are not."""
     # One rounding error of 16-bit weights is as large as an update, so weights and gradients are
     # compared in float32. The optimizer's class decides what it does, and not their type.
     whole = _uneven_trial(optimizer, matrix, lambda p: p)
@@ -218,13 +218,13 @@ def _compare_with_halves(optimizer: Optimizer, matrix: tuple[int, int]) -> str:
     groups = [group_values(trial.optimizer) for trial in (whole, *halves)]
     if any(a != b for a, b in pairwise(groups)):
         return "keeps values of a group that depend on all parameters"
-    return ""
+    return None
 
 
 def _difference_of_states(
     whole: Mapping[str, Any], halves: Sequence[Mapping[str, Any]], limit: float
-) -> str:
-    """Return how the states of two halves differ from that of the whole; "" if they do not."""
+) -> str | None:
+    """Return how the states of two halves differ from that of the whole; None if they do not."""
     for key, value in whole.items():
         if not isinstance(value, (Tensor, int, float)):
             return f"keeps a {type(value).__name__} for each ({key})"
@@ -242,7 +242,7 @@ def _difference_of_states(
             return (
                 f"keeps another {key} for a piece than for the whole, as if it used rows or norms"
             )
-    return ""
+    return None
 
 
 def _tolerance(tensor: Tensor) -> float:

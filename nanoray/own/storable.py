@@ -49,8 +49,8 @@ def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer.tensor
 
 
-def _problem_of(tensor: Tensor) -> str:
-    """Return what of a tensor cannot be stored, and the remedy; "" if nothing."""
+def _problem_of(tensor: Tensor) -> str | None:
+    """Return what of a tensor cannot be stored, and the remedy; None if nothing."""
     if is_lazy(tensor):
         return (
             "has no shape before the first forward; call the model on a batch before you make the "
@@ -76,7 +76,7 @@ def _problem_of(tensor: Tensor) -> str:
     if tensor.dtype not in DTYPE_NAMES:
         known = ", ".join(_short(dtype) for dtype in DTYPE_NAMES)
         return f"has the dtype {_short(tensor.dtype)}; cast it to one of {known}"
-    return ""
+    return None
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -34,8 +34,8 @@ class TrackerCallback(ReportingCallback):
         self.tracker = tracker
         self._tracking: Tracking | None = None
 
-    def problem(self, run: Run) -> str:
-        """Return why the run cannot be reported, and the remedy; "" if it can."""
+    def problem(self, run: Run) -> str | None:
+        """Return why the run cannot be reported, and the remedy; None if it can."""
         return self.tracker.problem(tracked_run(run.spec))
 
     def on_run_start(self, run: Run) -> None:

@@ -355,7 +355,7 @@ def test_a_step_that_was_cut_off_is_judged_once(text: Path, tmp_path: Path) -> N
 
     # Step 3 broke, and was good then
     for step, norm in [(1, good), (2, good), (3, bad), (3, good), (4, good)]:
-        assert guards.check(step, norm, good, None, False, explain, 0).warning == ""
+        assert guards.check(step, norm, good, None, False, explain, 0).warning is None
     assert guards.decide(True, explain, 0) == Verdict()
     assert seen == []
     for step, norm in [(5, good), (5, bad), (6, good)]:

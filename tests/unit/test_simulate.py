@@ -61,7 +61,7 @@ def test_the_backend_is_fitted_as_a_ring() -> None:
     assert (found.alpha_s, found.beta_s_per_byte) == pytest.approx((ALPHA_S, BETA))
     assert found.seconds(8, MB) == pytest.approx(14 * ALPHA_S + 1.75 * MB * BETA)
     assert (found.link.alpha_us, found.link.bandwidth_gb_per_s) == pytest.approx((50, 2))
-    assert found.outside(1000) == found.outside(10 * MB) == ""
+    assert found.outside(1000) is found.outside(10 * MB) is None
     assert found.outside(999) == "999 bytes are outside the measured 1000 .. 10000000"
 
 

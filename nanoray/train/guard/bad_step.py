@@ -28,7 +28,7 @@ class Finding(NamedTuple):
     """One rank's part of the description of a step that was not finite."""
 
     loss: float  # this rank's, when the step first ran
-    layer: str  # where the replay first found a value that is not finite; empty: nowhere
+    layer: str | None  # where the replay first found a value that is not finite; None: nowhere
     samples: str
 
 
@@ -37,10 +37,10 @@ def replay(
     batch: Callable[[int], MicroBatch],
     repeat: Callable[..., None],
     seed: Callable[[int], None],
-) -> tuple[str, int | None]:
+) -> tuple[str | None, int | None]:
     """Run a step's forwards and backwards again, without a sum of gradients. (all ranks)
 
-    Returns what was first not finite ("" for nothing), and in which micro batch. Gradients stay as
+    Returns what was first not finite (None for nothing), and in which micro batch. Gradients stay as
     they were. `repeat` is that of the plan's flow, `batch` returns a micro batch by its number, `seed` seeds
     the dropout of one; the caller restores the generators afterwards.
     """
@@ -73,10 +73,10 @@ def replay(
     return probe.found, bad_micros[0] if bad_micros else None
 
 
-def _bad_gradient(grads: dict[str, Tensor], summed: bool) -> str:
-    """Return the first gradient that is not finite; "" if their norm is finite."""
+def _bad_gradient(grads: dict[str, Tensor], summed: bool) -> str | None:
+    """Return the first gradient that is not finite; None if their norm is finite."""
     if torch.isfinite(get_total_norm([*grads.values()])):
-        return ""
+        return None
     for name, grad in grads.items():
         if not torch.isfinite(grad).all():
             if summed:
@@ -121,7 +121,7 @@ class Probe:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.found = ""  # the first place that was not finite
+        self.found: str | None = None  # the first place that was not finite
         self._handles: list[Any] = []
 
     def __enter__(self) -> Probe:

@@ -48,8 +48,8 @@ class Verdict(NamedTuple):
 
     # On the device, 1: leave the update out; None: the host has read that it is good
     leave_out: Tensor | None = None
-    roll_back: str = ""  # why the run returns to its newest checkpoint; empty: no rollback
-    warning: str = ""  # what the user should know
+    roll_back: str | None = None  # why the run returns to its newest checkpoint; None: it does not
+    warning: str | None = None  # what the user should know
 
 
 class Guards:
@@ -206,7 +206,7 @@ class Guards:
         if agree:
             first = agree(bad)
         if first is None:
-            warning = self._watch(steps[-1], norms[-1], samples) if steps else ""
+            warning = self._watch(steps[-1], norms[-1], samples) if steps else None
             return Verdict(warning=warning)
 
         # (all ranks) Repeat the first bad step, for a message that names layer and samples.
@@ -246,21 +246,21 @@ class Guards:
         self._counts["rollbacks"] += 1
         self._row = 0
 
-    def watch_overflows(self, step: int, skipped: int) -> str:
-        """Return a warning when the loss scaler left out many updates since the last call, or "".
+    def watch_overflows(self, step: int, skipped: int) -> str | None:
+        """Return a warning when the loss scaler left out many updates since the last call, or None.
 
         `skipped` counts all that were left out so far.
         """
         new = skipped - self._overflows
         self._overflows = skipped
         if new < MANY_OVERFLOWS:
-            return ""
+            return None
         return (
             f"{new} updates up to step {step} were left out because fp16 gradients overflowed, "
             f"{skipped} in all"
         )
 
-    def _watch(self, step: int, norm: float, samples: int) -> str:
+    def _watch(self, step: int, norm: float, samples: int) -> str | None:
         """Return a warning when the gradient norm far exceeds its running median, once per spike."""
         median = math.inf  # too few norms to judge by
         if len(self._norms) >= SPIKE_LEAST:
@@ -272,7 +272,7 @@ class Guards:
         if math.isfinite(norm):  # with fp16 it may be infinite
             self._norms.append(norm)
         if not began:
-            return ""
+            return None
         return (
             f"gradient norm {norm:.3g} at step {step} is {norm / median:.0f} times its median "
             f"{median:.3g} (samples {samples} to {samples + self._global_size - 1})"

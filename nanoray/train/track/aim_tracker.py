@@ -33,12 +33,12 @@ class AimTracker(Tracker):
     def key(self) -> str:
         return f"{self.kind}/{self._experiment}"
 
-    def problem(self, run: TrackedRun) -> str:
+    def problem(self, run: TrackedRun) -> str | None:
         if self.missing():
             return self.missing()
         import aim  # now, and not beside the first steps  # noqa: F401
 
-        return ""
+        return None
 
     def start(self, run: TrackedRun, keep_id: Callable[[str], None]) -> str:
         import aim

@@ -47,12 +47,12 @@ class MlflowTracker(Tracker):
     def key(self) -> str:
         return f"{self.kind}/{self._experiment}"
 
-    def problem(self, run: TrackedRun) -> str:
+    def problem(self, run: TrackedRun) -> str | None:
         if self.missing():
             return self.missing()
         uri = self._uri_for(run)  # imports mlflow now, and not beside the first steps
         if urlsplit(uri).scheme in SERVERS:
-            return ""  # the thread finds out whether the server answers
+            return None  # the thread finds out whether the server answers
         try:
             self._new_client(uri, run)
         except Exception as error:  # MLflow's own, SQLAlchemy's, or the file system's
@@ -62,7 +62,7 @@ class MlflowTracker(Tracker):
                 f"({type(error).__name__}: {lines[0][:160]}); set MLFLOW_TRACKING_URI to a server "
                 "or to sqlite:///FILE, which needs: pip install 'nanoray[mlflow]'"
             )
-        return ""
+        return None
 
     def start(self, run: TrackedRun, keep_id: Callable[[str], None]) -> str:
         uri = self._uri_for(run)

@@ -49,19 +49,19 @@ class Tracker(ABC):
         """The name that differs between two trackers of one run, such as `wandb/PROJECT`."""
         return self.kind
 
-    def missing(self) -> str:
-        """Return the line that refuses a run without the packages; "" if they are there."""
+    def missing(self) -> str | None:
+        """Return the line that refuses a run without the packages; None if they are there."""
         absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
         if not absent:
-            return ""
+            return None
         return (
             f"track = {self.kind} needs the package {', '.join(absent)}, which this Python does "
             f"not have; run: pip install 'nanoray[{self.kind}]'"
         )
 
     @abstractmethod
-    def problem(self, run: TrackedRun) -> str:
-        """Return why this process cannot report the run, and the remedy; "" if it can.
+    def problem(self, run: TrackedRun) -> str | None:
+        """Return why this process cannot report the run, and the remedy; None if it can.
 
         It is called before step 1, and imports the package: an import beside the first steps would
         slow them. It must not wait for a network.

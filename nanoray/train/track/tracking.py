@@ -89,8 +89,8 @@ class Tracking:
         self._received = 0
         self._results: Results | None = None
 
-    def problem(self) -> str:
-        """Return why the tracker cannot be used in this process, and the remedy; "" if it can."""
+    def problem(self) -> str | None:
+        """Return why the tracker cannot be used in this process, and the remedy; None if it can."""
         return self._tracker.problem(self._run())
 
     def begin(self) -> None:

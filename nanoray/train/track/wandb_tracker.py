@@ -56,13 +56,13 @@ class WandbTracker(Tracker):
         """The mode that W&B will be in: online, offline, disabled or shared."""
         return self._mode or os.environ.get("WANDB_MODE") or "online"
 
-    def problem(self, run: TrackedRun) -> str:
+    def problem(self, run: TrackedRun) -> str | None:
         if self.missing():
             return self.missing()
         import wandb  # now, and not beside the first steps  # noqa: F401
 
         if self.mode in WITHOUT_NETWORK or _has_key():
-            return ""
+            return None
         return (
             "track = wandb finds no API key of Weights & Biases for this process: neither "
             "WANDB_API_KEY nor a netrc file has one; run `wandb login`, pass the shell's key on "

@@ -261,8 +261,8 @@ def _links_of(table: dict[tuple[int, int], Segments]) -> dict[tuple[int, int], H
     return links
 
 
-def _how_slow(link: HostLink, others: Sequence[HostLink]) -> str:
-    """Return in what way a link is worse than the others; "" if it is not."""
+def _how_slow(link: HostLink, others: Sequence[HostLink]) -> str | None:
+    """Return in what way a link is worse than the others; None if it is not."""
     usual_loss = 0.0
     if others:
         usual_ms = median(other.rtt_ms for other in others)
@@ -275,7 +275,7 @@ def _how_slow(link: HostLink, others: Sequence[HostLink]) -> str:
     is_lossy = link.resent_percent > max(LOSS_PERCENT, SLOW_TIMES * usual_loss)
     if is_lossy and link.resent >= MIN_RESENT:
         return f"{link.resent_percent:.1f} % of its packets were lost and sent again"
-    return ""
+    return None
 
 
 def _plain(address: str) -> str:

@@ -72,8 +72,8 @@ class SeesEnd(Protocol):
 class MayRefuse(Protocol):
     """An observer that may be unable to do its work, which is found out before step 1."""
 
-    def problem(self) -> str:
-        """Return why it cannot, and the remedy; "" if it can."""
+    def problem(self) -> str | None:
+        """Return why it cannot, and the remedy; None if it can."""
 
 
 @runtime_checkable
@@ -201,14 +201,14 @@ class Observers:
         while rank and self.opened:
             self.opened.pop().close()
 
-    def problem(self) -> str:
-        """Return why an observer cannot do its work, and the remedy; "" if all can."""
+    def problem(self) -> str | None:
+        """Return why an observer cannot do its work, and the remedy; None if all can."""
         for observer in self.opened:
             if isinstance(observer, MayRefuse):
                 problem = observer.problem()
                 if problem:
                     return problem
-        return ""
+        return None
 
     def catch_up(self, newest: dict[str, Any], reported_step: int) -> None:
         """Report the newest record if an interruption or a lost rank kept it from being reported."""
