@@ -121,6 +121,11 @@ def end_silent(group: WorkerGroup, slot: int, collector: FailureCollector) -> No
     _end_rank(group, slot, _rank_end(group, slot).by_silence(), collector)
 
 
+def end_frozen(group: WorkerGroup, slot: int, mute_s: float, collector: FailureCollector) -> None:
+    """End a rank that does not answer, and for which the others wait."""
+    _end_rank(group, slot, _rank_end(group, slot).by_no_answer(mute_s), collector)
+
+
 def end_drained(group: WorkerGroup, slot: int, collector: FailureCollector) -> None:
     """End a rank that has left its group because its node will be taken away."""
     _end_rank(group, slot, drain_of(group, slot), collector)
@@ -280,6 +285,15 @@ class RankEnd:
         title = (
             f"{self.name} did not leave the group that broke, in {phase} of step {step}; "
             "it was ended"
+        )
+        return Failure(self.slot, "hung", title, step, phase, end_of_log(self.spec.log(self.slot)))
+
+    def by_no_answer(self, mute_s: float) -> Failure:
+        """Return the failure of a rank that the others wait for, and that does not answer."""
+        step, phase = self.position
+        title = (
+            f"{self.name} did not answer for {mute_s:.0f} s in {phase} of step {step}, and the "
+            "others waited for it to save; it was ended"
         )
         return Failure(self.slot, "hung", title, step, phase, end_of_log(self.spec.log(self.slot)))
 

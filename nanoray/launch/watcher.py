@@ -20,7 +20,7 @@ from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.drain import AbortOrders, Drains, Leave
 from nanoray.launch.fault_log import FaultLog
 from nanoray.launch.moves import Moves
-from nanoray.launch.rank_end import end_hung
+from nanoray.launch.rank_end import end_frozen, end_hung
 from nanoray.launch.recover import Recoverer
 from nanoray.launch.run_state import RunState
 from nanoray.launch.signals import Stop
@@ -31,6 +31,8 @@ from nanoray.train.watch.observers import Console
 # While ranks save, one that does not notice a lost peer for this long is ended.
 STOP_PATIENCE_S = 30.0
 MUTE_S = 5.0  # a living rank answers a heartbeat within a second or two
+# While ranks save, one that does not answer for this long is ended: the others wait for it.
+FROZEN_S = 10.0
 
 
 class Watcher:
@@ -57,6 +59,8 @@ class Watcher:
         # Of the present watch, by slot: the step and the monotonic seconds of its last heartbeat.
         self._steps: dict[int, int] = {}
         self._heartbeat_at: dict[int, float] = {}
+        # For how many of the seconds in which this driver ran each has not answered.
+        self._mute_s: dict[int, float] = {}
 
     def watch(self, at: RunState, console: Console) -> FailureCollector:
         """Print what the ranks report until they have finished, have failed, or all wait."""
@@ -70,14 +74,21 @@ class Watcher:
         watchdog = Watchdog(group.members, config.hang_timeout, self._clock.monotonic)
         members = set(group.members)
         self._heartbeat_at = dict.fromkeys(members, self._clock.monotonic())
+        self._mute_s = dict.fromkeys(members, 0.0)
         self._steps = {}
         # Each rank has one heartbeat pending all the time; its answer requests the next one.
         for slot in group.members:
             group.request_heartbeat(slot, after=self._faults.target)
 
+        looked_at = self._clock.monotonic()
         while not collector.complete(self._clock.monotonic()):
-            if at.too_late(self._clock.monotonic()):
+            now = self._clock.monotonic()
+            if at.too_late(now):
                 break
+            # A driver that was frozen itself asked nobody meanwhile.
+            for slot in members:
+                self._mute_s[slot] += min(now - looked_at, 2 * POLL_S)
+            looked_at = now
             self._recoverer.keep_folder(at.spec)
             self._recoverer.request_again(group)
             self._send_orders(at, collector)
@@ -127,6 +138,8 @@ class Watcher:
                 group.pause()
         if self._recoverer.ending(at):
             group.stop()
+            if group.live:
+                self._end_frozen_ranks(group, collector)
             if collector.failures:
                 collector.hurry(STOP_PATIENCE_S, self._clock.monotonic())
         if at.headless or self._cluster.head_lost:
@@ -158,6 +171,19 @@ class Watcher:
         if all(seconds > patience_s for seconds in mute_s):
             collector.hurry(0.0, now)
 
+    def _end_frozen_ranks(self, group: WorkerGroup, collector: FailureCollector) -> None:
+        """End ranks that do not answer, if others that answer have all of the run's state.
+
+        The others, which only save, would wait for a frozen one until their meeting times out. Then
+        it may be too late to save.
+        """
+        patience_s = max(FROZEN_S, 3 * group.heartbeat_s)
+        frozen = [slot for slot in collector.silent if self._mute_s[slot] > patience_s]
+        others_answer = any(self._mute_s[slot] <= patience_s for slot in group.runs)
+        if frozen and others_answer and not group.lost_share(frozen):
+            for slot in frozen:
+                end_frozen(group, slot, self._mute_s[slot], collector)
+
     # Events.
 
     def _on_heartbeat(
@@ -172,6 +198,7 @@ class Watcher:
         group = at.ranks
         now = self._clock.monotonic()
         self._heartbeat_at[slot] = now
+        self._mute_s[slot] = 0.0
         waiting = heartbeat.waiting and heartbeat.attempt == at.spec.attempt
         collector.set_waiting(slot, waiting, now)
         trains_alone = at.spec.config.sync_every > 0

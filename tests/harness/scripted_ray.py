@@ -90,6 +90,11 @@ class ScriptedTime:
     def after(self, seconds: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now + seconds, next(self._order), event))
 
+    def suspend(self, seconds: float) -> None:
+        """Let time pass in which nothing happens, as while the machine sleeps."""
+        self.now += seconds
+        self._events = [(at + seconds, number, event) for at, number, event in self._events]
+
     def advance(self, until: float, enough: Callable[[], bool] = lambda: False) -> None:
         """Run all events until then, or until there is enough."""
         while not enough() and self._events and self._events[0][0] <= until:
@@ -238,6 +243,7 @@ class ScriptedRay:
     # Slot -> how many newcomers cannot work
     refusing_starts: dict[int, int] = field(default_factory=dict)
     created: list[Actor] = field(default_factory=list)
+    store_server: Actor | None = None  # whose process serves the newest store
     # Pids that a task on their node was to end
     ended_for_certain: list[int] = field(default_factory=list)
     # Order -> what happens right after it
@@ -432,6 +438,7 @@ class ScriptedRay:
         self._note(f"spare takes {slot}")
 
     def on_open_store(self, actor: Actor, ref: Ref, world_size: int, timeout_s: float) -> None:
+        self.store_server = actor
         ref.set(("10.0.0.1", 4711))
 
     def on_break_meeting(self, actor: Actor, ref: Ref, secret: str, absent: int) -> None:
@@ -493,7 +500,7 @@ class ScriptedRay:
     def _join(self, actor: Actor, spec: dict[str, Any], r: Rendezvous) -> None:
         """Meet the other ranks of an attempt; when all are there, training goes on."""
         assert actor.slot == r.slot
-        if not actor.alive:
+        if not actor.alive or actor.frozen:
             return
         actor.waiting = False
         if actor.attempt < spec["attempt"] and not any(
@@ -505,9 +512,14 @@ class ScriptedRay:
         if not r.live:
             self.furthest = self.saved
         actor.step = actor.base = self.furthest
+        server = self.store_server
+        if r.world_size > 1 and server and not server.alive:  # its host refuses the connection
+            self.time.after(NOTICE_S, lambda: self._give_up_meeting(actor, spec["attempt"]))
+            return
         if len(self.forming) < r.world_size:
             # The others may be dead although the driver does not know that yet.
-            self.time.after(30.0, lambda: self._give_up_meeting(actor, spec["attempt"]))
+            timeout_s = spec["config"]["init_timeout_s"]
+            self.time.after(timeout_s, lambda: self._give_up_meeting(actor, spec["attempt"]))
             return
         self.members = [self.forming[rank] for rank in sorted(self.forming)]
         self.forming = {}
@@ -686,6 +698,10 @@ class ScriptedRay:
         actor = self.actors[slot]
         actor.phase, actor.frozen = "forward", frozen
         actor.write_progress()
+
+    def freeze(self, slot: int) -> None:
+        """Stop the process of a rank that waits: it answers nothing, and does not meet the others."""
+        self.actors[slot].frozen = True
 
     def break_group(self) -> None:
         """Let a collective fail on every rank, although no rank is lost."""

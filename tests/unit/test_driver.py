@@ -401,6 +401,43 @@ def test_a_rank_dies_while_the_others_save(tmp_path: Path, second: int, gap_s: f
     assert "Gave up: restarting cannot cure this. Saved at step" in outcome["message"]
 
 
+@pytest.mark.parametrize("frozen", [0, 2])
+def test_a_rank_that_freezes_before_the_others_save_is_ended(tmp_path: Path, frozen: int) -> None:
+    """They would wait for it in their meeting until that times out, and then it is too late."""
+    run = Run(tmp_path)
+    order = "go_on 2 as 1/2 attempt 1"
+    if frozen == 2:
+        order = "go_on 0 as 0/2 attempt 1"
+    run.ray.reactions[order] = lambda: run.ray.freeze(frozen)
+    run.ray.at(10.3, run.ray.fail, 1, "refused", "TrainingDiverged: the loss is nan")
+    began = run.ray.time.now
+    outcome = run()
+    assert saved(run)
+    assert "Gave up: restarting cannot cure this. Saved at step" in outcome["message"]
+    assert run.ray.ended_for_certain == [1000 + frozen], "`ray.kill` alone may not end it"
+    assert f"rank {frozen} (pid 100{frozen}, node 10.0.0.{frozen}) did not answer for 10 s" in str(
+        run.reports
+    )
+    assert run.ray.time.now - began < 10.3 + 20.0
+
+
+def test_after_a_sleep_of_the_machine_no_rank_that_saves_is_ended(tmp_path: Path) -> None:
+    """One may answer a moment before another; neither could answer while all slept."""
+    run = Run(tmp_path)
+
+    def sleep() -> None:
+        run.ray.time.suspend(60.0)
+        first = run.ray.actors[0]
+        for ref, _, _ in list(first.sleepers):
+            first.answer(ref)
+
+    run.ray.reactions["go_on 2 as 1/2 attempt 1"] = lambda: run.ray.at(0.5, sleep)
+    run.ray.at(10.3, run.ray.fail, 1, "refused", "TrainingDiverged: the loss is nan")
+    run()
+    assert saved(run)
+    assert run.ray.ended_for_certain == []
+
+
 def test_ranks_that_never_finish_saving_are_not_waited_for(tmp_path: Path) -> None:
     run = Run(tmp_path, hang_timeout=0)
     run.ray.reactions["go_on 2 as 1/2 attempt 1"] = lambda: run.ray.at(0.1, run.ray.hang, 2)

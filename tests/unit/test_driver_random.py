@@ -117,6 +117,8 @@ def fire(run: Run, event: Event, stops: list[float]) -> None:
         run.ray.fail(event.slot, event.kind, "ValueError: x", event.notice_s)
     elif event.kind in ("hang", "freeze") and trains and actor in run.ray.members:
         run.ray.hang(event.slot, event.kind == "freeze")
+    elif event.kind == "freeze" and actor is not None and actor.alive and actor.waiting:
+        run.ray.freeze(event.slot)
     elif event.kind == "break":
         run.ray.break_group()
 
