@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.report import Report
+from nanoray.bench.harness.report import Report, to_json
 from nanoray.bench.registry import BENCHMARKS
 from tests.stress.control import ControlBenchmark
 
@@ -37,6 +37,12 @@ def test_a_committed_result_is_printed_and_pasted(name: str, bench: str) -> None
     assert text[-1].startswith("OK  "), "what is committed has no failure"
     markdown = benchmark.format_markdown(report)
     assert any(line.startswith("| ---") for line in markdown), "a table"
+
+
+@pytest.mark.parametrize("name", results())
+def test_a_committed_result_has_a_line_for_each_row(name: str) -> None:
+    text = (RESULTS / name).read_text(encoding="utf-8")
+    assert to_json(json.loads(text)) == text
 
 
 def figures() -> list[Any]:

@@ -9,7 +9,7 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from importlib import metadata
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanoray import __version__
-from nanoray.base.atomic import write_json
+from nanoray.base.atomic import replace_text
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus, cpu_features, cpu_name
 from nanoray.mesh.rendezvous import runtime_nccl_version
@@ -273,7 +273,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Write the JSON file; a reader never sees half of it."""
-        write_json(path, self.to_dict())
+        replace_text(path, to_json(self.to_dict()))
 
     @classmethod
     def read(cls, path: Path) -> Report:
@@ -351,6 +351,24 @@ class Report:
         if skipped:
             counts += f", {len(skipped)} skipped"
         return counts
+
+
+def to_json(report: Mapping[str, Any]) -> str:
+    """Return a report's dict as JSON text in which each condition, row and target is one line.
+
+    So a file has hardly more lines than rows, and a row that changes is one line of a diff.
+    """
+    parts = []
+    for key, value in report.items():
+        if isinstance(value, dict):
+            inner = [f"{json.dumps(name)}: {json.dumps(part)}" for name, part in value.items()]
+            text = "{\n    " + ",\n    ".join(inner) + "\n  }"
+        elif isinstance(value, list) and value:
+            text = "[\n    " + ",\n    ".join(map(json.dumps, value)) + "\n  ]"
+        else:
+            text = json.dumps(value)
+        parts.append(f"{json.dumps(key)}: {text}")
+    return "{\n  " + ",\n  ".join(parts) + "\n}\n"
 
 
 def say(text: str) -> None:
