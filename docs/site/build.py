@@ -23,6 +23,8 @@ ASSETS = Path(__file__).parent
 OUTSIDE = {
     "README.md": "readme.md",
     "SECURITY.md": "security.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
     "kuberay/README.md": "kubernetes.md",
 }
 

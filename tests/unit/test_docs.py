@@ -15,10 +15,13 @@ from tests.unit.test_readme import COMMAND, check_command
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = [
     *sorted(DOCS.rglob("*.md")),
     ROOT / "README.md",
     ROOT / "SECURITY.md",
+    CONTRIBUTING,
+    ROOT / "CHANGELOG.md",
     ROOT / "kuberay" / "README.md",
 ]
 
@@ -71,7 +74,12 @@ def commands(page: Path) -> list[str]:
 
 
 # A drawing
-OF_DOCS = dict.fromkeys(c for page in DOCS.rglob("*.md") for c in commands(page) if "──►" not in c)
+OF_DOCS = dict.fromkeys(
+    command
+    for page in (*DOCS.rglob("*.md"), CONTRIBUTING)
+    for command in commands(page)
+    if "──►" not in command
+)
 
 
 @pytest.mark.parametrize("command", OF_DOCS)
@@ -79,6 +87,42 @@ def test_commands_of_the_pages_parse(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_command(command, tmp_path, monkeypatch)
+
+
+def missing_names(recipe: str) -> list[str]:
+    """Return the paths of a recipe that do not exist, and the names that none of its files has.
+
+    Both stand in code font. A name is that of a class, function, field or dict.
+    """
+    fences = re.compile(r"^```\n(.*?)^```", re.M | re.S)
+    in_text = set(re.findall(r"`([^`\n]+)`", fences.sub("", recipe)))
+    in_commands = set(" ".join(fences.findall(recipe)).split())
+    is_path = re.compile(r"(nanoray|tests|docs)/[\w/.-]*")
+    paths = {word for word in in_text | in_commands if is_path.fullmatch(word)}
+    missing = [path for path in paths if not (ROOT / path).exists()]
+
+    # A section that names no file has words in code font that are no names of the code.
+    sources = [ROOT / path for path in paths if path.endswith(".py") and path not in missing]
+    if sources:
+        known = {word for file in sources for word in re.findall(r"\w+", file.read_text("utf-8"))}
+        names = [span for span in in_text if re.fullmatch(r"[A-Za-z_][\w.]*", span)]
+        missing += [name for name in names if not set(name.split(".")) <= known]
+    return sorted(missing)
+
+
+RECIPES = re.split(r"^## ", CONTRIBUTING.read_text(encoding="utf-8"), flags=re.M)[1:]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.partition("\n")[0])
+def test_a_recipe_names_files_and_names_that_exist(recipe: str) -> None:
+    assert missing_names(recipe) == []
+
+
+def test_a_name_that_is_gone_is_found_in_a_recipe() -> None:
+    recipe = (
+        "`TABLE` `GONE` `Conflict.problem` `nanoray/gone.py` in `nanoray/config/conflicts.py`\n"
+    )
+    assert missing_names(recipe) == ["GONE", "nanoray/gone.py"]
 
 
 def test_generated_pages_are_up_to_date() -> None:
