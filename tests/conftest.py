@@ -146,6 +146,15 @@ def forked_ray() -> Iterator[dict[str, str]]:
         yield env
 
 
+@pytest.fixture
+def kubectl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let kubectl build each committed folder of kuberay/ once; skip the test without kubectl."""
+    from tests.harness.manifests import build, require_kubectl
+
+    require_kubectl()
+    monkeypatch.setattr("nanoray.kube.render.build", build)
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """The tiny recipe as a YAML file on the test text."""

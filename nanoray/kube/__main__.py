@@ -1,6 +1,6 @@
 """`nanoray kube render|submit|status|logs|stop|fetch`: train on Kubernetes with KubeRay.
 
-render   check the objects and write them to stdout, without a cluster
+render   build the objects with kubectl and write them to stdout, without a cluster
 submit   apply them, follow status and the driver's log until the job ends; exit with its result
 status   the job, its step, loss and ETA, its pods, and what keeps them from running
 logs     the driver's log; --follow until the job ends
@@ -29,18 +29,18 @@ from nanoray.cli import (
 from nanoray.config import Kube
 from nanoray.config.settings import FLAG
 from nanoray.errors import ConfigError
-from nanoray.kube.claims import claimed_templates
+from nanoray.kube.claims import check_driver, claimed_templates
 from nanoray.kube.cluster import SET_GATE, Api, KubeError, check_operator, lacks_gate
-from nanoray.kube.devices import check_driver
 from nanoray.kube.fetch import fetch, progress_of
-from nanoray.kube.fit import compare
-from nanoray.kube.follow import Follower
+from nanoray.kube.follow import STARTED, Follower
 from nanoray.kube.gpus import template_name
 from nanoray.kube.kustomize import Object, to_yaml
 from nanoray.kube.pods import read_warnings, troubles
 from nanoray.kube.ray_jobs import TERMINAL, RayApi, attempts
 from nanoray.kube.render import job_name, out_dir_of, render
 
+# An old one may have another image or another number of GPUs, and neither can be changed.
+REPLACED = ("Job", "ResourceClaimTemplate")
 STOP_S = 120.0  # for a step, its checkpoint, and the end of the pods
 POLL_S = 1.0
 
@@ -127,32 +127,68 @@ def _submit(loaded: Loaded, started: float) -> int:
     name = job_name(loaded.config.name)
     namespace = loaded.config.kube.namespace
     if loaded.dry_run:
-        for thing in objects:
-            print(f"would apply {thing['kind']} {thing['metadata']['name']}")
-        print("\n".join(compare(objects)))
+        _dry_run(objects, namespace)
         return 0
 
     # Nothing is applied before these checks have passed.
     api = Api()
-    print(check_operator(api))
-    devices = check_driver(api, objects)
-    if devices:
-        print(devices)
+    _check_cluster(api, objects)
     _delete_finished_job(api, namespace, name)
 
     for thing in objects:
         kind = thing["kind"]
         thing_name = thing["metadata"]["name"]
-        # These are immutable, and an old one may have another image or another number of GPUs.
-        if kind in ("Job", "ResourceClaimTemplate"):
+        if kind in REPLACED:
             _delete(api, namespace, kind, thing_name)
         api.apply(thing)
-        print(f"apply  {kind} {thing_name}")
+        print(f"apply  {_title(thing)}")
     job = next(thing for thing in objects if thing["kind"] == "RayJob")
     print(f"folder {out_dir_of(job)} on the volume")
 
     status = Follower(api, namespace, name, print_line=_print_now).run()
     return _report_end(status)
+
+
+def _check_cluster(api: Api, objects: list[Object]) -> None:
+    """Print what the cluster has of what the objects need. Raises KubeError for what it lacks."""
+    print(check_operator(api))
+    devices = check_driver(api, objects)
+    if devices:
+        print(devices)
+
+
+def _dry_run(objects: list[Object], namespace: str) -> None:
+    """Print what would be applied, each object checked by the API server, which stores nothing.
+
+    Raises KubeError for an object that it refuses.
+    """
+    # Without a cluster the objects are printed all the same.
+    try:
+        api = Api()
+    except KubeError as error:
+        for thing in objects:
+            print(f"would apply {_title(thing)}")
+        print(f"check  by no API server: {error}")
+        return
+
+    _check_cluster(api, objects)
+    has_namespace = api.find("Namespace", "", namespace) is not None
+    for thing in objects:
+        kind = thing["kind"]
+        own_namespace = thing["metadata"].get("namespace", "")
+        # The API server checks no object for a namespace that is not there, and no immutable one
+        # against its successor.
+        if own_namespace and not has_namespace:
+            print(f"would apply {_title(thing)} in the new namespace {namespace}, not checked yet")
+        elif kind in REPLACED and api.find(kind, own_namespace, thing["metadata"]["name"]):
+            print(f"would replace {_title(thing)}")
+        else:
+            api.apply(thing, dry_run=True)
+            print(f"would apply {_title(thing)}")
+
+
+def _title(thing: Object) -> str:
+    return f"{thing['kind']} {thing['metadata']['name']}"
 
 
 def _print_now(line: str) -> None:
@@ -231,8 +267,11 @@ def _status(argv: list[str]) -> int:
         node = pod["spec"].get("nodeName", "no node yet")
         print(f"pod    {pod_name} {phase} on {node}")
     found = troubles(pods)
-    owners = [] if status.get("jobDeploymentStatus") in TERMINAL else [name]
-    owners += [cluster] if cluster and owners else []
+    # Until the job runs, some of its pods may be missing: its events say why.
+    owners = []
+    has_ended = status.get("jobDeploymentStatus") in TERMINAL
+    if not has_ended and (not pods or status.get("jobStatus") not in STARTED):
+        owners = [name, cluster] if cluster else [name]
     try:
         found += read_warnings(api, args.namespace, owners, pods, found)
     except KubeError as error:

@@ -10,13 +10,14 @@ the drivers of the nodes have listed in ResourceSlices. Sources: resource.k8s.io
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from nanoray.kube.cluster import Api, ApiError, KubeError
 from nanoray.kube.kustomize import Object
 
 API_VERSION = "resource.k8s.io/v1"
+_API = f"/apis/{API_VERSION}"
 DRIVER = "gpu.nvidia.com"  # NVIDIA's driver; its devices' attributes have the same prefix
 WHOLE_GPU = "gpu.nvidia.com"  # its device classes
 MIG_SLICE = "mig.nvidia.com"
@@ -86,19 +87,24 @@ def claimed_templates(thing: Any) -> set[str]:
     return names
 
 
-def pod_requests(pod: Object, templates: dict[str, Object]) -> list[Request]:
-    """Return the requests of a pod's claims. A claim without a known template has none."""
+def gpu_requests(pod: Object, templates: dict[str, Object]) -> list[Request]:
+    """Return the requests of a pod's claims that ask for GPUs or slices of NVIDIA's driver.
+
+    A claim without a known template has none.
+    """
     found = []
     for claim in pod.get("resourceClaims", ()):
         template = templates.get(claim.get("resourceClaimTemplateName", ""), {})
-        for request in _requests(template):
+        for request in requests_of(template):
             exactly = request.get("exactly", {})
+            if exactly.get("deviceClassName") not in GPU_CLASSES:
+                continue
             expressions = []
             for selector in exactly.get("selectors", ()):
                 expressions.append(selector["cel"]["expression"])
             found.append(
                 Request(
-                    device_class=exactly.get("deviceClassName", ""),
+                    device_class=exactly["deviceClassName"],
                     count=int(exactly.get("count", 1)),
                     selectors=tuple(expressions),
                 )
@@ -106,66 +112,52 @@ def pod_requests(pod: Object, templates: dict[str, Object]) -> list[Request]:
     return found
 
 
-def gpu_requests(pod: Object, templates: dict[str, Object]) -> list[Request]:
-    """Return the requests of a pod's claims that ask for GPUs or slices of NVIDIA's driver."""
-    requests = pod_requests(pod, templates)
-    return [request for request in requests if request.device_class in GPU_CLASSES]
-
-
-def _requests(template: Object) -> list[dict[str, Any]]:
+def requests_of(template: Object) -> list[dict[str, Any]]:
+    """Return the requests of a template; of an empty one there are none."""
     spec = template.get("spec", {}).get("spec", {})
     requests: list[dict[str, Any]] = spec.get("devices", {}).get("requests", [])
     return requests
 
 
-def check_claims(pod: Object, templates: dict[str, Object]) -> Iterator[str]:
-    """Yield claims of a pod that would share devices, reach no container, or have no certain count.
+# The driver in the cluster.
 
-    A template that is missing is reported with the other references.
+
+def check_driver(api: Api, objects: list[Object]) -> str | None:
+    """Return a line about the device classes that the pods claim, None without claims.
+
+    Raises KubeError when the cluster has no DRA or not NVIDIA's driver for it.
     """
-    claimed = {claim["name"] for claim in pod.get("resourceClaims", ())}
-    used = set()
-    for container in [*pod.get("initContainers", ()), *pod.get("containers", ())]:
-        for claim in container.get("resources", {}).get("claims", ()):
-            used.add(claim["name"])
-            if claim["name"] not in claimed:
-                yield (
-                    f"container {container['name']} uses the claim {claim['name']}, which is not "
-                    "in the pod's resourceClaims; add it there"
-                )
-    for name in sorted(claimed - used):
-        yield f"no container uses the claim {name}, so its devices reach none; add resources.claims"
+    classes: set[str] = set()
+    for template in claim_templates(objects).values():
+        for request in requests_of(template):
+            classes.add(request.get("exactly", {}).get("deviceClassName", ""))
+    claimed = sorted(classes.intersection(GPU_CLASSES))
+    for name in claimed:
+        try:
+            api.call("GET", f"{_API}/deviceclasses/{name}")
+        except ApiError as error:
+            if error.status == 403:  # an account without the right can still submit jobs
+                return f"dra:     device class {name} unknown ({error.message})"
+            if error.status != 404:
+                raise
+            _refuse_without_dra(api)
+            raise KubeError(
+                f"this cluster has no device class {name}: NVIDIA's DRA driver is not installed, "
+                "or does not allocate GPUs; see kuberay/README.md, or give --gpu_allocation "
+                "device_plugin"
+            ) from None
+    if not claimed:
+        return None
+    return f"dra:     {', '.join(claimed)}"
 
-    for claim in pod.get("resourceClaims", ()):
-        if "resourceClaimName" in claim:
-            yield (
-                f"claim {claim['name']}: with resourceClaimName all pods would share the devices "
-                f"of {claim['resourceClaimName']}; write resourceClaimTemplateName"
-            )
-        template = templates.get(claim.get("resourceClaimTemplateName", ""), {})
-        for request in _requests(template):
-            for problem in _check_request(request):
-                yield f"claim {claim['name']}, request {request['name']}: {problem}"
 
-
-def _check_request(request: dict[str, Any]) -> Iterator[str]:
-    """Yield a request whose number of devices is not certain, or that may share them."""
-    if "exactly" not in request:
-        yield (
-            "without exactly its number of devices is not certain, and num-gpus must be equal to "
-            "it; write exactly in place of firstAvailable"
-        )
-        return
-    exactly = request["exactly"]
-    if exactly.get("allocationMode", "ExactCount") != "ExactCount":
-        yield (
-            f"allocationMode {exactly['allocationMode']} takes as many devices as a node has, and "
-            "num-gpus must be equal to their number; write a count"
-        )
-    if exactly.get("adminAccess"):
-        yield "adminAccess gives devices that others train on; drop it"
-    if exactly.get("deviceClassName") == MIG_SLICE and exactly.get("count", 1) > 1:
-        yield (
-            f"{exactly['count']} MIG slices in one pod: a CUDA process can use only one; write "
-            "count: 1 and more pods"
-        )
+def _refuse_without_dra(api: Api) -> None:
+    """Raise KubeError when the API server does not serve DRA's API."""
+    try:
+        api.call("GET", _API)
+    except ApiError as error:
+        if error.status == 404:
+            raise KubeError(
+                f"this cluster has no {API_VERSION}: Dynamic Resource Allocation needs Kubernetes "
+                "1.34 or newer; give --gpu_allocation device_plugin"
+            ) from None

@@ -173,16 +173,21 @@ class Api:
             query = (("propagationPolicy", "Background"),)
             self.call("DELETE", path_of(kind, namespace, name), query=query)
 
-    def apply(self, thing: Object) -> None:
-        """Create or update one object (server-side apply). Raises KubeError with a remedy."""
+    def apply(self, thing: Object, dry_run: bool = False) -> None:
+        """Create or update one object (server-side apply). Raises KubeError with a remedy.
+
+        With `dry_run` the API server checks it as it would, and stores nothing.
+        """
         kind = thing["kind"]
         name = thing["metadata"]["name"]
         namespace = thing["metadata"].get("namespace", "")
         # force: a field that kubectl has set is taken over instead of refused as a conflict.
-        query = (("fieldManager", MANAGER), ("force", "true"))
+        query = [("fieldManager", MANAGER), ("force", "true")]
+        if dry_run:
+            query.append(("dryRun", "All"))
         headers = {"Content-Type": "application/apply-patch+yaml"}
         try:
-            self.call("PATCH", path_of(kind, namespace, name), thing, query, headers)
+            self.call("PATCH", path_of(kind, namespace, name), thing, tuple(query), headers)
         except ApiError as error:
             raise KubeError(_explain_refusal(kind, name, namespace, error)) from None
 

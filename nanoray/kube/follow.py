@@ -12,7 +12,7 @@ from nanoray.kube.kustomize import Object
 from nanoray.kube.pods import read_warnings, troubles
 from nanoray.kube.ray_jobs import TERMINAL, RayApi, attempts
 
-_STARTED = ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")  # values of jobStatus
+STARTED = ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")  # values of jobStatus
 _QUEUED = ("Suspending", "Suspended")  # values of jobDeploymentStatus, for example by Kueue
 
 
@@ -76,7 +76,7 @@ class Follower:
             if deployment in _QUEUED:
                 admitted = time.monotonic()
             # Between two attempts jobStatus is empty again, but the job has started once.
-            started = started or status.get("jobStatus") in _STARTED
+            started = started or status.get("jobStatus") in STARTED
             self._check_pods(status, started, time.monotonic() - admitted)
             self._annotate(status)
             time.sleep(self.poll_s)
@@ -124,10 +124,11 @@ class Follower:
                 self._print_once(f"api    {error}; trying again")
                 return
 
-        # The events are a service: an account may lack the right to read them.
+        # The events are a service: an account may lack the right to read them. Until the job runs,
+        # some of its pods may be missing: its events say why.
         found = troubles(pods)
         with suppress(KubeError):
-            owners = [cluster, self.name] if cluster else []
+            owners = [cluster, self.name] if cluster and not (pods and started) else []
             found += read_warnings(self.api, self.namespace, owners, pods, found)
         for trouble in found:
             self._print_once(f"pod    {trouble.pod} {trouble.text}")

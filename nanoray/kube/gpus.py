@@ -116,7 +116,7 @@ def assign_gpus(gpus: Gpus | None, objects: list[Object], group: Object, name: s
 
     if gpus is not None and gpus.request is not None:
         if own_claim is None:
-            objects.insert(1, claim_template(name, gpus.request))  # after the namespace
+            objects.append(claim_template(name, gpus.request))
             claim = {"name": CLAIM, "resourceClaimTemplateName": name}
             pod.setdefault("resourceClaims", []).append(claim)
             resources.setdefault("claims", []).append({"name": CLAIM})

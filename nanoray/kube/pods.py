@@ -45,11 +45,11 @@ def read_warnings(
     """Return what the events say of pods that are Pending although their status has no reason.
 
     A claim that a driver does not prepare, a volume that does not mount: the kubelet reports it in
-    events alone. Without any pod, the events of its `owners` say why it was not created, such as a
-    quota. Raises KubeError.
+    events alone. Those of the pods' `owners` say why a pod was not created: a quota, the namespace's
+    Pod Security Standard. Raises KubeError.
     """
     known = {trouble.pod for trouble in explained}
-    silent = [] if pods else list(owners)
+    silent = list(owners)
     for pod in pods:
         name = pod["metadata"]["name"]
         if pod.get("status", {}).get("phase") == "Pending" and name not in known:

@@ -1,10 +1,11 @@
 """Render the Kubernetes objects that train a configuration.
 
-overlay (kuberay/overlays/NAME/job) ─► build ─► set name, namespace, image, pods, storage,
-configuration ─► check
+overlay (kuberay/overlays/NAME/job) ─► kubectl kustomize ─► set name, namespace, image, pods,
+storage, configuration
 
 The overlay shapes pods for a kind of machine; the settings of the run are applied on top. Nothing
-here calls a cluster, so configuration errors are raised before a cluster is changed.
+here calls a cluster, so configuration errors are raised before a cluster is changed. What the
+objects themselves get wrong, the API server and KubeRay's operator say.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from nanoray.config.data import IMAGES
 from nanoray.config.spellings import join
 from nanoray.errors import ConfigError
 from nanoray.kube.gpus import assign_gpus, choose_gpus, template_name
-from nanoray.kube.kustomize import Object, build, containers
-from nanoray.kube.rules import NAME_LIMIT, groups, problems, quantity, templates
+from nanoray.kube.kustomize import Object, build, containers, groups, in_order, quantity
 
 # Where a wheel puts the checkout's kuberay/
 _INSTALLED = Path(__file__).resolve().with_name("manifests")
 KUBE_DIR = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[2] / "kuberay"
 CONFIG_DIR = "/etc/nanoray"
 RUNS = "/data/runs"
+NAME_LIMIT = 47  # of a RayJob: the operator appends a suffix to its pods
 MIN_TIMEOUT_S = 300.0  # a replaced pod may need a new node and its image
 OVERLAY = {"cpu": "cpu", "cuda": "multi-pod", "mig": "mig-mixed"}  # defaults of --overlay
 DRA_OVERLAY = {"cpu": "cpu", "cuda": "gpu-dra", "mig": "mig-dra"}  # with --gpu_allocation dra
@@ -50,10 +51,10 @@ def render(config: Config, started: float) -> list[Object]:
     """Return the objects of a RayJob that trains `config`.
 
     `config.workers` must be a number, because the cluster is made for it. `started`, in Unix
-    seconds, makes the name of the run's folder on the volume unique. Raises ConfigError with every
-    broken rule.
+    seconds, makes the name of the run's folder on the volume unique. Raises ConfigError.
     """
     kube = config.kube
+    _require_tag(kube.image)
     ranks = config.workers
     if ranks == "auto" or config.device == "auto":
         raise ConfigError(
@@ -80,7 +81,7 @@ def render(config: Config, started: float) -> list[Object]:
     _protect_pods(objects, job, name)
     _set_storage(objects, kube)
     _drop_unused_download(objects, config)
-    objects.insert(1, _config_map(config, name))  # after the namespace, before what mounts it
+    objects.append(_config_map(config, name))
 
     # The command.
     spec = job["spec"]
@@ -96,15 +97,12 @@ def render(config: Config, started: float) -> list[Object]:
 
     for thing in objects:
         _place(thing, kube)
-    broken = problems(objects)
-    if broken:
-        raise ConfigError("these manifests would not work:\n  " + "\n  ".join(broken))
-    return objects
+    return in_order(objects)
 
 
 def job_name(name: str) -> str:
     """Return `name` as Kubernetes allows it: lower case, dashes, a letter first, not too long."""
-    return _plain_name(name)[: NAME_LIMIT["RayJob"]].rstrip("-")
+    return _plain_name(name)[:NAME_LIMIT].rstrip("-")
 
 
 def _plain_name(name: str) -> str:
@@ -120,11 +118,21 @@ def _require_whole_name(name: str) -> None:
     Two runs whose names differ at their ends would be one job.
     """
     plain = _plain_name(name)
-    limit = NAME_LIMIT["RayJob"]
+    limit = NAME_LIMIT
     if len(plain) > limit:
         raise ConfigError(
             f"name = {name}: the RayJob would be {plain}, of {len(plain)} characters, and KubeRay "
             f"takes {limit}; shorten --name by {len(plain) - limit}"
+        )
+
+
+def _require_tag(image: str) -> None:
+    """Raise ConfigError for an image whose content can change between two pods of a run."""
+    tag = image.rpartition("/")[2].partition(":")[2]  # a registry's port has a colon, too
+    if image and "@sha256:" not in image and tag in ("", "latest"):
+        raise ConfigError(
+            f"image = {image} has no fixed tag, so two pods could get different ones; write "
+            "NAME:TAG"
         )
 
 
@@ -248,7 +256,14 @@ def _shape_pods(objects: list[Object], job: Object, config: Config, ranks: int) 
     for volume in workers["template"]["spec"]["volumes"]:
         if "emptyDir" in volume:
             overlay_gib = quantity(volume["emptyDir"]["sizeLimit"]) / 2**30
-            volume["emptyDir"]["sizeLimit"] = f"{kube.shm_gib or overlay_gib * growth:g}Gi"
+            shm_gib = kube.shm_gib or overlay_gib * growth
+            # It is a tmpfs, whose memory is the container's: a full one would kill the rank.
+            if shm_gib >= memory_gib:
+                raise ConfigError(
+                    f"shm_gib = {shm_gib:g} counts against the memory limit of {memory_gib:g} GiB; "
+                    "raise --memory_gib, or lower --shm_gib"
+                )
+            volume["emptyDir"]["sizeLimit"] = f"{shm_gib:g}Gi"
 
     _mount_config(spec, f"{job_name(config.name)}-config")
 
@@ -274,9 +289,9 @@ def _protect_pods(objects: list[Object], job: Object, name: str) -> None:
     """
     label = {"app.kubernetes.io/instance": name}
     pods = 0
-    for template, count in templates(job):
-        template["metadata"]["labels"] |= label
-        pods += count
+    for group in groups(job["spec"]["rayClusterSpec"]):
+        group["template"]["metadata"]["labels"] |= label
+        pods += group.get("replicas", 1)  # the head group has no number
     for thing in objects:
         if thing["kind"] == "PodDisruptionBudget":
             thing["metadata"]["name"] = name

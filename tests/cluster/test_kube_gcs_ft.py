@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import yaml
 
-from nanoray.kube.kustomize import build
 from nanoray.kube.render import KUBE_DIR
 from tests.cluster.test_kube_pods import RECIPE, losses
 from tests.harness.kuberay import DASHBOARD_PORT, TOKEN, Pod, head_service, pods_of
+from tests.harness.manifests import build
 from tests.harness.pods import Machine, RunningPod, ip, missing
 
 AWAY_S = 20.0  # longer than a run without --head_timeout_s waits for a head

@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from nanoray.kube.__main__ import main
-from nanoray.kube.kustomize import build
+from nanoray.kube.kustomize import quantity
 from nanoray.kube.render import KUBE_DIR
-from nanoray.kube.rules import quantity, templates
+from tests.harness.kube_rules import templates
 from tests.harness.kube_server import ApiServer
 from tests.harness.kuberay import Operator
+from tests.harness.manifests import build
 from tests.harness.pods import Machine, RunningPod, missing
 
 CGROUPS = Path("/sys/fs/cgroup")

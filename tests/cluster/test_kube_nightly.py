@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nanoray.kube.kustomize import build
 from nanoray.kube.render import KUBE_DIR
 from tests.harness.kube_server import ApiServer
 from tests.harness.kuberay import Operator, job_of_cron_job
+from tests.harness.manifests import build
 from tests.harness.pods import Machine, missing
 
 

@@ -23,14 +23,15 @@ from typing import Any
 import pytest
 import yaml
 
-from nanoray.kube.kustomize import build
+from nanoray.kube.kustomize import groups
 from nanoray.kube.render import KUBE_DIR
-from nanoray.kube.rules import cluster_spec, groups
 from tests.harness import commands
 from tests.harness.cluster import computed_with
 from tests.harness.commands import torchrun
+from tests.harness.kube_rules import cluster_spec
 from tests.harness.kube_server import ApiServer
 from tests.harness.kuberay import Operator, head_service, pods_of, ray_start
+from tests.harness.manifests import build
 from tests.harness.pods import Machine, RunningPod, missing
 from tests.harness.ranks import TINY
 from tests.unit.test_kube import FOLDERS

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
-from nanoray.kube.kustomize import build
+from nanoray.kube.kustomize import quantity
 from nanoray.kube.render import KUBE_DIR
-from nanoray.kube.rules import quantity
 from tests.cluster.test_kube_pods import RECIPE, assert_as_here, until
+from tests.harness.manifests import build
 from tests.harness.pods import Machine, RunningPod, missing
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.manifests import require_kubectl
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "nanoray", "kuberay")
 
@@ -136,6 +138,7 @@ def test_launch_trains_a_preset_with_a_ray_of_its_own(
 
 
 def test_kube_render_finds_the_manifests(installed: Path, elsewhere: Path) -> None:
+    require_kubectl()
     flags = ("--preset", "tiny", "--workers", "2", "--dataset", "stdlib")
     for device, tag in (("cpu", "cpu"), ("cuda", "cuda"), ("mig", "cuda")):
         output = run(

@@ -55,6 +55,7 @@ class ApiServer:
         self.drop_proxy = 0  # so many proxied requests are answered with a 502
         self.proxy_refusal: tuple[int, str] | None = None  # status and message, in place of Ray's
         self.proxy_is_silent = False  # a policy that drops packets: no answer
+        self.dry_runs: list[str] = []  # the kind of each object that was checked and not stored
         self.exec_refused = False
         self.execs: list[str] = []  # the pod of each command
         self.exec_containers: list[str] = []  # and its container; empty for the pod's first one
@@ -147,10 +148,15 @@ class ApiServer:
                 return web.json_response(self.objects[key])
             assert request.headers["Content-Type"] == "application/apply-patch+yaml"
             thing = yaml.safe_load(text)
+            if key[1] and ("namespaces", "", key[1]) not in self.objects:
+                return _status(404, f'namespaces "{key[1]}" not found')
             known = self.objects.get(key, {})
-            is_template = key[0] == "resourceclaimtemplates"
-            if is_template and known and known["spec"] != thing["spec"]:
+            is_immutable = key[0] in ("resourceclaimtemplates", "jobs")
+            if is_immutable and known and known["spec"] != thing["spec"]:
                 return _status(422, f"{key[2]} is invalid: spec: field is immutable")
+            if request.query.get("dryRun") == "All":
+                self.dry_runs.append(thing["kind"])
+                return web.json_response(thing)
             self.objects[key] = thing | ({"status": known["status"]} if "status" in known else {})
             return web.json_response(self.objects[key])
         if request.method == "GET" and not key[2]:

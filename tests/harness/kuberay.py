@@ -18,7 +18,8 @@ from typing import Any
 
 import yaml
 
-from nanoray.kube.rules import cluster_spec, quantity
+from nanoray.kube.kustomize import quantity
+from tests.harness.kube_rules import cluster_spec
 from tests.harness.kube_server import ApiServer
 from tests.harness.pods import Machine
 

@@ -1,6 +1,4 @@
-"""kuberay/ and `nanoray kube render`: built, checked against the schemas and KubeRay's rules, and
-against kustomize.
-"""
+"""kuberay/ and `nanoray kube render`: built, checked against the schemas and KubeRay's rules."""
 
 from __future__ import annotations
 
@@ -23,14 +21,17 @@ import yaml
 
 from nanoray.config import load_config, make_config
 from nanoray.errors import ConfigError
+from nanoray.kube import kustomize
 from nanoray.kube.__main__ import main
 from nanoray.kube.claims import claim_templates, gpu_requests
-from nanoray.kube.kustomize import build, containers, json_patch, to_yaml
-from nanoray.kube.render import KUBE_DIR, entrypoint, job_name, render
-from nanoray.kube.rules import DRAIN, cluster_spec, groups, problems, quantity, templates
+from nanoray.kube.kustomize import containers, groups, quantity, to_yaml
+from nanoray.kube.render import KUBE_DIR, entrypoint, job_name
 from tests.harness.foreign import written_gpt2
+from tests.harness.kube_rules import DRAIN, cluster_spec, problems, templates
+from tests.harness.manifests import build, render
 from tests.harness.pods import missing
 
+pytestmark = pytest.mark.usefixtures("kubectl")
 ROOT = KUBE_DIR.parent
 OVERLAYS = sorted(path.name for path in (KUBE_DIR / "overlays").iterdir())
 FOLDERS = [f"overlays/{name}/{form}" for name in OVERLAYS for form in ("cluster", "job")]
@@ -393,31 +394,6 @@ def test_other_objects_fit_kubernetes_schemas(folder: str, tmp_path: Path) -> No
                 kubernetes_validate.validate(pod, "1.34", strict=True)
 
 
-# Against the real kustomize.
-
-
-@pytest.mark.parametrize("folder", [*FOLDERS, *OPTIONS])
-def test_our_renderer_prints_what_kustomize_prints(folder: str, tmp_path: Path) -> None:
-    """Also the components that no folder uses, in one made for it."""
-    command = _kustomize()
-    path = KUBE_DIR / folder if folder in FOLDERS else _with_component(folder, tmp_path)
-    done = subprocess.run([*command, str(path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    theirs = {_name(thing): thing for thing in yaml.load_all(done.stdout, loader)}
-    ours = {_name(thing): thing for thing in build(path)}
-    assert ours.keys() == theirs.keys()
-    for name, thing in ours.items():
-        assert thing == theirs[name], name
-
-
-def _kustomize() -> list[str]:
-    for command in (["kustomize", "build"], ["kubectl", "kustomize"]):
-        if shutil.which(command[0]):
-            return command
-    pytest.skip("neither kustomize nor kubectl is installed")
-
-
 def _name(thing: Object) -> tuple[str, str]:
     return thing["kind"], thing["metadata"]["name"]
 
@@ -581,77 +557,25 @@ def test_no_quantities(text: str) -> None:
         quantity(text)
 
 
-# The renderer's own refusals.
+# kubectl.
 
 
-@pytest.mark.parametrize(
-    ("rules", "text"),
-    [
-        ({"resources": ["absent.yaml"]}, "cannot read manifest"),
-        ({"resources": ["broken.yaml"]}, "is not YAML"),
-        ({"namePrefix": "x-"}, "['namePrefix'], which is not supported here"),
-        (
-            {"configMapGenerator": [{"name": "c", "literals": ["a=b"]}]},
-            "only with disableNameSuffixHash",
-        ),
-        (
-            {"resources": ["one.yaml"], "patches": [{"target": {"kind": "Pod"}, "patch": "[]"}]},
-            "not among its objects",
-        ),
-        (
-            {
-                "resources": ["one.yaml"],
-                "patches": [{"target": {"kind": "ConfigMap"}, "patch": "data: {a: b}"}],
-            },
-            "only JSON patches and $patch: delete",
-        ),
-        (
-            {
-                "resources": ["one.yaml"],
-                "replacements": [{"source": {"kind": "Pod"}, "targets": []}],
-            },
-            "selects 0 objects",
-        ),
-        (
-            {
-                "resources": ["one.yaml"],
-                "replacements": [
-                    {
-                        "source": {"kind": "ConfigMap"},
-                        "targets": [{"select": {"kind": "ConfigMap"}, "fieldPaths": ["data.z"]}],
-                    }
-                ],
-            },
-            "has no field data.z",
-        ),
-    ],
-)
-def test_the_renderer_refuses_what_it_does_not_do(tmp_path: Path, rules: Object, text: str) -> None:
-    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(rules))
-    (tmp_path / "one.yaml").write_text(
-        "{apiVersion: v1, kind: ConfigMap, metadata: {name: c}, data: {a: '1'}}"
-    )
-    (tmp_path / "broken.yaml").write_text("a: [")
-    with pytest.raises(ConfigError) as refused:
-        build(tmp_path)
-    assert text in str(refused.value)
+def test_what_kubectl_cannot_build_is_its_own_error(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_text("resources: [absent.yaml]\n")
+    with pytest.raises(ConfigError, match=rf"kubectl kustomize {tmp_path}: .*absent\.yaml"):
+        kustomize.build(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("operation", "text"),
-    [
-        (
-            {"op": "replace", "path": "/data/z", "value": 1},
-            "replace /data/z leads nowhere in ConfigMap c",
-        ),
-        ({"op": "remove", "path": "/list/7"}, "leads nowhere"),
-        ({"op": "move", "path": "/data/a", "from": "/x"}, "operation move is not supported"),
-    ],
-)
-def test_json_patch_refusals(operation: Object, text: str) -> None:
-    thing = {"kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "1"}, "list": [1]}
-    with pytest.raises(ConfigError, match=re.escape(text)):
-        json_patch(thing, operation)
+def test_without_kubectl_a_render_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("nanoray.kube.render.build", kustomize.build)
+    flags = ["--preset", "tiny", "--workers", "2", "--device", "cpu", "--dataset", "stdlib"]
+    assert main(["render", *flags]) == 2
+    error = capsys.readouterr().err
+    assert "kubectl builds the manifests in" in error
+    assert "install kubectl, and put its folder on PATH" in error
 
 
 # nanoray kube render.
@@ -997,7 +921,7 @@ def test_weights_on_the_volume_are_read_in_the_pod(
     flags += ["--device", "cpu", "--dataset", "shakespeare", "--init_from", "/data/gpt2"]
     assert main(["render", *flags]) == 0
     objects = list(yaml.safe_load_all(capsys.readouterr().out))
-    text = next(of_kind([thing], "ConfigMap") for thing in objects if thing["kind"] == "ConfigMap")
+    (text,) = [thing for thing in objects if thing["metadata"]["name"].endswith("-config")]
     carried = yaml.safe_load(text["data"]["config.yaml"])
     assert carried["init_from"] == "/data/gpt2"
     assert carried["block_size"] == 96

@@ -20,9 +20,11 @@ from nanoray.kube.fetch import fetch
 from nanoray.kube.follow import Follower
 from nanoray.kube.pods import troubles
 from tests.harness.kube_server import ApiServer, ray_head, submit_of
+from tests.harness.manifests import build
 from tests.harness.messages import find_line
 from tests.harness.ports import closed_port
 
+pytestmark = pytest.mark.usefixtures("kubectl")
 Object = dict[str, Any]
 
 
@@ -159,12 +161,51 @@ def test_a_job_that_runs_is_not_replaced(server: ApiServer, submit: list[str], c
     assert "RayJob words runs already; follow it with" in capsys.readouterr().err
 
 
-def test_dry_run_touches_nothing(server: ApiServer, submit: list[str], capsys: Any) -> None:
+# A dry run.
+
+
+def test_the_api_server_checks_a_dry_run_and_stores_nothing(
+    server: ApiServer, submit: list[str], capsys: Any
+) -> None:
+    server.objects["namespaces", "", "nanoray"] = {"metadata": {"name": "nanoray"}}
+    job = {"metadata": {"name": "nanoray-dataset"}, "spec": {"template": "of another image"}}
+    server.objects["jobs", "nanoray", "nanoray-dataset"] = job
+    before = dict(server.objects)
+    assert main([*submit, "--dataset", "shakespeare", "--dry_run"]) == 0
+    out = capsys.readouterr().out
+    assert "kuberay: version unknown\n" in out
+    assert "would apply RayJob words\n" in out
+    assert "would replace Job nanoray-dataset\n" in out, "which cannot be changed"
+    assert {"Namespace", "PersistentVolume", "ConfigMap", "RayJob"} <= set(server.dry_runs)
+    assert "Job" not in server.dry_runs
+    assert server.objects == before
+
+    server.refusals["PATCH rayjobs"] = (422, "spec.rayClusterSpec: Required value")
+    assert main([*submit, "--dry_run"]) == 4
+    assert "RayJob words: spec.rayClusterSpec: Required value" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_the_api_server_could_not_check(
+    server: ApiServer, submit: list[str], capsys: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """What goes into a namespace that is not there yet; without a cluster, everything."""
     assert main([*submit, "--dry_run"]) == 0
     out = capsys.readouterr().out
-    assert "would apply RayJob words" in out
-    assert "fit    not compared with the nodes: there is none yet" in out
+    assert "would apply RayJob words in the new namespace nanoray, not checked yet\n" in out
+    assert set(server.dry_runs) == {"Namespace", "PersistentVolume"}
     assert server.objects == {}
+
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    assert main([*submit, "--dry_run"]) == 0
+    out = capsys.readouterr().out
+    assert "would apply RayJob words\n" in out
+    assert "check  by no API server: no cluster: " in out
+
+
+def test_a_dry_run_needs_kuberay(server: ApiServer, submit: list[str], capsys: Any) -> None:
+    server.kuberay = False
+    assert main([*submit, "--dry_run"]) == 4
+    assert "KubeRay is not installed in this cluster" in capsys.readouterr().err
 
 
 # Pods that do not come.
@@ -441,6 +482,25 @@ def test_without_any_pod_the_events_of_the_cluster_say_why(server: ApiServer, ca
     assert "its events cannot be read: the cluster answered 403" in capsys.readouterr().out
 
 
+def test_a_worker_that_is_refused_beside_a_head_that_runs(server: ApiServer, capsys: Any) -> None:
+    """Its head runs, so the job waits without a Pending pod; once it trains, nothing is asked."""
+    job = rayjob(server, jobDeploymentStatus="Initializing", rayClusterName="words-abc")
+    pod(server, "words-head", {"phase": "Running"})
+    refusal = 'pods "words-w" is forbidden: violates PodSecurity "restricted:latest"'
+    event(server, "words-abc", "FailedToCreateWorkerPod", refusal, "10:00:00")
+    line = f"       words-abc FailedToCreateWorkerPod: {refusal}\n"
+    assert main(["status", "words"]) == 0
+    assert line in capsys.readouterr().out
+    said: list[str] = []
+    follower = Follower(Api(), "nanoray", "words", said.append, poll_s=0.01, start_timeout_s=0.1)
+    with pytest.raises(KubeError, match="cannot start: words-abc FailedToCreateWorkerPod"):
+        follower.run()
+
+    job["status"] |= {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}
+    assert main(["status", "words"]) == 0
+    assert line not in capsys.readouterr().out
+
+
 def test_status_of_a_run_that_has_not_begun(server: ApiServer, capsys: Any) -> None:
     """Its folder is not there yet, is empty, or has a run without a step: no shell command."""
     job = rayjob(server, jobDeploymentStatus="Running", jobStatus="PENDING", jobId="words-1")
@@ -476,7 +536,6 @@ def test_paths(kind: str, path: str) -> None:
 
 
 def test_every_kind_that_is_rendered_has_a_path() -> None:
-    from nanoray.kube.kustomize import build
     from nanoray.kube.render import KUBE_DIR
 
     for folder in KUBE_DIR.glob("overlays/*/job"):

@@ -14,11 +14,12 @@ from nanoray.errors import ConfigError
 from nanoray.kube.__main__ import main
 from nanoray.kube.claims import claim_templates, gpu_requests
 from nanoray.kube.gpus import assign_gpus, choose_gpus
-from nanoray.kube.kustomize import build
-from nanoray.kube.render import KUBE_DIR, render
-from nanoray.kube.rules import problems
+from nanoray.kube.render import KUBE_DIR
+from tests.harness.kube_rules import problems
 from tests.harness.kube_server import ApiServer, submit_of
+from tests.harness.manifests import build, render
 
+pytestmark = pytest.mark.usefixtures("kubectl")
 Object = dict[str, Any]
 CAPABILITY = (
     "device.attributes['gpu.nvidia.com'].cudaComputeCapability.compareTo(semver('7.5.0')) >= 0"
@@ -355,59 +356,17 @@ def test_both_ways_of_whole_gpus_claim_the_same() -> None:
     assert without_ray == ours
 
 
-# What the nodes list, over real HTTP.
+# Submit, stop, over real HTTP.
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    """Two nodes with room for all but GPUs, on which NVIDIA's driver lists nothing yet."""
+    """A cluster with the device classes of NVIDIA's driver."""
     with ApiServer(tmp_path) as server:
         monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path)))
         for name in CLASSES:
             device_class(server, name)
-        for name in ("a", "b"):
-            server.objects["nodes", "", name] = {
-                "metadata": {"name": name},
-                "spec": {},
-                "status": {"allocatable": {"cpu": "64", "memory": "512Gi"}},
-            }
         yield server
-
-
-def gpu(name: str, product: str = "NVIDIA H200", capability: str = "9.0.0", **more: Any) -> Object:
-    """Return a device as NVIDIA's driver lists it."""
-    attributes = {
-        "type": {"string": "gpu"},
-        "productName": {"string": product},
-        "cudaComputeCapability": {"version": capability},
-    }
-    capacity = {"memory": {"value": "143771Mi"}}
-    return {"name": name, "attributes": attributes, "capacity": capacity} | more
-
-
-def mig(name: str, profile: str, **more: Any) -> Object:
-    attributes = {"type": {"string": "mig"}, "profile": {"string": profile}}
-    capacity = {"memory": {"value": "16384Mi"}}
-    return {"name": name, "attributes": attributes, "capacity": capacity} | more
-
-
-def listed(server: ApiServer, node: str, *devices: Object, **pool: Any) -> None:
-    """Put a ResourceSlice of NVIDIA's driver into the server."""
-    spec = {
-        "driver": pool.pop("driver", "gpu.nvidia.com"),
-        "nodeName": node,
-        "pool": {"name": node, "generation": 1, "resourceSliceCount": 1} | pool,
-        "devices": list(devices),
-    }
-    name = f"{node}-{len(server.objects)}"
-    server.objects["resourceslices", "", name] = {"metadata": {"name": name}, "spec": spec}
-
-
-def allocated(server: ApiServer, node: str, device: str, **more: Any) -> None:
-    result = {"driver": "gpu.nvidia.com", "pool": node, "device": device} | more
-    claim = {"status": {"allocation": {"devices": {"results": [result]}}}}
-    name = f"claim-{len(server.objects)}"
-    server.objects["resourceclaims", "team", name] = {"metadata": {"name": name}} | claim
 
 
 def device_class(server: ApiServer, name: str) -> None:
@@ -417,201 +376,6 @@ def device_class(server: ApiServer, name: str) -> None:
 def submitted(tmp_path: Path, *flags: str) -> list[str]:
     how = ["--dataset", "shakespeare", "--device", "cuda", "--gpu_allocation", "dra"]
     return [*submit_of(tmp_path), *how, *flags]
-
-
-FITS: list[tuple[Callable[[ApiServer], Any], list[str], int, tuple[str, ...]]] = [
-    # Without a class, or with the other one's, whatever the nodes have.
-    *(
-        (
-            lambda s, names=names: [
-                [s.objects.pop(("deviceclasses", "", name)) for name in names],
-                listed(s, "a", gpu("gpu-0"), gpu("gpu-1")),
-            ],
-            [],
-            4,
-            ("no device class gpu.nvidia.com: NVIDIA's DRA driver is not installed",),
-        )
-        for names in (CLASSES, CLASSES[:1])
-    ),
-    # With the class alone, fewer GPUs in a pod would not help.
-    (
-        lambda s: None,
-        [],
-        4,
-        ("a has the most, 0 gpu.nvidia.com; NVIDIA's DRA driver lists no device there: see",),
-    ),
-    # More ranks than the cluster has GPUs: no other pod is in the way.
-    (
-        lambda s: [listed(s, node, gpu("gpu-0"), gpu("gpu-1")) for node in "ab"],
-        ["--workers", "6", "--global_batch_size", "6"],
-        0,
-        ("no room now for 2 of them", "no room was found on empty nodes either: add nodes, or use"),
-    ),
-    # Room: two workers of one GPU each.
-    (
-        lambda s: listed(s, "a", gpu("gpu-0"), gpu("gpu-1")),
-        [],
-        0,
-        ("2 gpu.nvidia.com; 2 node(s) have room for them",),
-    ),
-    # Whole GPUs are no slices, and another driver's devices are none.
-    (
-        lambda s: [
-            listed(s, "a", mig("gpu-0-mig-0", "1g.18gb")),
-            listed(s, "b", gpu("gpu-0"), driver="gpu.example.com"),
-        ],
-        [],
-        4,
-        (
-            "worker pod of RayJob words fits on no node",
-            "the most, 0 gpu.nvidia.com",
-            "1 1g.18gb sl",
-        ),
-    ),
-    # By count.
-    (
-        lambda s: [listed(s, node, gpu("gpu-0")) for node in "ab"],
-        ["--ranks_per_pod", "2"],
-        4,
-        (
-            "it asks for 2 gpu.nvidia.com, and a has the most, 1",
-            "lower --ranks_per_pod",
-            "2 NVIDIA",
-        ),
-    ),
-    # By the selectors of overlay and user.
-    (
-        lambda s: listed(s, "a", gpu("gpu-0", "Tesla V100", "7.0.0")),
-        [],
-        4,
-        ("the most, 0 gpu.nvidia.com", "the driver lists: 1 Tesla V100"),
-    ),
-    (
-        lambda s: listed(s, "a", gpu("gpu-0"), gpu("gpu-1")),
-        ["--gpu_selector", H100],
-        4,
-        ("give another --gpu_resource or --gpu_selector (the driver lists: 2 NVIDIA H200)",),
-    ),
-    (
-        lambda s: listed(s, "a", gpu("gpu-0"), gpu("gpu-1")),
-        ["--gpu_selector", MEMORY.replace("15Gi", "200Gi")],
-        4,
-        ("the most, 0 gpu.nvidia.com",),
-    ),
-    (
-        lambda s: listed(s, "a", gpu("gpu-0"), gpu("gpu-1")),
-        ["--gpu_selector", MEMORY],
-        0,
-        ("have room for them",),
-    ),
-    # What only the scheduler can evaluate is said, and counted as satisfied.
-    (
-        lambda s: listed(s, "a", gpu("gpu-0"), gpu("gpu-1")),
-        ["--gpu_selector", "device.attributes['gpu.nvidia.com'].productName.startsWith('NVIDIA')"],
-        0,
-        ("have room for them", "only the scheduler evaluates it: device.attributes['gpu.nvidia"),
-    ),
-    # Slices, by profile.
-    (
-        lambda s: listed(s, "b", mig("m0", "1g.18gb"), mig("m1", "1g.18gb"), mig("m2", "3g.71gb")),
-        ["--device", "mig"],
-        0,
-        ("2 mig.nvidia.com 1g.18gb; 2 node(s) have room",),
-    ),
-    (
-        lambda s: listed(s, "b", mig("m0", "1g.18gb"), mig("m1", "1g.18gb")),
-        ["--device", "mig", "--gpu_resource", "3g.71gb"],
-        4,
-        ("the most, 0 mig.nvidia.com 3g.71gb", "the driver lists: 2 1g.18gb slices"),
-    ),
-    (
-        lambda s: listed(s, "b", *(mig(f"m{i}", "1g.18gb", consumesCounters=[{}]) for i in "01")),
-        ["--device", "mig"],
-        0,
-        ("have room for them", "fit    at most: the driver makes slices on demand"),
-    ),
-    # What others have, and what is broken or not valid any more.
-    (
-        lambda s: [listed(s, "a", gpu("gpu-0"), gpu("gpu-1")), allocated(s, "a", "gpu-1")],
-        [],
-        0,
-        (
-            "no room now for 1 of them: worker pod",
-            "a 58 CPU, 490 GiB, 0 gpu.nvidia.com",
-            "they wait until other pods end; or use fewer",
-        ),
-    ),
-    (
-        lambda s: [
-            listed(s, "a", gpu("gpu-0"), gpu("gpu-1")),
-            allocated(s, "a", "gpu-1", adminAccess=True),
-            allocated(s, "a", "gpu-1", driver="gpu.example.com"),
-            allocated(s, "b", "gpu-0"),
-        ],
-        [],
-        0,
-        ("have room for them",),
-    ),
-    (
-        lambda s: listed(s, "a", gpu("gpu-0"), gpu("gpu-1", taints=[{"effect": "NoSchedule"}])),
-        [],
-        0,
-        ("no room now for 1 of them: worker pod",),
-    ),
-    (
-        lambda s: [
-            listed(s, "a", gpu("gpu-0"), gpu("gpu-1")),
-            listed(s, "a", gpu("gpu-0"), generation=2),
-        ],
-        [],
-        0,
-        ("no room now for 1 of them: worker pod",),
-    ),
-    # Rights.
-    (
-        lambda s: s.refusals.update({"GET resourceslices": (403, "slices is forbidden")}),
-        [],
-        0,
-        ("have room for them", "claims of GPUs are not compared with the nodes: the cluster answ"),
-    ),
-    (
-        lambda s: [
-            listed(s, "a", gpu("gpu-0"), gpu("gpu-1")),
-            s.refusals.update({"GET resourceclaims": (403, "claims is forbidden")}),
-        ],
-        [],
-        0,
-        ("have room for them", "GPUs count as free; claims may not be listed (claims is forbidden"),
-    ),
-    # A cluster without DRA.
-    (
-        lambda s: setattr(s, "dra", False),
-        [],
-        4,
-        ("has no resource.k8s.io/v1: Dynamic Resource Allocation needs Kubernetes 1.34",),
-    ),
-]
-
-
-@pytest.mark.parametrize(("prepare", "flags", "code", "texts"), FITS)
-def test_a_dry_run_compares_claims_with_the_devices_of_the_nodes(
-    server: ApiServer,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    prepare: Callable[[ApiServer], Any],
-    flags: list[str],
-    code: int,
-    texts: tuple[str, ...],
-) -> None:
-    prepare(server)
-    assert main([*submitted(tmp_path, *flags), "--dry_run"]) == code
-    captured = capsys.readouterr()
-    printed = captured.err if code else captured.out
-    for text in texts:
-        assert text in printed
-
-
-# Submit, stop.
 
 
 @pytest.mark.parametrize(
@@ -634,9 +398,10 @@ def test_a_cluster_without_the_driver_is_refused_before_anything_is_applied(
 ) -> None:
     prepare(server)
     before = dict(server.objects)
-    assert main(submitted(tmp_path)) == 4
-    assert error in capsys.readouterr().err
-    assert server.objects == before
+    for flags in ([], ["--dry_run"]):
+        assert main(submitted(tmp_path, *flags)) == 4
+        assert error in capsys.readouterr().err
+        assert server.objects == before
 
 
 def test_a_job_is_submitted_again_with_other_claims_and_deleted(

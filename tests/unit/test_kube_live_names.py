@@ -14,6 +14,8 @@ from nanoray.kube.render import job_name, out_dir_of
 from tests.cluster import test_kube_live as live
 from tests.harness.kube_server import ApiServer
 
+pytestmark = pytest.mark.usefixtures("kubectl")
+
 
 def node_names() -> list[str]:
     """Return the names of the tests that get a job, each with the ids of its parameters."""

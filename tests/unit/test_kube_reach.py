@@ -21,6 +21,7 @@ from tests.harness.cluster import wait_for
 from tests.harness.kube_server import ApiServer, ray_head, submit_of
 from tests.harness.messages import find_line
 
+pytestmark = pytest.mark.usefixtures("kubectl")
 Object = dict[str, Any]
 DIAL = "error trying to reach service: dial tcp 10.42.1.5:8265: i/o timeout"
 FORBIDDEN = 'services "words-abc-head-svc:8265" is forbidden: cannot get services/proxy'

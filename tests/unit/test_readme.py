@@ -22,6 +22,7 @@ from nanoray.cli import parse_args
 from nanoray.cli.parsers import MODULES
 from tests.harness.commands import run
 from tests.harness.foreign import written_gpt2
+from tests.harness.manifests import require_kubectl
 from tests.stress.control import ControlBenchmark
 from tests.unit.test_layers import ROWS
 
@@ -96,6 +97,7 @@ def check_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     elif words[0] == "nanoray":
         assert words[1] in {*COMMANDS} - {*MODULES}
         if words[1] == "kube":
+            require_kubectl()
             monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
             assert importlib.import_module(COMMANDS["kube"][0]).main([*words[2:], "--dry_run"]) == 0
     elif words[0] == "kubectl":

@@ -14,7 +14,6 @@ from nanoray.config import Config, load_config
 from nanoray.config.strict_yaml import YamlError, read_texts, read_values
 from nanoray.errors import ConfigError
 from nanoray.forecast.links import load_topology
-from nanoray.kube.kustomize import build, read_objects
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
 
@@ -205,7 +204,7 @@ def test_values_without_a_schema_have_the_types_of_yaml_1_2() -> None:
         read_values("mode: 0644")
 
 
-def test_a_topology_and_a_manifest_are_read_as_strictly(tmp_path: Path) -> None:
+def test_a_topology_is_read_as_strictly(tmp_path: Path) -> None:
     topology = tmp_path / "mine.yaml"
     link = "{alpha_us: 1e1, bandwidth_gb_per_s: 12}"
     lines = f"ranks_per_node: 4\nintra: {link}\ninter: {link}\nnote: 2026\n"
@@ -215,22 +214,6 @@ def test_a_topology_and_a_manifest_are_read_as_strictly(tmp_path: Path) -> None:
     topology.write_text(lines + "inter: fit\n")
     with pytest.raises(ConfigError, match="has the key inter in line 3 and again in line 5"):
         load_topology(str(topology))
-
-    manifest = tmp_path / "job.yaml"
-    manifest.write_text("kind: Pod\ndate: 2026-01-01\nvalue: on\n")
-    assert read_objects(manifest) == [{"kind": "Pod", "date": "2026-01-01", "value": "on"}]
-    manifest.write_text("kind: Pod\nkind: Job\n")
-    with pytest.raises(ConfigError, match="has the key kind in line 1 and again in line 2"):
-        read_objects(manifest)
-    (tmp_path / "kustomization.yaml").write_text("")
-    with pytest.raises(ConfigError, match="has 0 documents; write one"):
-        build(tmp_path)
-    for patch, message in (("[{op: add, op: add}]", "again in line 1"), ("a\n---\nb", "has 2 doc")):
-        manifest.write_text("kind: Pod\n")
-        rules = {"resources": ["job.yaml"], "patches": [{"target": {}, "patch": patch}]}
-        (tmp_path / "kustomization.yaml").write_text(str(rules).replace("'", '"'))
-        with pytest.raises(ConfigError, match=message):
-            build(tmp_path)
 
 
 def test_nothing_else_in_the_package_reads_yaml() -> None:

@@ -1,8 +1,8 @@
-"""Check manifests before they are sent to a cluster: KubeRay's own rules, and nanoray's policy.
+"""The rules that the manifests of kuberay/ keep: KubeRay's own, and nanoray's policy.
 
-KubeRay checks its rules only after the API server has accepted the objects, and reports in the
-operator's log. The policy (limits, users, tokens, references) is checked only here. Sources:
-KubeRay v1.7.0 (its validation and its defaulting of pods), the Pod Security Standard "restricted".
+On a cluster the API server, the Pod Security Standard of the namespace and KubeRay's operator check
+most of them, the operator only after the objects are accepted. Sources: KubeRay v1.7.0 (its
+validation and its defaulting of pods), the Pod Security Standard "restricted".
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
-from nanoray.kube.claims import check_claims, claim_templates, gpu_requests
-from nanoray.kube.kustomize import Object, containers
+from nanoray.kube.claims import MIG_SLICE, claim_templates, gpu_requests, requests_of
+from nanoray.kube.kustomize import Object, containers, groups, quantity
 
 NAME_LIMIT = {"RayCluster": 53, "RayJob": 47, "RayCronJob": 41}  # the operator appends a suffix
 HEAD_MEMORY = 1.5 * 2**30  # the head of overlay laptop, with its driver, held 0.9 GiB at its peak
@@ -22,26 +22,6 @@ MIN_RAY = (2, 53)  # KubeRay's probes need it
 KEEPS_COMMAND = "ray.io/overwrite-container-cmd"
 # Seconds after SIGTERM after which `ray start` ends its node
 DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
-_UNITS = {
-    "": 1.0,
-    "m": 1e-3,
-    "k": 1e3,
-    "M": 1e6,
-    "G": 1e9,
-    "T": 1e12,
-    "Ki": 2.0**10,
-    "Mi": 2.0**20,
-    "Gi": 2.0**30,
-    "Ti": 2.0**40,
-}
-
-
-def quantity(value: str | int | float) -> float:
-    """Return a Kubernetes quantity ("500m", "4Gi", 2) as a number. Raises ValueError."""
-    match = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", str(value))
-    if not match or match[2] not in _UNITS:
-        raise ValueError(f"{value!r} is no quantity; write for example 500m, 4 or 16Gi")
-    return float(match[1]) * _UNITS[match[2]]
 
 
 def cluster_spec(thing: Object) -> dict[str, Any] | None:
@@ -63,17 +43,13 @@ def job_spec(thing: Object) -> dict[str, Any] | None:
     return None
 
 
-def groups(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the head group and every worker group."""
-    return [spec["headGroupSpec"], *spec.get("workerGroupSpecs", ())]
-
-
 def problems(objects: list[Object]) -> list[str]:
     """Return each broken rule as one line that names the object, the value and the remedy."""
     found = []
     claimable = claim_templates(objects)
     for thing in objects:
-        rules = [_check_policy(thing), _check_claims(thing, claimable)]
+        rules = [_check_policy(thing)]
+        rules += [_check_claims(pod, claimable) for pod in _pods(thing)]
         spec = cluster_spec(thing)
         if spec:
             rules += [
@@ -282,9 +258,60 @@ def _pods(thing: Object) -> Iterator[dict[str, Any]]:
         yield template["spec"]
 
 
-def _check_claims(thing: Object, claimable: dict[str, Object]) -> Iterator[str]:
-    for pod in _pods(thing):
-        yield from check_claims(pod, claimable)
+# Claims of devices.
+
+
+def _check_claims(pod: Object, templates: dict[str, Object]) -> Iterator[str]:
+    """Yield claims of a pod that would share devices, reach no container, or have no certain count.
+
+    A template that is missing is reported with the other references.
+    """
+    claimed = {claim["name"] for claim in pod.get("resourceClaims", ())}
+    used = set()
+    for container in [*pod.get("initContainers", ()), *pod.get("containers", ())]:
+        for claim in container.get("resources", {}).get("claims", ()):
+            used.add(claim["name"])
+            if claim["name"] not in claimed:
+                yield (
+                    f"container {container['name']} uses the claim {claim['name']}, which is not "
+                    "in the pod's resourceClaims; add it there"
+                )
+    for name in sorted(claimed - used):
+        yield f"no container uses the claim {name}, so its devices reach none; add resources.claims"
+
+    for claim in pod.get("resourceClaims", ()):
+        if "resourceClaimName" in claim:
+            yield (
+                f"claim {claim['name']}: with resourceClaimName all pods would share the devices "
+                f"of {claim['resourceClaimName']}; write resourceClaimTemplateName"
+            )
+        template = templates.get(claim.get("resourceClaimTemplateName", ""), {})
+        for request in requests_of(template):
+            for problem in _check_request(request):
+                yield f"claim {claim['name']}, request {request['name']}: {problem}"
+
+
+def _check_request(request: dict[str, Any]) -> Iterator[str]:
+    """Yield a request whose number of devices is not certain, or that may share them."""
+    if "exactly" not in request:
+        yield (
+            "without exactly its number of devices is not certain, and num-gpus must be equal to "
+            "it; write exactly in place of firstAvailable"
+        )
+        return
+    exactly = request["exactly"]
+    if exactly.get("allocationMode", "ExactCount") != "ExactCount":
+        yield (
+            f"allocationMode {exactly['allocationMode']} takes as many devices as a node has, and "
+            "num-gpus must be equal to their number; write a count"
+        )
+    if exactly.get("adminAccess"):
+        yield "adminAccess gives devices that others train on; drop it"
+    if exactly.get("deviceClassName") == MIG_SLICE and exactly.get("count", 1) > 1:
+        yield (
+            f"{exactly['count']} MIG slices in one pod: a CUDA process can use only one; write "
+            "count: 1 and more pods"
+        )
 
 
 def _check_policy(thing: Object) -> Iterator[str]:
