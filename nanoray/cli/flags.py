@@ -16,12 +16,12 @@ from nanoray.cli.help import Page, asked_for, format_help
 from nanoray.cli.parsers import COMMAND_FLAGS, SCALE_FLAGS, build_parser, flag_names
 from nanoray.config import (
     PRESET_DIR,
-    Config,
     Settings,
     load_settings,
     read_yaml,
     refuse_unknown_key,
 )
+from nanoray.config.conflicts import refuse
 from nanoray.config.data import exists
 from nanoray.config.layers import keep_init_from, lay_over
 from nanoray.config.load import flatten, read_mapping, run_folder_of
@@ -30,18 +30,6 @@ from nanoray.config.paths import expand, expand_paths
 from nanoray.config.settings import FLAG, OF_ONE_COMMAND, RUN
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError
-
-# Flags that have an effect only with certain values of another key. Their keys have defaults that
-# presets change, so these rules are about what was typed, not about values: they cannot stand in
-# the table of conflicts.
-_COUNTS_IF = {
-    "min_lr": ("schedule", ("cosine", "wsd")),
-    "decay_fraction": ("schedule", ("wsd",)),
-    "weight_decay": ("optimizer", ("adamw", "muon")),
-    "beta1": ("optimizer", ("adamw", "muon")),
-    "beta2": ("optimizer", ("adamw", "muon")),
-    "tokens_per_param": ("scaling", ("nanochat",)),
-}
 
 # Flags of the command itself that are paths on this machine
 COMMAND_PATHS = frozenset({"config", "from_nanogpt", "topology"})
@@ -117,7 +105,7 @@ def parse_args(
         settings = settings.note(*translation.notes(flags))
     else:
         settings = _load(file, preset, flags, elsewhere)
-    _refuse_idle_flags(flags, settings.config)
+    refuse(settings.config, typed=flags)
     return Loaded(
         settings.config,
         settings.given,
@@ -287,29 +275,6 @@ def _refuse_two_recipes(nanogpt: str, files: Mapping[str, str | None]) -> None:
             raise ConfigError(
                 f"{key} = {value} and from_nanogpt = {nanogpt} are both a whole recipe; drop one"
             )
-
-
-def _refuse_idle_flags(flags: dict[str, Any], config: Config) -> None:
-    """Raise ConfigError for a flag that has no effect with the values of another key."""
-    for key, (other, values) in _COUNTS_IF.items():
-        if key not in flags or getattr(config, other) in values or _asks_for_nothing(key, config):
-            continue
-        # Plain sgd has no weight decay, but sgd with momentum has
-        if key == "weight_decay" and config.momentum:
-            continue
-        raise ConfigError(
-            f"{key} = {flags[key]} would be ignored: {other} = {getattr(config, other)}; drop "
-            f"--{key}"
-        )
-
-
-def _asks_for_nothing(key: str, config: Config) -> bool:
-    """Return whether the value of a key of _COUNTS_IF says what is so without it."""
-    value = getattr(config, key)
-    if key == "min_lr" and value == config.lr:
-        return True  # a constant rate ends where it began
-    is_off = value == 0 and key != "min_lr"
-    return is_off or value == Config.model_fields[key].default
 
 
 def _parse_scale(given: dict[str, str], dry_run: bool, flags: dict[str, Any]) -> Scale | None:

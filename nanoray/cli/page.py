@@ -6,8 +6,9 @@ import argparse
 
 from nanoray.cli.parsers import build_parser
 from nanoray.config import Config, neighbours
-from nanoray.config.conflicts import TABLE, Conflict, Rule, known_from
+from nanoray.config.conflicts import TABLE
 from nanoray.config.paths import PATH_KEYS
+from nanoray.config.rows import Conflict, Rule, known_from
 
 
 def to_markdown() -> str:

@@ -28,7 +28,8 @@ from math import prod
 from typing import NamedTuple
 
 from nanoray.config import Config
-from nanoray.config.mesh import AXES, CUTS_MODEL, IN_REPLICA, SHARDS_STATE
+from nanoray.config.conflicts import refuse_sharing
+from nanoray.config.mesh import AXES, CUTS_MODEL, IN_REPLICA
 from nanoray.errors import ConfigError
 
 
@@ -93,33 +94,12 @@ class Layout:
         slots: the ranks that the run was started with, if it goes on with fewer (0: as many). Raises
         ConfigError when the ranks cannot be shared so.
         """
+        refuse_sharing(config, slots or ranks)
         # A replica takes one rank for each part of a sequence, tensor shard and stage; the rest are
         # data replicas.
-        sizes = _sizes_above_one(config)
-        share = prod(sizes.values())
+        share = config.replica_ranks
         if ranks % share:
-            axes = "*".join(sizes)
-            value = "*".join(str(size) for size in sizes.values())
-            if len(sizes) > 1:
-                value += f" = {share}"
-            more = -(-ranks // share) * share
-            raise ConfigError(
-                f"ranks = dp*{axes}, but {axes} = {value} does not divide {ranks} rank(s); use "
-                f"{more} workers (--workers {more}, or torchrun --nproc-per-node {more}), or a "
-                f"{axes} that divides {ranks}"
-            )
-        # Ranks with other parts of the sequences share gradients as data replicas do.
-        data_ranks = ranks // share * config.cp
-        if data_ranks > 1 and config.pp > 1 and config.dp_mode == "ddp":
-            replicas = f"dp = {ranks // share}"
-            if config.cp > 1:
-                replicas += f" and cp = {config.cp}"
-            raise ConfigError(
-                f"dp_mode = ddp with pp = {config.pp} and {replicas}: torch's DDP "
-                "expects the backward of a micro batch right after its forward, which no schedule "
-                "keeps, and would average wrong gradients without an error; use dp_mode "
-                "ddp_by_hand, zero1 or zero2"
-            )
+            refuse_sharing(config, ranks)
         return cls(
             dp=ranks // share,
             replicas=_replicas_of(config, ranks // share, (slots or ranks) // share),
@@ -281,7 +261,7 @@ def _replicas_of(config: Config, dp: int, dp_of_all: int) -> int:
     """Return the groups that `dp` data ranks make, in a run that was started with `dp_of_all`.
 
     A group keeps its size: its ranks have no room for more than their shares. Raises ConfigError
-    when the ranks do not make whole groups, or a group shards nothing.
+    when the ranks do not make whole groups.
     """
     replicas = config.replicas
     if config.sync_every and replicas == 1:
@@ -294,12 +274,6 @@ def _replicas_of(config: Config, dp: int, dp_of_all: int) -> int:
         raise ConfigError(
             f"{dp} data rank(s) are no whole number of groups of {group}: the run was started with "
             f"replicas = {replicas} on {dp_of_all} data ranks"
-        )
-    if group * config.cp == 1 and config.dp_mode in SHARDS_STATE:
-        raise ConfigError(
-            f"dp_mode = {config.dp_mode} would be ignored: replicas = {replicas} on {dp_of_all} data "
-            "ranks leaves one rank in each group, which shards nothing; use fewer replicas, or "
-            "dp_mode ddp_by_hand without replicas"
         )
     return dp // group
 

@@ -42,7 +42,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nanoray.config.conflicts import require_stages
+from nanoray.config.sizes import require_stages
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Shard, whole_pieces

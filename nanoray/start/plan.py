@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TypeVar
 
 from nanoray.config import VOCAB_MULTIPLE, Settings, resolve_batch
-from nanoray.config.conflicts import refuse, require_divisible, require_groups
+from nanoray.config.conflicts import refuse
 from nanoray.config.load import run_folder_of
 from nanoray.config.settings import lines_of
+from nanoray.config.sizes import require_divisible, require_groups
 from nanoray.data.foreign_weights import describe_init
 from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import ConfigError

@@ -9,8 +9,8 @@ import pytest
 
 from nanoray.checkpoint.run import new_folder, require_short_names
 from nanoray.config import load_config, make_config
-from nanoray.config.conflicts import LONGEST_KEY
 from nanoray.config.run import LONGEST_NAME, name_of_file
+from nanoray.config.sizes import LONGEST_KEY
 from nanoray.errors import ConfigError
 from nanoray.launch.own import launch_own
 from nanoray.own.settings import DEFAULTS

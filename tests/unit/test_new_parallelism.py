@@ -92,9 +92,9 @@ TOUCHED = {
     # What it does not go with.
     "config/conflicts.py": [
         (
-            '    Conflict(above("tp", 1), none_of("model", "gpt"), "it cuts the layers of a gpt", "drop tp"),\n',
-            '    Conflict(above("tp", 1), none_of("model", "gpt"), "it cuts the layers of a gpt", "drop tp"),\n'
-            '    Conflict(above("xp", 1), above("replicas", 1), "they do not greet", "drop xp"),\n',
+            '    refused("tp above 1", _NO_GPT, "it cuts the layers of a gpt", "drop tp"),\n',
+            '    refused("tp above 1", _NO_GPT, "it cuts the layers of a gpt", "drop tp"),\n'
+            '    refused("xp above 1", "replicas above 1", "they do not greet", "drop xp"),\n',
         ),
     ],
     # Where its ranks stand: outside of the stages of a pipeline.
