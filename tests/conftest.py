@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import random
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from nanoray.base.output import as_command
-from nanoray.bench.harness import processes
+from nanoray.bench.harness import leaks, processes
 from tests.harness import commands
 from tests.harness.cluster import commands_end_here
 from tests.harness.forked_python import forked_python
@@ -31,6 +33,30 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 # The server of the ranks imports matplotlib in the first test that needs one, and its list of fonts
 # must not lie in that test's cache.
 os.environ.setdefault("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))
+
+
+def _temporary_folder() -> None:
+    """Give the session a TMPDIR of its own, which goes with it.
+
+    Packages and agents leave folders behind: wandb when it is imported, torchrun for its ranks'
+    logs, a browser. The workers of pytest-xdist use their controller's, which ends last. Its path
+    is short: sockets lie below it, and a socket's path has at most 107 characters.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="nrt-")
+        owner = os.getpid()
+
+        def remove() -> None:
+            if os.getpid() == owner:  # and not in a process that was forked
+                shutil.rmtree(folder, ignore_errors=True)
+
+        atexit.register(remove)
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+    # Where tests look for what a run has left
+    leaks.SHARED = (*leaks.SHARED, tempfile.gettempdir())
+
+
+_temporary_folder()
 # A script's shell ignores Ctrl-C in what it starts with `&`, and so would all commands of the
 # tests.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -94,20 +120,6 @@ def _settings_of_torch() -> dict[str, object]:
         "mkldnn": torch.backends.mkldnn.enabled,
         "gradients": torch.is_grad_enabled(),
     }
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _torchrun_leaves_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Torchrun makes a folder for its ranks' logs, also where they go elsewhere, and leaves it
-    behind.
-    """
-    os.environ["PET_LOG_DIR"] = str(tmp_path_factory.mktemp("torchrun"))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _commands_leave_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The command of a fixture lives as long as its worker, which ends without removing files."""
-    commands.output_folder = str(tmp_path_factory.mktemp("output"))
 
 
 @pytest.fixture(scope="session")

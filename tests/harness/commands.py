@@ -44,8 +44,6 @@ forkserver.set_forkserver_preload([*_TORCH, *_OF_RAY, *_OURS, *_OF_BENCH, *_OF_T
 # same time both read its exit code from the same pipe, and the second, which finds nothing, reports
 # 255.
 _one_at_a_time = threading.Lock()
-# Of the output of all commands; where tests run it is one of pytest's, which are removed
-output_folder: str | None = None
 
 
 class Command:
@@ -65,9 +63,9 @@ class Command:
         self.args = args
         # The Ray cluster (tests.harness.cluster) that it uses, if that is known
         self.cluster: Any = None
-        # They go with this object, or with `output_folder`.
+        # They go with this object
         self._files = [
-            tempfile.NamedTemporaryFile(prefix="nr-out-", dir=output_folder)  # noqa: SIM115
+            tempfile.NamedTemporaryFile(prefix="nr-out-")  # noqa: SIM115
             for _ in range(1 + apart)
         ]
         names = self._files[0].name, self._files[-1].name
