@@ -21,7 +21,7 @@ from nanoray.bench.harness import leaks, processes
 from tests.harness import commands
 from tests.harness.cluster import commands_end_here
 from tests.harness.forked_python import forked_python
-from tests.harness.ranks import TINY
+from tests.harness.ranks import TINY, end_ranks
 from tests.harness.ray_workers import forked_workers
 
 for variable in ("RAY_ADDRESS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
@@ -92,6 +92,12 @@ def _no_command_outlives_its_test() -> Iterator[None]:
     """A run that a failed test has left would take the CPUs of all tests after it."""
     with commands_end_here():
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_end_with_their_file() -> Iterator[None]:
+    yield
+    end_ranks()
 
 
 @pytest.fixture(scope="session", autouse=True)

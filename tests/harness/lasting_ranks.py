@@ -26,9 +26,8 @@ Train = Callable[..., dict[str, Any]]  # recipe.train, or a Program
 class LastingRanks:
     """`world` rank processes; `train` runs one program on all of them."""
 
-    def __init__(self, world: int, timeout_s: float = 60) -> None:
+    def __init__(self, world: int) -> None:
         self._world = world
-        self._timeout_s = timeout_s
         self._lines: list[Any] = []
         self._processes: list[Any] = []
 
@@ -55,8 +54,19 @@ class LastingRanks:
                 process.kill()
                 process.join()
 
-    def train(self, spec: RunSpec, train: Train) -> list[dict[str, Any]]:
-        """Call `train(spec, rendezvous)` on every rank; return outcomes, or {"error": ...}."""
+    def train(
+        self,
+        specs: RunSpec | list[RunSpec],
+        train: Train | None = None,
+        timeout_s: float = 200,
+        first: Callable[[], None] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Call `train(spec, rendezvous)` on every rank; return outcomes, or {"error": ...}.
+
+        specs: one, or one per rank. Without `train` it is recipe.train. Each rank calls `first`
+        before it trains.
+        """
+        specs = specs if isinstance(specs, list) else [specs] * self._world
         store = open_store("127.0.0.1", self._world, 30) if self._world > 1 else None
         secret = secrets.token_hex(8)
         for rank, line in enumerate(self._lines):
@@ -72,14 +82,21 @@ class LastingRanks:
                 secret=secret,
                 agent_store=True,
             )
-            line.send((spec.to_dict(), rendezvous, train))
+            line.send((specs[rank].to_dict(), rendezvous, train, first))
 
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + timeout_s
         outcomes = []
-        for rank, line in enumerate(self._lines):
-            if not line.poll(max(0.1, deadline - time.monotonic())):
-                raise TimeoutError(f"rank {rank} returned nothing within {self._timeout_s:g} s")
-            outcomes.append(json.loads(line.recv()))
+        for line, process in zip(self._lines, self._processes, strict=True):
+            try:
+                arrived = line.poll(max(0.1, deadline - time.monotonic()))
+                outcomes.append(
+                    json.loads(line.recv())
+                    if arrived
+                    else {"error": "Timeout", "message": "no outcome"}
+                )
+            except (EOFError, OSError):
+                process.join(5)
+                outcomes.append({"error": "Died", "message": f"exit code {process.exitcode}"})
         return outcomes
 
 
@@ -88,15 +105,18 @@ def _serve(line: Any) -> None:
     import torch
 
     from nanoray.mesh.mesh import abandon_groups
+    from nanoray.train import recipe
 
     while True:
         try:
-            spec, rendezvous, train = line.recv()
+            spec, rendezvous, train, first = line.recv()
         except EOFError:
             os._exit(0)  # tearing down gloo's threads can hang
         torch.set_num_threads(1)
         try:
-            outcome = train(RunSpec.from_dict(spec), rendezvous)
+            if first:
+                first()
+            outcome = (train or recipe.train)(RunSpec.from_dict(spec), rendezvous)
         except BaseException as error:
             outcome = {
                 "error": type(error).__name__,

@@ -1,14 +1,13 @@
 """Real ranks for tests: processes with a real TCPStore and gloo, each calling nanoray.train.train.
 
-They are forked from a server that has imported torch once, so a rank starts in milliseconds.
+A rank's first run takes three times the CPU of the next, so the ranks of a file stay for all its
+runs.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from typing import Any
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.data.prepare import prepare
-from nanoray.mesh.rendezvous import Rendezvous, open_store
 from nanoray.start.folder import open_run
-from tests.harness.commands import forkserver
+from tests.harness.lasting_ranks import LastingRanks
 
 TINY = {
     "name": "test",
@@ -38,6 +36,9 @@ TINY = {
     "timeout_s": 20,
     "init_timeout_s": 20,
 }
+
+
+_lasting: dict[int, LastingRanks] = {}  # by their number; see run_ranks
 
 
 def make_spec(text: Path, out_dir: Path, **overrides: Any) -> RunSpec:
@@ -60,75 +61,25 @@ def run_ranks(
     """Train one spec (or one per rank) on `world` real ranks; return outcomes or {"error": ...}.
 
     Each rank's process calls `first` before it trains: a function of a module, to make its machine
-    a worse one. `train` replaces recipe.train.
+    a worse one. `train` replaces recipe.train. With either the ranks are new processes; else they
+    are those of the file's run before, if that has succeeded.
     """
-    specs = specs if isinstance(specs, list) else [specs] * world
-    store = open_store("127.0.0.1", world, 30) if world > 1 else None
-    pipes, processes = [], []
-    for rank in range(world):
-        here, there = forkserver.Pipe(duplex=False)
-        rendezvous = Rendezvous(
-            rank=rank,
-            world_size=world,
-            local_rank=rank,
-            local_world_size=world,
-            master_addr="127.0.0.1",
-            master_port=store.port if store else 0,
-            backend="gloo",
-            backend_reason="test",
-            secret="test",
-            agent_store=True,
-        )
-        order = specs[rank].to_dict(), rendezvous, there, first, train
-        process = forkserver.Process(target=_rank_main, args=order, daemon=True)
-        process.start()
-        there.close()
-        pipes.append(here)
-        processes.append(process)
-    deadline = time.monotonic() + timeout_s
-    results = []
-    for pipe, process in zip(pipes, processes, strict=True):
-        try:
-            arrived = pipe.poll(max(0.1, deadline - time.monotonic()))
-            results.append(
-                json.loads(pipe.recv())
-                if arrived
-                else {"error": "Timeout", "message": "no outcome"}
-            )
-        except EOFError:
-            process.join(5)
-            results.append({"error": "Died", "message": f"exit code {process.exitcode}"})
-    for process in processes:
-        process.join(5)
-        if process.is_alive():
-            process.kill()
-            process.join()
-    return results
+    if first or train:
+        with LastingRanks(world) as ranks:
+            return ranks.train(specs, train, timeout_s, first)
+    if world not in _lasting:
+        _lasting[world] = LastingRanks(world)
+        _lasting[world].__enter__()
+    outcomes = _lasting[world].train(specs, timeout_s=timeout_s)
+    if any("error" in outcome for outcome in outcomes):
+        end_ranks(world)
+    return outcomes
 
 
-def _rank_main(
-    spec: dict[str, Any],
-    rendezvous: Rendezvous,
-    pipe: Any,
-    first: Callable[[], None] | None,
-    train: Callable[..., dict[str, Any]] | None,
-) -> None:
-    from nanoray.train import recipe
-
-    train = train or recipe.train
-    try:
-        if first:
-            first()
-        outcome = train(RunSpec.from_dict(spec), rendezvous)
-    except BaseException as error:
-        outcome = {
-            "error": type(error).__name__,
-            "message": str(error),
-            "traceback": traceback.format_exc(),
-        }
-    pipe.send(json.dumps(outcome))
-    pipe.close()
-    os._exit(0)  # as nanoray.train does: tearing down gloo's threads can hang
+def end_ranks(world: int | None = None) -> None:
+    """End the processes that wait for the next run of so many ranks, or all of them."""
+    for size in [*_lasting] if world is None else [world]:
+        _lasting.pop(size).__exit__(None, None, None)
 
 
 def records(spec: RunSpec) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[LastingRanks]:
-    with LastingRanks(2, timeout_s=150) as ranks:
+    with LastingRanks(2) as ranks:
         yield ranks
 
 

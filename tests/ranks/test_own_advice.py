@@ -227,7 +227,7 @@ def train(run: Run, refusal: Refusal) -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[LastingRanks]:
-    with LastingRanks(2, timeout_s=120) as pair:
+    with LastingRanks(2) as pair:
         yield pair
 
 

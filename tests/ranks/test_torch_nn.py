@@ -184,7 +184,7 @@ def test_all_specimens_do_so(tmp_path: Path, world: int, mode: str) -> None:
     if world == 1 and mode != "ddp":
         pytest.skip("one rank shares nothing")
     lines = []
-    with LastingRanks(world, timeout_s=200) as ranks:
+    with LastingRanks(world) as ranks:
         for number, together in enumerate(together_or_alone(mode)):
             found = [*wrong(ranks, world, together, mode, tmp_path / str(number))]
             if not found or len(together) == 1:
