@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.base.atomic import write_json
-from nanoray.bench.harness.benchmark import Benchmark
+from nanoray.bench.harness.benchmark import Benchmark, read_counts
 from nanoray.bench.harness.report import Report, Section, aligned, conditions, load_average
 from nanoray.bench.registry import BENCHMARKS, Entry
 from nanoray.cli import Parser, name_program, take_output
@@ -85,9 +85,12 @@ def exit_code_of(run: Callable[[], int]) -> int:
             "interrupted: everything that was started is ended, no report was written",
             file=sys.stderr,
         )
-        # `interruptible` raises it with the number of the signal, Python itself without
-        signum = stop.args[0] if stop.args else signal.SIGINT
-        return 128 + signum
+        return 128 + _signal_of(stop)
+
+
+def _signal_of(stop: KeyboardInterrupt) -> int:
+    """Return the signal: `interruptible` raises with its number, Python itself without."""
+    return int(stop.args[0]) if stop.args else signal.SIGINT
 
 
 def _run_named(name: str, argv: list[str]) -> int:
@@ -101,7 +104,7 @@ def run_one(name: str, entry: Entry, argv: list[str]) -> int:
     benchmark, args = _load(name, entry, argv)
     with interruptible():
         report = _new_report(name, entry, argv, args)
-        _measure(benchmark, args, report)
+        signum = _measure(benchmark, args, report)
 
     # Under torchrun rank 0 writes the report. The others log their own failures, which rank 0 may
     # not have seen.
@@ -117,13 +120,14 @@ def run_one(name: str, entry: Entry, argv: list[str]) -> int:
     if args.json:
         report.write(args.json)
     _write_html(args.html, [section], {name: entry.summary})
-    return int(report.failed)
+    return 128 + signum if signum else int(report.failed)
 
 
 def _run_all(argv: list[str]) -> int:
     """Run every benchmark that is in `all`, print a table of their verdicts, and write one page."""
     args = _flags_of_all(argv)
     sections: list[Section] = []
+    signum = 0
     with interruptible():
         for name, entry in BENCHMARKS.items():
             if not entry.in_all:
@@ -132,10 +136,12 @@ def _run_all(argv: list[str]) -> int:
             if args.quick:
                 flags += ["--quick", *entry.quick_flags]
             print(f"== {name}", file=sys.stderr, flush=True)
-            section = _attempt(name, entry, flags, args)
+            section, signum = _attempt(name, entry, flags, args)
             lines = [f"== {name}", "", *section.report.lines(section.lines or None), ""]
             print("\n".join(lines), flush=True)
             sections.append(section)
+            if signum:
+                break
 
     reports = [section.report for section in sections]
     rows = [("bench", "verdict", "seconds", ""), *(report.summary for report in reports)]
@@ -148,6 +154,8 @@ def _run_all(argv: list[str]) -> int:
         dicts = [report.to_dict() for report in reports]
         write_json(args.json, {"bench": "all", "reports": dicts, "ok": ok})
     _write_html(args.html, sections, {name: entry.summary for name, entry in BENCHMARKS.items()})
+    if signum:
+        return 128 + signum
     return 0 if ok else 1
 
 
@@ -188,24 +196,27 @@ def _verdict_of_all(reports: list[Report], workers: int | None) -> tuple[bool, s
     return True, verdict
 
 
-def _attempt(name: str, entry: Entry, flags: list[str], args: argparse.Namespace) -> Section:
+def _attempt(
+    name: str, entry: Entry, flags: list[str], args: argparse.Namespace
+) -> tuple[Section, int]:
     """Run one of all benchmarks; turn what it raises into a failure of its report.
 
-    A benchmark that refuses the number of ranks is skipped: others can use it.
+    A benchmark that refuses the number of ranks is skipped: others can use it. Returns its section,
+    and the signal that interrupted it or 0.
     """
     try:
         benchmark, own_args = _load(name, entry, flags)
         report = _new_report(name, entry, flags, own_args)
-        _measure(benchmark, own_args, report)
+        signum = _measure(benchmark, own_args, report)
         figure = args.figure / f"{name}.png" if args.figure else None
-        return _section(benchmark, report, figure, bool(args.html))
+        return _section(benchmark, report, figure, bool(args.html)), signum
     except Exception as error:
         report = Report(name, conditions(name, flags, entry.command))
         if args.workers and isinstance(error, ConfigError | PlacementError):
             report.skipped = str(error)
         else:
             report.failures.append(_describe_error(error))
-        return Section(report)
+        return Section(report), 0
 
 
 def _new_report(name: str, entry: Entry, argv: list[str], args: argparse.Namespace) -> Report:
@@ -217,11 +228,24 @@ def _new_report(name: str, entry: Entry, argv: list[str], args: argparse.Namespa
     return report
 
 
-def _measure(benchmark: Benchmark, args: argparse.Namespace, report: Report) -> None:
-    """Measure, and keep what was measured before something broke."""
+def _measure(benchmark: Benchmark, args: argparse.Namespace, report: Report) -> int:
+    """Measure, and keep what was measured before something broke or the user interrupted.
+
+    Returns the signal of the interruption, or 0.
+    """
     start = time.monotonic()
+    signum = 0
     try:
+        read_counts(args, benchmark.counts)
         benchmark.measure(args, report)
+    except KeyboardInterrupt as stop:
+        if not any(row.values for row in report.rows):
+            raise
+        signum = _signal_of(stop)
+        report.failures.append(
+            f"interrupted by {signal.Signals(signum).name} with {report.rounds} round(s) "
+            "measured: everything that was started is ended, and the rows have those rounds"
+        )
     except Exception as error:
         refused = isinstance(error, NanorayError) and not report.rows  # before anything ran
         # A rank that writes no report must raise: its log is the only place for the error
@@ -230,6 +254,7 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace, report: Report) -> 
         report.failures.append(_describe_error(error))
     report.conditions["seconds"] = round(time.monotonic() - start, 1)
     report.conditions["load"]["after"] = load_average()
+    return signum
 
 
 def _describe_error(error: Exception) -> str:
@@ -304,6 +329,8 @@ def _load(name: str, entry: Entry, argv: list[str]) -> tuple[Benchmark, argparse
     benchmark = entry.load()
     parser = _parser(entry.command or name_program(f"bench {name}"), entry.summary)
     benchmark.add_flags(parser)
+    for count in benchmark.counts:
+        count.add_to(parser)
     args = _flags(parser, argv)
     if args.figure and args.figure.suffix not in FIGURES:
         raise ConfigError(

@@ -12,20 +12,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import count_of, rotated
-from nanoray.bench.harness.rank_pool import (
-    RankFailed,
-    RankPool,
-    add_where_flags,
-    describe,
-    where_from,
-)
-from nanoray.bench.harness.report import Measurement, Report, aligned, markdown, say
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
+from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.report import Measurement, Report, say
+from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
 from nanoray.parallel.schedules import SCHEDULES
@@ -45,10 +39,75 @@ BITS = "bits"
 FAR = 1e-3
 
 
+def base_of(arm: str) -> str:
+    """Return the arm of 1f1b with as many micro batches."""
+    return f"{BASE}, {arm.partition(', ')[2]}"
+
+
+def _draw_waiting(axes: Any, report: Report) -> None:
+    """Draw measured over theoretical waiting."""
+    for i, kind in enumerate(SCHEDULES):
+        rows = [row for row in with_values(report, WAIT) if row.arm.startswith(f"{kind},")]
+        theory = measured(report, [row.arm for row in rows], THEORY)
+        if rows:
+            medians = [row.median for row in rows]
+            axes.plot([row.median for row in theory], medians, "o", color=f"C{i}", label=kind)
+    axes.axline((0, 0), slope=1, color="0.6", lw=0.8)
+
+
+def _draw_ratios(axes: Any, report: Report) -> None:
+    """Draw the steps of each schedule over those of 1f1b."""
+    ratios = with_values(report, STEP, ratios=True)
+    for i, kind in enumerate(SCHEDULES):
+        rows = [row for row in ratios if row.arm.startswith(f"{kind},")]
+        at = [k + i / 10 for k in range(len(rows))]  # so that no whisker hides another
+        dots(axes, at, rows, color=f"C{i}")
+        if rows:
+            axes.set_xticks(at, [row.arm.split()[1] for row in rows])
+    axes.axhline(1.0, color="0.6", lw=0.8)
+
+
 class PipelineBenchmark(Benchmark):
     """Measure how long the stages of a pipeline wait under each schedule."""
 
     wrong = "ranks whose weights are not those under 1f1b, or whose loss is far from it"
+    counts = (
+        Count("rounds", "rounds of all arms", usual=10, few=2),
+        Count("steps", "steps of an arm per round", usual=8, few=2),
+    )
+    tables = (
+        Table(
+            STEP,
+            (
+                names("schedule"),
+                TableColumn("step, ms", STEP, SPREAD),
+                TableColumn("step / 1f1b", STEP, SPREAD, over=base_of),
+                TableColumn("a stage waits, %", WAIT, SPREAD),
+                TableColumn("by the theory, %", THEORY),
+            ),
+        ),
+    )
+    figure = Figure(
+        (
+            Panel(
+                _draw_waiting,
+                {
+                    "xlabel": "a stage waits by the theory, %",
+                    "ylabel": "a stage waits, measured, %",
+                },
+                legend={"fontsize": 7},
+            ),
+            Panel(
+                _draw_ratios,
+                {
+                    "xlabel": "micro batches",
+                    "ylabel": "step over that of 1f1b, median and quartiles",
+                },
+            ),
+        ),
+        size=(11, 4.4),
+        note=("recipe", "backend"),
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -68,99 +127,49 @@ class PipelineBenchmark(Benchmark):
             metavar="N",
             help="sequences in one [%(default)s]",
         )
-        parser.add_argument(
-            "--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]"
-        )
-        parser.add_argument(
-            "--steps", type=int, metavar="N", help="steps of an arm per round [8; 2 with --quick]"
-        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train all arms in turn on the same ranks, and fill the report."""
         where = where_from(args)
-        rounds = count_of(args.rounds, args.quick, few=2, usual=10)
-        steps = count_of(args.steps, args.quick, few=2, usual=8)
         counts = [int(text) for text in args.micro.split(",") if text.strip().isdigit()]
-        if where.workers < 2 or min(rounds, steps, *counts, len(counts)) < 1:
+        if where.workers < 2 or min(counts, default=0) < 1:
             raise ConfigError(
-                f"workers = {where.workers}, micro = {args.micro}, rounds = {rounds}, steps = {steps}; "
-                "a pipeline needs 2 "
-                "ranks, and each of the others at least 1"
+                f"workers = {where.workers}, micro = {args.micro}; a pipeline needs 2 ranks, and "
+                "1 micro batch or more, like 2,4,8"
             )
-        order: dict[str, Any] = {"preset": args.preset, "rounds": rounds, "steps": steps}
+        order = {"preset": args.preset, "rounds": args.rounds, "steps": args.steps}
         order |= {"micro_batch_size": args.micro_batch_size}
         order["arms"] = arms_of(where.workers, counts, configuration(order, {}).n_layer)
         for own in order["arms"].values():
             configuration(order, own)  # what cannot be is known before a rank is started
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in order["arms"]}
-        with RankPool(where) as pool:
+
+        def add_rows() -> None:
+            for name, events in found.items():
+                _add_rows(report, name, order["arms"][name], events, found)
+
+        with part(report, add_rows), RankPool(where) as pool:
             describe(report, pool)
-            try:
-                for event in pool.run("nanoray.bench.pipeline:train_rank", order):
-                    if "recipe" in event:
-                        report.conditions["recipe"] = (
-                            f"{event['recipe']}, {rounds} rounds of {steps} steps"
-                        )
-                        continue
-                    found[event["arm"]].append(event)
-                    times = f"{event['step_ms']:.1f} ms, waits {event['wait']:.1f} %"
-                    say(f"round {event['round']}  {event['arm']:<22} {times}")
-            except RankFailed as error:
-                report.failures.append(str(error))
-        for name, events in found.items():
-            _add_rows(report, name, order["arms"][name], events, found)
+            for event in pool.run("nanoray.bench.pipeline:train_rank", order):
+                if "recipe" in event:
+                    rounds = f"{args.rounds} rounds of {args.steps} steps"
+                    report.conditions["recipe"] = f"{event['recipe']}, {rounds}"
+                    continue
+                found[event["arm"]].append(event)
+                times = f"{event['step_ms']:.1f} ms, waits {event['wait']:.1f} %"
+                say(f"round {event['round']}  {event['arm']:<22} {times}")
 
-    def format_text(self, report: Report) -> list[str]:
-        """Return a line per arm, medians with their quartiles, and the finding."""
-        table = aligned(
-            [(*line, "") for line in _build_table(report, "quartiles")], right=set(range(1, 5))
-        )
-        return [*table, "", *report.findings(finding(report))]
-
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return the table for a page, and the finding."""
-        head, *body = _build_table(report, "range")
-        return [*markdown(head, body), "", *report.findings(finding(report))]
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw measured over theoretical waiting, and the steps of each schedule over 1f1b's."""
-        note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
-        with figure(report, path, (11, 4.4), note=note) as (left, right):
-            for i, kind in enumerate(SCHEDULES):
-                own = [
-                    r
-                    for r in report.rows
-                    if r.metric == WAIT and r.arm.startswith(f"{kind},") and r.values
-                ]
-                theory = [report.row(row.arm, THEORY) for row in own]
-                points = [(t.median, row.median) for t, row in zip(theory, own, strict=True) if t]
-                if points:
-                    left.plot(*zip(*points, strict=True), "o", color=f"C{i}", label=kind)
-                ratios = [
-                    r
-                    for r in report.rows
-                    if r.metric == STEP and r.arm.startswith(f"{kind},") and " / " in r.arm
-                ]
-                ratios = [r for r in ratios if r.values]
-                beside = [
-                    k + i / 10 for k in range(len(ratios))
-                ]  # so that no whisker hides another
-                spread = whiskers(ratios, quartiles=True)
-                right.errorbar(
-                    beside,
-                    [r.median for r in ratios],
-                    yerr=spread,
-                    fmt="o",
-                    capsize=2,
-                    color=f"C{i}",
-                )
-                if ratios:
-                    right.set_xticks(beside, [r.arm.split()[1] for r in ratios])
-            left.axline((0, 0), slope=1, color="0.6", lw=0.8)
-            left.set(xlabel="a stage waits by the theory, %", ylabel="a stage waits, measured, %")
-            left.legend(fontsize=7)
-            right.axhline(1.0, color="0.6", lw=0.8)
-            right.set(xlabel="micro batches", ylabel="step over that of 1f1b, median and quartiles")
+    def finding(self, report: Report) -> list[str]:
+        """Return which schedule gains most on 1f1b with the same number of micro batches."""
+        ratios = with_values(report, STEP, ratios=True)
+        if not ratios:
+            return []
+        best = min(ratios, key=lambda row: row.median)
+        name, _, base = best.arm.partition(" / ")
+        return [
+            f"the best schedule beside 1f1b, {name}, is {best.speed} {base} here: "
+            f"{best.median:.3g} x its step"
+        ]
 
 
 def arms_of(stages: int, counts: list[int], layers: int) -> dict[str, dict[str, Any]]:
@@ -208,38 +217,6 @@ def _add_rows(
     )
     if name != base:
         report.compare(name, base, STEP, "paired by round")
-
-
-def finding(report: Report) -> list[str]:
-    """Return which schedule gains most on 1f1b with the same number of micro batches."""
-    ratios = [r for r in report.rows if r.metric == STEP and " / " in r.arm and r.values]
-    if not ratios:
-        return []
-    best = min(ratios, key=lambda row: row.median)
-    name, _, base = best.arm.partition(" / ")
-    return [
-        f"the best schedule beside 1f1b, {name}, is {best.speed} {base} here: {best.median:.3g} x "
-        "its step"
-    ]
-
-
-def _build_table(report: Report, spread: str) -> list[tuple[str, ...]]:
-    table: list[tuple[str, ...]] = [
-        ("schedule", "step, ms", "step / 1f1b", "a stage waits, %", "by the theory, %")
-    ]
-    for row in (r for r in report.rows if r.metric == STEP and r.unit == "ms"):
-        base = f"{BASE}, {row.arm.partition(', ')[2]}"
-        cells = [report.cell(row.arm, metric, spread) for metric in (STEP, WAIT)]
-        table.append(
-            (
-                row.arm,
-                cells[0],
-                report.cell(f"{row.arm} / {base}", STEP, spread),
-                cells[1],
-                report.cell(row.arm, THEORY, "none"),
-            )
-        )
-    return table
 
 
 # On every rank.

@@ -12,7 +12,7 @@ import pytest
 import nanoray.bench.__main__ as bench
 from nanoray.bench import pipeline
 from nanoray.bench.harness.report import Report
-from nanoray.bench.pipeline import LOSS, STEP, THEORY, WAIT, _add_rows, arms_of, finding
+from nanoray.bench.pipeline import LOSS, STEP, THEORY, WAIT, PipelineBenchmark, _add_rows, arms_of
 from nanoray.parallel.schedules import SCHEDULES
 
 FLAGS = [
@@ -76,9 +76,10 @@ def test_a_schedule_takes_what_it_can() -> None:
     [
         (
             ["--workers", "1"],
-            "workers = 1, micro = 2,4,8, rounds = 2, steps = 2; a pipeline needs 2 ranks",
+            "workers = 1, micro = 2,4,8; a pipeline needs 2 ranks",
         ),
-        (["--workers", "2", "--micro", "0"], "micro = 0, rounds = 2"),
+        (["--workers", "2", "--micro", "0"], "workers = 2, micro = 0; "),
+        (["--workers", "2", "--rounds", "0"], "rounds = 0, steps = 2; 1 is the least"),
         (["--workers", "3"], "pp = 3 does not divide n_layer"),
     ],
 )
@@ -120,6 +121,6 @@ def test_other_weights_or_another_loss_fail_the_report(
     assert row
     assert row.wrong == wrong
     assert report.failed == bool(wrong)
-    assert finding(report) == [
+    assert PipelineBenchmark().finding(report) == [
         f"the best schedule beside 1f1b, {name}, is faster than 1f1b, 4 micro here: 0.9 x its step"
     ]

@@ -248,6 +248,7 @@ ENDINGS = {
     "picky": "report.rows.clear()\n"
     "        if args.workers > 3: raise ConfigError(f'workers = {args.workers}; use 3 or less')",
     "refused": "raise ConfigError('no such device')",
+    "nothing yet": "report.rows.clear(); raise KeyboardInterrupt",
     "waiting": "import subprocess; p = subprocess.Popen(['sleep', '60'])\n"
     "        try:\n            print('pid', p.pid, flush=True); p.wait()\n"
     "        finally:\n            p.kill(); "
@@ -464,7 +465,7 @@ def test_one_rank_of_torchrun_speaks(
     assert (tmp_path / "r.json").exists()
 
 
-def test_ctrl_c_ends_all_of_them(fakes: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_of_them_and_keeps_what_was_measured(fakes: Path, tmp_path: Path) -> None:
     code = (
         "import fake_waiting, fake_fine\n"
         "from nanoray.bench import __main__ as bench\n"
@@ -483,7 +484,22 @@ def test_ctrl_c_ends_all_of_them(fakes: Path, tmp_path: Path) -> None:
     run.send_signal(signal.SIGINT)
     out, err = run.communicate(timeout=200)
     assert run.returncode == 130
-    assert "interrupted: everything that was started is ended, no report was written" in err
+    assert "FAILED  interrupted by SIGINT with 2 round(s) measured" in out
     assert "fine" not in out + err
     assert not Path(f"/proc/{pid}").exists()
-    assert not (tmp_path / "all.json").exists()
+    (report,) = json.loads((tmp_path / "all.json").read_text())["reports"]
+    assert report["rows"][0]["values"] == [2.0, 3.0]
+    assert not report["ok"]
+
+
+def test_ctrl_c_before_the_first_value_writes_no_report(
+    fakes: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    choose(monkeypatch, "nothing yet")
+    assert bench.main(["nothing yet", "--json", str(tmp_path / "r.json")]) == 130
+    text = "interrupted: everything that was started is ended, no report was written"
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "r.json").exists()

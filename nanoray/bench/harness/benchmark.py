@@ -1,12 +1,42 @@
-"""What every benchmark implements; nanoray/bench/registry.py lists them."""
+"""What every benchmark implements; nanoray/bench/registry.py lists them.
+
+A benchmark is arms × measures. It declares its flags that count, its tables and its figure, and
+measures; printing, pasting and drawing are written once, here, in table.py and in figure.py.
+"""
 
 from __future__ import annotations
 
 import argparse
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from nanoray.bench.harness.figure import Figure
+from nanoray.bench.harness.rank_pool import RankFailed
 from nanoray.bench.harness.report import WRONG_ELEMENTS, Report
+from nanoray.bench.harness.table import Table
+from nanoray.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Count:
+    """A flag that counts something, such as --rounds, with fewer under --quick."""
+
+    name: str
+    what: str
+    usual: int
+    few: int
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Add the flag; without it `read_counts` decides."""
+        parser.add_argument(
+            f"--{self.name}",
+            type=int,
+            metavar="N",
+            help=f"{self.what} [{self.usual}; {self.few} with --quick]",
+        )
 
 
 class Benchmark(ABC):
@@ -18,26 +48,77 @@ class Benchmark(ABC):
 
     # What the column of wrong elements counts
     wrong = WRONG_ELEMENTS
+    # Flags that count; `args` has their numbers when `measure` is called
+    counts: Sequence[Count] = ()
+    tables: Sequence[Table] = ()
+    figure: Figure
 
     @abstractmethod
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """Add this benchmark's flags."""
+        """Add this benchmark's flags, but for `counts`."""
 
     @abstractmethod
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Measure every arm, and add rows and targets to the report as they come.
 
-        Raises a NanorayError before the first row for flags that cannot be measured here.
+        Raises a NanorayError before the first row for flags that cannot be measured here. Rows that
+        are made of several events belong into `part`, so that an interruption keeps them.
         """
 
-    def format_text(self, report: Report) -> list[str]:
-        """Return the table and findings for the terminal; [] prints one line per row."""
+    def notes(self, report: Report) -> list[str]:
+        """Return lines that stand below the tables in the terminal."""
         return []
 
-    @abstractmethod
+    def finding(self, report: Report) -> list[str]:
+        """Return what follows from the rows, in sentences; printed only after enough rounds."""
+        return []
+
+    def format_text(self, report: Report) -> list[str]:
+        """Return the tables and findings for the terminal; [] prints one line per row."""
+        notes = [*self.notes(report), *report.findings(self.finding(report))]
+        return _apart([*(table.text(report) for table in self.tables), notes])
+
     def format_markdown(self, report: Report) -> list[str]:
         """Return the tables and findings for a page of the documentation."""
+        tables = [table.page(report) for table in self.tables]
+        return _apart([*tables, report.findings(self.finding(report))])
 
-    @abstractmethod
     def draw(self, report: Report, path: Path) -> None:
         """Draw the report into a figure file; the suffix of `path` chooses its format."""
+        self.figure.draw(report, path)
+
+
+def _apart(blocks: Sequence[list[str]]) -> list[str]:
+    """Join blocks of lines with a blank line between two; empty blocks are left out."""
+    lines: list[str] = []
+    for block in filter(None, blocks):
+        lines += ["", *block] if lines else block
+    return lines
+
+
+def read_counts(args: argparse.Namespace, counts: Sequence[Count]) -> None:
+    """Set the counts that no flag gives. Raises ConfigError for one below 1."""
+    for count in counts:
+        if getattr(args, count.name) is None:
+            setattr(args, count.name, count.few if args.quick else count.usual)
+    if any(getattr(args, count.name) < 1 for count in counts):
+        given = ", ".join(f"{count.name} = {getattr(args, count.name)}" for count in counts)
+        raise ConfigError(
+            f"{given}; 1 is the least, and without them there are "
+            f"{', '.join(str(count.usual) for count in counts)}"
+        )
+
+
+@contextmanager
+def part(report: Report, add_rows: Callable[[], None]) -> Iterator[None]:
+    """Measure one part of a benchmark, then add its rows, however it ends.
+
+    When a rank fails, that is a failure of the report, and the next part goes on. When a user
+    interrupts, the rows hold the rounds until then, and __main__.py writes the report.
+    """
+    try:
+        yield
+    except RankFailed as error:
+        report.failures.append(str(error))
+    finally:
+        add_rows()

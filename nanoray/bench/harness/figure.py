@@ -1,14 +1,67 @@
-"""Figures of reports: one way to open, label and write them."""
+"""Figures of reports: one is a row of declared panels, and is opened, labelled and written here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from nanoray.bench.harness.report import Measurement, Report, condition
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    draw    puts the marks of a report on the axes
+    axes    what `axes.set` takes: title, labels, limits, scales
+    legend  what `axes.legend` takes; None: there is none
+    down    from the top down, as bars are read
+    """
+
+    draw: Callable[[Any, Report], None]
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    legend: Mapping[str, Any] | None = None
+    grid: bool = False
+    down: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure: its panels, and what stands at its foot.
+
+    note  the conditions that explain it, or a function that writes them
+    """
+
+    panels: Sequence[Panel] | Callable[[Report], Sequence[Panel]]
+    size: tuple[float, float] | Callable[[Report], tuple[float, float]] = (11, 3.6)
+    rows: int = 1
+    note: Sequence[str] | Callable[[Report], str] = ()
+
+    def draw(self, report: Report, path: Path) -> None:
+        """Draw a report into a figure file; the suffix of `path` chooses its format."""
+        panels = self.panels(report) if callable(self.panels) else self.panels
+        size = self.size(report) if callable(self.size) else self.size
+        if callable(self.note):
+            note = self.note(report)
+        else:
+            known = report.conditions
+            note = " · ".join(str(known[key]) for key in self.note if key in known)
+        grid = (self.rows, max(1, len(panels) // self.rows))
+        with figure(report, path, size, grid, note) as every:
+            for axes, panel in zip(every, panels, strict=False):
+                panel.draw(axes, report)
+                if panel.axes:
+                    axes.set(**panel.axes)
+                if panel.grid:
+                    axes.grid(alpha=0.25)
+                if panel.down:
+                    axes.invert_yaxis()
+                if panel.legend is not None and axes.get_legend_handles_labels()[0]:
+                    axes.legend(**panel.legend)
 
 
 @contextmanager
@@ -48,6 +101,9 @@ def footer(report: Report) -> str:
     return "  ·  ".join(part for part in parts if part and part != "none")
 
 
+# Marks: each takes the rows that it shows.
+
+
 def whiskers(rows: Sequence[Measurement], quartiles: bool = False) -> list[list[float]]:
     """Return the error bars of medians: to the lowest and highest value, or to the quartiles."""
     down = []
@@ -59,11 +115,48 @@ def whiskers(rows: Sequence[Measurement], quartiles: bool = False) -> list[list[
     return [down, up]
 
 
+def dots(
+    axes: Any,
+    at: Sequence[Any],
+    rows: Sequence[Measurement],
+    quartiles: bool = True,
+    across: bool = False,
+    **style: Any,
+) -> None:
+    """Draw the medians of rows at numbers or names, with whiskers; across: values go to the right."""
+    if not rows:
+        return
+    medians = [row.median for row in rows]
+    spread = whiskers(rows, quartiles)
+    style = {"fmt": "o", "capsize": 2} | style
+    if across:
+        axes.errorbar(medians, at, xerr=spread, **style)
+    else:
+        axes.errorbar(at, medians, yerr=spread, **style)
+
+
 def bars(axes: Any, rows: Sequence[Measurement], quartiles: bool = False, **style: Any) -> None:
     """Draw a horizontal bar per row: its median with whiskers, named by its arm."""
     arms = [row.arm for row in rows]
     medians = [row.median for row in rows]
     axes.barh(arms, medians, **{"xerr": whiskers(rows, quartiles), "capsize": 3} | style)
+
+
+def with_values(
+    report: Report, metric: str, ratios: bool = False, **extra: Any
+) -> list[Measurement]:
+    """Return the rows of a metric that have values, of arms or of ratios.
+
+    extra: further keys that they must have.
+    """
+    return [
+        row
+        for row in report.rows
+        if row.metric == metric
+        and row.values
+        and (row.unit == "ratio") == ratios
+        and all(row.extra.get(key) == wanted for key, wanted in extra.items())
+    ]
 
 
 def measured(report: Report, arms: Sequence[str], metric: str) -> list[Measurement]:

@@ -1,0 +1,109 @@
+"""Tables that a benchmark declares, in the terminal and on a page; parts that end early."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import pytest
+
+from nanoray.bench.harness.benchmark import Count, part, read_counts
+from nanoray.bench.harness.rank_pool import RankFailed
+from nanoray.bench.harness.report import Measurement, Report
+from nanoray.bench.harness.table import (
+    PAGE,
+    SPREAD,
+    TEXT,
+    Table,
+    TableColumn,
+    count_of_rounds,
+    names,
+    wrong_of,
+)
+from nanoray.errors import ConfigError
+
+BASE = Measurement("base", "step", "ms", (2.0, 4.0, 6.0), wrong=0)
+SLOW = Measurement("slow", "step", "ms", (4.0, 8.0, 15.0), wrong=2)
+BROKEN = Measurement("broken", "step", "ms", (), error="it died")
+
+
+def report() -> Report:
+    found = Report("made up", {}, [BASE, SLOW, BROKEN])
+    found.compare("slow", "base", "step")
+    return found
+
+
+def test_a_line_per_arm_with_its_spread_its_ratio_and_what_failed() -> None:
+    table = Table(
+        "step",
+        (
+            names("arm"),
+            TableColumn("step, ms", "step", SPREAD),
+            TableColumn("/ base", "step", over="base"),
+            count_of_rounds("step"),
+            wrong_of("step"),
+        ),
+    )
+    assert table.text(report()) == [
+        "arm             step, ms  / base  n  wrong",
+        "base    4.00 (3.00–5.00)          3      0",
+        "slow    8.00 (6.00–11.5)    2.00  3      2",
+        "broken            FAILED          0",
+    ]
+    page = table.page(report())
+    assert page[2] == "| base | 4.00 (2.00–6.00) |  | 3 | 0 |"
+    assert page[4] == "| broken | FAILED |  | 0 |  |"
+
+
+def test_columns_of_one_place_and_columns_that_are_left_out() -> None:
+    columns = (
+        names("arm"),
+        TableColumn("there", "step", only=TEXT),
+        TableColumn("here", "step", only=PAGE),
+        TableColumn("loss", "loss", optional=True),
+        TableColumn("loss, always", "loss"),
+    )
+    table = Table(lambda report: ["base"], columns, missing="·")
+    assert table.text(report())[0] == "arm   there  loss, always"
+    assert table.page(report())[0] == "| arm | here | loss, always |"
+    assert table.page(report())[2] == "| base | 4.00 | · |"
+
+
+def test_a_table_without_a_line_is_no_table() -> None:
+    assert Table("loss", (names("arm"),)).text(report()) == []
+    assert Table("loss", (names("arm"),)).page(report()) == []
+
+
+@pytest.mark.parametrize("ending", [RankFailed(1, "rank 1 died"), KeyboardInterrupt()])
+def test_a_part_that_ends_early_keeps_its_rounds(ending: BaseException) -> None:
+    """A rank that fails ends its part; an interruption ends the benchmark, but after its rows."""
+    found = Report("made up", {})
+    values: list[float] = []
+
+    def measure() -> None:
+        with part(found, lambda: found.rows.append(replace(BASE, values=tuple(values)))):
+            values.append(1.0)
+            raise ending
+
+    if isinstance(ending, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            measure()
+        assert found.failures == []
+    else:
+        measure()
+        assert found.failures == ["rank 1 died"]
+    assert found.rounds == 1
+
+
+def test_counts_come_from_their_flags_or_from_quick() -> None:
+    counts = (Count("rounds", "of all", usual=10, few=2), Count("steps", "of a round", 4, 1))
+    parser = argparse.ArgumentParser()
+    for count in counts:
+        count.add_to(parser)
+    args = parser.parse_args(["--steps", "7"])
+    args.quick = True
+    read_counts(args, counts)
+    assert (args.rounds, args.steps) == (2, 7)
+    args.rounds = 0
+    with pytest.raises(ConfigError, match="rounds = 0, steps = 7; 1 is the least, and without"):
+        read_counts(args, counts)
