@@ -61,7 +61,8 @@ bench: setup
 	@$(PY) -m nanoray.bench $(or $(ARGS),--help)
 
 # Check and time this machine's GPU in ten minutes: kernels, the ladder of a step, seconds to a loss, two ranks, tests.
-# Nothing is installed: it takes a Python that has torch. ARGS="--device cpu" tries it out. Writes docs/results/gpu-*.json.
+# Nothing is installed: it takes a Python that has torch, and from build/gpu-day (bench-gpu-bundle) what that Python lacks.
+# ARGS="--device cpu" tries it out. Writes docs/results/gpu-*.json.
 bench-gpu:
 	@test -n "$(GPU_PYTHON)" || { echo "bench-gpu: no python3 here has torch; make bench-gpu GPU_PYTHON=/path/to/python3" >&2; exit 1; }
 	@"$(GPU_PYTHON)" -m nanoray.bench.gpu_day $(ARGS)

@@ -1,26 +1,27 @@
-r"""What a GPU can do, one feature after the other, with torch alone: no data set, no configuration.
+"""What a GPU can do, one feature after the other: no data set, no configuration.
 
-    printf 'tf32\nfp8\n' | python -m nanoray.bench.gpu_features cuda
+    python -m nanoray.bench.gpu_features cuda --features tf32,fp8
 
 Each feature is compared with a plain way to compute the same, and both are timed, at the sizes of
-GPT-2 124M with micro batches of 12. After a line that says that torch is there, each line of stdin
-names a feature, and its answer is a JSON line:
-
-    {"feature": ..., "rows": [[metric, unit, value], ...], "wrong": 0 or 1, "note": ...}
-
-or {"feature": ..., "skipped": why}, or {"feature": ..., "error": ...}. gpu_day.py starts it. A
-feature that ends the process costs no other one: the rest is asked of a new process.
+GPT-2 124M with micro batches of 12. Each runs in a process of its own: one that hangs or crashes
+costs its own row. gpu_day.py starts it.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
+import multiprocessing
 import os
 import platform
 import shutil
+import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +29,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanoray.bench.harness.processes import answers_only
+from nanoray.base.atomic import write_json
+from nanoray.bench.harness.report import Measurement, Report, conditions, say
+from nanoray.host.choose import cannot_compile
 from nanoray.models.fp8 import Fp8Linear, in_hardware
 from nanoray.models.kernels import chunked_cross_entropy, cross_entropy, fused_attention
 
+COMMAND = "python -m nanoray.bench.gpu_features"
+LEAST_S = 5.0  # with less, no feature begins
 REPEATS = 10  # of what is timed, after one that is not
 OF_GPUS = ("tf32", "flash attention", "cuDNN attention", "fp8", "CUDA graphs")
 
@@ -373,9 +378,6 @@ def fp8(bench: Bench) -> FeatureResult:
 
 def require_compiler(bench: Bench) -> None:
     """Raise Skipped where torch cannot compile."""
-    # Imported here: it is the one line that needs more than torch.
-    from nanoray.host.choose import cannot_compile
-
     why = cannot_compile(bench.device.type)
     if why:
         raise Skipped(f"compile {why}")
@@ -395,35 +397,105 @@ FEATURES: dict[str, Callable[[Bench], FeatureResult]] = {
 }
 
 
-def answer(name: str, bench: Bench) -> dict[str, Any]:
-    """Return the answer of one feature."""
-    if name in OF_GPUS and not bench.is_cuda:
-        return {"feature": name, "skipped": f"{name}: only on GPUs"}
+def answer(name: str, device: str) -> dict[str, Any]:
+    """Return what a feature came to, why it is skipped, or its error."""
+    if name in OF_GPUS and device == "cpu":
+        return {"skipped": "only on GPUs"}
     try:
-        found = FEATURES[name](bench)
+        return FEATURES[name](Bench(device))._asdict()
     except Skipped as why:
-        return {"feature": name, "skipped": str(why)}
+        return {"skipped": str(why)}
     except Exception as error:
         traceback.print_exc()
-        return {"feature": name, "error": f"{type(error).__name__}: {error}"}
-    rows = [list(row) for row in found.rows]
-    return {"feature": name, "rows": rows, "wrong": found.wrong, "note": found.note}
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
-def main() -> int:
-    """Answer the features that stdin names, on the device of the command line."""
-    say = answers_only()
-    bench = Bench(sys.argv[1])
-    say({"ready": True})
-    for line in sys.stdin:
-        say(answer(line.strip(), bench))
-        if bench.is_cuda:
-            torch.cuda.empty_cache()
-    return 0
+def ask(name: str, device: str, limit_s: float) -> dict[str, Any]:
+    """Return the answer of a feature that runs in a process of its own.
+
+    The process is forked: torch is imported once. The CUDA of a process that has crashed a kernel
+    says nothing more, so this process never uses it.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+
+    def run() -> None:
+        os.setpgid(0, 0)  # what the compiler starts ends with it
+        theirs.send(answer(name, device))
+
+    process = context.Process(target=run)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(limit_s):
+            return {"error": f"no answer within {limit_s:g} s"}
+        return ours.recv()
+    except EOFError:
+        process.join()
+        return {"error": f"exit code {process.exitcode} before it answered"}
+    finally:
+        # It may not have led its group yet, or have no process left in it.
+        for end in (os.killpg, os.kill):
+            with suppress(ProcessLookupError):
+                end(process.pid or 0, signal.SIGKILL)
+        process.join()
+
+
+def add_feature(report: Report, name: str, found: Mapping[str, Any]) -> None:
+    """Add the rows of one feature."""
+    error, skipped = found.get("error", ""), found.get("skipped", "")
+    if error or skipped:
+        say(f"{'FAILED' if error else 'skipped'}  {name}: {error or skipped}")
+        if error:
+            report.failures.append(f"{name}: {error}")
+        first_line = error.partition("\n")[0]
+        row = Measurement(name, "feature", "", (), error=first_line, skipped=skipped)
+        report.rows.append(row)
+        return
+    if name == "facts":
+        report.conditions["facts"] = found["note"]
+    for metric, unit, value in found["rows"]:
+        # The distance decides
+        wrong = found["wrong"] if metric == "distance" else None
+        report.rows.append(Measurement(name, metric, unit, (value,), wrong=wrong))
+    values = ", ".join(f"{metric} {value:.4g} {unit}" for metric, unit, value in found["rows"])
+    say(f"{name}: {values or found['note']}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Ask for one feature after the other, write the report, and return the exit code."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__.splitlines()[0])
+    parser.add_argument("device", choices=("cuda", "cpu"))
+    which = f"all, or which of {', '.join(FEATURES)} [%(default)s]"
+    parser.add_argument("--features", default="all", metavar="A,B", help=which)
+    late = "seconds after which a feature has failed [%(default)g]"
+    parser.add_argument("--feature_s", type=float, default=45.0, help=late)
+    budget = "seconds for everything; what no time is left for is skipped [as long as it takes]"
+    parser.add_argument("--budget_s", type=float, default=math.inf, help=budget)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
+    args = parser.parse_args(argv)
+    names = list(FEATURES) if args.features == "all" else args.features.split(",")
+    for name in names:
+        if name not in FEATURES:
+            parser.error(f"unknown feature {name}; known: {', '.join(FEATURES)}")
+
+    deadline = time.monotonic() + args.budget_s
+    report = Report("gpu_features", conditions("gpu_features", argv or sys.argv[1:], COMMAND))
+    for name in names:
+        left_s = deadline - time.monotonic()
+        if left_s < LEAST_S:
+            found = {"skipped": f"no time was left of budget_s = {args.budget_s:g}"}
+        else:
+            found = ask(name, args.device, min(args.feature_s, left_s))
+        add_feature(report, name, found)
+        # A call that is cut off keeps the features before. The report is none of a benchmark, so
+        # its name has another key.
+        if args.json:
+            content = report.to_dict()
+            write_json(args.json, {"features": content.pop("bench"), **content})
+    print("\n".join(report.lines()))
+    return int(report.failed)
 
 
 if __name__ == "__main__":
-    # Compilers leave threads and locks that an orderly end may wait for.
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""gpu_features with features that end badly: a test of gpu_day asks for them among good ones."""
+"""gpu_features with features that end badly: a test asks for them among good ones."""
 
 from __future__ import annotations
 

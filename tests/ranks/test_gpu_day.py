@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 
 from nanoray.bench import gpu, gpu_bundle, gpu_day, gpu_features
-from nanoray.bench.gpu_day import Day, DayPart, DayPlace
-from nanoray.bench.harness.processes import scratch_folder
+from nanoray.bench.gpu_day import Day, DayPart
+from nanoray.bench.harness.processes import arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, conditions
-from tests.harness import planted_features
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = ROOT / "tests" / "harness" / "hidden"
@@ -31,7 +32,7 @@ def run(
     command = [sys.executable, "-m", "nanoray.bench.gpu_day", "--device", "cpu"]
     env = os.environ | {"PYTHONPATH": str(HIDDEN), "NANORAY_TEST_HIDDEN": hidden}
     return subprocess.run(
-        [*command, "--out", str(out), "--bundle", str(tmp_path / "none"), *flags],
+        [*command, "--out", str(out), "--bundle", str(tmp_path / "bundle"), *flags],
         cwd=ROOT,
         env=env,
         capture_output=True,
@@ -45,49 +46,81 @@ def read(tmp_path: Path, name: str = "gpu-day-cpu.json") -> dict[str, Any]:
     return report
 
 
-def test_without_numpy_only_the_features_run_and_the_rest_is_skipped_by_name(
-    tmp_path: Path,
-) -> None:
-    few = "facts,bf16,fp8"  # compiling takes a minute on a CPU
-    done = run(
-        tmp_path, "--features", few, hidden="numpy,pydantic,yaml,pynvml,ray,pytest,matplotlib"
-    )
+OWN_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+# Of each wheel, the modules
+BUNDLED = {
+    "pydantic": ("pydantic",),
+    "pydantic_core": ("pydantic_core",),
+    "annotated_types": ("annotated_types",),
+    "typing_inspection": ("typing_inspection",),
+    "pyyaml": ("yaml", "_yaml"),
+    "nvidia_ml_py": ("pynvml.py",),
+}
+
+
+def bundle_of_installed(folder: Path) -> None:
+    """Make a bundle of wheels from what is installed here: a test has no package index."""
+    site = Path(pydantic.__file__).parents[1]
+    wheels = gpu_bundle.wheels_for(folder, OWN_PYTHON, platform.machine())
+    wheels.mkdir(parents=True)
+    for name, modules in BUNDLED.items():
+        with zipfile.ZipFile(wheels / f"{name}-1.0-any.whl", "w") as wheel:
+            for module in modules:
+                top = site / module
+                for path in [top] if top.is_file() else top.rglob("*"):
+                    if "__pycache__" not in path.parts:
+                        wheel.write(path, path.relative_to(site))
+            wheel.writestr(f"{name}-1.0.dist-info/METADATA", "")
+
+
+def test_without_the_packages_one_line_says_what_to_do(tmp_path: Path) -> None:
+    done = run(tmp_path, hidden="numpy,pydantic,yaml,pynvml,ray,pytest,matplotlib")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"{sys.executable} lacks numpy, pydantic, yaml, pynvml: run `make bench-gpu-bund" in line
+    assert f'ARGS="--python {OWN_PYTHON} --machine ' in line
+    assert not (tmp_path / "the results").exists()
+
+
+def test_packages_that_are_missing_come_from_the_bundle(tmp_path: Path, text: Path) -> None:
+    """The parts and what they start find them, too."""
+    bundle_of_installed(tmp_path / "bundle")
+    names = {Path(module).stem for modules in BUNDLED.values() for module in modules}
+    flags = ["--parts", "seconds to 1.47", "--dataset", str(text)]
+    hidden = ",".join([*names, "ray", "rich", "tensorboard", "matplotlib"])
+    done = run(tmp_path, *flags, hidden=hidden)
     assert done.returncode == 0, done.stdout + done.stderr
     report = read(tmp_path)
-    assert report["conditions"]["stand-ins"] == ["pydantic", "yaml", "pynvml"]
-    assert report["conditions"]["missing"] == ["numpy", "pytest", "matplotlib", "ray"]
-    rows = {row["arm"]: row for row in report["rows"]}
-    assert rows["bf16"]["wrong"] == 0
-    assert rows["fp8"]["skipped"] == "fp8: only on GPUs"
-    assert rows["seconds to 1.47"]["skipped"].startswith("needs numpy, which this Python lacks; ")
-    assert rows["tests/gpu"]["skipped"].startswith("needs numpy, pytest, which this Python lacks")
-
-
-def test_without_pydantic_and_ray_the_parts_run(tmp_path: Path, text: Path) -> None:
-    flags = ["--parts", "seconds to 1.47", "--dataset", str(text)]
-    done = run(tmp_path, *flags, hidden="pydantic,yaml,pynvml,ray,rich,tensorboard,matplotlib")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [row["n"] for row in read(tmp_path)["rows"]] == [1]
+    assert set(report["conditions"]["from the bundle"]) == names - {"_yaml"}
+    assert report["conditions"]["missing"] == ["matplotlib", "ray"]
+    assert [row["n"] for row in report["rows"]] == [1]
     rows = {row["arm"]: row for row in read(tmp_path, "gpu-baby-cpu.json")["rows"]}
     assert rows["seconds to 1.47 (CUDA graphs)"]["skipped"]
 
 
 @pytest.mark.full
 def test_the_whole_trial_runs_to_its_end(tmp_path: Path, text: Path) -> None:
-    done = run(tmp_path, "--dataset", str(text), hidden="pydantic,yaml,ray", timeout=580)
+    flags = ("--dataset", str(text), "--feature_s", "150")
+    done = run(tmp_path, *flags, hidden="ray", timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["arm"]: row for row in read(tmp_path)["rows"] if row["metric"] == "seconds"}
     ran = [name for name, row in rows.items() if row["n"]]
-    assert ran == [part.name for part in gpu_day.parts_of("cpu", True, "auto")][:-1]
+    assert ran == [part.name for part in parts("cpu")][:-1]
     assert rows["tests/gpu"]["skipped"] == "tests/gpu needs a GPU"
     names = {path.name for path in (tmp_path / "the results").iterdir()}
-    assert names >= {"gpu-gpt2-cpu.json", "gpu-char-cpu.json", "equivalence-cpu.json"}
+    assert names >= {"gpu-features-cpu.json", "gpu-gpt2-cpu.json", "gpu-char-cpu.json"}
+    assert "equivalence-cpu.json" in names
+
+
+def parts(device: str) -> list[DayPart]:
+    return gpu_day.parts_of(gpu_day.read_flags(["--device", "cpu"]), device)
 
 
 def a_day(folder: Path, out: Path, **flags: Any) -> Day:
-    args = argparse.Namespace(**{"out": out, "budget_s": 60.0, "feature_s": 20.0} | flags)
+    args = argparse.Namespace(**{"out": out, "budget_s": 60.0} | flags)
     report = Report("gpu_day", conditions("gpu_day", [], gpu_day.COMMAND) | {"device": "cpu"})
-    return Day(args, "cpu", DayPlace(folder, folder / "none"), report)
+    env = arm_environment() | {"PYTHONPATH": f"{ROOT}:{out}"}
+    return Day(args, "cpu", folder, env, report)
 
 
 def test_a_part_that_fails_or_hangs_costs_its_own_row(
@@ -110,7 +143,6 @@ def test_a_part_that_fails_or_hangs_costs_its_own_row(
     monkeypatch.setattr(gpu_day, "LEAST_S", 0.5)
     with scratch_folder() as folder:
         day = a_day(folder, tmp_path, budget_s=30.0)
-        day.place.env["PYTHONPATH"] += f":{tmp_path}"
         day.run(parts)
     rows = {row.arm: row for row in day.report.rows}
     assert rows["fails"].error == "ChildFailed: FAILED  a rung: no kernel", day.report.failures
@@ -123,34 +155,38 @@ def test_a_part_that_fails_or_hangs_costs_its_own_row(
 
 @pytest.mark.full
 def test_a_feature_that_crashes_hangs_or_errs_costs_its_own_row(tmp_path: Path) -> None:
-    names = ["facts", "wrong", "crash", "hang", "fp8", "bf16"]
-    with scratch_folder() as folder:
-        day = a_day(folder, tmp_path, feature_s=5.0)
-        day.ask_features(names, 200.0, "tests.harness.planted_features")
-    rows = {row.arm: row for row in day.report.rows if row.metric in ("distance", "feature")}
+    out = tmp_path / "features.json"
+    names = ["facts", "wrong", "crash", "hang", "broken", "fp8", "bf16"]
+    command = [sys.executable, "-m", "tests.harness.planted_features", "cpu", "--feature_s", "5"]
+    done = subprocess.run(
+        [*command, "--features", ",".join(names), "--json", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    report = json.loads(out.read_text())
+    rows = {r["arm"]: r for r in report["rows"] if r["metric"] in ("distance", "feature")}
     assert [*rows] == names[1:]
-    assert "torch " in day.report.conditions["facts"]
-    assert rows["bf16"].wrong == 0
-    assert rows["crash"].error == "exit code -11 before it answered"
-    assert rows["hang"].error == "no answer within 5 s"
-    assert rows["wrong"].wrong == 1
-    assert rows["fp8"].skipped
-    assert day.report.failed
+    assert "torch " in report["conditions"]["facts"]
+    assert rows["bf16"]["wrong"] == 0
+    assert rows["crash"]["error"] == "exit code -11 before it answered"
+    assert rows["hang"]["error"] == "no answer within 5 s"
+    assert rows["broken"]["error"] == "RuntimeError: no kernel for these shapes"
+    assert rows["wrong"]["wrong"] == 1
+    assert rows["fp8"]["skipped"] == "only on GPUs"
+    assert not report["ok"]
 
 
-def test_an_error_of_a_feature_is_its_answer() -> None:
-    device = gpu_features.Bench("cpu")
-    assert gpu_features.answer("facts", device)["note"].startswith("torch ")
-    found = planted_features.gpu_features.answer("broken", device)
-    assert found == {"feature": "broken", "error": "RuntimeError: no kernel for these shapes"}
-
-
-def test_features_without_time_are_skipped_by_name(tmp_path: Path) -> None:
+def test_what_no_time_is_left_for_is_skipped_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu_features.main(["cpu", "--features", "bf16,fp8", "--budget_s", "1"]) == 0
+    assert capsys.readouterr().out.count("no time was left of budget_s = 1\n") == 2
     with scratch_folder() as folder:
         day = a_day(folder, tmp_path)
-        day.ask_features(["bf16", "fp8"], 1.0)
         day.run_part(DayPart("late", ("nothing",), 1.0), 1.0)
-    assert {row.skipped for row in day.report.rows} == {"no time was left of budget_s = 60"}
+    assert [row.skipped for row in day.report.rows] == ["no time was left of budget_s = 60"]
     assert not day.report.failed
 
 
@@ -159,7 +195,6 @@ def test_features_without_time_are_skipped_by_name(tmp_path: Path) -> None:
     [
         ([], "torch", 2, "has no torch; name another one: make bench-gpu GPU_PYTHON="),
         (["--device", "cuda"], "", 1, "shows no GPU here; ARGS="),
-        (["--features", "fp4"], "", 2, "unknown feature fp4; known: facts, bf16, tf32, compiled"),
         (["--parts", "gpt2"], "", 2, "unknown part gpt2; known: features, ladder of gpt2-124m"),
     ],
 )
@@ -191,28 +226,26 @@ def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [problems["2.11.0+cu130"], problems["3.0"]] == [None, None]
 
 
-def test_a_bundle_gives_only_what_is_missing(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "wheels").mkdir()
-    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    for name, tag in (
-        ("missing_here", "py3-none-any"),
-        ("numpy", f"{own}-{own}-manylinux_2_17_x86_64"),
-        ("other_python", "cp27-cp27m-manylinux1_x86_64"),
-        ("other_machine", f"{own}-{own}-win_amd64"),
-    ):
-        with zipfile.ZipFile(tmp_path / "wheels" / f"{name}-1.0-{tag}.whl", "w") as wheel:
+def test_a_bundle_gives_only_what_is_missing(tmp_path: Path) -> None:
+    own, other = (
+        gpu_bundle.wheels_for(tmp_path, version, platform.machine())
+        for version in (OWN_PYTHON, "2.7")
+    )
+    for folder, name in ((own, "missing_here"), (own, "numpy"), (other, "of_another_python")):
+        folder.mkdir(exist_ok=True)
+        with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
             wheel.writestr(f"{name}/__init__.py", "")
             wheel.writestr(f"{name}-1.0.dist-info/METADATA", "")
-    with scratch_folder() as folder:
-        place = DayPlace(folder, tmp_path)
-        assert place.bundled == ["missing_here"]
-        assert (folder / "lib" / "missing_here" / "__init__.py").is_file()
-        assert not place.lacks(["missing_here", "numpy"])
-        sys.path.remove(str(folder / "lib"))
+    lib = tmp_path / "lib"
+    try:
+        assert gpu_bundle.unpack(tmp_path, lib) == ["missing_here"]
+        assert [path.name for path in lib.iterdir() if path.suffix == ""] == ["missing_here"]
+        assert gpu_bundle.is_there("missing_here")
+    finally:
+        sys.path.remove(str(lib))
 
 
+@pytest.mark.full
 def test_the_bundle_says_what_it_could_not_get(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,7 +283,7 @@ def test_make_installs_nothing_for_it() -> None:
 
 def test_every_part_names_rungs_and_presets_that_exist() -> None:
     for device in ("cuda", "cpu"):
-        for part in gpu_day.parts_of(device, False, "auto"):
+        for part in parts(device):
             if "--arms" not in part.command:
                 continue
             arms = part.command[part.command.index("--arms") + 1]
