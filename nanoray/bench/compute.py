@@ -1,10 +1,8 @@
-"""Step time of nanoray's engine against a plain loop, on CPU.
+"""One rank of an arm of `bench step`, `gpu` or `train`: a loop that runs blocks of steps on request.
 
-Processes run blocks of steps on request.
-
-    baseline   one process, float32, the plain loop below
-    engine     nanoray.train.train with one rank: metrics files on, as in any run
-    engine-2   the same with two ranks, which share the cores and the global batch; also with --comm_trace
+    products   a step is one product of two square matrices: what this machine can do at most
+    plain      the loop that people write first, with torch's allocator as it is, or kept as nanoray does
+    engine     nanoray.train.recipe.train: metrics files on, as in any run; or with torch's default AdamW
 
 Every arm stays alive with its model warm; the benchmark lets them run blocks of steps in turn while
 the others sleep in a read, so a slow minute of the machine hits all arms, and the threads of one
@@ -17,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +25,14 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import DataError
+from nanoray.host.host import keep_freed_memory
 from nanoray.mesh.rendezvous import BackendChoice, Order, open_store, rendezvous_of
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
+
+    from nanoray.mesh.pieces import Shard
 
 Say = Callable[[dict[str, Any]], None]
 
@@ -79,10 +81,17 @@ class Gate:
         return Order.GO_ON
 
 
-def run_baseline(spec: RunSpec, gate: Gate, threads: int) -> None:
-    """Train with the plain loop, a step at each call of the gate."""
-    for _ in plain_loop(spec.config, spec.dataset, threads):
-        gate()
+def run_products(gate: Gate, order: Mapping[str, Any]) -> None:
+    """Multiply two matrices (size, size) again and again: 2·size³ FLOPs a step."""
+    import torch
+
+    torch.set_num_threads(order["threads"])
+    torch.set_float32_matmul_precision("high" if order["tf32"] else "highest")
+    size, dtype, device = order["size"], getattr(torch, order["dtype"]), order["device"]
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    while gate() is Order.GO_ON:
+        torch.mm(a, b, out=out)
 
 
 def plain_loop(cfg: Config, data: DatasetInfo, threads: int) -> Iterator[nn.Module]:
@@ -144,20 +153,23 @@ def plain_loop(cfg: Config, data: DatasetInfo, threads: int) -> Iterator[nn.Modu
         step += 1
 
 
-def run_engine(
-    spec: RunSpec,
-    gate: Gate,
-    order: dict[str, Any],
-    say: Say,
-    task: Callable[..., Any] | None = None,
-) -> None:
+def run_engine(spec: RunSpec, gate: Gate, order: Mapping[str, Any], say: Say) -> None:
     """Train with nanoray as rank `order["rank"]` of `order["world"]`.
 
-    Rank 0 first reports the port at which it serves the store. `task` is what makes model and
-    optimizer, if not the recipe's own.
+    Rank 0 of several first reports the port at which it serves the store.
     """
     from nanoray.train.recipe import train
-    from nanoray.train.tasks import task_of
+    from nanoray.train.tasks import TextTask, task_of
+
+    class UnfusedTask(TextTask):
+        """A GPT whose AdamW is torch's default one: not one kernel over all parameters, but many."""
+
+        def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> Optimizer:
+            optimizer = super().optimizer(model, shards)
+            for group in optimizer.param_groups:
+                # Torch decides: a loop on CPUs, many parameters at a time on GPUs
+                group["fused"] = None
+            return optimizer
 
     rank = order["rank"]
     world = order["world"]
@@ -178,20 +190,30 @@ def run_engine(
         replace(rendezvous, agent_store=True),
         wanted=gate,
         store=store,
-        task_of=task or task_of,
+        task_of=UnfusedTask if order.get("unfused") else task_of,
     )
 
 
 def main() -> int:
     """Run the arm of one JSON order from the command line until stdin ends."""
-    order = json.loads(sys.argv[1])
+    order: dict[str, Any] = json.loads(sys.argv[1])
     say = answers_only()
+    if order.get("pinned"):  # before torch starts its threads
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[order["rank"] % len(cores)]})
+    gate = Gate(say, order.get("device", "cpu"))
+    if order["arm"] == "products":
+        run_products(gate, order)
+        return 0
     spec = RunSpec.from_dict(json.loads(Path(order["spec"]).read_text(encoding="utf-8")))
-    gate = Gate(say)
-    if order["arm"] == "baseline":
-        run_baseline(spec, gate, order["threads"])
-    else:
+    if order["arm"] == "engine":
         run_engine(spec, gate, order, say)
+        return 0
+    if order.get("keep_memory"):
+        keep_freed_memory()
+    # A step at each call of the gate
+    for _ in plain_loop(spec.config, spec.dataset, order["threads"]):
+        gate()
     return 0
 
 

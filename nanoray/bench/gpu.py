@@ -31,19 +31,15 @@ cpu runs all that a CPU has.
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import re
-import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.atomic import read_json_lines
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure, measured, whiskers
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.figure import Figure, Panel, measured
 from nanoray.bench.harness.plan import (
     add_data_flags,
     add_settings_flag,
@@ -51,12 +47,27 @@ from nanoray.bench.harness.plan import (
     data_flags,
     settings_of,
 )
-from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
-from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, say
-from nanoray.bench.speedrun import Record, SpeedrunResult, run_once
-from nanoray.bench.step import random_tokens
-from nanoray.config import Config, load_config, make_config
-from nanoray.data.dataset import DatasetInfo
+from nanoray.bench.harness.processes import ChildFailed, arm_environment, scratch_folder
+from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
+from nanoray.bench.ladder import (
+    LOSS,
+    MEMORY,
+    PRODUCTS,
+    TOKENS,
+    Ladder,
+    RungProcesses,
+    draw_rungs,
+    measured_arms,
+    presets_in,
+    product_flops,
+    product_lines,
+    products,
+    random_tokens,
+    skipped_lines,
+)
+from nanoray.bench.to_loss import RunToLoss, run_to_loss
+from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.host.choose import cannot_compile
@@ -65,7 +76,6 @@ from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
 from nanoray.host.peaks import peak_flops
 from nanoray.host.slots import local_slots
-from nanoray.start.folder import open_run
 
 BASE = "float32"
 TF32 = "+ tf32"
@@ -135,25 +145,44 @@ BABY_SEEDS = 3
 BABY_LOSS = 1.47
 BABY_S = 60.0
 BABY_FLAGS: dict[str, Any] = {
+    "preset": CHAR,
     "eval_every": 250,
     "sample_tokens": 0,
     "tensorboard": "false",
 }
-BABY_RECORD = Record(BABY_LOSS, CHAR, {}, "nanoGPT's baby GPT")
-TOKENS = "tokens"
 MFU = "MFU"
 PEAK = "of products"
-MEMORY = "memory"
 READY = "ready"
-LOSS = "loss"
 SECONDS = "seconds"
-PRODUCTS = "products"
 SIZES = {"cuda": 8192, "cpu": 512}
-# Relative, to that of the base, at the same batch
-SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2, "fp8": 5e-2}
 BLOCK_MS = 2000.0  # of steps whose times are averaged
+# Keys of rungs whose losses cannot be compared with the base's
+OTHER_SIZES = {"_batch", "_larger", "_best", "_accum"}
 MFU_AIM = 50.0  # percent, of gpt2-124m's fastest rung
 AIMED_AT = ("H100", "H200")  # both aims
+
+
+# What is shown.
+
+
+def _ratio(report: Report, arm: str, spread: str) -> str:
+    """Return the ratio of an arm to the one before it, whichever that is."""
+    for row in report.rows:
+        if row.unit == "ratio" and row.arm.startswith(f"{arm} / "):
+            return report.cell(row.arm, TOKENS, spread)
+    return ""
+
+
+def _panels(report: Report) -> list[Panel]:
+    """Return a panel for each ladder: tokens per second of its rungs."""
+
+    def panel(name: str) -> Panel:
+        def draw(axes: Any, report: Report) -> None:
+            draw_rungs(axes, measured(report, [f"{name}: {rung}" for rung in RUNGS], TOKENS))
+
+        return Panel(draw, {"title": name, "xlabel": "tokens/s"}, down=True)
+
+    return [panel(name) for name in presets_in(report, list(LADDERS), BASE)]
 
 
 class GPUBenchmark(Benchmark):
@@ -163,6 +192,23 @@ class GPUBenchmark(Benchmark):
         "rungs whose loss is not the base's, to 0.1 % in float32, 0.5 % in tf32, 2 % in bf16 and "
         "5 % in fp8"
     )
+    counts = (Count("rounds", "blocks of steps of a rung", usual=5, few=2),)
+    tables = (
+        Table(
+            measured_arms,
+            (
+                names("rung"),
+                TableColumn("tokens/s", TOKENS, SPREAD),
+                TableColumn("/ the one before", _ratio, SPREAD),
+                TableColumn("MFU, %", MFU),
+                TableColumn("of products, %", PEAK),
+                TableColumn("MiB", MEMORY),
+                TableColumn("until ready, s", READY),
+                TableColumn("loss", LOSS),
+            ),
+        ),
+    )
+    figure = Figure(_panels)
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -181,9 +227,6 @@ class GPUBenchmark(Benchmark):
             metavar="A,B",
             help=f"all | ladder | baby, or which of {', '.join([*RUNGS, *BABIES])} [all]",
         )
-        parser.add_argument(
-            "--rounds", type=int, metavar="N", help="blocks of steps of a rung [5; 2 with --quick]"
-        )
         add_settings_flag(parser, "each preset's")
         add_data_flags(parser)
         late = "seconds after which a rung that says nothing has failed [%(default)g]"
@@ -196,7 +239,6 @@ class GPUBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Climb the ladder of every preset, then train to the loss. Nothing that it starts outlives it."""
         # Refuse what cannot be measured before anything is prepared.
-        args.rounds = args.rounds or (2 if args.quick else 5)
         args.deadline = time.monotonic() + args.budget_s
         groups = {"ladder": [*RUNGS], "baby": [*BABIES]}
         arms = groups.get(args.arms) or chosen(args.arms, [*RUNGS, *BABIES])
@@ -204,10 +246,8 @@ class GPUBenchmark(Benchmark):
         presets = chosen(args.presets, list(LADDERS), "preset")
         gpus = discover_gpus()
         overrides = settings_of(args)
-        if args.rounds < 1 or (BASE not in arms and arms != babies):
-            raise ConfigError(
-                f"rounds = {args.rounds}, arms = {args.arms}; at least 1 round, and {BASE}, are needed"
-            )
+        if BASE not in arms and arms != babies:
+            raise ConfigError(f"arms = {args.arms}; the base is needed: add {BASE}")
         if args.device == "cuda" and not gpus:
             raise ConfigError(
                 "device = cuda, but NVIDIA's driver shows no GPU here; use --device cpu to try it out"
@@ -221,11 +261,7 @@ class GPUBenchmark(Benchmark):
         report.conditions["device"] = f"{gpu.name} {gpu.profile}".strip() if gpu else "cpu"
         # Runs, caches of compilers and tokens live in a folder that is deleted afterwards.
         with scratch_folder() as folder:
-            if arms == babies:
-                ladders = []
-            else:
-                ladders = presets
-            for name in ladders:
+            for name in presets if arms != babies else []:
                 # No evaluation, checkpoint or TensorBoard: the ladder is about the step.
                 values = {
                     **LADDERS[name],
@@ -242,80 +278,49 @@ class GPUBenchmark(Benchmark):
                 if name == GPT2:
                     values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
                 config = load_config(preset=name, overrides=values | overrides)
-                ladder = GpuLadder(args, name, config, prepare(config), folder, gpu)
-                _measure_ladder(ladder, [arm for arm in BY_VALUE if arm in arms], report)
+                env = _make_environment(gpu, folder, name)
+                device = "cuda" if gpu else "cpu"
+                ladder = Ladder(name, config, prepare(config), folder, env, device)
+                climb = GpuClimb(args, ladder, gpu)
+                with part(report, lambda climb=climb: _end_ladder(climb, report)):  # type: ignore[misc]
+                    _measure_ladder(climb, [arm for arm in BY_VALUE if arm in arms], report)
             if babies and CHAR in presets:
                 _train_babies(args, babies, gpu, overrides, folder, report)
         _add_targets(report, presets)
 
-    def format_text(self, report: Report) -> list[str]:
-        """Return a line per rung, the products, the seconds to the loss, and what was left out."""
-        # The rungs, then the products, the seconds to the loss, and what was skipped.
-        found = aligned(
-            [(*line, "") for line in _build_table(report, "quartiles")], right=set(range(1, 8))
-        )
-        products = [row for row in report.rows if row.metric == PRODUCTS]
-        found += [
-            "",
-            *(
-                f"{row.arm}: {report.cell(row.arm, PRODUCTS)} TFLOP/s, {row.note}"
-                for row in products
-            ),
-        ]
+    def notes(self, report: Report) -> list[str]:
+        """Return the products, the seconds to the loss, and what was left out."""
+        lines = product_lines(report)
         for arm in BABIES:
             baby = report.row(arm, SECONDS)
             if baby and not baby.skipped:
-                found.append(f"{arm}: {report.cell(arm, SECONDS, 'range')} s, {baby.note}")
-        return found + [f"skipped  {row.arm}: {row.skipped}" for row in report.rows if row.skipped]
+                lines.append(f"{arm}: {report.cell(arm, SECONDS, 'range')} s, {baby.note}")
+        return lines + skipped_lines(report)
 
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return the table for a page."""
-        head, *body = _build_table(report, "range")
-        return markdown(head, body)
 
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw each ladder: tokens per second of its rungs, medians with their quartiles."""
-        ladders = [name for name in LADDERS if report.row(f"{name}: {BASE}", TOKENS)]
-        with figure(report, path, (11, 3.6), (1, max(1, len(ladders)))) as every:
-            # One ladder after the other, the base on top.
-            for axes, name in zip(every, ladders, strict=False):
-                rows = measured(report, [f"{name}: {rung}" for rung in RUNGS], TOKENS)
-                names = [row.arm.partition(": ")[2] for row in rows]
-                medians = [row.median for row in rows]
-                if rows:
-                    axes.barh(
-                        names, medians, xerr=whiskers(rows, quartiles=True), capsize=3, color="0.6"
-                    )
-                axes.set(title=name, xlabel="tokens/s")
-                axes.tick_params(labelsize=7)
-                axes.invert_yaxis()
+# What is measured.
 
 
 @dataclass
-class GpuLadder:
-    """One preset on one device, and what its rungs came to."""
+class GpuClimb:
+    """A ladder that is climbed rung by rung."""
 
     args: argparse.Namespace
-    name: str
-    config: Config
-    data: DatasetInfo
-    folder: Path
+    ladder: Ladder
     gpu: Device | None  # None: the CPU
-    peaks: dict[str, float] = field(default_factory=dict)  # FLOP/s of products, by precision
-    configs: dict[str, Config] = field(default_factory=dict)  # of the rungs that have run
-    losses: dict[str, dict[int, float]] = field(default_factory=dict)  # their logged steps'
 
-    @property
-    def device(self) -> str:
-        return "cuda" if self.gpu else "cpu"
+    def __post_init__(self) -> None:
+        self.peaks: dict[str, float] = {}  # FLOP/s of products, by precision
 
     @property
     def left_s(self) -> float:
         """Seconds until this benchmark's budget is used up."""
         return float(self.args.deadline - time.monotonic())
 
-    def say(self, text: str) -> None:
-        say(f"{self.name}: {text}")
+    @property
+    def timeout_s(self) -> float:
+        """Seconds for an answer: some more than are left, so that the last rung need not be wasted."""
+        return min(self.args.timeout_s, max(10.0, self.left_s))
 
 
 def settings_at(rung: str) -> dict[str, Any]:
@@ -344,63 +349,78 @@ def before(rungs: list[str]) -> dict[str, str]:
     return {rung: of[-1] for rung, of in zip(rungs, kept, strict=True) if of}
 
 
-def _measure_ladder(ladder: GpuLadder, rungs: list[str], report: Report) -> None:
+def _measure_ladder(climb: GpuClimb, rungs: list[str], report: Report) -> None:
     """Measure products of matrices in each precision, then the rungs in this order; add their rows."""
     # What the device reaches with large products is the peak that a step can be compared with.
     for precision, dtype in (("bf16", "bfloat16"), ("tf32", "float32"), ("fp32", "float32")):
-        if precision == "tf32" and not (ladder.gpu and ladder.gpu.bf16):
+        if precision == "tf32" and not (climb.gpu and climb.gpu.bf16):
             continue
         # The aims are in bf16, and each product takes the start of a process.
-        if precision != "bf16" and math.isfinite(ladder.args.budget_s):
+        if precision != "bf16" and math.isfinite(climb.args.budget_s):
             continue
-        size = SIZES[ladder.device]
-        order = {
-            "arm": "products",
-            "size": size,
-            "dtype": dtype,
-            "tf32": precision == "tf32",
-            "steps": 20,
-        }
-        arm = f"{ladder.name}: {PRODUCTS} {precision}"
-        values = []
-        # A failed measurement is reported, and the ladder goes on without this peak.
-        try:
-            values = [2 * size**3 / ms * 1e3 for ms in _run_process(ladder, order, arm)["step_ms"]]
-            ladder.peaks[precision] = sorted(values)[len(values) // 2]
-        except ChildFailed as error:
-            report.failures.append(f"{arm}: {error}")
-        found = tuple(value / 1e12 for value in values)
-        report.rows.append(
-            Measurement(arm, PRODUCTS, "TFLOP/s", found, f"matrices of {size} x {size}")
-        )
+        _measure_products(climb, precision, dtype, report)
 
     for rung in rungs:
         settings = settings_at(rung)
         if settings.get("_best"):
-            settings |= _best_settings(ladder, report)
-        why = _reason_to_skip(ladder, settings)
+            settings |= _best_settings(climb, report)
+        why = _reason_to_skip(climb, settings)
         if why:
-            report.rows.append(Measurement(_arm_name(ladder, rung), TOKENS, "1/s", (), skipped=why))
+            arm = climb.ladder.arm(rung)
+            report.rows.append(Measurement(arm, TOKENS, "1/s", (), skipped=why))
         else:
-            _measure_rung(ladder, rung, settings, report)
+            _measure_rung(climb, rung, settings, report)
         # A run that is cut off keeps what it has measured.
-        if ladder.args.json:
-            report.write(ladder.args.json)
+        if climb.args.json:
+            report.write(climb.args.json)
 
+
+def _end_ladder(climb: GpuClimb, report: Report) -> None:
+    """Compare the losses of the rungs that have run, and sort the rows."""
+    # Only for the same model and batch
+    other = [rung for rung in RUNGS if settings_at(rung).keys() & OTHER_SIZES]
+    climb.ladder.compare_losses(report, BASE, not_same=other)
     # The rungs ran by value; a reader climbs from the base.
-    _compare_losses(ladder, report)
-    place = {_arm_name(ladder, rung): number for number, rung in enumerate(RUNGS)}
+    place = {climb.ladder.arm(rung): number for number, rung in enumerate(RUNGS)}
     report.rows.sort(key=lambda row: place.get(row.arm, -1))
 
 
-def _best_settings(ladder: GpuLadder, report: Report) -> dict[str, Any]:
+def _measure_products(climb: GpuClimb, precision: str, dtype: str, report: Report) -> None:
+    """Add the speed of large products; where they fail the ladder goes on without this peak."""
+    size = SIZES[climb.ladder.device]
+    name = f"{PRODUCTS} {precision}"
+    values: list[float] = []
+    try:
+        order = products(size, dtype, tf32=precision == "tf32")
+        with RungProcesses(climb.ladder, name, [order], climb.timeout_s) as process:
+            blocks = _time_blocks(climb, process, 20)
+        values = [product_flops(size) / block["step_ms"] * 1e3 for block in blocks]
+        climb.peaks[precision] = sorted(values)[len(values) // 2]
+    except ChildFailed as error:
+        report.failures.append(f"{climb.ladder.arm(name)}: {error}")
+    found = tuple(value / 1e12 for value in values)
+    note = f"matrices of {size} x {size}"
+    report.rows.append(Measurement(climb.ladder.arm(name), PRODUCTS, "TFLOP/s", found, note))
+
+
+def _time_blocks(climb: GpuClimb, process: RungProcesses, steps: int) -> list[dict[str, float]]:
+    """Run blocks of steps, one for each round; return their answers. Raises ChildFailed."""
+    # The first one does not count: caches fill, clocks rise
+    first = process.block(steps, climb.timeout_s)
+    # Blocks of equal time: a fast rung does more steps in a block.
+    if not climb.args.quick:
+        steps = max(3, round(climb.args.block_ms / first["step_ms"]))
+    return [process.block(steps, climb.timeout_s) for _ in range(climb.args.rounds)]
+
+
+def _best_settings(climb: GpuClimb, report: Report) -> dict[str, Any]:
     """Return the fastest batch, and the changes that gained on `+ compile`; {} if that has no speed.
 
     fp8 and larger heads are left out: they are another arithmetic, and another model.
     """
     speeds = {}
     for rung in RUNGS:
-        row = report.row(_arm_name(ladder, rung), TOKENS)
+        row = report.row(climb.ladder.arm(rung), TOKENS)
         if row and row.values:
             speeds[rung] = row.median
     if COMPILED not in speeds:
@@ -414,14 +434,14 @@ def _best_settings(ladder: GpuLadder, report: Report) -> dict[str, Any]:
     return best
 
 
-def _reason_to_skip(ladder: GpuLadder, settings: Mapping[str, Any]) -> str:
-    """Return why this device has no such rung, or ""."""
-    if ladder.left_s <= 0:
-        return f"no time was left of budget_s = {ladder.args.budget_s:g}"
+def _reason_to_skip(climb: GpuClimb, settings: Mapping[str, Any]) -> str | None:
+    """Return why this device has no such rung; None if it has."""
+    if climb.left_s <= 0:
+        return f"no time was left of budget_s = {climb.args.budget_s:g}"
     if settings.get("_best") and "_chosen" not in settings:
         return f"{COMPILED} has no speed to choose by"
     # Options that a device does not have are skipped by name, not measured as something else.
-    if ladder.device == "cpu":
+    if climb.ladder.device == "cpu":
         for key, of_gpus in (
             ("precision", "tf32"),
             ("precision", "fp8"),
@@ -431,130 +451,61 @@ def _reason_to_skip(ladder: GpuLadder, settings: Mapping[str, Any]) -> str:
         ):
             if settings[key] == of_gpus:
                 return f"{key} = {of_gpus} is for GPUs"
-    elif ladder.gpu and not ladder.gpu.bf16 and settings["precision"] in ("tf32", "bf16"):
+    elif climb.gpu and not climb.gpu.bf16 and settings["precision"] in ("tf32", "bf16"):
         return f"a GPU older than compute capability 8 has no {settings['precision']}"
-    why = cannot_compile(ladder.device) if settings["compile"] else None
-    return f"compile = true {why}" if why else ""
+    why = cannot_compile(climb.ladder.device) if settings["compile"] else None
+    return f"compile = true {why}" if why else None
 
 
-def _measure_rung(
-    ladder: GpuLadder,
-    rung: str,
-    settings: Mapping[str, Any],
-    report: Report,
-) -> None:
+def _measure_rung(climb: GpuClimb, rung: str, settings: Mapping[str, Any], report: Report) -> None:
     """Run one rung and add its rows. Its failure is recorded, and the other rungs continue."""
-    from nanoray.models.costs import flops_per_token
-    from nanoray.models.gpt import ModelShape
-
-    # Keys with an underscore change sizes; all others are keys of the configuration.
+    ladder = climb.ladder
     times = settings.get("_batch", 1)
-    larger = settings.get("_larger", 1)
-    own = {key: value for key, value in settings.items() if not key.startswith("_")}
     whole = ladder.config.global_batch_size
     micro = ladder.config.micro_batch_size or whole
     accum = settings.get("_accum", whole // micro)
     sizes = {"micro_batch_size": times * micro, "global_batch_size": accum * times * micro}
-    sizes["n_head"] = ladder.config.n_head // larger
+    sizes["n_head"] = ladder.config.n_head // settings.get("_larger", 1)
     name = rung.strip("+ ()").replace(" ", "-")
-    arm = _arm_name(ladder, rung)
+    arm = ladder.arm(rung)
     # The rung trains with the real engine, in a process that answers how long blocks of steps take.
     try:
-        config = make_config(
-            ladder.config.model_dump() | own | sizes | {"name": f"{ladder.name}-{name}"}
-        )
-        spec = open_run(config, ladder.data, time.time())
-        order = {"arm": "engine", "rank": 0, "world": 1, "spec": str(spec.folder / "run.json")}
-        found = _run_process(ladder, order | {"unfused": settings["_unfused"]}, arm)
+        order = ladder.open(rung, {**settings, **sizes}, f"{ladder.name}-{name}")
+        with RungProcesses(ladder, rung, [order], climb.timeout_s) as process:
+            blocks = _time_blocks(climb, process, 3)
     except (ChildFailed, NanorayError) as error:
-        if ladder.gpu and "OutOfMemoryError" in str(error):
-            why = f"does not fit in {ladder.gpu.memory_bytes / 2**30:.0f} GiB"
+        if climb.gpu and "OutOfMemoryError" in str(error):
+            why = f"does not fit in {climb.gpu.memory_bytes / 2**30:.0f} GiB"
             report.rows.append(Measurement(arm, TOKENS, "1/s", (), skipped=why))
             return
         report.failures.append(f"{arm}: {error}")
         report.rows.append(Measurement(arm, TOKENS, "1/s", (), error=str(error).splitlines()[0]))
         return
     # Tokens per second compare rungs with different batches; milliseconds would not.
+    config = ladder.configs[rung]
     tokens = config.global_batch_size * config.block_size
-    rate = [1e3 * tokens / ms for ms in found["step_ms"]]
-    ladder.say(f"{rung:<20} {found['step_ms'][-1]:.2f} ms, {rate[-1]:,.0f} tokens/s")
-    flops = flops_per_token(ModelShape.of(config, ladder.data.vocab_size))
+    rate = [1e3 * tokens / block["step_ms"] for block in blocks]
+    say(f"{arm:<38} {blocks[-1]['step_ms']:.2f} ms, {rate[-1]:,.0f} tokens/s")
     note = f"{tokens} tokens a step"
     if "_chosen" in settings:
         note += f", {' '.join(settings['_chosen'])}"
     report.rows.append(Measurement(arm, TOKENS, "1/s", tuple(rate), note))
 
     # Shares of the device's peak: of the data sheet's, and of the one measured with products
-    stated = peak_flops(ladder.gpu, config.precision) if ladder.gpu else None
+    flops = ladder.flops_per_token(rung)
+    stated = peak_flops(climb.gpu, config.precision) if climb.gpu else None
     if stated:
         shares = tuple(100 * flops * each / stated for each in rate)
         report.rows.append(Measurement(arm, MFU, "%", shares, "of the data sheet"))
-    peak = ladder.peaks.get(config.precision)
+    peak = climb.peaks.get(config.precision)
     if peak:
         shares = tuple(100 * flops * each / peak for each in rate)
         report.rows.append(Measurement(arm, PEAK, "%", shares, "as measured"))
-    if found["peak_bytes"]:
-        report.rows.append(
-            Measurement(arm, MEMORY, "MiB", (found["peak_bytes"] / 2**20,), "most allocated")
-        )
-    report.rows.append(
-        Measurement(
-            arm, READY, "s", (found["ready_s"],), "process, imports, model, compiling, warm-up"
-        )
-    )
-    # The loss of each logged step, for the comparison with the base.
-    records = read_json_lines(spec.folder / "metrics.jsonl")
-    ladder.losses[rung] = {r["step"]: r["train/loss"] for r in records if "train/loss" in r}
-    ladder.configs[rung] = config
-
-
-def _compare_losses(ladder: GpuLadder, report: Report) -> None:
-    """Compare each rung's loss with the base's, at the last step that both have logged."""
-    base = ladder.losses.get(BASE, {})
-    for rung, losses in ladder.losses.items():
-        step = min(max(losses, default=0), max(base, default=0))
-        if not step or step not in losses or step not in base:
-            continue
-        config = ladder.configs[rung]
-        settings = settings_at(rung)
-        wrong = None
-        # Only for the same model and batch; and with dropout other kernels draw other masks
-        same_sizes = not settings.keys() & {"_batch", "_larger", "_best", "_accum"}
-        if same_sizes and not config.dropout:
-            tolerance = SAME_LOSS[config.precision]
-            wrong = 0 if math.isclose(losses[step], base[step], rel_tol=tolerance) else 1
-        arm = _arm_name(ladder, rung)
-        report.rows.append(
-            Measurement(arm, LOSS, "", (losses[step],), f"of step {step}", wrong=wrong)
-        )
-
-
-def _run_process(ladder: GpuLadder, order: dict[str, Any], arm: str) -> dict[str, Any]:
-    """Run one process; return ms per step of each block, peak memory and start seconds."""
-    # The order travels as JSON on the command line.
-    order |= {"device": ladder.device, "threads": max(1, int(available_cpus()))}
-    name = re.sub("[^a-zA-Z0-9+]+", "-", arm)
-    env = _make_environment(ladder.gpu, ladder.folder, ladder.name)
-    log = ladder.folder / f"{name}.log"
-    begin = time.monotonic()
-    argv = [sys.executable, "-m", "nanoray.bench.step_rank", json.dumps(order)]
-    # Of the budget, some seconds more, so that the last rung need not be wasted
-    timeout_s = min(ladder.args.timeout_s, max(10.0, ladder.left_s))
-    # The child says when it is ready, then times as many steps as it is asked for.
-    with Child(argv, env, log, pipes=True) as child:
-        child.answer(timeout_s)
-        ready_s = time.monotonic() - begin
-        steps = order.get("steps", 3)
-        answers = []
-        # The first one does not count: caches fill, clocks rise
-        for turn in range(-1, ladder.args.rounds):
-            child.ask(str(steps))
-            answers.append(child.answer(timeout_s))
-            # Blocks of equal time: a fast rung does more steps in a block.
-            if turn < 0 and not ladder.args.quick:
-                steps = max(3, round(ladder.args.block_ms / answers[0]["step_ms"]))
-    found = [answer["step_ms"] for answer in answers[1:]]
-    return {"step_ms": found, "ready_s": ready_s, "peak_bytes": answers[-1].get("peak_bytes", 0)}
+    if blocks[-1].get("peak_bytes"):
+        mib = blocks[-1]["peak_bytes"] / 2**20
+        report.rows.append(Measurement(arm, MEMORY, "MiB", (mib,), "most allocated"))
+    note = "process, imports, model, compiling, warm-up"
+    report.rows.append(Measurement(arm, READY, "s", (process.ready_s,), note))
 
 
 def _make_environment(gpu: Device | None, folder: Path, name: str) -> dict[str, str]:
@@ -596,7 +547,7 @@ def _train_babies(
 
     # Three seeds, because one run may reach the loss by luck. The arms take turns: where the budget
     # ends early, each has as many.
-    runs: dict[str, list[SpeedrunResult]] = {arm: [] for arm in arms}
+    runs: dict[str, list[RunToLoss]] = {arm: [] for arm in arms}
     errors: dict[str, str] = {}
     longest_s = 0.0
     for seed in range(1 if args.quick else BABY_SEEDS):
@@ -610,7 +561,8 @@ def _train_babies(
             begun = time.monotonic()
             try:
                 limit_s = min(max(args.timeout_s, 1800.0), max(10.0, left_s))
-                found = run_once(BABY_RECORD, flags | compiled | {"seed": seed}, env, own, limit_s)
+                of_run = flags | compiled | {"seed": seed}
+                found = run_to_loss(("-m", "nanoray.train"), of_run, env, own, limit_s)
             except ChildFailed as failed:
                 errors[arm] = f"{arm}: {failed}"
                 report.failures.append(errors[arm])
@@ -624,7 +576,7 @@ def _train_babies(
 
 def _add_baby(
     arm: str,
-    runs: list[SpeedrunResult],
+    runs: list[RunToLoss],
     error: str,
     target: float,
     text: str,
@@ -649,10 +601,6 @@ def _add_baby(
         report.rows.append(
             Measurement(arm, LOSS, "", tuple(run.loss for run in runs), "validation")
         )
-
-
-def _arm_name(ladder: GpuLadder, rung: str) -> str:
-    return f"{ladder.name}: {rung}"
 
 
 def _add_targets(report: Report, presets: list[str]) -> None:
@@ -683,25 +631,3 @@ def _add_targets(report: Report, presets: list[str]) -> None:
         if baby.extra["text"] != "shakespeare":
             excuse = f"the loss is tiny Shakespeare's, and the text is {baby.extra['text']}"
         report.targets.append(Target(f"{baby.arm}, s", baby, "<=", BABY_S, excuse))
-
-
-def _build_table(report: Report, spread: str) -> list[tuple[str, ...]]:
-    ends = {
-        MFU: "MFU, %",
-        PEAK: "of products, %",
-        MEMORY: "MiB",
-        READY: "until ready, s",
-        LOSS: "loss",
-    }
-    table: list[tuple[str, ...]] = [("rung", "tokens/s", "/ the one before", *ends.values())]
-    for row in report.rows:
-        if row.metric != TOKENS or row.unit != "1/s" or row.skipped:
-            continue
-        cells = [report.cell(row.arm, metric, "none") for metric in ends]
-        ratio = ""
-        for other in report.rows:
-            if other.unit == "ratio" and other.arm.startswith(f"{row.arm} / "):
-                ratio = report.cell(other.arm, TOKENS, spread)
-                break
-        table.append((row.arm, report.cell(row.arm, TOKENS, spread), ratio, *cells))
-    return table

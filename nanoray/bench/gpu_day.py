@@ -5,7 +5,7 @@
 It needs Python 3.10, torch 2.11 or newer, this tree, and the packages that gpu_bundle.py collects.
 Of those it takes from build/gpu-day what this Python cannot import.
 
-    features                     each kernel and number format                    gpu_features.py
+    features                     each kernel and number format                    tests/gpu/features.py
     ladder of gpt2-124m          what each change gains a step                    bench gpu
     seconds to 1.47              nanoGPT's baby GPT to that validation loss       bench gpu
     ladder of shakespeare-char   what each change gains a step of it              bench gpu
@@ -76,7 +76,7 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
         return (*bench, "--presets", preset, "--arms", arms)
 
     limit = ("--feature_s", str(args.feature_s))
-    features = ("nanoray.bench.gpu_features", device, "--features", args.features, *limit)
+    features = ("tests.gpu.features", device, "--features", args.features, *limit)
     where = ("--device", "cpu") if device == "cpu" else ("--share_devices",)
     two_ranks = ("nanoray.bench", "equivalence", "--quick", "--workers", "2", *where)
     # Without the conftest.py of all tests, which wants Ray and hypothesis

@@ -372,7 +372,7 @@ def _start_arm(
 
     They are added to `ranks`.
     """
-    kind = "baseline" if arm.startswith("baseline") else "engine"
+    kind = "plain" if arm.startswith("baseline") else "engine"
     world = 2 if arm in ("engine-2", *TRACED) else 1
 
     # Neither evaluation nor checkpoint, and no end: the blocks decide how long a run lasts.

@@ -1,4 +1,4 @@
-"""gpu_features with features that end badly: a test asks for them among good ones."""
+"""tests/gpu/features.py with features that end badly: a test asks for them among good ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import signal
 import time
 
-from nanoray.bench import gpu_features
-from nanoray.bench.gpu_features import Bench, FeatureResult
+from tests.gpu import features
+from tests.gpu.features import Bench, FeatureResult
 
 
 def crash(bench: Bench) -> FeatureResult:
@@ -28,7 +28,7 @@ def broken(bench: Bench) -> FeatureResult:
     raise RuntimeError("no kernel for these shapes")
 
 
-gpu_features.FEATURES |= {"crash": crash, "hang": hang, "wrong": wrong, "broken": broken}
+features.FEATURES |= {"crash": crash, "hang": hang, "wrong": wrong, "broken": broken}
 
 if __name__ == "__main__":
-    raise SystemExit(gpu_features.main())
+    raise SystemExit(features.main())

@@ -23,18 +23,16 @@ from nanoray.bench.gpu import (
     CUDNN,
     GRAPHS,
     LONG,
-    LOSS,
     MFU,
     PEAK,
-    PRODUCTS,
     READY,
     RUNGS,
     SECONDS,
     TF32,
-    TOKENS,
     settings_at,
 )
 from nanoray.bench.harness.report import Measurement, Report
+from nanoray.bench.ladder import LOSS, PRODUCTS, TOKENS, Ladder
 from nanoray.errors import ConfigError
 
 TINY = "n_layer=1,n_head=2,n_embd=16,block_size=16,dropout=0.0,target_loss=9.0,max_steps=40,eval_every=20,compile=false"
@@ -179,7 +177,7 @@ def test_verdicts_go_by_the_fastest_rung_and_the_slower_baby(
             ["--device", "cuda"],
             "device = cuda, but NVIDIA's driver shows no GPU here; use --device cpu to try it out",
         ),
-        (["--arms", "+ bf16"], "at least 1 round, and float32, are needed"),
+        (["--arms", "+ bf16"], "arms = + bf16; the base is needed: add float32"),
         (["--rounds=-1"], "rounds = -1"),
         (["--presets", "gpt2"], "unknown preset gpt2; did you mean gpt2-124m?"),
     ],
@@ -195,11 +193,12 @@ def test_what_cannot_be_measured_is_refused(
     assert re.search(re.escape(message), capsys.readouterr().err)
 
 
-def ladder_of(budget_s: float = 1e9) -> gpu.GpuLadder:
+def ladder_of(budget_s: float = 1e9) -> gpu.GpuClimb:
     now = time.monotonic()
     args = argparse.Namespace(deadline=now + budget_s, budget_s=budget_s, json=None)
     anything: Any = None
-    return gpu.GpuLadder(args, "gpt2-124m", anything, anything, Path(), None)
+    ladder = Ladder("gpt2-124m", anything, anything, Path(), {}, "cpu")
+    return gpu.GpuClimb(args, ladder, None)
 
 
 def test_the_best_rung_has_the_fastest_batch_and_what_gained() -> None:

@@ -14,18 +14,15 @@ import pytest
 
 from nanoray.bench import __main__ as bench
 from nanoray.bench.harness.report import Measurement, Report
+from nanoray.bench.ladder import LOSS, MEMORY, PRODUCTS, TOKENS
 from nanoray.bench.step import (
     BASE,
     BEST,
     EAGER,
     LADDERS,
-    LOSS,
-    MEMORY,
     PEAK,
     PEER,
-    PRODUCTS,
     READY,
-    TOKENS,
     StepBenchmark,
     add_targets,
 )
@@ -145,7 +142,7 @@ def test_the_large_ladder_has_random_tokens_of_its_vocabulary(text: Path, tmp_pa
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--arms", "compile"], "at least 1 round, and the base, are needed"),
+        (["--arms", "compile"], "arms = compile; the base is needed: add base"),
         (["--rounds=-1"], "rounds = -1"),
         (["--settings", "n_embd"], "not KEY=VALUE"),
         (

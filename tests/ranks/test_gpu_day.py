@@ -15,10 +15,11 @@ from typing import Any
 import pydantic
 import pytest
 
-from nanoray.bench import gpu, gpu_bundle, gpu_day, gpu_features
+from nanoray.bench import gpu, gpu_bundle, gpu_day
 from nanoray.bench.gpu_day import Day, DayPart
 from nanoray.bench.harness.processes import arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, conditions
+from tests.gpu import features
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = ROOT / "tests" / "harness" / "hidden"
@@ -181,7 +182,7 @@ def test_a_feature_that_crashes_hangs_or_errs_costs_its_own_row(tmp_path: Path) 
 def test_what_no_time_is_left_for_is_skipped_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert gpu_features.main(["cpu", "--features", "bf16,fp8", "--budget_s", "1"]) == 0
+    assert features.main(["cpu", "--features", "bf16,fp8", "--budget_s", "1"]) == 0
     assert capsys.readouterr().out.count("no time was left of budget_s = 1\n") == 2
     with scratch_folder() as folder:
         day = a_day(folder, tmp_path)

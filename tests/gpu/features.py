@@ -1,6 +1,6 @@
 """What a GPU can do, one feature after the other: no data set, no configuration.
 
-    python -m nanoray.bench.gpu_features cuda --features tf32,fp8
+    python -m tests.gpu.features cuda --features tf32,fp8
 
 Each feature is compared with a plain way to compute the same, and both are timed, at the sizes of
 GPT-2 124M with micro batches of 12. Each runs in a process of its own: one that hangs or crashes
@@ -35,7 +35,7 @@ from nanoray.host.choose import cannot_compile
 from nanoray.models.fp8 import Fp8Linear, in_hardware
 from nanoray.models.kernels import chunked_cross_entropy, cross_entropy, fused_attention
 
-COMMAND = "python -m nanoray.bench.gpu_features"
+COMMAND = "python -m tests.gpu.features"
 LEAST_S = 5.0  # with less, no feature begins
 REPEATS = 10  # of what is timed, after one that is not
 OF_GPUS = ("tf32", "flash attention", "cuDNN attention", "fp8", "CUDA graphs")

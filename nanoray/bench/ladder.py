@@ -1,0 +1,215 @@
+"""A ladder: what a step costs under one setting after the other. `bench step` and `gpu` have one.
+
+A rung trains by nanoray's engine, or by the loop that people write first, in processes of its own
+(compute.py), which do blocks of steps on request. All rungs of a ladder train the model and the
+data of one preset; keys of a rung that begin with "_" are not the configuration's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nanoray.base.atomic import read_json_lines
+from nanoray.bench.harness.figure import bars
+from nanoray.bench.harness.processes import Child
+from nanoray.bench.harness.report import Measurement, Report
+from nanoray.config import Config, make_config
+from nanoray.data.dataset import DatasetInfo
+from nanoray.host.host import available_cpus
+from nanoray.start.folder import open_run
+
+TOKENS = "tokens"
+MEMORY = "memory"
+LOSS = "loss"
+PRODUCTS = "products"
+# Relative, to that of the base
+SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2, "fp8": 5e-2}
+
+
+@dataclass
+class Ladder:
+    """One preset on one device, and the runs of its rungs."""
+
+    name: str  # of the preset
+    config: Config
+    data: DatasetInfo
+    folder: Path
+    env: Mapping[str, str]
+    device: str  # cpu or cuda
+    configs: dict[str, Config] = field(default_factory=dict)  # of the rungs that were opened
+    runs: dict[str, Path] = field(default_factory=dict)  # and the folders of their runs
+
+    @property
+    def threads(self) -> int:
+        return max(1, int(available_cpus()))
+
+    def arm(self, rung: str) -> str:
+        """Return a rung's name in the report."""
+        return f"{self.name}: {rung}"
+
+    def open(self, rung: str, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Open a run for a rung; return the order of its one rank. Raises a NanorayError."""
+        own = {key: value for key, value in settings.items() if not key.startswith("_")}
+        config = make_config(self.config.model_dump() | own | {"name": name})
+        spec = open_run(config, self.data, time.time())
+        self.configs[rung] = config
+        self.runs[rung] = spec.folder
+        place = {"rank": 0, "world": 1, "unfused": settings.get("_unfused")}
+        return {"arm": "engine", "spec": str(spec.folder / "run.json"), **place}
+
+    def flops_per_token(self, rung: str) -> float:
+        """Return the FLOPs of a token in training, by formula."""
+        from nanoray.models.costs import flops_per_token
+        from nanoray.models.gpt import ModelShape
+
+        return flops_per_token(ModelShape.of(self.configs[rung], self.data.vocab_size))
+
+    def losses(self, rung: str) -> dict[int, float]:
+        """Return step -> loss of a rung's logged steps; empty for a peer, which keeps no records."""
+        if rung not in self.runs:
+            return {}
+        records = read_json_lines(self.runs[rung] / "metrics.jsonl")
+        return {r["step"]: r["train/loss"] for r in records if "train/loss" in r}
+
+    def compare_losses(
+        self, report: Report, base: str, most: float = math.inf, not_same: Sequence[str] = ()
+    ) -> None:
+        """Add each rung's loss at the last step, up to `most`, that it and the base have logged.
+
+        It is wrong where it is not the base's, but for the rungs `not_same`, of another model or
+        batch. With dropout nothing is compared: other kernels draw other masks.
+        """
+        of_base = self.losses(base)
+        for rung, config in self.configs.items():
+            found = self.losses(rung)
+            common = [step for step in found.keys() & of_base.keys() if step <= most]
+            if not common:
+                continue
+            step = max(common)
+            wrong = None
+            if rung not in not_same and not config.dropout:
+                tolerance = SAME_LOSS[config.precision.partition(":")[0]]
+                wrong = int(not math.isclose(found[step], of_base[step], rel_tol=tolerance))
+            row = Measurement(self.arm(rung), LOSS, "", (found[step],), f"of step {step}")
+            report.rows.append(replace(row, wrong=wrong))
+
+
+class RungProcesses:
+    """The ranks of a rung, or one process that multiplies matrices, ready for their first step.
+
+    Leaving the `with` block ends them.
+    """
+
+    def __init__(
+        self, ladder: Ladder, rung: str, orders: Sequence[dict[str, Any]], timeout_s: float
+    ) -> None:
+        """Start a process for each order (compute.py), and wait for all. Raises ChildFailed."""
+        begin = time.monotonic()
+        self.children: list[Child] = []
+        share = max(1, ladder.threads // len(orders))
+        common = {"device": ladder.device, "threads": share, "port": 0}
+        name = re.sub("[^a-zA-Z0-9+]+", "-", rung)
+        try:
+            for rank, order in enumerate(orders):
+                argv = [sys.executable, "-m", "nanoray.bench.compute", json.dumps(common | order)]
+                log = ladder.folder / f"{ladder.name}-{name}-{rank}.log"
+                self.children.append(Child(argv, ladder.env, log, pipes=True))
+                # The other ranks need the port of rank 0's store, which it chooses only when it runs.
+                if len(orders) > 1 and rank == 0:
+                    common |= self.children[0].answer(timeout_s)
+            for child in self.children:
+                child.answer(timeout_s)
+        except BaseException:
+            self.end()
+            raise
+        self.ready_s = time.monotonic() - begin
+
+    def __enter__(self) -> RungProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the processes."""
+        for child in self.children:
+            child.end()
+
+    def block(self, steps: int, timeout_s: float) -> dict[str, float]:
+        """Run a block of steps; return the answer of its slowest rank. Raises ChildFailed."""
+        # Ask all ranks before waiting for any: they run at the same time and wait for each other.
+        for child in self.children:
+            child.ask(str(steps))
+        answers = [child.answer(timeout_s) for child in self.children]
+        return max(answers, key=lambda answer: answer["step_ms"])
+
+
+def products(size: int, dtype: str, tf32: bool = False) -> dict[str, Any]:
+    """Return the order of a process whose step is a product of two square matrices."""
+    return {"arm": "products", "size": size, "dtype": dtype, "tf32": tf32}
+
+
+def product_flops(size: int) -> int:
+    """Return the FLOPs of a product of two square matrices."""
+    return 2 * size**3
+
+
+def random_tokens(folder: Path, vocab_size: int) -> Path:
+    """Write a data set of random tokens in nanoGPT's format.
+
+    A step takes as long on them as on a text.
+    """
+    import numpy as np
+
+    folder.mkdir()
+    source = np.random.default_rng(0)
+    for split in ("train", "val"):
+        (folder / f"{split}.bin").write_bytes(
+            source.integers(vocab_size, size=50_000, dtype=np.uint16).tobytes()
+        )
+    meta = {"vocab_size": vocab_size, "dtype": "uint16"}
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
+    return folder
+
+
+# What is shown of a ladder.
+
+
+def measured_arms(report: Report) -> list[str]:
+    """Return the arms whose speed was measured, or failed."""
+    rows = [row for row in report.rows if row.metric == TOKENS and row.unit == "1/s"]
+    return [row.arm for row in rows if not row.skipped]
+
+
+def presets_in(report: Report, presets: Sequence[str], base: str) -> list[str]:
+    """Return the presets whose base is in a report: the others have nothing to compare with."""
+    return [name for name in presets if report.row(f"{name}: {base}", TOKENS)]
+
+
+def draw_rungs(axes: Any, rows: Sequence[Measurement]) -> None:
+    """Draw a bar for each rung, named without its preset."""
+    if rows:
+        short = [row.arm.partition(": ")[2].partition(" / ")[0] for row in rows]
+        named = [replace(row, arm=name) for row, name in zip(rows, short, strict=True)]
+        bars(axes, named, quartiles=True, color="0.6")
+    axes.tick_params(labelsize=7)
+
+
+def product_lines(report: Report) -> list[str]:
+    """Return a line for each speed of products."""
+    rows = [row for row in report.rows if row.metric == PRODUCTS]
+    return [f"{row.arm}: {report.cell(row.arm, PRODUCTS)} {row.unit}, {row.note}" for row in rows]
+
+
+def skipped_lines(report: Report) -> list[str]:
+    """Return a line for each arm that was left out."""
+    rows = [row for row in report.rows if row.skipped and row.unit != "ratio"]
+    return [f"skipped  {row.arm}: {row.skipped}" for row in rows]
