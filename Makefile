@@ -11,7 +11,7 @@ GPU_PYTHON ?= $(shell for p in python3 .venv/bin/python python; do \
 # The stamp's name holds what the environment depends on: this folder, the pins and the interpreter.
 STAMP := .venv/installed-$(shell { pwd; cat pyproject.toml constraints.txt; "$(PYTHON)" -V; } 2>/dev/null | cksum | cut -d' ' -f1)
 
-.PHONY: train test test-all test-fast test-gpu test-kube test-versions compiled lint bench bench-gpu bench-gpu-bundle docs site setup clean
+.PHONY: train test test-all test-fast test-gpu test-kube test-versions lint bench bench-gpu bench-gpu-bundle docs site setup clean
 
 train: setup
 	@$(PY) examples/train_shakespeare.py $(ARGS)
@@ -21,18 +21,20 @@ train: setup
 # The package is compiled once: where the environment forbids that, each of a thousand processes would do it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
+# Run the recipe $(1) with lint beside it, which is printed at the end; fail if one of both does.
+define beside_lint
+@linted=$$(mktemp); $(MAKE) --no-print-directory lint > "$$linted" 2>&1 & lint=$$!; \
+	$(1); tested=$$?; \
+	wait $$lint; lint=$$?; cat "$$linted"; rm -f "$$linted"; [ $$tested = 0 ] && exit $$lint || exit $$tested
+endef
+
 # For every change: each promise at least once, but for those whose test is marked `full`.
-test: setup compiled
-	@$(PYTEST) -m "not full" $(ARGS)
+test: setup
+	$(call beside_lint,$(PYTEST) -m "not full" $(ARGS))
 
 # Before a release, and after a change of recovery or placement: each promise in every mode and with every signal.
-test-all: setup compiled
-	@$(PYTEST) $(ARGS)
-
-# Lint on one core. Meanwhile another one compiles the tests with pytest's asserts, which else each worker would do.
-compiled: setup
-	@PYTHONDONTWRITEBYTECODE= $(PY) -m pytest --collect-only -qq > /dev/null & \
-	$(MAKE) --no-print-directory lint; linted=$$?; wait; exit $$linted
+test-all: setup
+	$(call beside_lint,$(PYTEST) $(ARGS))
 
 # For the inner loop, in two minutes: the unit tests, and on real ranks the golden numbers and the guards of the loop.
 test-fast: setup
