@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import random
@@ -10,6 +9,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -44,13 +44,8 @@ def _temporary_folder() -> None:
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tempfile.mkdtemp(prefix="nrt-")
-        owner = os.getpid()
-
-        def remove() -> None:
-            if os.getpid() == owner:  # and not in a process that was forked
-                shutil.rmtree(folder, ignore_errors=True)
-
-        atexit.register(remove)
+        # After the folder of multiprocessing below it (-100), and in no process that was forked
+        Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)
         os.environ["TMPDIR"] = tempfile.tempdir = folder
     # Where tests look for what a run has left
     leaks.SHARED = (*leaks.SHARED, tempfile.gettempdir())

@@ -177,6 +177,7 @@ print(json.dumps([ranks, spares]))
 """
 
 
+@pytest.mark.full
 def test_spares_are_on_the_nodes_of_ranks_and_not_on_the_head(head: Cluster) -> None:
     """The head has a CPU to spare. Ray itself would place an actor that asks for nothing anywhere."""
     with ray_node(head, "--num-cpus=2"):

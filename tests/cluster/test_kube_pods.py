@@ -395,6 +395,7 @@ def start_ranks(machine: Machine, command: str, thing: dict[str, Any]) -> list[R
     return list(machine.pods.values())
 
 
+@pytest.mark.full
 def test_the_statefulset_trains_without_ray(tmp_path: Path, text: Path) -> None:
     """Three pods with the manifest's command and environment; ranks from ordinals, rank 0 by its
     name.

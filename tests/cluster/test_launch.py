@@ -198,6 +198,7 @@ def test_a_request_that_never_fits_is_refused_with_a_table(
     assert not list(tmp_path.iterdir()), "nothing was started"
 
 
+@pytest.mark.full
 def test_a_busy_cluster_is_an_error_in_time(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     hold = start_training(cluster, recipe, tmp_path / "a", *ENDLESS)
     code, output = launch(cluster, recipe, tmp_path / "b", "--placement_timeout_s", "2")
@@ -217,6 +218,7 @@ def test_bad_arithmetic_fails_before_ray(recipe: Path, tmp_path: Path) -> None:
     assert "ray " not in output
 
 
+@pytest.mark.full
 def test_an_interface_that_no_node_has_ends_the_run_at_once(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
@@ -321,6 +323,7 @@ def job(cluster: Cluster, submission: str) -> dict[str, Any]:
     return cluster.get(f"/api/jobs/{submission}")
 
 
+@pytest.mark.full
 def test_ray_job_submit_runs_the_example(
     cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -455,6 +458,7 @@ print(json.dumps([place.kind, place.workers, seen]))
 """
 
 
+@pytest.mark.full
 def test_each_actor_sees_exactly_its_own_slice() -> None:
     """Made-up MIG UUIDs on a real Ray: each actor is bound to one, in order."""
     with ray_head(

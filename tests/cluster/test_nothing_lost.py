@@ -126,6 +126,7 @@ def test_a_node_without_the_shared_folder_is_passed_over(recipe: Path, tmp_path:
     assert steps == list(range(1, steps[-1] + 1)), "no step is missing or done twice"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("first", "second"), [(2, 0), pytest.param(0, 1, marks=pytest.mark.full)])
 def test_a_rank_dies_while_the_replacement_of_another_is_awaited(
     cluster: Cluster, recipe: Path, tmp_path: Path, first: int, second: int
@@ -254,6 +255,7 @@ def test_a_full_disk_during_a_recovery(cluster: Cluster, recipe: Path, tmp_path:
     assert no_actors_left(cluster)
 
 
+@pytest.mark.full
 def test_a_stop_while_resources_are_awaited(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     holder = start(cluster, recipe, tmp_path / "a", *LONG, "--cpus_per_worker", "1")
     wait_for(lambda: trains(tmp_path / "a"), process=holder)

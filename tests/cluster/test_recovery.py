@@ -298,6 +298,7 @@ def test_a_share_that_is_lost_with_its_mirror_is_read_from_the_checkpoint(
     assert no_actors_left(cluster)
 
 
+@pytest.mark.full
 def test_the_group_shrinks_and_grows_back(
     cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
 ) -> None:
@@ -603,6 +604,7 @@ def test_a_rank_frozen_before_the_ranks_have_met_is_named_and_replaced(
     assert no_actors_left(cluster)
 
 
+@pytest.mark.full
 def test_nobody_left_means_a_restart_from_the_checkpoint(
     cluster: Cluster, recipe: Path, clean: dict[int, Path], tmp_path: Path
 ) -> None:
@@ -614,6 +616,7 @@ def test_nobody_left_means_a_restart_from_the_checkpoint(
     assert_same_losses(tmp_path, clean[2])
 
 
+@pytest.mark.full
 def test_an_exception_is_the_cause_and_twice_is_enough(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
@@ -625,6 +628,7 @@ def test_an_exception_is_the_cause_and_twice_is_enough(
     assert summary(tmp_path)["exit_reason"].startswith("failed: rank 1")
 
 
+@pytest.mark.full
 def test_divergence_is_not_retried_and_keeps_its_exit_code(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:

@@ -22,10 +22,10 @@ from tests.harness.cluster import (
     undisturbed,
     wait_for,
 )
+from tests.harness.packages import needs
 from tests.harness.s3 import BUCKET, proxy_before, s3_server, secrets_in, shell, variables
 
-pytest.importorskip("s3fs")
-pytest.importorskip("moto")
+pytestmark = needs("s3fs", "moto")
 
 FLAGS = ("--workers", "2", "--spares", "0", "--checkpoint_every", "10", "--dropout", "0.1")
 

@@ -110,6 +110,7 @@ def test_every_module_comes_from_the_wheel(installed: Path, elsewhere: Path) -> 
     } == {}
 
 
+@pytest.mark.full
 def test_launch_trains_a_preset_with_a_ray_of_its_own(
     installed: Path, elsewhere: Path, text: Path
 ) -> None:

@@ -100,6 +100,7 @@ def test_each_option_of_experts_works_with_the_other_axes(
     require_one_process(found, SGD)
 
 
+@pytest.mark.full
 def test_a_rank_keeps_its_share_of_the_experts_only(pools: Pools) -> None:
     settings = (
         ADAMW

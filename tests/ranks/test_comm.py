@@ -206,6 +206,7 @@ def test_a_traced_run_can_be_asked_what_if(
     ]
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_asked_by_its_newest_buckets_and_ranks(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,6 +237,7 @@ def test_tracing_changes_no_bit(untraced: RunSpec, text: Path, tmp_path: Path) -
         assert series(spec, key) == series(untraced, key)
 
 
+@pytest.mark.full
 def test_tracing_changes_no_bit_with_accumulation(text: Path, tmp_path: Path) -> None:
     specs = [
         make_spec(text, tmp_path, dropout=0.1, micro_batch_size=2, comm_trace=trace)
@@ -384,10 +386,7 @@ def test_moments_of_a_device_become_seconds_of_the_host(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "name",
-    [
-        n if n in ("ring", "double_tree") else pytest.param(n, marks=pytest.mark.full)
-        for n in sorted(ALGORITHMS)
-    ],
+    [n if n == "ring" else pytest.param(n, marks=pytest.mark.full) for n in sorted(ALGORITHMS)],
 )
 def test_training_with_each_all_reduce_written_by_hand(
     name: str, untraced: RunSpec, text: Path, tmp_path: Path

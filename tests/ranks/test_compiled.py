@@ -117,6 +117,7 @@ def own(main: Any, folder: Path, **settings: Any) -> RunSpec:
     return spec
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mode", ["ddp", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("zero1", "fsdp"))]
 )

@@ -78,7 +78,7 @@ PLAIN = {"attention": "plain"}
 ROTARY = {"positions": "rotary", "n_head": 2}
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_it_trains_as_one_process_does(pools: Pools, ranks: int) -> None:
     """Both ways and kernels, learned and rotary positions: losses, weights, norms, in two micro
     batches beside one.
@@ -94,6 +94,19 @@ def test_it_trains_as_one_process_does(pools: Pools, ranks: int) -> None:
     require_one_process(found, SGD)
 
 
+def test_beside_one_mode_and_each_axis_it_trains_as_one_process_does(pools: Pools) -> None:
+    two = own(2)
+    arms = {
+        "fsdp": two | {"dp_mode": "fsdp"},
+        "sequence, rotary": two | ROTARY | {"tp": 2, "sequence_parallel": True},
+        "1f1b": two | {"pp": 2, "n_layer": 4, "dp_mode": "ddp_by_hand"},
+    }
+    found = run(pools, 4, arms, [{"accum": 2, "settings": SGD}], alone=True)
+    assert len(found) == len(arms)
+    require_one_process(found, SGD)
+
+
+@pytest.mark.full
 def test_beside_other_axes_it_trains_as_one_process_does(pools: Pools) -> None:
     """cp 2 beside dp in every mode, tp, sequence_parallel and every schedule. Equal to the bit: the
     modes by hand with fsdp, and the schedules.
@@ -116,6 +129,7 @@ def test_beside_other_axes_it_trains_as_one_process_does(pools: Pools) -> None:
     assert len({digests[kind] for kind in ("gpipe", "1f1b", "interleaved", "zero_bubble")}) == 1
 
 
+@pytest.mark.full
 def test_bits_that_must_be_equal_are(pools: Pools) -> None:
     """zero2 too with one micro batch; activation checkpointing, which runs the ring again; and a ring
     that is run twice.

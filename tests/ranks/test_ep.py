@@ -24,17 +24,23 @@ MODES = ("ddp", *BY_HAND, "fsdp")
 
 
 @pytest.mark.parametrize(
-    "settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"]
+    ("settings", "modes"),
+    [
+        (SGD, ("fsdp", "zero2")),
+        *(pytest.param(s, MODES, marks=pytest.mark.full) for s in (SGD, ADAMW)),
+    ],
+    ids=["sgd, two modes", "sgd", "adamw"],
 )
-def test_every_mesh_trains_as_one_process_does(pools: Pools, settings: dict[str, Any]) -> None:
-    """Every mode without ep; ep 2 at two ranks, dp 4 × ep 2 and ep 4 at four: losses, weights,
-    norms.
-    """
+def test_every_mesh_trains_as_one_process_does(
+    pools: Pools, settings: dict[str, Any], modes: tuple[str, ...]
+) -> None:
+    """Modes without ep; ep 2 at two ranks, dp 4 × ep 2 and ep 4 at four: losses, weights, norms."""
     case = {"accum": 2, "settings": settings | EXPERTS}
-    two = {mode: {"dp_mode": mode} for mode in MODES} | {
-        f"ep 2 × {m}": {"ep": 2, "dp_mode": m} for m in BY_HAND
+    by_hand = [mode for mode in modes if mode in BY_HAND]
+    two = {mode: {"dp_mode": mode} for mode in modes} | {
+        f"ep 2 × {m}": {"ep": 2, "dp_mode": m} for m in by_hand
     }
-    four = {f"ep {n} × {mode}": {"ep": n, "dp_mode": mode} for n in (2, 4) for mode in BY_HAND}
+    four = {f"ep {n} × {mode}": {"ep": n, "dp_mode": mode} for n in (2, 4) for mode in by_hand}
     found = run(pools, 2, two, [case], alone=True) + run(pools, 4, four, [case], alone=True)
     assert len(found) == len(two) + len(four)
     require_one_process(found, settings)
@@ -46,7 +52,9 @@ def test_every_mesh_trains_as_one_process_does(pools: Pools, settings: dict[str,
         {"expert_capacity": 0.75},
         pytest.param({"experts_per_token": 1}, marks=pytest.mark.full),
         # Most of a micro batch's experts get no token
-        {"experts": 512, "experts_per_token": 1, "expert_hidden": 2},
+        pytest.param(
+            {"experts": 512, "experts_per_token": 1, "expert_hidden": 2}, marks=pytest.mark.full
+        ),
         pytest.param({"activation_checkpointing": "block", "dropout": 0.0}, marks=pytest.mark.full),
         pytest.param(
             {"activation_checkpointing": "selective", "bias": False}, marks=pytest.mark.full
@@ -62,6 +70,7 @@ def test_each_option_trains_as_one_process_does_under_ep(
     )
 
 
+@pytest.mark.full
 def test_by_hand_and_zero_agree_bit_for_bit(pools: Pools) -> None:
     arms = {mode: {"ep": 2, "dp_mode": mode} for mode in BY_HAND}
     for settings in (SGD, ADAMW):
@@ -80,6 +89,7 @@ def test_every_rank_keeps_its_share_only(pools: Pools) -> None:
             assert rank["gradient_elements"] < rank["elements"] / 4 * 1.1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [pytest.param("ddp_by_hand", marks=pytest.mark.full), "zero2"])
 def test_activation_checkpointing_changes_no_bit(pools: Pools, mode: str) -> None:
     hows = ("none", "selective", "block")
@@ -153,19 +163,31 @@ def test_a_run_resumes_to_the_bit(runs: Runs, ep: int, mode: str, world: int) ->
     assert series(rest, "moe/load_max") == series(whole, "moe/load_max")
 
 
-def test_any_mesh_goes_on_with_what_any_other_saved(runs: Runs) -> None:
-    meshes = [
-        (2, 2, "ddp_by_hand"),
-        (1, 1, "ddp"),
-        (4, 4, "zero1"),
-        (2, 4, "zero2"),
-        (1, 3, "fsdp"),
-        (2, 4, "zero1"),
-    ]
-    meshes.append((1, 3, "zero2"))
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [(2, 2, "ddp_by_hand"), (1, 3, "fsdp"), (2, 4, "zero1")],
+        pytest.param(
+            [
+                (2, 2, "ddp_by_hand"),
+                (1, 1, "ddp"),
+                (4, 4, "zero1"),
+                (2, 4, "zero2"),
+                (1, 3, "fsdp"),
+                (2, 4, "zero1"),
+                (1, 3, "zero2"),
+            ],
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_any_mesh_goes_on_with_what_any_other_saved(
+    runs: Runs, meshes: list[tuple[int, int, str]]
+) -> None:
     runs.gone_on([(world, {"ep": ep, "dp_mode": mode}) for ep, world, mode in meshes], far=5e-4)
 
 
+@pytest.mark.full
 def test_metrics_tracing_comparing_evaluating_and_sampling_work(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:

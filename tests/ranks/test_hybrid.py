@@ -48,6 +48,11 @@ def arms_of(groups: int, *modes: str, **more: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
+    ("settings", "accum"),
+    [(SGD, 1), pytest.param(ADAMW, 2, marks=pytest.mark.full)],
+    ids=["sgd", "adamw"],
+)
+@pytest.mark.parametrize(
     ("ranks", "groups"),
     [
         (4, 2),
@@ -55,26 +60,26 @@ def arms_of(groups: int, *modes: str, **more: Any) -> dict[str, dict[str, Any]]:
         *(pytest.param(*case, marks=pytest.mark.full) for case in ((6, 3), (6, 2))),
     ],
 )
-def test_groups_train_as_one_process_does(pools: Pools, ranks: int, groups: int) -> None:
+def test_groups_train_as_one_process_does(
+    pools: Pools, ranks: int, groups: int, settings: dict[str, Any], accum: int
+) -> None:
     """All ranks of all groups have the same bits, and with SGD so have all modes."""
-    arms = arms_of(groups)
-    for settings, accum in ((SGD, 1), (ADAMW, 2)):
-        found = run(pools, ranks, arms, [{"accum": accum, "settings": settings}], alone=True)
-        require_one_process(found, settings)
+    found = run(pools, ranks, arms_of(groups), [{"accum": accum, "settings": settings}], alone=True)
+    require_one_process(found, settings)
 
-        # zero2 sums micro batches last; AdamW rounds the last elements of a tensor otherwise.
-        digests = {each["ranks"][0]["digest"] for each in found}
-        if settings == SGD:
-            assert len(digests) == 1
+    # zero2 sums micro batches last; AdamW rounds the last elements of a tensor otherwise.
+    digests = {each["ranks"][0]["digest"] for each in found}
+    if settings == SGD:
+        assert len(digests) == 1
 
-        # A rank keeps 1/S of the optimizer's state and of the gradients.
-        group = ranks // groups
-        for each in found:
-            elements = each["ranks"][0]["elements"]
-            kept = {rank["gradient_elements"] for rank in each["ranks"]}
-            assert max(kept) < elements / group + 0.05 * elements, each["arm"]
-            states = sum(rank["state_elements"] for rank in each["ranks"])
-            assert states == (2 * elements * groups if settings == ADAMW else 0), each["arm"]
+    # A rank keeps 1/S of the optimizer's state and of the gradients.
+    group = ranks // groups
+    for each in found:
+        elements = each["ranks"][0]["elements"]
+        kept = {rank["gradient_elements"] for rank in each["ranks"]}
+        assert max(kept) < elements / group + 0.05 * elements, each["arm"]
+        states = sum(rank["state_elements"] for rank in each["ranks"])
+        assert states == (2 * elements * groups if settings == ADAMW else 0), each["arm"]
 
 
 TENSOR = {"tp 2 " + mode: {"dp_mode": mode, "replicas": 2, "tp": 2} for mode in MODES}
@@ -141,19 +146,33 @@ PLACES: list[tuple[int, tuple[int, ...], str]] = [
 ]
 
 
+EVERYDAY = [PLACES[1], PLACES[7]]  # a pair that are no twins, and a whole group
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "places"),
     [
-        {"dp_mode": "zero2", "grad_accum_steps": 2},
-        pytest.param({"dp_mode": "zero1"}, marks=pytest.mark.full),
-        pytest.param({"dp_mode": "fsdp"}, marks=pytest.mark.full),
-        pytest.param({"dp_mode": "zero1", "precision": "fp16"}, marks=pytest.mark.full),
-        pytest.param({"dp_mode": "fsdp", "fsdp_reshard": "grad_op"}, marks=pytest.mark.full),
+        pytest.param({"dp_mode": "zero2", "grad_accum_steps": 2}, EVERYDAY, id="two places"),
+        *(
+            pytest.param(
+                {"dp_mode": mode, **more}, PLACES, marks=pytest.mark.full, id=f"{mode} {more}"
+            )
+            for mode, more in (
+                ("zero2", {"grad_accum_steps": 2}),
+                ("zero1", {}),
+                ("fsdp", {}),
+                ("zero1", {"precision": "fp16"}),
+                ("fsdp", {"fsdp_reshard": "grad_op"}),
+            )
+        ),
     ],
-    ids=lambda settings: " ".join(map(str, settings.values())),
 )
 def test_ranks_are_lost_anywhere_in_a_step(
-    text: Path, tmp_path: Path, clean: Clean, settings: dict[str, Any]
+    text: Path,
+    tmp_path: Path,
+    clean: Clean,
+    settings: dict[str, Any],
+    places: list[tuple[int, tuple[int, ...], str]],
 ) -> None:
     """On both sides of the commit point, alone and in pairs, and while they recover: no step is
     repeated, and no bit differs from a run without a fault.
@@ -161,7 +180,7 @@ def test_ranks_are_lost_anywhere_in_a_step(
     settings = settings | {"replicas": 2}
     phases = []
     faults = []
-    for step, ranks, phase in PLACES:
+    for step, ranks, phase in places:
         if phase == "exchange_weights":
             phase = SPREAD[settings["dp_mode"]]
         phases += [phase] * len(ranks)
@@ -169,7 +188,7 @@ def test_ranks_are_lost_anywhere_in_a_step(
     spec = make_spec(text, tmp_path, **RECIPE | settings | {"faults": ";".join(faults)})
     outcome = run_elastic(spec, 4)
     assert fired(spec) == phases, "each, once"
-    ended_well(spec, outcome, clean(4, **settings), len(PLACES))
+    ended_well(spec, outcome, clean(4, **settings), len(places))
 
 
 @pytest.mark.full

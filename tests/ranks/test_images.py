@@ -58,6 +58,7 @@ def test_resume_in_the_middle_of_an_epoch_changes_no_bit(
     assert not [name for name in final(whole).model if "pending" in name]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_modes_by_hand_agree_bit_for_bit(images: DatasetInfo, tmp_path: Path, world: int) -> None:
     modes = ("ddp_by_hand", "zero1", "zero2")
@@ -68,6 +69,7 @@ def test_modes_by_hand_agree_bit_for_bit(images: DatasetInfo, tmp_path: Path, wo
         assert equal(final(run), final(runs[0]))
 
 
+@pytest.mark.full
 def test_fsdp_is_zero2_but_for_the_rounding_of_odd_rows(
     images: DatasetInfo, tmp_path: Path
 ) -> None:
@@ -193,6 +195,7 @@ def test_every_number_of_ranks_trains_on_the_same_images(
         assert series(run, "train/samples") == series(runs[0], "train/samples")
 
 
+@pytest.mark.full
 def test_records_count_images(images: DatasetInfo, tmp_path: Path) -> None:
     spec = trained(images, tmp_path, 2, comm_trace="always", sync_batchnorm=True, hash_every=1)
     last = records(spec)[-1]
@@ -220,6 +223,7 @@ def test_a_step_that_is_not_finite_leaves_the_running_statistics_finite(
     assert all(torch.isfinite(tensor).all() for tensor in final(spec).model.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.full)])
 def test_fp16_and_bf16_train_with_momentum(
     images: DatasetInfo, tmp_path: Path, precision: str

@@ -146,7 +146,9 @@ NORM, OVERFLOW = (Axis, "sum", "norm"), (Mesh, "all_reduce", "overflow")
             {"dp_mode": "zero2", "optimizer": "sgd", "momentum": 0.9, "lr": 0.05},
             marks=pytest.mark.full,
         ),
-        (4, OVERFLOW, {"dp_mode": "zero2", "precision": "fp16"}),
+        pytest.param(
+            4, OVERFLOW, {"dp_mode": "zero2", "precision": "fp16"}, marks=pytest.mark.full
+        ),
         pytest.param(3, NORM, KEPT, marks=pytest.mark.full),
         pytest.param(4, OVERFLOW, ROWS | {"precision": "fp16"}, marks=pytest.mark.full),
     ],
@@ -238,6 +240,7 @@ def test_a_rank_and_its_mirror_are_lost_together(text: Path, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.full
 def test_two_ranks_that_do_not_mirror_each_other_are_lost_together(
     text: Path, tmp_path: Path, clean: Clean
 ) -> None:
@@ -275,6 +278,7 @@ def test_the_group_shrinks_and_grows_and_is_cut_anew(
         assert all(torch.allclose(mine[name], other[name], atol=1e-4) for name in other)
 
 
+@pytest.mark.full
 def test_the_trace_shows_what_the_mirror_costs(text: Path, tmp_path: Path, clean: Clean) -> None:
     spec = make_spec(text, tmp_path, **RECIPE | {"dp_mode": "zero1", "comm_trace": "always"})
     outcome = run_elastic(spec, 3)

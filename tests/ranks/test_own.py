@@ -178,7 +178,8 @@ def test_with_fsdp_each_group_cuts_a_copy_of_the_scripts_model(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "how", ["loader", "batches", pytest.param("not fused", marks=pytest.mark.full)]
+    "how",
+    ["loader", *(pytest.param(how, marks=pytest.mark.full) for how in ("batches", "not fused"))],
 )
 def test_other_data_and_optimizers_resume_to_the_bit(tmp_path: Path, how: str) -> None:
     main = partial(fit, how=how)
@@ -189,6 +190,7 @@ def test_other_data_and_optimizers_resume_to_the_bit(tmp_path: Path, how: str) -
         assert series(whole) == pytest.approx(alone(), abs=2e-5), "its dataset in our order"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("how", "mode"),
     [
@@ -310,6 +312,7 @@ def test_an_optimizer_that_is_not_fused_steps_where_a_tensor_tells_whether_to(
     assert lost[12] < lost[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_torchs_batch_norm_has_equal_statistics_on_all_ranks(tmp_path: Path, world: int) -> None:
     """They are compared with the weights at every step, and a resume goes on with them."""
@@ -602,6 +605,7 @@ def test_the_stages_with_ranks_run(tmp_path: Path, name: str) -> None:
     assert float(outputs[0].stdout.split("step 200  loss ")[1].split()[0]) < 0.3
 
 
+@pytest.mark.full
 def test_a_model_of_ones_own_trains_under_torchrun(tmp_path: Path, forked: dict[str, str]) -> None:
     """Under the real one. The script goes on after its training, on every rank."""
     command = [

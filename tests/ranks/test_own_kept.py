@@ -148,11 +148,11 @@ def two() -> Iterator[LastingRanks]:
 
 
 def kinds_in_modes() -> list[Any]:
-    """Every kind in every mode; without `full`, each of them in one, and one in two."""
+    """Every kind in every mode; without `full`, each of them in one."""
     cases = []
     for kind in KEEPERS:
         for mode in MODES:
-            is_short = mode == "fsdp" or (kind, mode) == ("assorted", "ddp")
+            is_short = mode == "fsdp"
             cases.append(pytest.param(kind, mode, marks=() if is_short else pytest.mark.full))
     return cases
 
@@ -181,12 +181,15 @@ def test_one_process_is_a_plain_loop_to_the_bit(tmp_path: Path) -> None:
                     assert torch.equal(bytes_of(value), bytes_of(right[name])), (kind, name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind",
     [
         "assorted",
-        "extra states",
-        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("moving", "growing", "normed")),
+        *(
+            pytest.param(kind, marks=pytest.mark.full)
+            for kind in ("extra states", "moving", "growing", "normed")
+        ),
     ],
 )
 def test_a_run_goes_on_in_any_mode_at_any_number_of_ranks(
@@ -206,10 +209,10 @@ def test_a_run_goes_on_in_any_mode_at_any_number_of_ranks(
     ("kind", "mode"),
     [
         ("assorted", "fsdp"),
-        ("moving", "ddp"),
         *(
             pytest.param(kind, mode, marks=pytest.mark.full)
             for kind, mode in (
+                ("moving", "ddp"),
                 ("assorted", "zero1"),
                 ("extra states", "fsdp"),
                 ("extra states", "ddp_by_hand"),

@@ -130,6 +130,7 @@ def test_statistics_are_means_over_the_passes_that_a_norm_has_made(
     assert var == pytest.approx(y.var((0, 2, 3)), rel=0.35)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mode",
     [

@@ -42,10 +42,23 @@ def test_every_schedule_trains_as_one_process_does(
         assert digests["gpipe"] == digests["1f1b"] == digests["zero_bubble"]
 
 
-@pytest.mark.parametrize(
-    "settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"]
-)
-@pytest.mark.parametrize("bias", [pytest.param(True, marks=pytest.mark.full), False])
+def test_a_pipeline_of_one_mode_and_one_of_parts_train_as_one_process_does(pools: Pools) -> None:
+    """dp 2 × pp 2 with shards, and tp 2 × pp 2; zero1 has the bits of the modes by hand."""
+    deep = {"pp": 2, "n_layer": 4}
+    arms = {
+        "zero1": {**deep, "dp_mode": "zero1", "pp_schedule": "zero_bubble"},
+        "ddp_by_hand": {**deep, "dp_mode": "ddp_by_hand"},
+        "sequence": {**deep, "tp": 2, "sequence_parallel": True},
+    }
+    found = run(pools, 4, arms, [{"accum": 4, "settings": SGD}], alone=True)
+    require_one_process(found, SGD)
+    digests = {each["arm"]: each["ranks"][0]["digest"] for each in found}
+    assert digests["ddp_by_hand"] == digests["zero1"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("bias", [True, False])
 def test_a_pipeline_of_replicas_and_of_shards(
     pools: Pools, bias: bool, settings: dict[str, Any]
 ) -> None:
@@ -82,6 +95,7 @@ def test_a_stage_keeps_its_layers_only(pools: Pools) -> None:
         assert whole <= sum(held) < 1.2 * whole, "the tied embedding twice"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.full), "interleaved"])
 def test_activation_checkpointing_changes_no_bit_in_a_pipeline(pools: Pools, schedule: str) -> None:
     hows = ("none", "selective", "block")
@@ -110,14 +124,21 @@ def runs(text: Path, tmp_path: Path) -> Runs:
     return Runs(text, tmp_path, RECIPE)
 
 
-def test_dropout_is_that_of_one_process_under_every_schedule(runs: Runs) -> None:
+@pytest.mark.parametrize(
+    "schedules",
+    [("1f1b", "zero_bubble"), pytest.param(tuple(SCHEDULES), marks=pytest.mark.full)],
+    ids=["two", "all"],
+)
+def test_dropout_is_that_of_one_process_under_schedules(
+    runs: Runs, schedules: tuple[str, ...]
+) -> None:
     """Also evaluation, whose last batch has another shape, and the norm: logged by a rank that has
     no loss itself.
     """
     settings = {"dropout": 0.3, "eval_every": 3, "eval_samples": 8}
     alone = runs.trained("alone", 1, **settings)
     found = []
-    for schedule in SCHEDULES:
+    for schedule in schedules:
         spec = runs.trained(schedule, 2, pp=2, pp_schedule=schedule, hash_every=2, **settings)
         assert series(spec) == pytest.approx(series(alone), abs=2e-5)
         assert series(spec, "val/loss") == pytest.approx(series(alone, "val/loss"), abs=2e-5)
@@ -125,8 +146,8 @@ def test_dropout_is_that_of_one_process_under_every_schedule(runs: Runs) -> None
             series(alone, "train/grad_norm"), rel=1e-4
         )
         found.append(spec)
-    by_name = dict(zip(SCHEDULES, found, strict=True))
-    for schedule in ("gpipe", "zero_bubble"):
+    by_name = dict(zip(schedules, found, strict=True))
+    for schedule in {"gpipe", "zero_bubble"} & {*schedules}:
         assert equal(final(by_name[schedule]), final(by_name["1f1b"])), schedule
     without = runs.trained("without", 1, **settings | {"dropout": 0.0})
     assert series(without) != pytest.approx(series(alone), abs=1e-3), "dropout matters"
@@ -194,6 +215,7 @@ def test_a_run_goes_on_over_many_meshes(runs: Runs) -> None:
     assert {*series(spec)} == {*range(1, len(MESHES) + 1)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "mode"), [(4, "zero1"), pytest.param(2, "ddp", marks=pytest.mark.full)]
 )
@@ -222,6 +244,7 @@ def test_the_bubble_is_measured_and_drawn_beside_the_theory(
     assert len(capsys.readouterr().out) >= 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("precision", "far"), [pytest.param("bf16", 2e-2, marks=pytest.mark.full), ("fp16", 5e-3)]
 )

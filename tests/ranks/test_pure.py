@@ -60,6 +60,7 @@ def test_a_pure_run_resumes_to_the_bit_and_is_near_float32(runs: Runs, mode: str
             assert torch.equal(state.model[name.removeprefix("master.")], master.to(kind))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "ranks"),
     [
@@ -79,11 +80,13 @@ def test_a_run_under_autocast_resumes_to_the_bit(
     assert {t.dtype for t in (*state.model.values(), *state.optimizer.values())} == {torch.float32}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["bf16, stochastic", pytest.param("fp16", marks=pytest.mark.full)])
 def test_one_rank_alone_resumes_to_the_bit(runs: Runs, mode: str) -> None:
     runs.resumed(1, 5, **MODES[mode])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [MODES["bf16, stochastic"], pytest.param(MODES["fp16"], marks=pytest.mark.full)],

@@ -49,6 +49,7 @@ INTERLEAVED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [
@@ -125,6 +126,7 @@ def test_experts_of_a_lost_rank_are_on_another_one(
     ended_well(spec, outcome, clean(world, **settings), 2)
 
 
+@pytest.mark.full
 def test_a_step_that_one_rank_has_done_is_finished_by_the_others(
     text: Path, tmp_path: Path, clean: Clean
 ) -> None:
@@ -206,7 +208,12 @@ def test_a_step_that_one_rank_of_a_sharded_replica_has_done_is_finished(
     ("lost", "left", "settings"),
     [
         (1, [0, 3], {"tp": 2}),
-        (1, [0, 2], {"pp": 2, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2}),
+        pytest.param(
+            1,
+            [0, 2],
+            {"pp": 2, "dp_mode": "ddp_by_hand", "grad_accum_steps": 2},
+            marks=pytest.mark.full,
+        ),
         # Each has the part that the other one will get
         pytest.param(0, [1, 2], {"tp": 2}, marks=pytest.mark.full),
         pytest.param(0, [1, 2], {"tp": 2, "dp_mode": "zero1"}, marks=pytest.mark.full),

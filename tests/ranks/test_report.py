@@ -110,6 +110,7 @@ def test_a_run_from_its_own_folder(
     assert "kube" not in differing
 
 
+@pytest.mark.full
 def test_runs_beside_each_other(runs: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "compare.html"
     assert command(["compare", *map(str, runs.values()), "--output", str(path)]) == 0

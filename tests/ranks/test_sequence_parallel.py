@@ -25,15 +25,22 @@ DEEP = {"n_layer": 4}
 
 @pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "settings", [SGD, pytest.param(ADAMW, marks=pytest.mark.full)], ids=["sgd", "adamw"]
+    ("settings", "modes"),
+    [
+        (SGD, ("ddp_by_hand", "zero1")),
+        *(pytest.param(s, MODES, marks=pytest.mark.full) for s in (SGD, ADAMW)),
+    ],
+    ids=["sgd, two modes", "sgd", "adamw"],
 )
-def test_it_trains_as_one_process_does(pools: Pools, settings: dict[str, Any], bias: bool) -> None:
-    """tp 2, tp 4, dp 2 × tp 2 in every mode, tp 2 × pp 2: losses, weights, norms; replicated
+def test_it_trains_as_one_process_does(
+    pools: Pools, settings: dict[str, Any], modes: tuple[str, ...], bias: bool
+) -> None:
+    """tp 2, tp 4, dp 2 × tp 2 in modes of dp, tp 2 × pp 2: losses, weights, norms; replicated
     weights stay equal.
     """
     case = {"accum": 2, "settings": settings | {"bias": bias}}
     arms: dict[str, Any] = {"tp 4": CUT | {"tp": 4}} | {
-        mode: CUT | {"dp_mode": mode} for mode in MODES
+        mode: CUT | {"dp_mode": mode} for mode in modes
     }
     arms |= {kind: CUT | DEEP | {"pp": 2, "pp_schedule": kind} for kind in ("1f1b", "interleaved")}
     found = run(pools, 4, arms, [case], alone=True) + run(
@@ -45,6 +52,7 @@ def test_it_trains_as_one_process_does(pools: Pools, settings: dict[str, Any], b
     assert digests["ddp_by_hand"] == digests["zero1"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "more",
     [

@@ -86,8 +86,8 @@ def read(notes: Path, rank: int) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("stop", "accum"),
     [
-        (3, 2),
         (7, 1),
+        pytest.param(3, 2, marks=pytest.mark.full),
         pytest.param(3, 1, marks=pytest.mark.full),
         pytest.param(7, 2, marks=pytest.mark.full),
     ],
@@ -164,7 +164,12 @@ def streamed_beside(spec: RunSpec, rendezvous: Rendezvous, **how: Any) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("mode", "every"), [pytest.param("ddp", 2, marks=pytest.mark.full), ("zero1", 2), ("ddp", 0)]
+    ("mode", "every"),
+    [
+        pytest.param("ddp", 2, marks=pytest.mark.full),
+        ("zero1", 2),
+        pytest.param("ddp", 0, marks=pytest.mark.full),
+    ],
 )
 def test_a_lost_rank_is_replaced_and_its_loader_goes_on(
     tmp_path: Path, mode: str, every: int

@@ -45,10 +45,12 @@ def reads_of(spec: Any) -> int:
     ("settings", "each"),
     [
         ({}, 3),
-        ({"grad_clip": 0.0}, 2),
-        ({"precision": "bf16", "dropout": 0.1, "grad_accum_steps": 2}, 3),
+        pytest.param({"grad_clip": 0.0}, 2, marks=pytest.mark.full),
+        pytest.param(
+            {"precision": "bf16", "dropout": 0.1, "grad_accum_steps": 2}, 3, marks=pytest.mark.full
+        ),
         ({"precision": "fp16"}, 3),
-        ({"dp_mode": "ddp_by_hand"}, 3),
+        pytest.param({"dp_mode": "ddp_by_hand"}, 3, marks=pytest.mark.full),
     ],
     ids=["plain", "no clipping", "bf16", "fp16", "ddp_by_hand"],
 )

@@ -40,12 +40,11 @@ from nanoray.train.track.tracker import Results, TrackedRun, Tracker, without_pa
 from nanoray.train.track.tracking import MOST_WAITING, Tracking, require_tracker
 from tests.harness import own_runs
 from tests.harness.commands import run
+from tests.harness.packages import needs
 from tests.harness.ranks import make_spec, records, run_ranks
 from tests.harness.wandb_file import read_offline
 
-mlflow = pytest.importorskip("mlflow")
-pytest.importorskip("wandb")
-from mlflow.tracking import MlflowClient  # noqa: E402
+pytestmark = needs("mlflow", "wandb")
 
 SECRET = "hunter2-do-not-store"
 UNSET = ("WANDB_", "MLFLOW_", "NETRC")
@@ -115,6 +114,8 @@ def open_own(folder: Path, **settings: Any) -> RunSpec:
 
 def only_run(folder: Path) -> Any:
     """The only run in the MLflow file beside the runs' folders."""
+    from mlflow.tracking import MlflowClient
+
     client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
     experiments = [e.experiment_id for e in client.search_experiments() if e.name != "Default"]
     (found,) = client.search_runs(experiments)
@@ -356,6 +357,8 @@ def begin_at(moment: float, folder: Path, queue: Any) -> None:
 @pytest.mark.full
 def test_runs_that_start_together_share_the_file_of_mlflow(tmp_path: Path) -> None:
     """The first one makes its tables, and the others wait."""
+    from mlflow.tracking import MlflowClient  # before the processes are forked
+
     context = multiprocessing.get_context("fork")
     problems = context.SimpleQueue()
     moment = time.time() + 1

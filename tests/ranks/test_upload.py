@@ -27,6 +27,7 @@ from nanoray.checkpoint.upload.process import Upload
 from nanoray.config import Settings, load_settings
 from nanoray.errors import CheckpointError, ConfigError
 from tests.harness.commands import Command, run
+from tests.harness.packages import needs
 from tests.harness.ports import closed_port
 from tests.harness.s3 import (
     BUCKET,
@@ -39,8 +40,7 @@ from tests.harness.s3 import (
     variables,
 )
 
-pytest.importorskip("s3fs")
-pytest.importorskip("moto")
+pytestmark = needs("s3fs", "moto")
 
 URL = f"s3://{BUCKET}/my runs"
 # The run waits in step 13, so that what was saved before is sent meanwhile

@@ -366,6 +366,7 @@ def test_the_console_script_knows_its_commands(capsys: pytest.CaptureFixture[str
     assert "did you mean --n_layer?" in done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_example_kill_a_worker_recovers(
     recipe: Path, tmp_path: Path, forked_ray: dict[str, str]
