@@ -150,6 +150,7 @@ def runs(text: Path, tmp_path: Path) -> Runs:
     return Runs(text, tmp_path, RECIPE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ep", "mode", "world"),
     [

@@ -264,6 +264,7 @@ def test_a_step_that_is_not_finite_is_named_with_its_stage(runs: Runs) -> None:
     assert "at step 4 the loss is nan" in message
 
 
+@pytest.mark.full
 def test_a_flipped_bit_is_found_among_the_replicas_of_a_stage(runs: Runs) -> None:
     settings = {
         "pp": 2,

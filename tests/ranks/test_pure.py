@@ -33,7 +33,7 @@ def runs(text: Path, tmp_path: Path) -> Runs:
 
 
 # bf16 with rounding to the nearest is also in test_another_seed_rounds_otherwise_and_nearest_too.
-SLOW = ("bf16", "bf16, masters", "fp16, masters")
+SLOW = ("bf16", "bf16, masters", "fp16", "fp16, masters")
 
 
 @pytest.mark.parametrize(

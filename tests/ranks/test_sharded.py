@@ -35,7 +35,9 @@ def run(
     "settings",
     [
         {"dp_mode": "zero1", "bias": True, "n_embd": 36},
-        {"dp_mode": "ddp_by_hand", "bias": True, "n_embd": 36},
+        pytest.param(
+            {"dp_mode": "ddp_by_hand", "bias": True, "n_embd": 36}, marks=pytest.mark.full
+        ),
         pytest.param(
             {
                 "dp_mode": "ddp_by_hand",

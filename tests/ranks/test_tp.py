@@ -176,6 +176,7 @@ def test_tracing_comparing_evaluating_and_sampling_work(
     assert len(capsys.readouterr().out) >= 4
 
 
+@pytest.mark.full
 def test_a_flipped_bit_is_found_among_the_ranks_that_hold_the_piece(runs: Runs) -> None:
     settings = {"tp": 2, "hash_every": 2, "checkpoint_every": 2, "faults": "bitflip@rank=2,step=5"}
     spec, message = runs.failed(4, "StateDiverged", **settings)

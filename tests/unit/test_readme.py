@@ -114,6 +114,7 @@ def python(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str
     return run(*args, cwd=cwd, env=clean | env)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_the_first_minute_as_a_new_user_without_internet(
     forked_ray: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
