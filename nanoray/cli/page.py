@@ -116,7 +116,7 @@ def _neighbour_lines() -> list[str]:
         "| program | there | here | note |",
         "| --- | --- | --- | --- |",
     ]
-    for row in neighbours.TABLE:
+    for row in neighbours.table():
         ours = ", ".join(f"`{key}`" for key in row.ours)
         note = row.how
         if row.values:

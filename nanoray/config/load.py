@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from nanoray.config.kube import Kube
-from nanoray.config.neighbours import TABLE, answer, normalise, translate_value
+from nanoray.config.neighbours import answer, normalise, table, translate_value
 from nanoray.config.schema import Config
 from nanoray.config.spellings import refuse_old
 from nanoray.config.strict_yaml import YamlError, read_texts
@@ -68,7 +68,7 @@ def refuse_unknown_key(
 
     # A typo may be one of another program's name, which leads to ours, too
     ours = list(known)
-    theirs = [row.theirs for row in TABLE if "." not in row.theirs]
+    theirs = [row.theirs for row in table() if "." not in row.theirs]
     close = difflib.get_close_matches(normalise(name), [*ours, *theirs], 1, ALMOST)
     if close and close[0] not in ours:
         foreign = answer(close[0], value, mark)

@@ -14,70 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.config.assignments import Value, read_assignments
-from nanoray.config.neighbours import FORMATS
+from nanoray.config.neighbours import read_names, words_of_values
 from nanoray.errors import ConfigError
 
-# nanoGPT's settings with their defaults. None: its default follows from the machine
-DEFAULTS: dict[str, Value] = {
-    "out_dir": "out",
-    "eval_interval": 2000,
-    "log_interval": 1,
-    "eval_iters": 200,
-    "eval_only": False,
-    "always_save_checkpoint": True,
-    "init_from": "scratch",
-    "wandb_log": False,
-    "wandb_project": "owt",
-    "wandb_run_name": "gpt2",
-    "dataset": "openwebtext",
-    "gradient_accumulation_steps": 5 * 8,
-    "batch_size": 12,
-    "block_size": 1024,
-    "n_layer": 12,
-    "n_head": 12,
-    "n_embd": 768,
-    "dropout": 0.0,
-    "bias": False,
-    "learning_rate": 6e-4,
-    "max_iters": 600_000,
-    "weight_decay": 1e-1,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "grad_clip": 1.0,
-    "decay_lr": True,
-    "warmup_iters": 2000,
-    "lr_decay_iters": 600_000,
-    "min_lr": 6e-5,
-    "backend": None,
-    "device": None,
-    "dtype": None,
-    "compile": None,
-}
-# Settings that mean the same here, and our keys for them
-_SAME = {
-    "n_layer": "n_layer",
-    "n_head": "n_head",
-    "n_embd": "n_embd",
-    "block_size": "block_size",
-    "dropout": "dropout",
-    "bias": "bias",
-    "learning_rate": "lr",
-    "weight_decay": "weight_decay",
-    "beta1": "beta1",
-    "beta2": "beta2",
-    "grad_clip": "grad_clip",
-    "log_interval": "log_every",
-    "eval_interval": "eval_every",
-}
-# Sizes that nanoGPT, too, takes from the weights that it begins with
-_OF_WEIGHTS = ("n_layer", "n_head", "n_embd", "bias")
-# Those of the machine and of the place, which count only if the file has them
-_OF_THE_PLACE = ("out_dir", "compile", "backend")
-# Words for data sets whose text nanoray has itself
-_TEXTS = {"shakespeare_char": "char", "shakespeare": "gpt2"}
-
-# Their types, for a file that writes a text where a number belongs
-_NUMBERS = {key for key, value in DEFAULTS.items() if type(value) in (int, float)}
+NAMES = "nanogpt.yaml"  # its settings, and which mean the same here
 
 
 @dataclass
@@ -126,16 +66,17 @@ def translate_file(path: Path, given: Collection[str]) -> Translation:
     given: keys of ours that flags set. What they replace is not refused. Raises ConfigError for a
     file that is no such configuration, and for a setting that nanoray could not follow.
     """
+    names = read_names(NAMES)
     settings, from_file = _read(path)
     result = Translation()
-    for name, key in _SAME.items():
-        if "init_from" in given and name in _OF_WEIGHTS:
+    for name, key in names["same"].items():
+        if "init_from" in given and name in names["of_weights"]:
             continue
         # A context of the file crops that of the weights. nanoGPT's default says nothing about them
         if "init_from" in given and name == "block_size" and name not in from_file:
             continue
         result.take(key, name, settings[name], name in from_file)
-    for name in _OF_THE_PLACE:
+    for name in names["of_the_place"]:
         if name in from_file:
             result.take(name, name, settings[name], True)
 
@@ -159,16 +100,17 @@ def translate_file(path: Path, given: Collection[str]) -> Translation:
 def _read(path: Path) -> tuple[dict[str, Any], set[str]]:
     """Return all settings, and the names of those that the file has."""
     found = read_assignments(path)
-    settings = dict(DEFAULTS)
+    defaults: dict[str, Value] = read_names(NAMES)["defaults"]
+    settings = dict(defaults)
     for name, value in found.values.items():
-        if name in DEFAULTS:
-            _require_kind(path, found.lines[name], name, value)
+        if name in defaults:
+            _require_kind(path, found.lines[name], name, value, defaults[name])
             settings[name] = value
         elif name not in found.used:
             _refuse_name(path, found.lines[name], name)
 
     for name, text in found.unread.items():
-        if name not in DEFAULTS:
+        if name not in defaults:
             continue  # only a setting would have an effect
         # The name of a run at a tracker is often made of the time, and has no effect here
         if name.startswith("wandb_"):
@@ -178,28 +120,27 @@ def _read(path: Path) -> tuple[dict[str, Any], set[str]]:
             f"{path}, line {found.lines[name]}: {name} = {text} would have to be run, and nothing "
             "is; write its value"
         )
-    from_file = {name for name in (*found.values, *found.unread) if name in DEFAULTS}
+    from_file = {name for name in (*found.values, *found.unread) if name in defaults}
     return settings, from_file
 
 
-def _require_kind(path: Path, line: int, name: str, value: Value) -> None:
+def _require_kind(path: Path, line: int, name: str, value: Value, default: Value) -> None:
     """Raise ConfigError for a text in the place of a number, or for a number in that of a text."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    wrong = name in _NUMBERS and not is_number
-    if isinstance(DEFAULTS[name], bool) or name == "compile":
+    wrong = type(default) in (int, float) and not is_number
+    if isinstance(default, bool) or name == "compile":
         wrong = not isinstance(value, bool | int)
-    if isinstance(DEFAULTS[name], str) or name in ("backend", "device", "dtype"):
+    if isinstance(default, str) or name in ("backend", "device", "dtype"):
         wrong = not isinstance(value, str)
     if wrong:
-        example = DEFAULTS[name]
         raise ConfigError(
             f"{path}, line {line}: {name} = {value!r} has the type {type(value).__name__}; write a value "
-            f"such as {example!r}"
+            f"such as {default!r}"
         )
 
 
 def _refuse_name(path: Path, line: int, name: str) -> None:
-    close = difflib.get_close_matches(name, DEFAULTS, 1, 0.75)
+    close = difflib.get_close_matches(name, read_names(NAMES)["defaults"], 1, 0.75)
     hint = f"did you mean {close[0]}?" if close else "drop it, or give our key as a flag"
     raise ConfigError(f"{path}, line {line}: {name} is no setting of nanoGPT's train.py; {hint}")
 
@@ -266,9 +207,10 @@ def _add_data(
             if not own:
                 result.add("tokenizer", "gpt2", f"{folder} has no meta.pkl")
             return
-    if name in _TEXTS:
+    tokenizers = read_names(NAMES)["texts"]
+    if name in tokenizers:
         result.add("dataset", "shakespeare", f"dataset = {name}, as text")
-        result.add("tokenizer", _TEXTS[name], f"dataset = {name}")
+        result.add("tokenizer", tokenizers[name], f"dataset = {name}")
         return
     raise ConfigError(
         f"dataset = {name} of {path} is no folder with a train.bin ({' and '.join(map(str, places))} "
@@ -310,7 +252,7 @@ def _add_device(settings: dict[str, Any], from_file: set[str], result: Translati
     dtype = settings["dtype"]
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ConfigError(f"dtype = {dtype!r} is none of float32, bfloat16, float16; mend it")
-    result.add("precision", FORMATS[dtype], f"dtype = {dtype!r}")
+    result.add("precision", words_of_values()["precision"][dtype], f"dtype = {dtype!r}")
     if dtype == "float32":
         reason = "on a GPU nanoGPT multiplies such numbers in tf32, as --precision tf32 does"
         result.lines.append(("precision", f"nanogpt dtype = {dtype!r}: {reason}"))

@@ -30,7 +30,8 @@ from nanoray.checkpoint.files import load
 from nanoray.checkpoint.foreign import load_weights
 from nanoray.cli import parse_args
 from nanoray.config import load_config
-from nanoray.config.weights.gpt2 import ACTIVATIONS
+from nanoray.config.neighbours import read_names
+from nanoray.config.weights.gpt2 import NAMES
 from nanoray.config.weights.source import find
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.foreign_weights import describe_init
@@ -44,6 +45,7 @@ from tests.harness.foreign import POSITIONS, SIZES, VOCAB, logits_of
 
 CLOSE = 1e-5
 IDX = torch.randint(VOCAB, (3, POSITIONS), generator=torch.Generator().manual_seed(1))
+ACTIVATIONS: dict[str, str] = read_names(NAMES)["activations"]
 SHAPE = ModelShape(2, 2, 32, POSITIONS, True, VOCAB, gelu="tanh")
 
 

@@ -10,7 +10,8 @@ import pytest
 from nanoray.cli import Loaded, parse_args
 from nanoray.config import resolve_batch
 from nanoray.config.assignments import read_assignments
-from nanoray.config.nanogpt import DEFAULTS
+from nanoray.config.nanogpt import NAMES
+from nanoray.config.neighbours import read_names
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
 from nanoray.start.plan import plan
@@ -240,7 +241,11 @@ def test_two_recipes_are_refused(tmp_path: Path) -> None:
 
 def test_the_defaults_are_read_by_their_own_rules(tmp_path: Path) -> None:
     """Each default written into a file is the value of the file."""
-    lines = [f"{name} = {value!r}" for name, value in DEFAULTS.items() if value is not None]
+    lines = [
+        f"{name} = {value!r}"
+        for name, value in read_names(NAMES)["defaults"].items()
+        if value is not None
+    ]
     both = [load(tmp_path, text, "--dataset", "stdlib").config for text in ("", "\n".join(lines))]
     assert both[0].model_copy(update={"out_dir": "out"}) == both[1]
 

@@ -12,13 +12,13 @@ from nanoray.cli import parse_args
 from nanoray.cli.parsers import COMMAND_FLAGS, flag_names
 from nanoray.config import Config, did_you_mean, load_config, make_config
 from nanoray.config.load import NESTED
-from nanoray.config.neighbours import TABLE, VALUES, Name, find
+from nanoray.config.neighbours import Name, find, table, words_of_values
 from nanoray.errors import ConfigError
 from nanoray.own.settings import loaded_of
 
 KEYS = {*Config.model_fields, *COMMAND_FLAGS}
 # Our own names need no answer
-FOREIGN = [row for row in TABLE if row.theirs not in KEYS]
+FOREIGN = [row for row in table() if row.theirs not in KEYS]
 
 
 def refusal_of_flag(*words: str) -> str:
@@ -36,15 +36,15 @@ def refusal_of_key(tmp_path: Path, text: str) -> str:
 
 
 def test_the_table_leads_to_keys_that_exist() -> None:
-    for row in TABLE:
+    for row in table():
         assert set(row.ours) <= KEYS, row
         assert row.ours or row.how, f"{row.theirs} leads nowhere"
         assert row.theirs == row.theirs.lower().replace("-", "_"), row
         for value in (row.values or {}).values():
             assert accepts(row.ours[0], value), (row, value)
-    for key, values in VALUES.items():
+    for key, values in words_of_values().items():
         assert all(accepts(key, value) for value in values.values()), key
-    rows = [(row.theirs, row.program) for row in TABLE]
+    rows = [(row.theirs, row.program) for row in table()]
     assert len(set(rows)) == len(rows), "a program has a name once"
     # These programs have flags for what a first run sets
     for program, names in {
@@ -53,7 +53,7 @@ def test_the_table_leads_to_keys_that_exist() -> None:
         "Hugging Face": "per_device_train_batch_size num_train_epochs learning_rate output_dir",
         "torchtitan": "training.steps training.seq_len parallelism.tensor_parallel_degree",
     }.items():
-        assert {*names.split()} <= {row.theirs for row in TABLE if row.program == program}
+        assert {*names.split()} <= {row.theirs for row in table() if row.program == program}
 
 
 def accepts(key: str, value: str) -> bool:
@@ -208,7 +208,7 @@ def test_no_answer_denies_what_a_key_does(key: str) -> None:
     A new one that this finds names the key, or is listed as REVIEWED with the reason.
     """
     does = stems(f"{key} {Config.model_fields[key].description}")
-    for row in TABLE:
+    for row in table():
         denies = not row.ours or DENIES.search(row.how)
         if not denies or key in row.ours or row.theirs in REVIEWED:
             continue
@@ -221,7 +221,7 @@ def test_no_answer_denies_what_a_key_does(key: str) -> None:
 
 
 def test_the_axes_of_another_mesh_lead_to_ours() -> None:
-    rows = [row for row in TABLE if row.program == "torchtitan" and "parallelism." in row.theirs]
+    rows = [row for row in table() if row.program == "torchtitan" and "parallelism." in row.theirs]
     led_to = {key for row in rows for key in row.ours}
     assert {"cp", "cp_attention", "tp", "pp", "ep", "replicas", "pp_schedule"} <= led_to
 

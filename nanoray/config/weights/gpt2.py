@@ -21,54 +21,18 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from nanoray.config.neighbours import read_names
 from nanoray.errors import ConfigError
 
 PREFIX = "transformer."
 TOKENS = "wte.weight"
 HEAD = "lm_head.weight"
 
-# (ours, GPT-2's, outputs and inputs in units of n_embd); a norm has no inputs
-_LAYERS = (
-    ("norm1", "ln_1", 1, 0),
-    ("attn.qkv", "attn.c_attn", 3, 1),
-    ("attn.proj", "attn.c_proj", 1, 1),
-    ("norm2", "ln_2", 1, 0),
-    ("mlp.up", "mlp.c_fc", 4, 1),
-    ("mlp.down", "mlp.c_proj", 1, 4),
-)
 # Constants that older versions saved: the causal mask, and what stands behind it; the counter of
 # torch's AveragedModel
 _CONSTANTS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|n_averaged")
 
-# What wrappers put into names: around the whole model or one layer, in any order
-_WRAPPERS = {
-    "_orig_mod",  # torch.compile
-    "_fsdp_wrapped_module",  # FSDP
-    "_fpw_module",  # FSDP of older versions
-    "_checkpoint_wrapped_module",  # activation checkpointing
-    "_forward_module",  # Lightning's Fabric
-}
-# And these words, which may as well name a part of a model, before the first name of GPT-2
-_OUTER = {"module", "model", "transformer"}  # DDP and AveragedModel; a user's class; GPT-2's own
-
-# activation_function of a config.json -> the key gelu
-ACTIVATIONS = {
-    "gelu": "exact",
-    "gelu_python": "exact",
-    "gelu_new": "tanh",
-    "gelu_fast": "tanh",
-    "gelu_accurate": "tanh",
-    "gelu_pytorch_tanh": "tanh",
-    "gelu_python_tanh": "tanh",
-}
-# What a config.json can ask for that nanoray's GPT does not compute: the only value that it does
-_FIXED = {
-    "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-    "tie_word_embeddings": True,
-}
+NAMES = "gpt2.yaml"  # of layers, wrappers and activations
 
 
 class Weight(NamedTuple):
@@ -92,7 +56,7 @@ def weights_of(keys: Mapping[str, Any], rows: int, conv1d: bool) -> list[Weight]
     ]
     layers = [("norm", "ln_f", 1, 0)]
     for n in range(keys["n_layer"]):
-        for ours, theirs, outputs, inputs in _LAYERS:
+        for ours, theirs, outputs, inputs in read_names(NAMES)["layers"]:
             layers.append((f"blocks.{n}.{ours}", f"h.{n}.{theirs}", outputs, inputs))
 
     for ours, theirs, outputs, inputs in layers:
@@ -109,15 +73,17 @@ def weights_of(keys: Mapping[str, Any], rows: int, conv1d: bool) -> list[Weight]
 
 def plain_name(name: str) -> str:
     """Return a tensor's name without what wrappers and the class of the model put into it."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    while parts[:-1] and parts[0] in _OUTER:
+    names = read_names(NAMES)
+    parts = [part for part in name.split(".") if part not in names["wrappers"]]
+    while parts[:-1] and parts[0] in names["outer"]:
         del parts[0]
     return ".".join(parts)
 
 
 def _around(name: str) -> str:
     """Return the words of DDP or of a class that a tensor's name has before GPT-2's own."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    wrappers = read_names(NAMES)["wrappers"]
+    parts = [part for part in name.split(".") if part not in wrappers]
     words = parts[: len(parts) - len(plain_name(name).split("."))]
     return "".join(f"{word}." for word in words if f"{word}." != PREFIX)
 
@@ -151,17 +117,18 @@ def keys_of_huggingface(config: Mapping[str, Any], where: str) -> tuple[dict[str
             f"init_from: {where} has model_type {kind}, and nanoray's GPT is a gpt2; give the "
             "folder of a GPT-2"
         )
-    for key, value in _FIXED.items():
+    for key, value in read_names(NAMES)["fixed"].items():
         if config.get(key, value) != value:
             raise ConfigError(
                 f"init_from: {where} has {key} {config[key]}, and nanoray's GPT computes {value}; "
                 "give the weights of a plain GPT-2"
             )
     activation = config.get("activation_function", "gelu_new")
-    if activation not in ACTIVATIONS:
+    activations = read_names(NAMES)["activations"]
+    if activation not in activations:
         raise ConfigError(
             f"init_from: {where} has activation_function {activation}, and nanoray's GPT has "
-            f"{', '.join(ACTIVATIONS)}; give the weights of a plain GPT-2"
+            f"{', '.join(activations)}; give the weights of a plain GPT-2"
         )
 
     # The defaults are those of transformers' GPT2Config; older files have n_ctx for n_positions.
@@ -180,7 +147,7 @@ def keys_of_huggingface(config: Mapping[str, Any], where: str) -> tuple[dict[str
             f"init_from: {where} has n_inner {hidden}, and nanoray's GPT has 4 * n_embd = "
             f"{4 * keys['n_embd']}; give the weights of a plain GPT-2"
         )
-    return keys | {"gelu": ACTIVATIONS[activation]}, vocab_size
+    return keys | {"gelu": activations[activation]}, vocab_size
 
 
 def keys_of_nanogpt(model_args: Any, where: str) -> tuple[dict[str, Any], int]:
