@@ -1,15 +1,14 @@
 """A dry run: what a configuration would do in a layout, without starting anything.
 
 `dry_run_lines` serves `--dry_run`, `scale.forecast_lines` serves `--dry_run --world_size N`. Both
-get the batch, the model, the pipeline and the memory of a rank from `layout_lines`: the first gives
-it the sizes of a model that is cut on the meta device, the second the sizes by formulas.
+get the batch, the model, the pipeline and the memory of a rank from `layout_lines`.
 
 The driver uses it, so torch is imported late.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nanoray.config import Batch, Config
@@ -18,7 +17,6 @@ from nanoray.data.prepare import DatasetInfo
 from nanoray.mesh.layout import Layout
 
 if TYPE_CHECKING:
-    from nanoray.forecast.memory import RankSizes
     from nanoray.forecast.rank_memory import AssumedDevice
     from nanoray.models.gpt import ModelShape
     from nanoray.models.resnet import ResNetShape
@@ -39,15 +37,12 @@ def dry_run_lines(
     layout = Layout.of(config, batch.dp * config.replica_ranks)
     classes = "vocabulary" if config.model == "gpt" else "classes"
 
-    def cut_sizes(stage: int) -> RankSizes:
-        return sizes_of_stage(config, dataset.vocab_size, stage)
-
     return [
         f"mesh       {layout.world_size} rank(s) = {layout}",
         *talk_lines(config, layout),
         f"placement  {placement}",
         f"data       {dataset.note}, {classes} {dataset.vocab_size}",
-        *layout_lines(config, shape, layout, batch, assume_device(config), cut_sizes),
+        *layout_lines(config, shape, layout, batch, assume_device(config)),
         *_sent_by_groups(config, shape, layout, batch),
         *notes,
     ]
@@ -72,35 +67,21 @@ def _sent_by_groups(
     return link_lines(job, layout, batch.micro, None)
 
 
-def sizes_of_stage(config: Config, classes: int, stage: int) -> RankSizes:
-    """Return the parameters of a rank of `stage`, counted in a model that is cut on the meta device."""
-    from nanoray.forecast.memory import RankSizes
-    from nanoray.forecast.owners import rank_model
-    from nanoray.mesh.layout import Coords
-    from nanoray.models.precision import weight_type
-
-    # Ranks of a stage hold equally many parameters, so the first one stands for all.
-    place = Coords(pp=stage)
-    model = rank_model(config, classes, weight_type(config.precision), place)
-    return RankSizes.of(config, model)
-
-
 def layout_lines(
     config: Config,
     shape: ModelShape | ResNetShape,
     layout: Layout,
     batch: Batch,
     device: AssumedDevice,
-    sizes_of: Callable[[int], RankSizes],
     limit_gb: float | None = None,
     about_batch: str = "",
 ) -> list[str]:
     """Return the lines on batch, model, pipeline and memory: equal however the layout was given.
 
-    `sizes_of`: from a stage to the parameters of its ranks. `limit_gb`: the memory of a rank's
-    device, in 1e9 bytes. `about_batch` ends the line on the batch.
+    `limit_gb`: the memory of a rank's device, in 1e9 bytes. `about_batch` ends the line on the batch.
     """
     from nanoray.forecast.rank_memory import memory_lines, rank_memory
+    from nanoray.forecast.weights import rank_sizes
     from nanoray.models import costs, resnet_costs
     from nanoray.models.gpt import ModelShape
 
@@ -115,16 +96,15 @@ def layout_lines(
         about_model = ""
         lines = [batch_line(config, batch, "images") + about_batch]
 
-    stages = range(layout.pp)
     # Stages differ: the first holds the embedding and the last holds the head.
-    sizes = [sizes_of(stage) for stage in stages]
+    stages = range(layout.pp)
     if layout.model_parts > 1:
-        most = max(each.params for each in sizes)
+        most = max(rank_sizes(config, shape, layout, stage).params for stage in stages)
         about_model += f", {most:,} on a rank"
     lines.append(f"model      {parameters:,} parameters{about_model}")
 
     lines += pipeline_lines(config, batch)
-    parts = [rank_memory(config, shape, batch, device, sizes[stage], stage) for stage in stages]
+    parts = [rank_memory(config, shape, batch, device, stage) for stage in stages]
     return lines + memory_lines(config, batch, device.precision, parts, limit_gb)
 
 

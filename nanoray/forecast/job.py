@@ -18,6 +18,18 @@ class Experts:
     hidden: int
     shared: int = 0
 
+    @classmethod
+    def of(cls, shape: ModelShape) -> Experts | None:
+        """Return the experts of a model; None if it has none."""
+        if not shape.experts:
+            return None
+        return cls(
+            count=shape.experts,
+            per_token=shape.experts_per_token,
+            hidden=shape.expert_hidden,
+            shared=shape.shared_experts,
+        )
+
 
 @dataclass(frozen=True)
 class Job:
@@ -33,15 +45,7 @@ class Job:
     @property
     def experts(self) -> Experts | None:
         """The experts of the model; None if it has none."""
-        shape = self.shape
-        if not shape.experts:
-            return None
-        return Experts(
-            count=shape.experts,
-            per_token=shape.experts_per_token,
-            hidden=shape.expert_hidden,
-            shared=shape.shared_experts,
-        )
+        return Experts.of(self.shape)
 
     @property
     def schedule(self) -> str:

@@ -49,7 +49,7 @@ from nanoray.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.forecast.rank_memory import AssumedDevice, rank_memory
 from nanoray.forecast.simulate import NOTHING, SimulatedBucket, Step, simulate
 from nanoray.forecast.traffic import talks_of
-from nanoray.forecast.weights import Weights, layers_of, rank_sizes, tensors_of
+from nanoray.forecast.weights import Weights, layers_of, tensors_of
 from nanoray.mesh.layout import Layout
 from nanoray.parallel.schedules import waited
 
@@ -74,8 +74,7 @@ def stage_memory(job: Job, layout: Layout, micro: int, stage: int) -> dict[str, 
     config = job.config_at(layout)
     batch = Batch(micro, job.sequences // (layout.dp * micro), layout.dp)
     device = AssumedDevice("", job.precision, job.bucket_mb, job.mirrored)
-    sizes = rank_sizes(job, layout, stage)
-    return rank_memory(config, job.shape, batch, device, sizes, stage)
+    return rank_memory(config, job.shape, batch, device, stage)
 
 
 class Network(Protocol):

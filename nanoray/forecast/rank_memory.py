@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanoray.config import Batch, Config
-from nanoray.forecast.memory import RankSizes, rank_state
+from nanoray.forecast.memory import rank_state
 from nanoray.forecast.parallelisms.registry import PARALLELISMS
+from nanoray.forecast.weights import rank_sizes
 from nanoray.host.gpus import discover_gpus
 from nanoray.mesh.layout import Layout
 from nanoray.models import resnet_costs
@@ -70,13 +71,13 @@ def rank_memory(
     shape: ModelShape | ResNetShape,
     batch: Batch,
     device: AssumedDevice,
-    sizes: RankSizes,
     stage: int = 0,
 ) -> dict[str, int]:
     """Return the bytes of a rank of `stage` by part: see `state_memory` and `activation_memory`."""
     # Data replicas and parts of sequences share one copy of the state, or those of one group do.
     layout = Layout.of(config, batch.dp * config.replica_ranks)
     shared_by = layout.shard_size
+    sizes = rank_sizes(config, shape, layout, stage)
     state = rank_state(config, sizes, shared_by, batch.accum, device.bucket_mb, device.mirrored)
     activations = stage_activations(config, shape, batch, device.precision, stage)
     # What is exchanged between two steps takes memory that a step has for activations.

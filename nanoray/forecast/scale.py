@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from nanoray.forecast.job import Job
     from nanoray.forecast.layouts import Found
     from nanoray.forecast.links import Topology
-    from nanoray.forecast.memory import RankSizes
     from nanoray.forecast.parallelisms.record import Talk
     from nanoray.forecast.predict import Network, Prediction
 
@@ -55,7 +54,6 @@ def forecast_lines(
     from nanoray.forecast.by_link import link_lines
     from nanoray.forecast.predict import OnTopology, Speed, predict
     from nanoray.forecast.rank_memory import assume_device
-    from nanoray.forecast.weights import rank_sizes
 
     config = settings.config
     layout = Layout.of(config, scale.world_size)
@@ -69,14 +67,9 @@ def forecast_lines(
     if memory_gb is None and topology:
         memory_gb = topology.memory_gb
 
-    def formula_sizes(stage: int) -> RankSizes:
-        return rank_sizes(job, layout, stage)
-
     lines = _mesh(layout, topology, scale.topology)
     lines.append(f"data       {dataset.note}")
-    lines += layout_lines(
-        config, job.shape, layout, batch, device, formula_sizes, memory_gb, about_batch
-    )
+    lines += layout_lines(config, job.shape, layout, batch, device, memory_gb, about_batch)
     if topology is None:
         from nanoray.forecast.traffic import talks_of
 

@@ -1,4 +1,4 @@
-"""The parameters of one rank of a GPT, by formulas: no model is built.
+"""The parameters of one rank, by formulas: no model is built, but for a ResNet's.
 
 A test compares these numbers with models that are really cut (tests/unit/test_predict.py).
 """
@@ -9,10 +9,15 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
+
+from nanoray.config import Config
 from nanoray.forecast.job import Experts, Job
 from nanoray.forecast.memory import RankSizes, Sizes
 from nanoray.mesh.layout import Layout
 from nanoray.models.gpt import ModelShape
+from nanoray.models.precision import weight_type
+from nanoray.models.resnet import ResNet, ResNetShape
 
 
 class Weights(NamedTuple):
@@ -112,8 +117,8 @@ def layers_of(layers: int, pp: int, stage: int) -> int:
     return layers // pp + (stage < layers % pp)
 
 
-def sizes_of(tensors: Iterable[Weights]) -> Sizes:
-    """Return the sums of the parameters that the memory formula needs."""
+def sizes_of(tensors: Iterable[Weights], each: float = 4.0) -> Sizes:
+    """Return the sums of the parameters that the memory formula needs. `each`: bytes of one."""
     outside = 0
     largest = 0
     layers: dict[int, int] = {}
@@ -124,14 +129,22 @@ def sizes_of(tensors: Iterable[Weights]) -> Sizes:
         else:
             layers[layer] = layers.get(layer, 0) + numel
     total = outside + sum(layers.values())
-    return Sizes(total, outside, max(layers.values(), default=0), largest, total)
+    return Sizes(total, outside, max(layers.values(), default=0), largest, total, each)
 
 
-def rank_sizes(job: Job, layout: Layout, stage: int) -> RankSizes:
+def rank_sizes(
+    config: Config, shape: ModelShape | ResNetShape, layout: Layout, stage: int
+) -> RankSizes:
     """Return the sizes of a rank of `stage`; experts apart where fewer ranks share them."""
-    tensors = tensors_of(job, layout, stage)
+    # Every rank has a whole ResNet, which is small: it is counted
+    if isinstance(shape, ResNetShape):
+        with torch.device("meta"):
+            return RankSizes(Sizes.of(ResNet(shape)))
+
+    each = weight_type(config.precision).itemsize
+    tensors = _tensors_of(shape, Experts.of(shape), layout.tp, layout.pp, layout.ep, stage)
     if layout.ep == 1:
-        return RankSizes(sizes_of(tensors))
+        return RankSizes(sizes_of(tensors, each))
     routed = [tensor for tensor in tensors if tensor.expert]
     rest = [tensor for tensor in tensors if not tensor.expert]
-    return RankSizes(sizes_of(rest), sizes_of(routed))
+    return RankSizes(sizes_of(rest, each), sizes_of(routed, each))

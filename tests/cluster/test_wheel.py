@@ -162,15 +162,18 @@ def test_every_manifest_is_in_the_wheel(installed: Path) -> None:
         }
 
 
-def test_topologies_and_the_template_of_pages_are_found(installed: Path, elsewhere: Path) -> None:
+def test_topologies_names_and_the_template_of_pages_are_found(
+    installed: Path, elsewhere: Path
+) -> None:
     machine = ("--topology", "nvlink-400g", "--world_size", "64")
     command = (installed / "nanoray", "launch", "--preset", "gpt2-124m", "--dry_run", *machine)
     assert "nvlink-400g" in run(
         *command, "--dataset", "stdlib", "--tokenizer", "byte", cwd=elsewhere
     )
     (found,) = installed.parent.glob("lib/python*/site-packages/nanoray")
-    wanted = {path.relative_to(ROOT / "nanoray") for path in (ROOT / "nanoray").rglob("*.j2")}
-    assert wanted == {path.relative_to(found) for path in found.rglob("*.j2")} != set()
+    for pattern in ("**/*.j2", "config/names/*.yaml"):
+        wanted = {path.relative_to(ROOT / "nanoray") for path in (ROOT / "nanoray").glob(pattern)}
+        assert wanted == {path.relative_to(found) for path in found.glob(pattern)} != set()
 
 
 @pytest.mark.full

@@ -1,6 +1,6 @@
-"""`--dry_run` with --workers N and with --world_size N: two sources of sizes, the same answers.
+"""`--dry_run` with --workers N and with --world_size N: the same answers.
 
-The first counts the parameters of a model that is cut on the meta device, the second uses formulas.
+Both have the parameters of a rank from formulas, which are compared with a model that is cut.
 """
 
 from __future__ import annotations
@@ -11,12 +11,17 @@ from typing import Any
 import pytest
 
 from nanoray.cli import Loaded, Scale
-from nanoray.config import make_config, resolve_batch
+from nanoray.config import Config, make_config, resolve_batch
 from nanoray.forecast import scale
 from nanoray.forecast.dry_run import dry_run_lines
+from nanoray.forecast.memory import RankSizes
+from nanoray.forecast.owners import rank_model
 from nanoray.forecast.rank_memory import MOST_STAGES
 from nanoray.forecast.scale import known_dataset
-from nanoray.mesh.layout import Layout
+from nanoray.forecast.weights import rank_sizes
+from nanoray.mesh.layout import Coords, Layout
+from nanoray.models.gpt import ModelShape
+from nanoray.models.precision import weight_type
 from nanoray.start.plan import plan
 from nanoray.start.scale import forecast_at
 
@@ -38,10 +43,40 @@ def both_ways(ranks: int = RANKS, **settings: Any) -> tuple[list[str], list[str]
 
     dataset = known_dataset(config)
     planned = plan(loaded, ranks, dataset)
+    require_counted_sizes(planned.config, Layout.of(planned.config, ranks), dataset.vocab_size)
     batch = resolve_batch(planned.config, Layout.of(planned.config, ranks).dp)
     workers = dry_run_lines(planned.config, planned.notes, batch, dataset, "here")
     world_size = forecast_at(loaded, Scale(ranks))
     return key_lines(workers), key_lines(world_size)
+
+
+def require_counted_sizes(config: Config, layout: Layout, vocab_size: int) -> None:
+    """Compare the formulas with a model that is cut on the meta device, for each stage."""
+    shape = ModelShape.of(config, vocab_size)
+    dtype = weight_type(config.precision)
+    for stage in range(layout.pp):
+        model = rank_model(config, vocab_size, dtype, Coords(pp=stage))
+        counted = RankSizes.of(config, model)
+        formula = rank_sizes(config, shape, layout, stage)
+        if layout.ep == 1:
+            assert formula == counted
+            continue
+        # Of experts and the rest only these are counted
+        for one, other in ((formula.dense, counted.dense), (formula.experts, counted.experts)):
+            assert one is not None
+            assert other is not None
+            assert (one.params, one.tensor, one.trained) == (
+                other.params,
+                other.tensor,
+                other.trained,
+            )
+
+
+@pytest.mark.parametrize("precision", ["bf16_pure", "fp16_pure:master"])
+@pytest.mark.parametrize("mode", ["ddp", "zero2"])
+def test_weights_of_16_bits_have_the_sizes_of_their_model(precision: str, mode: str) -> None:
+    config = make_config(SHAPE | {"micro_batch_size": 2, "precision": precision, "dp_mode": mode})
+    require_counted_sizes(config, Layout(dp=4), 256)
 
 
 def key_lines(lines: list[str]) -> list[str]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from nanoray.config import Batch, make_config
-from nanoray.forecast.dry_run import sizes_of_stage
 from nanoray.forecast.memory import Sizes, at_peak, moments_of, peak_memory, state_memory
 from nanoray.forecast.rank_memory import (
     AssumedDevice,
@@ -162,8 +161,7 @@ def test_dry_run_tells_the_memory_of_a_rank_by_part() -> None:
         )
         shape = ModelShape.of(config, SHAPE.vocab_size)
         batch = Batch(8, 1, 4)
-        held = sizes_of_stage(config, SHAPE.vocab_size, 0)
-        memory = rank_memory(config, shape, batch, assume_device(config), held)
+        memory = rank_memory(config, shape, batch, assume_device(config))
         line = memory_line(config, batch, "fp32", memory)
         found = {
             name: float(size)

@@ -737,6 +737,29 @@ def test_no_layout_is_found_that_the_configuration_would_refuse(
             )
 
 
+@pytest.mark.parametrize("axis", ["tp", "cp", "pp", "ep"])
+def test_a_search_refuses_the_sizes_that_the_table_refuses(axis: str) -> None:
+    """The records say in few words what the rules of the table say with a remedy."""
+    sizes = {"n_layer": 4, "n_head": 8, "n_embd": 64, "block_size": 16, "dp_mode": "ddp_by_hand"}
+    of_experts: dict[str, int] = {}
+    if axis == "ep":
+        of_experts = {"experts": 6, "expert_hidden": 48}
+    # All ranks divide the sequences of a step
+    some = job(840, experts=Experts(6, 2, 48) if of_experts else None, **sizes)
+
+    refused = []
+    for size in range(1, 9):
+        layout = Layout(dp=size, ep=size) if axis == "ep" else Layout(**{axis: size})
+        reason = ""
+        try:
+            make_config(some.config.model_dump() | of_experts | {axis: size})
+        except ConfigError as error:
+            reason = str(error)
+            refused.append(size)
+        assert bool(refusal(some, layout)) == bool(reason), (refusal(some, layout), reason)
+    assert refused, "no size breaks a rule, so nothing was compared"
+
+
 def test_ep_has_a_mode_that_sums_by_hand() -> None:
     some = job(experts=Experts(4, 2, 64))
     assert some.mode(Layout(dp=2, ep=2)) == "ddp_by_hand"

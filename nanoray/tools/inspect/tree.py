@@ -12,7 +12,6 @@ from nanoray import __version__
 from nanoray.base.script_errors import one_line
 from nanoray.config.mesh import CUTS_MODEL
 from nanoray.errors import ConfigError
-from nanoray.forecast.dry_run import sizes_of_stage
 from nanoray.forecast.owners import Holder, holders_of
 from nanoray.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.forecast.rank_memory import assume_device, memory_lines, rank_memory
@@ -137,10 +136,7 @@ def _memory(subject: Subject) -> list[str]:
     if not isinstance(shape, ModelShape | ResNetShape):
         return []
     device = assume_device(config)
-    stages = []
-    for stage in range(config.pp):
-        sizes = sizes_of_stage(config, subject.dataset.vocab_size, stage)
-        stages.append(rank_memory(config, shape, batch, device, sizes, stage))
+    stages = [rank_memory(config, shape, batch, device, stage) for stage in range(config.pp)]
     lines = memory_lines(config, batch, device.precision, stages)
     # The caller writes the label itself.
     return [line.removeprefix("memory").lstrip() for line in lines]
