@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import field_validator
 
 from nanoray.config.fields import Group, Natural, field
+from nanoray.config.mesh import AXES
 
 
 class FaultKeys(Group):
@@ -24,13 +25,17 @@ class FaultKeys(Group):
     """failures in a row, with fewer than 10 steps completed between them, before giving up; ranks
     that are left save"""
 
-    recovery: Literal["in_place", "shrink", "restart"] = field("in_place", "fault")
-    """when a rank is lost, on Ray: in_place (only that rank is replaced, its state comes from
-    another rank's memory, no step is repeated; a restart with NCCL (but see --abort_nccl), an
-    --allreduce written by hand, or where no other rank has the lost part of a divided state: see
-    --mirror and --replicas) | shrink (as in_place, but without a replacement in time fewer ranks,
-    whole replicas of cp*tp*pp*ep or whole groups of --replicas, keep the same global batch until
-    one comes) | restart (from a checkpoint)"""
+    recovery: Literal["in_place", "shrink", "restart"] = field(
+        "in_place",
+        "fault",
+        description="when a rank is lost, on Ray: in_place (only that rank is replaced, its state "
+        "comes from another rank's memory, no step is repeated; a restart with NCCL (but see "
+        "--abort_nccl), an --allreduce written by hand, or where no other rank has the lost part "
+        "of a divided state: see --mirror and --replicas) | shrink (as in_place, but without a "
+        "replacement in time fewer ranks, whole replicas of "
+        f"{'*'.join(axis.key for axis in AXES)} or whole groups of --replicas, keep the same "
+        "global batch until one comes) | restart (from a checkpoint)",
+    )
 
     abort_nccl: bool = field(False, "fault")
     """recovery in place and shrink over NCCL too, or over a backend of your own, where each rank

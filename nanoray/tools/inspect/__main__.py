@@ -23,6 +23,7 @@ from nanoray.cli import (
     tool_parser,
     writing,
 )
+from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError
 
 
@@ -66,7 +67,8 @@ def make_parser() -> Parser:
         "--world_size",
         type=int,
         metavar="N",
-        help="ranks to lay out [the run's; else workers, or cp*tp*pp*ep]",
+        help="ranks to lay out [the run's; else workers, or "
+        f"{'*'.join(axis.key for axis in AXES)}]",
     )
     parser.add_argument(
         "--function", default="main", help="of a script: what nanoray.launch would call [main]"
