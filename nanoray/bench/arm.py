@@ -1,6 +1,6 @@
 """One way to train a model on this rank.
 
-The benchmarks strategies, layouts, pipeline and equivalence time it. A case is a model with its
+The benchmarks that compare arms train it (engine.py). A case is a model with its
 batches; an arm trains it by a plan, as the loop does, without guards and records.
 """
 
@@ -35,8 +35,11 @@ class Case:
     what: str
 
 
-def gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
-    """Return a GPT with random tokens: a step has the same samples, however the ranks share them."""
+def gpt(mesh: Mesh, config: Config, precision: str, micro: int, vocab_size: int = 0) -> Case:
+    """Return a GPT with random tokens: a step has the same samples, however the ranks share them.
+
+    vocab_size: 0 takes the one that the tokenizer has before a text is read.
+    """
     import torch
 
     from nanoray.bench.simulate import VOCAB
@@ -45,7 +48,7 @@ def gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     from nanoray.models.costs import count_parameters
     from nanoray.models.gpt import ModelShape
 
-    shape = ModelShape.of(config, VOCAB[config.tokenizer])
+    shape = ModelShape.of(config, vocab_size or VOCAB[config.tokenizer])
     layout = mesh.layout
     at = layout.coords(mesh.rank)
     torch.manual_seed(config.seed)
@@ -90,9 +93,29 @@ def resnet(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     return Case(model, batch, micro, 0, activation_memory(shape, micro, precision), what)
 
 
+def gpt_on_text(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
+    """Return a GPT that learns from the text of the configuration's dataset."""
+    from nanoray.data.prepare import prepare
+    from nanoray.data.tokens import MicroBatches, TokenData
+
+    info = prepare(config)
+    case = gpt(mesh, config, precision, micro, info.vocab_size)
+    data = TokenData(info, config.block_size, config.seed, mesh.device)
+    batch = resolve_batch(config, mesh.world_size)
+    batches = MicroBatches(data, batch, mesh.rank)
+
+    def of(number: int) -> tuple[Tensor, Tensor]:
+        # The number counts micro batches, so the batch follows from it alone.
+        step, part = divmod(number, batch.accum)
+        return batches.get(step * batch.global_size, part)
+
+    case.batch = of
+    return case
+
+
 # (mesh, configuration, precision, micro batch size)
 MakeCase = Callable[["Mesh", Config, str, int], Case]
-MODELS: dict[str, MakeCase] = {"gpt": gpt, "resnet": resnet}
+MODELS: dict[str, MakeCase] = {"gpt": gpt, "gpt on text": gpt_on_text, "resnet": resnet}
 
 
 class Arm:
@@ -211,6 +234,15 @@ class Arm:
         self.trained += 1  # also the number of the next step's batch
         if self.end_step:
             self.end_step(self.trained)
+
+    def step_by_phases(self) -> list[Any]:
+        """Train one step; return this rank's phases, waiting for another stage among them. (all ranks)"""
+        self.recorder.begin(0)
+        self.step()
+        self.recorder.end()
+        self.recorder.clock.anchor()
+        (notes,) = self.recorder.read()
+        return list(notes["phases"])
 
     def digests(self) -> list[int]:
         """Return a number of each rank that changes with a bit of its weights. (all ranks)"""

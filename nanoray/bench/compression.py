@@ -10,42 +10,37 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoray.base.metrics import busbw_factor
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import chosen, count_of, rotated
-from nanoray.bench.harness.rank_pool import (
-    RankFailed,
-    RankPool,
-    add_where_flags,
-    describe,
-    where_from,
+from nanoray.bench.engine import (
+    BITS,
+    BUSY,
+    COMMUNICATION,
+    EXPOSED,
+    STEP,
+    TIME_ENTRY,
+    Found,
+    collect,
+    note_of_sent,
+    order_of,
+    row_per_round,
 )
-from nanoray.bench.harness.report import Measurement, Report, aligned, markdown, say
-from nanoray.config import Config, load_config
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.figure import Figure, Panel, dots, with_values
+from nanoray.bench.harness.plan import chosen
+from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.report import Measurement, Report
+from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
+from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from nanoray.bench.arm import Case
-    from nanoray.mesh.mesh import Mesh
 
 PLAIN = "fp32"
 ARMS: dict[str, dict[str, Any]] = {PLAIN: {}} | {
     kind: {"grad_compress": kind} for kind in ("bf16", "fp16", "int8")
 }
 ARMS |= {f"powersgd {r}": {"grad_compress": "powersgd", "powersgd_rank": r} for r in (1, 4, 16)}
-STEP = "step"
-EXPOSED = "exposed"
-BUSY = "collectives busy"
 WIRE = "bytes on the wire"
 KEPT = "memory"
 LOSS = "loss"
@@ -53,10 +48,76 @@ OFF = "loss, off"
 PAYS = "pays below"
 
 
+def _draw_times(axes: Any, report: Report) -> None:
+    """Draw the step of each arm over the bytes that it sends."""
+    for i, step in enumerate(with_values(report, STEP)):
+        wire = report.row(step.arm, WIRE)
+        if wire and wire.values:
+            dots(axes, [wire.median], [step], color=f"C{i}", label=step.arm)
+
+
+def _draw_losses(axes: Any, report: Report) -> None:
+    """Draw how the loss of each arm goes away from that of float32, round by round."""
+    for i, step in enumerate(with_values(report, STEP)):
+        off = report.row(step.arm, OFF)
+        if off:
+            axes.plot(off.extra["by_round"], color=f"C{i}", label=step.arm)
+    axes.axhline(0.0, color="0.6", lw=0.8)
+
+
+def _last_loss(report: Report, arm: str, spread: str) -> str:
+    """Write the loss of the last round: an arm goes on learning from round to round."""
+    loss = report.row(arm, LOSS)
+    return f"{loss.values[-1]:.4f}" if loss and loss.values else report.cell(arm, LOSS, spread)
+
+
 class CompressionBenchmark(Benchmark):
     """Compare bytes, step time and loss of compressed gradients with float32."""
 
     wrong = "ranks whose weights differ from those of rank 0"
+    counts = (
+        Count("rounds", "rounds of all arms", usual=10, few=2),
+        Count("steps", "steps of an arm per round", usual=30, few=4),
+    )
+    tables = (
+        Table(
+            STEP,
+            (
+                names("sent"),
+                TableColumn(f"step / {PLAIN}", STEP, SPREAD, over=PLAIN),
+                TableColumn("step, ms", STEP, SPREAD),
+                TableColumn("exposed, ms", EXPOSED, SPREAD),
+                TableColumn("MB on the wire", WIRE),
+                TableColumn("loss", _last_loss),
+                TableColumn("off, nat", OFF),
+                TableColumn("pays below, MB/s", PAYS),
+                TableColumn("kept, MiB", KEPT),
+            ),
+        ),
+    )
+    figure = Figure(
+        (
+            Panel(
+                _draw_times,
+                {
+                    "xlabel": "MB on the wire per step",
+                    "ylabel": "step, ms, median and quartiles",
+                    "xlim": (0, None),
+                },
+                {"fontsize": 7},
+            ),
+            Panel(
+                _draw_losses,
+                {
+                    "xlabel": "round",
+                    "ylabel": f"loss - loss of {PLAIN}, nat",
+                    "title": "same batches",
+                },
+            ),
+        ),
+        size=(11, 4.6),
+        note=("recipe", "backend"),
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -79,117 +140,53 @@ class CompressionBenchmark(Benchmark):
         parser.add_argument(
             "--arms", default="all", help=f"some of {', '.join(ARMS)} [%(default)s]"
         )
-        parser.add_argument(
-            "--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]"
-        )
-        parser.add_argument(
-            "--steps", type=int, metavar="N", help="steps of an arm per round [30; 4 with --quick]"
-        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train all arms in turn on the same ranks, and fill the report."""
         where = where_from(args)
-        rounds = count_of(args.rounds, args.quick, few=2, usual=10)
-        steps = count_of(args.steps, args.quick, few=4, usual=30)
-        if where.workers < 2 or min(rounds, steps) < 1:
-            raise ConfigError(
-                f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the "
-                "least"
-            )
+        if where.workers < 2:
+            raise ConfigError(f"workers = {where.workers}; 2 is the least: one rank sends nothing")
         # The arm that sends float32 always runs: every other one is compared with it.
-        names = [PLAIN, *(name for name in chosen(args.arms, list(ARMS)) if name != PLAIN)]
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-        with RankPool(where) as pool:
+        arms = [PLAIN, *(name for name in chosen(args.arms, list(ARMS)) if name != PLAIN)]
+        found: Found = {name: [] for name in arms}
+
+        def add_rows() -> None:
+            for name, events in found.items():
+                _add_rows(report, name, events, where.workers)
+
+        with part(report, add_rows), RankPool(where) as pool:
             describe(report, pool)
             on_gpu = pool.facts[0]["device"] != "cpu"
-            own = {
-                "dataset": args.dataset,
-                "precision": args.precision,
-                "dp_mode": args.dp_mode,
-                "tokenizer": "byte",
+            preset = args.preset or ("gpt2-124m" if on_gpu else "shakespeare-cpu")
+            own = {"dataset": args.dataset, "precision": args.precision, "dp_mode": args.dp_mode}
+            own["tokenizer"] = "byte"
+            configs = {
+                name: load_config(preset=preset, overrides=own | ARMS[name]) for name in arms
             }
-            order = {
-                "preset": args.preset or ("gpt2-124m" if on_gpu else "shakespeare-cpu"),
-                "overrides": own,
-            }
-            # One data set for all ranks: two that prepare it at once would write the same files.
-            note = prepare(configuration(order)).note  # once, before the ranks ask for it
-            order |= {"arms": names, "rounds": rounds, "steps": steps}
-            # Events arrive while the ranks train; a lost rank fails the report and keeps what came
-            # before.
-            try:
-                for event in pool.run("nanoray.bench.compression:train_rank", order):
-                    if "recipe" in event:
-                        report.conditions["recipe"] = (
-                            f"{event['recipe']}, {rounds} rounds of {steps} + 1 steps, {args.dp_mode}, "
-                            f"{note}"
-                        )
-                        continue
-                    found[event["arm"]].append(event)
-                    say(
-                        f"round {event['round']}  {event['arm']:<12} {event['step_ms']:.1f} ms, loss "
-                        f"{event['loss']:.3f}"
-                    )
-            except RankFailed as error:
-                report.failures.append(str(error))
-        ranks = where.workers
-        for name, events in found.items():
-            _add_rows(report, name, events, ranks)
+            # Once, before the ranks ask for it: two that prepare it would write the same files
+            note = prepare(configs[PLAIN]).note
+            order = order_of(configs, args.rounds, args.steps, [COMMUNICATION, BITS], "gpt on text")
+            rounds = f"{args.rounds} rounds of {args.steps} + 1 steps, {args.dp_mode}, {note}"
+            collect(pool.run(TIME_ENTRY, order), report, found, rounds)
 
-    def format_text(self, report: Report) -> list[str]:
-        """Return a line per arm, the bytes of each collective, and the finding."""
-        rows = [row for row in report.rows if row.metric == WIRE and row.values]
-        table = aligned(
-            [(*line, "") for line in _build_table(report, "quartiles")], right=set(range(1, 9))
-        )
+    def notes(self, report: Report) -> list[str]:
+        """Return the bytes of each collective."""
+        return [f"{row.arm}: {row.note}" for row in with_values(report, WIRE)]
+
+    def finding(self, report: Report) -> list[str]:
+        """Return what was found, by its numbers: which compressed arm is the fastest."""
+        ratios = with_values(report, STEP, ratios=True)
+        if not ratios:
+            return []
+        # The smallest ratio, measured in the same rounds as its reference.
+        speed = min(ratios, key=lambda row: row.median)
+        best = speed.arm.partition(" / ")[0]
+        off = report.row(best, OFF)
+        loss = f", the loss {off.median:+.4f} nat" if off else ""
         return [
-            *table,
-            "",
-            *(f"{row.arm}: {row.note}" for row in rows),
-            *report.findings(finding(report)),
+            f"the fastest compressed arm, {best}, is {speed.speed} {PLAIN} here: "
+            f"{speed.median:.3g} x its step{loss}"
         ]
-
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return the table for a page, and the finding."""
-        head, *body = _build_table(report, "range")
-        return [*markdown(head, body), "", *report.findings(finding(report))]
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw step time over bytes, and how the loss of each arm goes away from that of float32."""
-        note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
-        with figure(report, path, (11, 4.6), note=note) as (left, right):
-            # On the left the bytes and the time, on the right how far the loss moves away.
-            for i, row in enumerate(
-                r for r in report.rows if r.metric == STEP and r.unit == "ms" and r.values
-            ):
-                wire = report.row(row.arm, WIRE)
-                off = report.row(row.arm, OFF)
-                assert wire
-                spread = whiskers([row], quartiles=True)
-                left.errorbar(
-                    wire.median,
-                    row.median,
-                    yerr=spread,
-                    fmt="o",
-                    capsize=2,
-                    color=f"C{i}",
-                    label=row.arm,
-                )
-                if off:
-                    right.plot(off.extra["by_round"], color=f"C{i}", label=row.arm)
-            left.set(
-                xlabel="MB on the wire per step",
-                ylabel="step, ms, median and quartiles",
-                xlim=(0, None),
-            )
-            left.legend(fontsize=7)
-            right.axhline(0.0, color="0.6", lw=0.8)
-            right.set(xlabel="round", ylabel=f"loss - loss of {PLAIN}, nat", title="same batches")
-
-
-def configuration(order: dict[str, Any], **more: Any) -> Config:
-    """Return what is trained. Raises ConfigError for a key or value that cannot be."""
-    return load_config(preset=order["preset"], overrides=order["overrides"] | more)
 
 
 def _add_rows(report: Report, name: str, events: list[dict[str, Any]], ranks: int) -> None:
@@ -205,21 +202,18 @@ def _add_rows(report: Report, name: str, events: list[dict[str, Any]], ranks: in
     # Bytes and memory are the same in every round, so the last one stands for all.
     last = events[-1]
     plain = report.row(PLAIN, LOSS)
-    step = row(STEP, "ms", (e["step_ms"] for e in events), wrong=last["wrong"])
-    row(BUSY, "ms", (e["busy_ms"] for e in events))
-    row(EXPOSED, "ms", (e["exposed_ms"] for e in events))
-    note = " · ".join(
-        f"{op} {size / 1e6:.3g} MB in {n}" for op, (n, size) in last["collectives"].items()
-    )
+    wrong = sum(digest != last["digests"][0] for digest in last["digests"])
+    report.rows += [
+        row_per_round(name, STEP, "ms", events, "step_ms", wrong=wrong),
+        row_per_round(name, BUSY, "ms", events, "busy_ms"),
+        row_per_round(name, EXPOSED, "ms", events, "exposed_ms"),
+    ]
+    step = report.rows[-3]
     carried = _wire_mb(last["collectives"], ranks)
-    row(WIRE, "MB", (carried,), note)
+    row(WIRE, "MB", (carried,), note_of_sent(last["collectives"]))
     row(KEPT, "MiB", (last["kept"] / 2**20,), "error feedback, in a rank's memory")
-    loss = row(
-        LOSS,
-        "nat",
-        (e["loss"] for e in events),
-        f"mean of each round's steps; {last['trained']} in all",
-    )
+    means = (statistics.fmean(event["losses"]) for event in events)
+    loss = row(LOSS, "nat", means, f"mean of each round's steps; {last['trained']} in all")
     # What follows compares with float32, round by round.
     if name == PLAIN or plain is None:
         return
@@ -253,126 +247,3 @@ def _wire_mb(collectives: dict[str, tuple[int, int]], ranks: int) -> float:
             if factor:  # None for one rank, which sends nothing
                 total += size * factor
     return total / 1e6
-
-
-def finding(report: Report) -> list[str]:
-    """Return what was found, by its numbers: which compressed arm is the fastest."""
-    ratios = {
-        r.arm.partition(" / ")[0]: r
-        for r in report.rows
-        if r.metric == STEP and " / " in r.arm and r.values
-    }
-    if not ratios:
-        return []
-    # The smallest ratio, measured in the same rounds as its reference.
-    best = min(ratios, key=lambda name: ratios[name].median)
-    speed = ratios[best]
-    off = report.row(best, OFF)
-    loss = f", the loss {off.median:+.4f} nat" if off else ""
-    return [
-        f"the fastest compressed arm, {best}, is {speed.speed} {PLAIN} here: {speed.median:.3g} x "
-        f"its step{loss}"
-    ]
-
-
-def _build_table(report: Report, spread: str) -> list[tuple[str, ...]]:
-    columns = {
-        STEP: "step, ms",
-        EXPOSED: "exposed, ms",
-        WIRE: "MB on the wire",
-        LOSS: "loss",
-        OFF: "off, nat",
-    }
-    columns |= {PAYS: "pays below, MB/s", KEPT: "kept, MiB"}
-    table = [("sent", f"step / {PLAIN}", *columns.values())]
-    for name in (r.arm for r in report.rows if r.metric == STEP and r.unit == "ms"):
-        # Only times have a spread worth printing.
-        cells = [
-            report.cell(name, metric, spread if metric in (STEP, EXPOSED) else "none")
-            for metric in columns
-        ]
-        last = report.row(name, LOSS)
-        # Of the last round
-        cells[3] = f"{last.values[-1]:.4f}" if last and last.values else cells[3]
-        table.append((name, report.cell(f"{name} / {PLAIN}", STEP, spread), *cells))
-    return table
-
-
-# On every rank.
-
-
-def make_text_case(
-    mesh: Mesh, config: Config, precision: str, micro: int, data: Any = None
-) -> Case:
-    """Return a GPT that learns from a text, for `bench strategies`' arms."""
-    from nanoray.bench.arm import gpt
-    from nanoray.config import resolve_batch
-    from nanoray.data.tokens import MicroBatches
-
-    # The model is that of `bench strategies`; only the data differ.
-    case = gpt(mesh, config, precision, micro)
-    batch = resolve_batch(config, mesh.world_size)
-    batches = MicroBatches(data, batch, mesh.rank)
-
-    def of(number: int) -> tuple[Tensor, Tensor]:
-        # The number counts micro batches, so the batch follows from it alone.
-        step, part = divmod(number, batch.accum)
-        return batches.get(step * batch.global_size, part)
-
-    case.batch = of
-    return case
-
-
-def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Run the rounds; emit one event per arm and round, times of the slowest rank. (all ranks)"""
-    import torch
-
-    from nanoray.bench.arm import Arm
-    from nanoray.data.tokens import TokenData
-    from nanoray.host.host import keep_freed_memory
-    from nanoray.trace.recorder import wait_for
-
-    # Memory that is freed stays with the process, as in a training run.
-    if mesh.device.type == "cpu":
-        keep_freed_memory()
-    config = configuration(order)
-    data = TokenData(prepare(config), config.block_size, config.seed, mesh.device)
-    make = partial(make_text_case, data=data)
-    # All arms share the data and start from the same weights.
-    arms = {
-        name: Arm(mesh, configuration(order, **ARMS[name]), make, traced=True)
-        for name in order["arms"]
-    }
-    emit({"recipe": next(iter(arms.values())).recipe})
-    # Rounds of all arms, in another order each time: the machine's speed drifts.
-    for turn in range(order["rounds"]):
-        for name in rotated(list(arms), turn):
-            arm = arms[name]
-            losses = []
-            mesh.barrier()
-            start = time.perf_counter()
-            for _ in range(order["steps"]):
-                arm.step()
-                arm.plan.zero_grad()
-                losses.append(arm.loss)
-            # On a GPU the clock stops when the device has done the steps, not when they are queued.
-            wait_for(mesh.device)
-            ms = 1e3 * (time.perf_counter() - start) / order["steps"]
-            # One traced step beside the timed ones: tracing takes time of its own.
-            event = {"arm": name, "round": turn, **arm.traced_step()}
-            # The slowest rank sets the pace of all.
-            times = torch.tensor([ms, event["busy_ms"], event["exposed_ms"]], device=mesh.device)
-            event["step_ms"], event["busy_ms"], event["exposed_ms"] = mesh.all_reduce(
-                times, op="max"
-            ).tolist()
-            event["loss"] = mesh.all_reduce_mean(torch.stack(losses).mean()).item()
-            # Replicas that differ after a round are an error, whatever was sent.
-            digests = arm.digests()
-            event |= {
-                "trained": arm.trained,
-                "wrong": sum(digest != digests[0] for digest in digests),
-            }
-            event["kept"] = 0 if arm.plan.memory is None else arm.plan.memory.nbytes
-            emit(event)
-    for arm in arms.values():
-        arm.plan.close()

@@ -14,20 +14,14 @@ import argparse
 import hashlib
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.arm import Arm, Case
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure
-from nanoray.bench.harness.rank_pool import (
-    RankFailed,
-    RankPool,
-    add_where_flags,
-    describe,
-    where_from,
-)
-from nanoray.bench.harness.report import Measurement, Report, aligned, markdown, say
+from nanoray.bench.harness.benchmark import Benchmark, part
+from nanoray.bench.harness.figure import Figure, Panel, with_values
+from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.report import Measurement, Report, say
+from nanoray.bench.harness.table import Cell, Table, TableColumn, names
 from nanoray.bench.strategies import MODES, ROUNDS_OF_ONE
 from nanoray.config import Config, make_config
 from nanoray.config.mesh import BY_HAND
@@ -68,10 +62,97 @@ SHAPE = ("n_layer", "n_head", "block_size", "positions")
 STEPS = 3
 
 
+def _every_arm(report: Report) -> list[str]:
+    return list(dict.fromkeys(row.arm for row in report.rows))
+
+
+def _cases_of(report: Report) -> list[str]:
+    return list(dict.fromkeys(row.metric.partition(":")[0] for row in report.rows))
+
+
+def _rows_of(report: Report, arm: str, case: str = "", metric: str = "") -> list[Measurement]:
+    """Return an arm's rows of the cases that begin with `case`, and of a metric."""
+    rows = (row for row in report.rows if row.arm == arm)
+    return [row for row in rows if row.metric.startswith(case) and row.metric.endswith(metric)]
+
+
+def _largest(metric: str, optimizer: str) -> Cell:
+    """Return the cell of the largest distance over all cases that share an optimizer."""
+
+    def cell(report: Report, arm: str, spread: str) -> str:
+        rows = _rows_of(report, arm, optimizer, metric)
+        if any(not row.values for row in rows):
+            return "FAILED"
+        return f"{max(max(row.values) for row in rows):.1e}" if rows else ""
+
+    return cell
+
+
+def _same_bits(case: str) -> Cell:
+    """Return the cell of the arms that had the same bits in a case."""
+
+    def cell(report: Report, arm: str, spread: str) -> str:
+        split = "".join(arm.rpartition(" × ")[:2])  # the others with the same split go without it
+        for row in _rows_of(report, arm, f"{case}:", BITS):
+            same = [n.removeprefix(split) for n in row.extra["same"] if " + " not in n]
+            return ", ".join(same) or "–"
+        return ""  # the arm cannot take so few micro batches
+
+    return cell
+
+
+def _wrong(report: Report, arm: str, spread: str) -> str:
+    return str(sum(row.wrong or 0 for row in _rows_of(report, arm)))
+
+
+def _columns_of(report: Report) -> list[TableColumn]:
+    """Return an optimizer's column for each distance, and a case's for the bits."""
+    far = [
+        TableColumn(f"{metric} {optimizer}", _largest(metric, optimizer))
+        for metric in (LOSS, WEIGHT, NORM)
+        for optimizer in ("SGD", "AdamW")
+    ]
+    bits = [
+        TableColumn(f"bits of, {case}", _same_bits(case), left=True) for case in _cases_of(report)
+    ]
+    return [names("mode"), *far, *bits, TableColumn("wrong", _wrong, left=True)]
+
+
+def _draw(axes: Any, report: Report) -> None:
+    """Draw each mode's distance from the weights of one process, against the limits."""
+    for case in CASES:
+        rows = with_values(report, f"{case}: {WEIGHT}")
+        # One point per arm, at its largest difference of all ranks.
+        furthest = [max(*row.values, 1e-9) for row in rows]
+        axes.plot(furthest, [row.arm for row in rows], "o", label=case, alpha=0.7)
+    for optimizer, limit in WEIGHT_LIMIT.items():
+        axes.axvline(limit, ls=":", color="0.4", label=f"limit with {optimizer}")
+
+
 class EquivalenceBenchmark(Benchmark):
     """Compare losses and weights of every data-parallel mode with one process."""
 
     wrong = "ranks above the limit, or modes that must be equal to the bit and are not"
+    tables = (
+        Table(
+            _every_arm,
+            _columns_of,
+            on_page=lambda arm: " + " not in arm,  # which repeats a mode with checkpointing
+        ),
+    )
+    figure = Figure(
+        (
+            Panel(
+                _draw,
+                {
+                    "xscale": "log",
+                    "xlabel": "largest difference of a weight from that of one process",
+                },
+                {"fontsize": 7},
+            ),
+        ),
+        size=lambda report: (8, 0.28 * len(_every_arm(report)) + 1.6),
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -114,49 +195,18 @@ class EquivalenceBenchmark(Benchmark):
                 for arm, own in arms.items():
                     if fits(own, how["accum"]) and trains_alike(own, how["settings"]):
                         run[arm] = own
+
+                def add_rows(case: str = case, how: Any = how, found: Any = found) -> None:
+                    for arm, ranks in found.items():
+                        report.rows.extend(_make_rows(case, how, arm, ranks, found))
+
                 # A mode that fails ends the comparison: its ranks are gone.
-                try:
+                with part(report, add_rows):
                     for event in pool.run(ENTRY, {"arms": run, "cases": [how], "alone": True}):
                         found[event["arm"]] = event["ranks"]
                         say(f"{case:<32} {event['arm']}")
-                except RankFailed as error:
-                    report.failures.append(f"{case}: {error}")
+                if report.failures:
                     return
-                for arm, ranks in found.items():
-                    report.rows += _make_rows(case, how, arm, ranks, found)
-
-    def format_text(self, report: Report) -> list[str]:
-        """Return the table: largest differences from one process, and the modes with the same bits."""
-        return aligned([(*line, "") for line in _build_table(report)], right=set(range(1, 7)))
-
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return the table for a page.
-
-        It leaves out the arms that only repeat a mode with activation checkpointing.
-        """
-        head, *body = _build_table(report)
-        return markdown(head, [line for line in body if " + " not in line[0]])
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw each mode's distance from the weights of one process, against the limits."""
-        arms = {row.arm for row in report.rows}
-        with figure(report, path, (8, 0.28 * len(arms) + 1.6), (1, 1)) as (axes,):
-            for case in CASES:
-                rows = [
-                    row for row in report.rows if row.metric == f"{case}: {WEIGHT}" and row.values
-                ]
-                # One point per arm, at its largest difference of all ranks.
-                axes.plot(
-                    [max(*row.values, 1e-9) for row in rows],
-                    [row.arm for row in rows],
-                    "o",
-                    label=case,
-                    alpha=0.7,
-                )
-            for optimizer, limit in WEIGHT_LIMIT.items():
-                axes.axvline(limit, ls=":", color="0.4", label=f"limit with {optimizer}")
-            axes.set(xscale="log", xlabel="largest difference of a weight from that of one process")
-            axes.legend(fontsize=7)
 
 
 def samples_for(ranks: int) -> int:
@@ -341,43 +391,6 @@ def must_equal(arm: str, how: dict[str, Any]) -> list[str]:
     if checkpointed:
         others.insert(0, base)
     return [other for other in others if other != arm]
-
-
-def _largest_cell(rows: list[Measurement]) -> str:
-    """Return the largest value of these rows; FAILED if one has none, "" without rows."""
-    if not rows:
-        return ""
-    if any(not row.values for row in rows):
-        return "FAILED"
-    return f"{max(max(row.values) for row in rows):.1e}"
-
-
-def _build_table(report: Report) -> list[tuple[str, ...]]:
-    """Return a line per arm: its largest differences, and the modes with the same bits per case."""
-    # Columns: a case each for the bits, an optimizer each for the distances.
-    cases = list(dict.fromkeys(row.metric.partition(":")[0] for row in report.rows))
-    kinds = [(metric, kind) for metric in (LOSS, WEIGHT, NORM) for kind in ("SGD", "AdamW")]
-    table = [("mode", *map(" ".join, kinds), *(f"bits of, {case}" for case in cases), "wrong")]
-    # The largest distance over all cases that share an optimizer.
-    for arm in dict.fromkeys(row.arm for row in report.rows):
-        own = [row for row in report.rows if row.arm == arm]
-        far = []
-        for metric, kind in kinds:
-            rows = [r for r in own if r.metric.endswith(metric) and r.metric.startswith(kind)]
-            far.append(_largest_cell(rows))
-        # Which arms had the same bits, by case.
-        found = {
-            row.metric.partition(":")[0]: row.extra["same"]
-            for row in own
-            if row.metric.endswith(BITS)
-        }
-        split = "".join(arm.rpartition(" × ")[:2])  # the others with the same split go without it
-        # None: the arm cannot take so few micro batches
-        same = [found.get(case) for case in cases]
-        bits = [", ".join(n.removeprefix(split) for n in of or () if " + " not in n) for of in same]
-        bits = [names or ("" if of is None else "–") for names, of in zip(bits, same, strict=True)]
-        table.append((arm, *far, *bits, str(sum(r.wrong or 0 for r in own))))
-    return table
 
 
 # On every rank.

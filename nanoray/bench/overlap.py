@@ -13,27 +13,28 @@ import argparse
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import count_of, rotated
-from nanoray.bench.harness.rank_pool import (
-    RankFailed,
-    RankPool,
-    add_where_flags,
-    describe,
-    where_from,
+from nanoray.bench.engine import BUSY, EXPOSED, STEP, Found, row_per_round
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
+from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.report import Measurement, Report, ratio, say
+from nanoray.bench.harness.table import (
+    SPREAD,
+    TEXT,
+    Table,
+    TableColumn,
+    count_of_rounds,
+    names,
+    wrong_of,
 )
-from nanoray.bench.harness.report import Measurement, Report, aligned, markdown, ratio, say
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 
-STEP = "step"
-BUSY = "collectives busy"
-EXPOSED = "exposed"
 COST = "A/B cost"
 NO_SYNC = "no_sync"
 # Relative: buckets of another size sum in another order, no more; in 16 bits attention's backward
@@ -43,10 +44,85 @@ CPU_BUCKETS = "0.1,0.25,0.5,1,2,4"
 GPU_BUCKETS = "1,5,12.5,25,50,100,500"
 
 
+def _why(report: Report, arm: str, spread: str) -> str:
+    row = report.row(arm, STEP)
+    assert row
+    return row.note if row.values else row.problem
+
+
+def _swept(report: Report) -> list[Measurement]:
+    """Return the steps of the bucket sizes."""
+    return [row for row in with_values(report, STEP) if row.arm != NO_SYNC]
+
+
+def _draw_steps(axes: Any, report: Report) -> None:
+    """Draw the step over the bucket size."""
+    rows = _swept(report)
+    dots(axes, [row.arm for row in rows], rows, fmt="-o", capsize=3, label="step")
+    for bare in measured(report, [NO_SYNC], STEP):
+        text = "step without communication (no_sync)"
+        axes.axhline(bare.median, color="0.5", ls="--", label=text)
+
+
+def _draw_communication(axes: Any, report: Report) -> None:
+    """Draw hidden and exposed time over the bucket size."""
+    sizes = [row.arm for row in _swept(report)]
+    exposed = [_median(report, arm, EXPOSED) for arm in sizes]
+    hidden = [_median(report, arm, BUSY) - e for arm, e in zip(sizes, exposed, strict=True)]
+    costs = [_median(report, arm, COST) for arm in sizes]
+    axes.bar(sizes, hidden, color="#f0b27a", label="hidden behind backward")
+    axes.bar(sizes, exposed, bottom=hidden, color="#c0392b", label="exposed")
+    axes.plot(sizes, costs, "k_", ms=18, label="A/B: step - step under no_sync")
+
+
+def _note(report: Report) -> str:
+    known = report.conditions
+    ranks = known.get("ranks", {}).get("world size", "?")
+    return f"{ranks} ranks, {known['backend']} · {known['recipe']}"
+
+
 class OverlapBenchmark(Benchmark):
     """Time a DDP step for several bucket sizes, and the communication that it does not hide."""
 
     wrong = "parameters whose gradient is not that of the first bucket size"
+    counts = (
+        Count("rounds", "rounds of all sizes", usual=20, few=3),
+        Count("steps", "steps of one size per round", usual=10, few=4),
+    )
+    tables = (
+        Table(
+            STEP,
+            (
+                names("buckets"),
+                TableColumn("step, ms", STEP, SPREAD),
+                TableColumn("/ no_sync", STEP, SPREAD, over=NO_SYNC, only=TEXT),
+                TableColumn("busy, ms", BUSY, SPREAD),
+                TableColumn("exposed, ms", EXPOSED, SPREAD),
+                TableColumn("A/B cost, ms", COST, SPREAD),
+                replace(count_of_rounds(STEP), only=TEXT),
+                replace(wrong_of(STEP), only=TEXT),
+                TableColumn("", _why, only=TEXT, left=True),
+            ),
+        ),
+    )
+    figure = Figure(
+        (
+            Panel(
+                _draw_steps,
+                {
+                    "title": "optimizer step over DDP's bucket size",
+                    "ylabel": "ms, median and quartiles",
+                },
+                {"fontsize": 8},
+            ),
+            Panel(
+                _draw_communication,
+                {"title": "communication of a step", "ylabel": "ms, medians"},
+                {"fontsize": 8},
+            ),
+        ),
+        note=_note,
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -56,15 +132,6 @@ class OverlapBenchmark(Benchmark):
         parser.add_argument(
             "--preset", help="whose model and batch [shakespeare-cpu; on GPU gpt2-124m]"
         )
-        parser.add_argument(
-            "--rounds", type=int, metavar="N", help="rounds of all sizes [20; 3 with --quick]"
-        )
-        parser.add_argument(
-            "--steps",
-            type=int,
-            metavar="N",
-            help="steps of one size per round [10; 4 with --quick]",
-        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Sweep the bucket sizes and fill the report."""
@@ -73,114 +140,61 @@ class OverlapBenchmark(Benchmark):
             raise ConfigError(
                 f"workers = {where.workers}: one rank has nothing to hide; use --workers 2 or more"
             )
-        rounds = count_of(args.rounds, args.quick, few=3, usual=20)
-        steps = count_of(args.steps, args.quick, few=4, usual=10)
-        if min(rounds, steps) < 1:
-            raise ConfigError(
-                f"rounds = {rounds}, steps = {steps}; both must be above 0: leave them out for 20 of 10"
-            )
         asked = None if args.buckets is None else _parse_sizes(args.buckets)
         if args.preset:
             load_config(preset=args.preset)  # refuses one that is not known
-        with RankPool(where) as pool:
+        found: Found = {}
+        facts: dict[str, dict[str, Any]] = {}
+
+        def add_rows() -> None:
+            for arm, events in found.items():
+                _add_rows(report, arm, events, facts.get(arm, {}))
+
+        with part(report, add_rows), RankPool(where) as pool:
             describe(report, pool)
             on_cpu = pool.facts[0]["device"] == "cpu"
             sizes = asked or _parse_sizes(CPU_BUCKETS if on_cpu else GPU_BUCKETS)
             preset = args.preset or ("shakespeare-cpu" if on_cpu else "gpt2-124m")
-            recipe = f"preset {preset}, {rounds} rounds of {steps} steps, random tokens"
+            rounds = f"{args.rounds} rounds of {args.steps} steps"
+            recipe = f"preset {preset}, {rounds}, random tokens"
             report.conditions["recipe"] = recipe
-            order = {"preset": preset, "sizes": sizes, "rounds": rounds, "steps": steps}
-            found: dict[str, list[dict[str, Any]]] = {
-                arm: [] for arm in (NO_SYNC, *map(_arm_name, sizes))
-            }
-            facts: dict[str, dict[str, Any]] = {}
-            try:
-                for event in pool.run("nanoray.bench.overlap:measure_rank", order):
-                    if "facts" in event:
-                        facts = event["facts"]
-                        known = "{precision} ({why}), {parameters:,} parameters, vocabulary of {vocabulary:,}".format(
-                            **event
-                        )
-                        report.conditions["recipe"] = f"{recipe}, {known}"
-                        continue
-                    found[event["arm"]].append(event)
-                    say(f"round {event['round']}  {event['arm']:<8} {event['step_ms']:.1f} ms")
-            except RankFailed as error:
-                report.failures.append(str(error))
-        for arm, events in found.items():
-            fact = facts.get(arm, {})
-            if fact:
-                note = f"{fact['buckets']} bucket(s) of at most {fact['largest'] / 1e6:.3g} MB"
-            else:
-                note = ""
-            _add_rows(report, arm, events, note, fact.get("wrong"))
+            order = {"preset": preset, "sizes": sizes, "rounds": args.rounds, "steps": args.steps}
+            found |= {arm: [] for arm in (NO_SYNC, *map(_arm_name, sizes))}
+            for event in pool.run("nanoray.bench.overlap:measure_rank", order):
+                if "facts" in event:
+                    facts |= event["facts"]
+                    known = "{precision} ({why}), {parameters:,} parameters, vocabulary of {vocabulary:,}"
+                    report.conditions["recipe"] = f"{recipe}, {known.format(**event)}"
+                    continue
+                found[event["arm"]].append(event)
+                say(f"round {event['round']}  {event['arm']:<8} {event['step_ms']:.1f} ms")
 
-    def format_text(self, report: Report) -> list[str]:
-        """Return a table with a line per bucket size, medians with their quartiles, and the finding."""
-
-        heads = (
-            "buckets",
-            "step, ms",
-            "/ no_sync",
-            "busy, ms",
-            "exposed, ms",
-            "A/B cost, ms",
-            "n",
-            "wrong",
-            "",
-        )
-        found: list[tuple[str, ...]] = [heads]
-        for row in (r for r in report.rows if r.metric == STEP and r.unit == "ms"):
-            numbers = [report.cell(row.arm, STEP), report.cell(f"{row.arm} / {NO_SYNC}", STEP)]
-            numbers += [report.cell(row.arm, metric) for metric in (BUSY, EXPOSED, COST)]
-            wrong = "" if row.wrong is None else str(row.wrong)
-            found.append(
-                (row.arm, *numbers, str(row.n), wrong, row.problem if not row.values else row.note)
-            )
-        return [*aligned(found, right=set(range(1, 8))), "", *report.findings(finding(report))]
-
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return a table for a README, and the finding."""
-        arms = [r.arm for r in report.rows if r.metric == STEP and r.unit == "ms" and r.values]
-        header = ("buckets", "step, ms", "busy, ms", "exposed, ms", "A/B cost, ms")
-        cells = [
-            (arm, *(report.cell(arm, metric, "range") for metric in (STEP, BUSY, EXPOSED, COST)))
-            for arm in arms
+    def finding(self, report: Report) -> list[str]:
+        """Return the fastest bucket size, and whether hiding more made steps faster."""
+        arms = [row.arm for row in _swept(report)]
+        if not arms:
+            return []
+        # By the paired ratio to no_sync, not by medians of times that were taken in different
+        # minutes.
+        slowdown = {arm: _median(report, f"{arm} / {NO_SYNC}", STEP) for arm in arms}
+        hidden = {}
+        for arm in arms:
+            share = _median(report, arm, EXPOSED) / _median(report, arm, BUSY)
+            hidden[arm] = 100 * (1 - share)
+        best = min(slowdown, key=lambda arm: slowdown[arm])
+        most = max(hidden, key=lambda arm: hidden[arm])
+        lines = [
+            f"fastest: {best} buckets, a step takes {slowdown[best]:.3f} x one that does not "
+            f"communicate, {hidden[best]:.0f} % of the communication hidden: --bucket_mb "
+            f"{best.removesuffix(' MB')} on this machine",
         ]
-        return [*markdown(header, cells), "", *report.findings(finding(report))]
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw step, hidden and exposed time over the bucket size."""
-        arms = [
-            r
-            for r in report.rows
-            if r.metric == STEP and r.unit == "ms" and r.arm != NO_SYNC and r.values
-        ]
-        bare = report.row(NO_SYNC, STEP)
-        names = [r.arm for r in arms]
-        ranks = report.conditions.get("ranks", {}).get("world size", "?")
-        note = f"{ranks} ranks, {report.conditions['backend']} · {report.conditions['recipe']}"
-        with figure(report, path, note=note) as (left, right):
-            spread = whiskers(arms, quartiles=True)
-            left.errorbar(
-                names, [r.median for r in arms], yerr=spread, marker="o", capsize=3, label="step"
+        if most != best:
+            lines.append(
+                f"most hidden: {most} buckets, {hidden[most]:.0f} %, yet {slowdown[most]:.3f} x: "
+                "hiding more is not faster where communication takes compute's cores, or where "
+                "small messages cost latency"
             )
-            if bare and bare.values:
-                left.axhline(
-                    bare.median, color="0.5", ls="--", label="step without communication (no_sync)"
-                )
-            left.set(
-                title="optimizer step over DDP's bucket size", ylabel="ms, median and quartiles"
-            )
-            left.legend(fontsize=8)
-            exposed = [_median(report, arm, EXPOSED) for arm in names]
-            hidden = [_median(report, arm, BUSY) - e for arm, e in zip(names, exposed, strict=True)]
-            right.bar(names, hidden, color="#f0b27a", label="hidden behind backward")
-            right.bar(names, exposed, bottom=hidden, color="#c0392b", label="exposed")
-            costs = [_median(report, arm, COST) for arm in names]
-            right.plot(names, costs, "k_", ms=18, label="A/B: step - step under no_sync")
-            right.set(title="communication of a step", ylabel="ms, medians")
-            right.legend(fontsize=8)
+        return lines
 
 
 def _parse_sizes(text: str) -> list[float]:
@@ -202,63 +216,23 @@ def _arm_name(mb: float) -> str:
     return f"{mb:g} MB"
 
 
-def _add_rows(
-    report: Report, arm: str, events: list[dict[str, Any]], note: str, wrong: int | None
-) -> None:
-    def row(metric: str, key: str) -> Measurement:
-        return Measurement(
-            arm,
-            metric,
-            "ms",
-            tuple(e[key] for e in events),
-            note,
-            wrong=wrong if metric == STEP else None,
-        )
-
-    report.rows.append(row(STEP, "step_ms"))
+def _add_rows(report: Report, arm: str, events: list[dict[str, Any]], fact: dict[str, Any]) -> None:
+    note = ""
+    if fact:
+        note = f"{fact['buckets']} bucket(s) of at most {fact['largest'] / 1e6:.3g} MB"
+    own = row_per_round(arm, STEP, "ms", events, "step_ms", note=note, wrong=fact.get("wrong"))
+    report.rows.append(own)
     if arm == NO_SYNC or not events:
         return
-    report.rows += [row(BUSY, "busy_ms"), row(EXPOSED, "exposed_ms")]
     bare = report.row(NO_SYNC, STEP)
     assert bare is not None
-    own = report.rows[-3]
     cost = tuple(a - b for a, b in zip(own.values, bare.values, strict=False))
-    report.rows.append(
-        Measurement(arm, COST, "ms", cost, "step - step under no_sync, paired by round")
-    )
-    report.rows.append(ratio(f"{arm} / {NO_SYNC}", STEP, own, bare))
-
-
-def finding(report: Report) -> list[str]:
-    """Return the fastest bucket size, and whether hiding more made steps faster."""
-    arms = [
-        r
-        for r in report.rows
-        if r.metric == STEP and r.unit == "ms" and r.arm != NO_SYNC and r.values
+    report.rows += [
+        row_per_round(arm, BUSY, "ms", events, "busy_ms", note=note),
+        row_per_round(arm, EXPOSED, "ms", events, "exposed_ms", note=note),
+        Measurement(arm, COST, "ms", cost, "step - step under no_sync, paired by round"),
+        ratio(f"{arm} / {NO_SYNC}", STEP, own, bare),
     ]
-    if not arms:
-        return []
-    # By the paired ratio to no_sync, not by medians of times that were taken in different minutes.
-    slowdown = {r.arm: _median(report, f"{r.arm} / {NO_SYNC}", STEP) for r in arms}
-    hidden = {
-        r.arm: 100 * (1 - _median(report, r.arm, EXPOSED) / _median(report, r.arm, BUSY))
-        for r in arms
-    }
-    best = min(slowdown, key=lambda a: slowdown[a])
-    most = max(hidden, key=lambda a: hidden[a])
-    lines = [
-        f"fastest: {best} buckets, a step takes {slowdown[best]:.3f} x one that does not "
-        "communicate, "
-        f"{hidden[best]:.0f} % of the communication hidden: --bucket_mb {best.removesuffix(' MB')} "
-        "on this machine",
-    ]
-    if most != best:
-        lines.append(
-            f"most hidden: {most} buckets, {hidden[most]:.0f} %, yet {slowdown[most]:.3f} x: "
-            "hiding more is not faster "
-            "where communication takes compute's cores, or where small messages cost latency"
-        )
-    return lines
 
 
 def _median(report: Report, arm: str, metric: str) -> float:

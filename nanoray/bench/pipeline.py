@@ -10,30 +10,31 @@ messages that take no time.
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from nanoray.bench.engine import (
+    BITS,
+    STEP,
+    TIME_ENTRY,
+    WAITING,
+    Found,
+    collect,
+    order_of,
+    row_per_round,
+)
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
-from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Measurement, Report, say
+from nanoray.bench.harness.report import Measurement, Report
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
 from nanoray.parallel.schedules import SCHEDULES
 
-if TYPE_CHECKING:
-    from nanoray.bench.arm import Arm
-    from nanoray.mesh.mesh import Mesh
-
 BASE = "1f1b"
-STEP = "step"
 WAIT = "waiting"
 THEORY = "waiting, theory"
 LOSS = "loss"
-BITS = "bits"
 # Of losses: in other chunks the norm is summed in another order, and AdamW makes more of it each
 # step
 FAR = 1e-3
@@ -137,27 +138,20 @@ class PipelineBenchmark(Benchmark):
                 f"workers = {where.workers}, micro = {args.micro}; a pipeline needs 2 ranks, and "
                 "1 micro batch or more, like 2,4,8"
             )
-        order = {"preset": args.preset, "rounds": args.rounds, "steps": args.steps}
-        order |= {"micro_batch_size": args.micro_batch_size}
-        order["arms"] = arms_of(where.workers, counts, configuration(order, {}).n_layer)
-        for own in order["arms"].values():
-            configuration(order, own)  # what cannot be is known before a rank is started
-        found: dict[str, list[dict[str, Any]]] = {name: [] for name in order["arms"]}
+        arms = arms_of(where.workers, counts, configuration(args, {}).n_layer)
+        # What cannot be trained is known before a rank is started
+        configs = {name: configuration(args, own) for name, own in arms.items()}
+        order = order_of(configs, args.rounds, args.steps, [WAITING, BITS])
+        found: Found = {name: [] for name in arms}
 
         def add_rows() -> None:
             for name, events in found.items():
-                _add_rows(report, name, order["arms"][name], events, found)
+                _add_rows(report, name, arms[name], events, found)
 
         with part(report, add_rows), RankPool(where) as pool:
             describe(report, pool)
-            for event in pool.run("nanoray.bench.pipeline:train_rank", order):
-                if "recipe" in event:
-                    rounds = f"{args.rounds} rounds of {args.steps} steps"
-                    report.conditions["recipe"] = f"{event['recipe']}, {rounds}"
-                    continue
-                found[event["arm"]].append(event)
-                times = f"{event['step_ms']:.1f} ms, waits {event['wait']:.1f} %"
-                say(f"round {event['round']}  {event['arm']:<22} {times}")
+            rounds = f"{args.rounds} rounds of {args.steps} steps"
+            collect(pool.run(TIME_ENTRY, order), report, found, rounds)
 
     def finding(self, report: Report) -> list[str]:
         """Return which schedule gains most on 1f1b with the same number of micro batches."""
@@ -182,10 +176,10 @@ def arms_of(stages: int, counts: list[int], layers: int) -> dict[str, dict[str, 
     }
 
 
-def configuration(order: dict[str, Any], own: dict[str, Any]) -> Config:
+def configuration(args: argparse.Namespace, own: dict[str, Any]) -> Config:
     """Return what an arm trains. Raises ConfigError for a key or value that cannot be."""
-    size = {"micro_batch_size": order["micro_batch_size"], "global_batch_size": 0}
-    return load_config(preset=order["preset"], overrides=size | own)
+    size = {"micro_batch_size": args.micro_batch_size, "global_batch_size": 0}
+    return load_config(preset=args.preset, overrides=size | own)
 
 
 def _add_rows(
@@ -193,7 +187,7 @@ def _add_rows(
     name: str,
     own: dict[str, Any],
     events: list[dict[str, Any]],
-    found: dict[str, list[dict[str, Any]]],
+    found: Found,
 ) -> None:
     """Add an arm's rows, and its ratio to 1f1b with the same number of micro batches."""
     kind = own["pp_schedule"]
@@ -201,71 +195,16 @@ def _add_rows(
     if not events:
         report.rows.append(Measurement(name, STEP, "ms", ()))
         return
-    report.rows += [
-        Measurement(name, STEP, "ms", tuple(e["step_ms"] for e in events)),
-        Measurement(name, WAIT, "%", tuple(e["wait"] for e in events), "mean over the stages"),
-        Measurement(name, THEORY, "%", (events[0]["theory"],)),
-    ]
-    losses = [(a["loss"], b["loss"]) for a, b in zip(events, found[base], strict=False)]
-    wrong = sum(abs(a - b) > FAR for a, b in losses)
+    losses = tuple(event["losses"][-1] for event in events)
+    pairs = list(zip(events, found[base], strict=False))
+    wrong = sum(abs(a["losses"][-1] - b["losses"][-1]) > FAR for a, b in pairs)
     if kind != "interleaved":
-        wrong += sum(a["digest"] != b["digest"] for a, b in zip(events, found[base], strict=False))
-    report.rows.append(
-        Measurement(
-            name, LOSS, "nat", tuple(e["loss"] for e in events), f"against {base}", wrong=wrong
-        )
-    )
+        wrong += sum(a["digests"] != b["digests"] for a, b in pairs)
+    report.rows += [
+        row_per_round(name, STEP, "ms", events, "step_ms"),
+        row_per_round(name, WAIT, "%", events, "wait", note="mean over the stages"),
+        Measurement(name, THEORY, "%", (events[0]["theory"],)),
+        Measurement(name, LOSS, "nat", losses, f"against {base}", wrong=wrong),
+    ]
     if name != base:
         report.compare(name, base, STEP, "paired by round")
-
-
-# On every rank.
-
-
-def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Run the rounds and emit one event per arm and round. (all ranks)
-
-    It holds the times of the slowest stage and the waiting of all.
-    """
-    import torch
-
-    from nanoray.bench.arm import Arm, gpt
-    from nanoray.host.host import keep_freed_memory
-    from nanoray.trace.log import share_idle
-    from nanoray.trace.recorder import wait_for
-
-    if mesh.device.type == "cpu":
-        keep_freed_memory()
-    arms = {name: Arm(mesh, configuration(order, own), gpt) for name, own in order["arms"].items()}
-    emit({"recipe": next(iter(arms.values())).case.what})
-    for turn in range(order["rounds"]):
-        for name in rotated(list(arms), turn):
-            arm = arms[name]
-            mesh.barrier()
-            start = time.perf_counter()
-            phases = [phase for _ in range(order["steps"]) for phase in _traced_phases(arm)]
-            wait_for(mesh.device)
-            ms = torch.tensor(
-                1e3 * (time.perf_counter() - start) / order["steps"], device=mesh.device
-            )
-            wait = torch.tensor(100 * share_idle(phases), device=mesh.device)
-            event = {"arm": name, "round": turn, "loss": arm.loss.item()}
-            event |= {
-                "step_ms": mesh.all_reduce(ms, op="max").item(),
-                "wait": mesh.all_reduce_mean(wait).item(),
-            }
-            event |= {"theory": 100 * arm.plan.flow.bubble, "digest": arm.digests()}
-            emit(event)
-    for arm in arms.values():
-        arm.plan.close()
-
-
-def _traced_phases(arm: Arm) -> list[Any]:
-    """Train one step; return this stage's phases."""
-    arm.recorder.begin(0)
-    arm.step()
-    arm.recorder.end()
-    arm.plan.zero_grad()
-    arm.recorder.clock.anchor()
-    (notes,) = arm.recorder.read()
-    return list(notes["phases"])

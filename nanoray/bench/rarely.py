@@ -17,39 +17,32 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure
+from nanoray.base.atomic import read_json_lines
+from nanoray.bench.engine import STEP, TIME_ENTRY, order_of
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.figure import Figure, Panel
+from nanoray.bench.harness.node import run_on_nodes
 from nanoray.bench.harness.plan import (
     add_data_flags,
     add_settings_flag,
     chosen,
-    count_of,
     data_flags,
     settings_of,
-    words,
 )
-from nanoray.bench.harness.processes import (
-    Child,
-    ChildFailed,
-    arm_environment,
-    free_port,
-    scratch_folder,
-)
-from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
+from nanoray.bench.harness.processes import ChildFailed, scratch_folder
+from nanoray.bench.harness.rank_pool import RankPool, describe
 from nanoray.bench.harness.ranks import Where
-from nanoray.bench.harness.report import Measurement, Report, aligned, markdown, number, say
-from nanoray.bench.harness.thin_links import LinkSpeed, ThinLinks, environment_of, why_not
+from nanoray.bench.harness.report import Measurement, Report, number, say
+from nanoray.bench.harness.table import Cell, Table, TableColumn, names
+from nanoray.bench.harness.thin_links import LinkSpeed, why_not
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config, load_config, resolve_batch
 from nanoray.data.prepare import prepare
@@ -76,7 +69,6 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 # Of a training that is watched and not recorded
 QUIET = {"tensorboard": False, "sample_tokens": 0, "checkpoint_every": 0}
-ENDLESS = QUIET | {"eval_every": 0, "max_steps": 10**6}
 # The arms whose outer optimizer is tuned; the others with the same H take its rates
 TUNED = ("H 10", "H 50", "H 100")
 FIRST_TUNED = "H 50"  # whose learning rate all of them take
@@ -98,13 +90,161 @@ OFF = "loss - ddp's"
 TUNING = "tuning: validation loss"
 SENT = "sent"
 SENT_FORMULA = "sent, formula"
-STEP = "step"
 IN_TIME = "loss in equal time"
-POLL_S = 0.2
+
+
+# How it is shown.
+
+
+def _links_of(report: Report) -> list[str]:
+    """Return the links of a report, from fast to thin."""
+    links = []
+    for row in report.rows:
+        metric, _, link = row.metric.partition(", ")
+        if metric == STEP and row.values:
+            links.append(link)
+    return list(dict.fromkeys(links))
+
+
+def _arms_of(report: Report) -> list[str]:
+    return [row.arm for row in report.rows if row.metric == LOSS]
+
+
+def _sent_kb(report: Report, arm: str) -> float | None:
+    """Return the kB that a rank sends in a step, the median over all links."""
+    values: list[float] = []
+    for row in report.rows:
+        if row.arm == arm and row.metric.startswith(f"{SENT}, ") and row.unit == "kB":
+            values += row.values
+    return statistics.median(values) if values else None
+
+
+def _sent(report: Report, arm: str, spread: str) -> str:
+    sent = _sent_kb(report, arm)
+    return "" if sent is None else number(sent)
+
+
+def _loss(metric: str, sign: str = "") -> Cell:
+    """Return the cell of a mean over seeds, with its range."""
+
+    def cell(report: Report, arm: str, spread: str) -> str:
+        row = report.row(arm, metric)
+        if row is None or not row.values:
+            return "FAILED" if row and row.problem else ""
+        text = f"{statistics.mean(row.values):{sign}.3f}"
+        if row.n > 1:
+            text += f" ({min(row.values):{sign}.3f}–{max(row.values):{sign}.3f})"
+        return text
+
+    return cell
+
+
+def _tried(report: Report, arm: str, spread: str) -> str:
+    row = report.row(arm, TUNING)
+    if row is None or not row.values:
+        return row.skipped if row else ""
+    return f"{row.median:.4f}"
+
+
+def _columns_by_link(report: Report) -> list[TableColumn]:
+    links = _links_of(report)
+    steps = [TableColumn(f"step, ms: {link}", f"{STEP}, {link}") for link in links]
+    losses = [TableColumn(f"loss: {link}", _loss(f"{IN_TIME}, {link}")) for link in links]
+    return [names("arm"), *steps, *losses]
+
+
+def _draw_loss_over_bytes(axes: Any, report: Report) -> None:
+    for i, arm in enumerate(_arms_of(report)):
+        sent = _sent_kb(report, arm)
+        row = report.row(arm, LOSS)
+        if sent is None or row is None or not row.values:
+            continue
+        mean = statistics.mean(row.values)
+        spread = [[mean - min(row.values)], [max(row.values) - mean]]
+        axes.errorbar(sent, mean, yerr=spread, fmt="o", capsize=3, color=f"C{i}", label=arm)
+
+
+def _draw_steps(axes: Any, report: Report) -> None:
+    links = _links_of(report)
+    for i, arm in enumerate(_arms_of(report)):
+        rows = [report.row(arm, f"{STEP}, {link}") for link in links]
+        known = [(link, row.median) for link, row in zip(links, rows, strict=True) if row]
+        axes.plot([link for link, _ in known], [ms for _, ms in known], "o-", color=f"C{i}")
+    axes.tick_params(axis="x", labelsize=7)
+
+
+def _draw_loss_over_time(axes: Any, report: Report) -> None:
+    """Draw the curves of all arms on the thinnest link."""
+    links = _links_of(report)
+    if not links:
+        axes.set_axis_off()
+        return
+    link = links[-1]
+    longest = 0.0
+    for i, arm in enumerate(_arms_of(report)):
+        row = report.row(arm, LOSS)
+        step = report.row(arm, f"{STEP}, {link}")
+        in_time = report.row(arm, f"{IN_TIME}, {link}")
+        if row is None or step is None or in_time is None or not row.values:
+            continue
+        curves = row.extra["curves"]
+        steps = sorted(int(key) for key in curves[0])
+        seconds = [n * step.median / 1e3 for n in steps]
+        losses = [statistics.mean(curve[str(n)] for curve in curves) for n in steps]
+        axes.plot(seconds, losses, "-", color=f"C{i}")
+        longest = in_time.extra["seconds"]
+    axes.set(xlim=(0, 3 * longest), title=f"over time: {link}")
 
 
 class RarelyBenchmark(Benchmark):
     """Compare loss, bytes and step time of replicas that rarely communicate with ddp."""
+
+    counts = (
+        Count("steps", "steps of each training", usual=800, few=20),
+        Count("seeds", "trainings of each arm", usual=3, few=1),
+        Count("tuning_seeds", "trainings of each rate that is tried, none reported", 2, 2),
+    )
+    tables = (
+        Table(
+            _arms_of,
+            (
+                names("arm"),
+                TableColumn("loss, equal tokens", _loss(LOSS)),
+                TableColumn("loss - ddp's", _loss(OFF, "+")),
+                TableColumn("sent, kB a step", _sent),
+                TableColumn("formula", SENT_FORMULA),
+            ),
+        ),
+        Table(lambda report: _arms_of(report) if _links_of(report) else [], _columns_by_link),
+        Table(TUNING, (names("tried on other seeds"), TableColumn("loss", _tried))),
+    )
+    figure = Figure(
+        (
+            Panel(
+                _draw_loss_over_bytes,
+                {
+                    "xscale": "log",
+                    "xlabel": "kB a rank sends in a step",
+                    "ylabel": "validation loss, nat",
+                    "title": "after equal tokens",
+                },
+                {"fontsize": 7},
+                grid=True,
+            ),
+            Panel(
+                _draw_steps,
+                {"yscale": "log", "ylabel": "step, ms, median", "title": "on thinner links"},
+                grid=True,
+            ),
+            Panel(
+                _draw_loss_over_time,
+                {"xlabel": "seconds, computed", "ylabel": "validation loss, nat"},
+                grid=True,
+            ),
+        ),
+        size=(14, 4.6),
+        note=("recipe",),
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -114,12 +254,6 @@ class RarelyBenchmark(Benchmark):
         )
         parser.add_argument(
             "--arms", default="all", metavar="A,B", help=f"some of {', '.join(ARMS)} [%(default)s]"
-        )
-        parser.add_argument(
-            "--steps", type=int, metavar="N", help="steps of each training [800; 20 with --quick]"
-        )
-        parser.add_argument(
-            "--seeds", type=int, metavar="N", help="trainings of each arm [3; 1 with --quick]"
         )
         parser.add_argument(
             "--links",
@@ -138,13 +272,6 @@ class RarelyBenchmark(Benchmark):
             metavar="LR,...",
             default=RARE_LRS,
             help="learning rates to try for the others [%(default)s]",
-        )
-        parser.add_argument(
-            "--tuning_seeds",
-            type=int,
-            default=2,
-            metavar="N",
-            help="trainings of each rate that is tried, none of them reported [%(default)s]",
         )
         parser.add_argument(
             "--outers",
@@ -168,23 +295,16 @@ class RarelyBenchmark(Benchmark):
         # Each arm is compared with ddp.
         arms = [DDP, *(arm for arm in chosen(args.arms, list(ARMS)) if arm != DDP)]
         speeds = parse_links(args.links)
-        steps = count_of(args.steps, args.quick, few=20, usual=800)
-        seeds = count_of(args.seeds, args.quick, few=1, usual=3)
         lrs = _parse_numbers(args.lrs, "lrs")
         rare_lrs = _parse_numbers(args.rare_lrs, "rare_lrs")
         outers = _parse_outers(args.outers)
-        if min(steps, seeds, args.tuning_seeds) < 1:
-            raise ConfigError(
-                f"steps = {steps}, seeds = {seeds}, tuning_seeds = {args.tuning_seeds}; each must "
-                "be above 0"
-            )
         if args.quick:
             lrs = lrs[:1]
             rare_lrs = rare_lrs[:1]
             outers = outers[:1]
         reason = why_not() if speeds else None
 
-        recipe = RECIPE | {"preset": args.preset, "device": "cpu", "max_steps": steps}
+        recipe = RECIPE | {"preset": args.preset, "device": "cpu", "max_steps": args.steps}
         recipe |= data_flags(args) | settings_of(args)
         config = configuration(recipe, {})
         # Refuse what cannot be trained before a process is started.
@@ -197,22 +317,19 @@ class RarelyBenchmark(Benchmark):
             report.conditions["recipe"] = (
                 f"preset {args.preset}, GPT of {_parameters_of(config):,} parameters, "
                 f"{config.global_batch_size} sequences of {config.block_size} tokens a step, "
-                f"{steps} steps, {seeds} seed(s), {note}"
+                f"{args.steps} steps, {args.seeds} seed(s), {note}"
             )
             curves: dict[str, list[Curve]] = {arm: [] for arm in arms}
             rates = Rates(
                 lrs[0], rare_lrs[0], {ARMS[arm]["sync_every"]: outers[0] for arm in TUNED}
             )
-            try:
-                with RankPool(where) as pool:
-                    describe(report, pool)
-                    trainings = Trainings(pool, recipe, folder)
-                    grid = Grid(lrs, rare_lrs, outers, args.tuning_seeds)
-                    rates = tune(trainings, report, arms, grid)
-                    train_all(trainings, report, rates, seeds, curves)
-            except RankFailed as error:
-                report.failures.append(str(error))
-            add_loss_rows(report, curves)
+            with part(report, lambda: add_loss_rows(report, curves)), RankPool(where) as pool:
+                describe(report, pool)
+                trainings = Trainings(pool, recipe, folder)
+                rates = tune(
+                    trainings, report, arms, Grid(lrs, rare_lrs, outers, args.tuning_seeds)
+                )
+                train_all(trainings, report, rates, args.seeds, curves)
             add_formula_rows(report, arms, recipe, args.workers)
 
             times: dict[tuple[str, str], float] = {}
@@ -222,37 +339,47 @@ class RarelyBenchmark(Benchmark):
                     "directions; real TCP in network namespaces, in packets of 9,000 bytes, which "
                     "a relay delays and never loses"
                 )
-                starter = Starter(args, recipe, folder)
-                times = time_all(starter, report, arms, rates, speeds)
+                configs = {arm: configuration(recipe, ARMS[arm] | rates.of(arm)) for arm in arms}
+                times = time_all(args, report, configs, speeds)
             elif reason:
                 for arm in arms:
                     report.rows.append(
                         Measurement(arm, f"{STEP}, {speeds[0]}", "ms", (), skipped=reason)
                     )
-            add_equal_time_rows(report, curves, times, steps)
+            add_equal_time_rows(report, curves, times, args.steps)
 
-    def format_text(self, report: Report) -> list[str]:
-        """Return the tables for the terminal, and what was found."""
-        lines: list[str] = []
-        for head, *body in _tables(report):
-            rows = [(*line, "") for line in (head, *body)]
-            lines += [*aligned(rows, right=set(range(1, len(head)))), ""]
-        return [*lines, *report.findings(finding(report))]
-
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return the tables for a page, and what was found."""
-        lines: list[str] = []
-        for head, *body in _tables(report):
-            lines += [*markdown(head, body), ""]
-        return [*lines, *report.findings(finding(report))]
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw loss over bytes, step time over links, and loss over time on the thinnest link."""
-        note = report.conditions.get("recipe", "")
-        with figure(report, path, (14, 4.6), (1, 3), note=note) as (left, middle, right):
-            _draw_loss_over_bytes(report, left)
-            _draw_steps(report, middle)
-            _draw_loss_over_time(report, right)
+    def finding(self, report: Report) -> list[str]:
+        """Return the answer in sentences: what the rarest arms cost in loss and save in time."""
+        lines = []
+        arms = [arm for arm in _arms_of(report) if "H " in arm]
+        ddp = report.row(DDP, LOSS)
+        offs = {arm: row for arm in arms if (row := report.row(arm, OFF)) and row.values}
+        if ddp is None or not ddp.values or not offs:
+            return []
+        spread = max(ddp.values) - min(ddp.values)
+        for arm, row in offs.items():
+            sent = _sent_kb(report, arm)
+            of_ddp = _sent_kb(report, DDP)
+            fewer = ""
+            if sent and of_ddp and of_ddp > 1.5 * sent:
+                fewer = f" for {of_ddp / sent:.0f} x fewer bytes"
+            lines.append(
+                f"{arm}: {statistics.mean(row.values):+.3f} nat after equal tokens{fewer} (ddp's "
+                f"own {ddp.n} seed(s) differ by {spread:.3f})"
+            )
+        for link in _links_of(report):
+            own = {}
+            for arm in _arms_of(report):
+                in_time = report.row(arm, f"{IN_TIME}, {link}")
+                if in_time and in_time.values:
+                    own[arm] = statistics.mean(in_time.values)
+            if DDP not in own:
+                continue
+            best = min(own, key=lambda arm: own[arm])
+            lines.append(
+                f"{link}: lowest loss in equal time {best}, {own[best]:.3f}; ddp {own[DDP]:.3f}"
+            )
+        return lines
 
 
 # What is asked.
@@ -262,15 +389,12 @@ def parse_links(text: str) -> list[LinkSpeed]:
     """Return the links of MS/MBIT,... in the order from fast to thin. Raises ConfigError."""
     if text == "none":
         return []
-    speeds = []
-    for part in text.split(","):
-        speeds.append(LinkSpeed.parse(part, text, LINKS))
-    return speeds
+    return [LinkSpeed.parse(each, text, LINKS) for each in text.split(",")]
 
 
 def _parse_numbers(text: str, flag: str) -> list[float]:
     try:
-        numbers = [float(part) for part in text.split(",")]
+        numbers = [float(each) for each in text.split(",")]
     except ValueError:
         raise ConfigError(f"{flag} = {text}: not numbers; write for example {LRS}") from None
     if not all(0 < each < math.inf for each in numbers):
@@ -280,12 +404,12 @@ def _parse_numbers(text: str, flag: str) -> list[float]:
 
 def _parse_outers(text: str) -> list[tuple[float, float]]:
     outers = []
-    for part in text.split(","):
+    for pair in text.split(","):
         try:
-            lr, momentum = map(float, part.split(":"))
+            lr, momentum = map(float, pair.split(":"))
         except ValueError:
             raise ConfigError(
-                f"outers = {text}: {part} is no LR:MOMENTUM; write for example {OUTERS}"
+                f"outers = {text}: {pair} is no LR:MOMENTUM; write for example {OUTERS}"
             ) from None
         outers.append((lr, momentum))
     return outers
@@ -484,145 +608,38 @@ def add_formula_rows(
 # Time and bytes on thin links.
 
 
-@dataclass
-class Starter:
-    """Starts the ranks of one training after the other, each in a process of its own."""
-
-    args: argparse.Namespace
-    recipe: dict[str, Any]
-    folder: Path
-    number: int = 0
-    env: dict[str, str] = field(default_factory=arm_environment)
-
-    @contextmanager
-    def started(
-        self, flags: Mapping[str, object], links: ThinLinks
-    ) -> Iterator[tuple[list[Child], Path]]:
-        """Start the ranks of a training; yield them and its folder. They end with the block."""
-        self.number += 1
-        folder = self.folder / f"timed-{self.number}"
-        folder.mkdir()
-        argv = [sys.executable, "-m", "nanoray.train", *words(dict(flags) | ENDLESS)]
-        argv += ["--out_dir", str(folder)]
-        ranks = self.args.workers
-        port = free_port()
-        with ExitStack() as stack:
-            children = []
-            for rank in range(ranks):
-                env = self.env | environment_of(rank, ranks, port)
-                log = folder / f"output{rank}.log"
-                child = Child(links.command(rank, argv), env, log)
-                children.append(stack.enter_context(child))
-            try:
-                yield children, folder
-            finally:
-                # Nothing of a training that is still running is wanted.
-                for child in children:
-                    if child.process.poll() is None:
-                        child.process.kill()
-
-
 def time_all(
-    starter: Starter,
+    args: argparse.Namespace,
     report: Report,
-    arms: Sequence[str],
-    rates: Rates,
+    configs: Mapping[str, Config],
     speeds: Sequence[LinkSpeed],
 ) -> dict[tuple[str, str], float]:
-    """Time each arm on each link; add rows, and return the seconds of a step by arm and link."""
+    """Time each arm on each link; add rows, and return the seconds of a step by arm and link.
+
+    Each rank is a node of its own, and no other arm shares the links: what an exchange in the
+    background still sends after a window would be counted to another arm.
+    """
     times = {}
-    for arm in arms:
+    for (arm, config), speed in itertools.product(configs.items(), speeds):
+        steps = max(LEAST_STEPS, config.sync_every)  # a window is a round of replicas that meet
+        order = order_of({arm: config}, 1 + WINDOWS, steps, model="gpt on text")
         try:
-            found = _time_arm(starter, arm, rates, speeds)
+            answer = run_on_nodes(args.workers, 1, speed, TIME_ENTRY, order, args.timeout_s)
         except ChildFailed as error:
-            report.failures.append(f"{arm}, on thin links: {error}")
+            report.failures.append(f"{arm}, on {speed}: {error}")
             continue
-        for speed, windows in found.items():
-            ms = tuple(1e3 * window.step_s for window in windows)
-            kb = tuple(window.sent / 1e3 for window in windows)
-            steps = windows[0].steps
-            note = f"windows of {steps} steps"
-            report.rows.append(Measurement(arm, f"{STEP}, {speed}", "ms", ms, note))
-            report.rows.append(
-                Measurement(arm, f"{SENT}, {speed}", "kB", kb, "a rank and step, all bytes")
-            )
-            times[arm, str(speed)] = statistics.median(ms) / 1e3
-            say(f"{speed!s:<20} {arm:<20} {statistics.median(ms):.1f} ms, {min(kb):.1f} kB")
+        # The first window has the first step, which allocates
+        windows = [event for event in answer["events"] if "step_ms" in event][1:]
+        ms = tuple(window["step_ms"] for window in windows)
+        kb = tuple(window["crossed"] / steps / args.workers / 1e3 for window in windows)
+        note = f"windows of {steps} steps"
+        report.rows += [
+            Measurement(arm, f"{STEP}, {speed}", "ms", ms, note),
+            Measurement(arm, f"{SENT}, {speed}", "kB", kb, "a rank and step, all bytes"),
+        ]
+        times[arm, str(speed)] = statistics.median(ms) / 1e3
+        say(f"{speed!s:<20} {arm:<20} {statistics.median(ms):.1f} ms, {min(kb):.1f} kB")
     return times
-
-
-@dataclass(frozen=True)
-class _Window:
-    """Some steps of a run on one link."""
-
-    steps: int
-    step_s: float
-    sent: float  # bytes, of a rank in a step
-
-
-def _time_arm(
-    starter: Starter, arm: str, rates: Rates, speeds: Sequence[LinkSpeed]
-) -> dict[LinkSpeed, list[_Window]]:
-    """Train one arm while its links get thinner; return what was timed on each."""
-    # Replicas meet at logged steps, too, so a window is a round.
-    every = max(LEAST_STEPS, ARMS[arm].get("sync_every", 0))
-    flags = starter.recipe | ARMS[arm] | rates.of(arm)
-    flags |= {"log_every": every}
-    found = {}
-    deadline = time.monotonic() + starter.args.timeout_s
-    with (
-        ThinLinks(starter.args.workers, speeds[0], starter.folder) as links,
-        starter.started(flags, links) as (children, folder),
-    ):
-        for speed in speeds:
-            links.speed = speed
-            seen = len(_records_below(folder))
-            # The first window begins with step 1, or on the link before.
-            first = max(2, seen + 1)
-            records = _wait_for(first + 1 + WINDOWS, folder, children, deadline)[first:]
-            windows = []
-            for before, after in itertools.pairwise(records):
-                steps = after["step"] - before["step"]
-                sent = links.sent_between(before["time"], after["time"])
-                step_s = (after["time"] - before["time"]) / steps
-                windows.append(_Window(steps, step_s, sent / steps / starter.args.workers))
-            found[speed] = windows[:WINDOWS]
-    return found
-
-
-def records_in(folder: Path) -> list[dict[str, Any]]:
-    """Return the complete records of the run in a folder; [] before it has any."""
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        return []
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            records.append(json.loads(line))
-    return records
-
-
-def _records_below(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of the only run below a folder."""
-    for path in folder.glob("*/metrics.jsonl"):
-        return records_in(path.parent)
-    return []
-
-
-def _wait_for(
-    count: int, folder: Path, children: Sequence[Child], deadline: float
-) -> list[dict[str, Any]]:
-    """Wait until a run has `count` records, and return all of them. Raises ChildFailed."""
-    while True:
-        records = _records_below(folder)
-        if len(records) >= count:
-            return records
-        for rank, child in enumerate(children):
-            if child.process.poll() is not None:
-                raise ChildFailed(f"rank {rank} ended\n{child.tail()}")
-        if time.monotonic() > deadline:
-            raise ChildFailed(f"{len(records)} records of {count} in time\n{children[0].tail()}")
-        time.sleep(POLL_S)
 
 
 def add_equal_time_rows(
@@ -654,169 +671,6 @@ def loss_at(curve: Curve, step: float) -> float:
         if step <= right:
             return loss + (next_loss - loss) * (step - left) / (right - left)
     return points[-1][1]
-
-
-# How it is shown.
-
-
-def _links_of(report: Report) -> list[str]:
-    """Return the links of a report, from fast to thin."""
-    names = []
-    for row in report.rows:
-        metric, _, link = row.metric.partition(", ")
-        if metric == STEP and row.values:
-            names.append(link)
-    return list(dict.fromkeys(names))
-
-
-def _arms_of(report: Report) -> list[str]:
-    return [row.arm for row in report.rows if row.metric == LOSS]
-
-
-def _sent_kb(report: Report, arm: str) -> float | None:
-    """Return the kB that a rank sends in a step, the median over all links."""
-    values: list[float] = []
-    for row in report.rows:
-        if row.arm == arm and row.metric.startswith(f"{SENT}, ") and row.unit == "kB":
-            values += row.values
-    return statistics.median(values) if values else None
-
-
-def _tables(report: Report) -> list[list[tuple[str, ...]]]:
-    """Return two tables: loss after equal tokens with bytes, and step and loss by link."""
-    arms = _arms_of(report)
-    links = _links_of(report)
-    loss = [("arm", "loss, equal tokens", "loss - ddp's", "sent, kB a step", "formula")]
-    for arm in arms:
-        sent = _sent_kb(report, arm)
-        loss.append(
-            (
-                arm,
-                _loss_cell(report, arm, LOSS),
-                _loss_cell(report, arm, OFF, "+"),
-                "" if sent is None else number(sent),
-                report.cell(arm, SENT_FORMULA, "none"),
-            )
-        )
-    tables: list[list[tuple[str, ...]]] = [list(loss)]
-    if links:
-        by_link: list[tuple[str, ...]] = [
-            (
-                "arm",
-                *(f"step, ms: {link}" for link in links),
-                *(f"loss: {link}" for link in links),
-            )
-        ]
-        for arm in arms:
-            steps = [report.cell(arm, f"{STEP}, {link}", "none") for link in links]
-            losses = [_loss_cell(report, arm, f"{IN_TIME}, {link}") for link in links]
-            by_link.append((arm, *steps, *losses))
-        tables.append(by_link)
-    tried = [row for row in report.rows if row.metric == TUNING]
-    if tried:
-        body = [(row.arm, f"{row.median:.4f}" if row.values else row.skipped) for row in tried]
-        tables.append([("tried on other seeds", "loss"), *body])
-    return tables
-
-
-def _loss_cell(report: Report, arm: str, metric: str, sign: str = "") -> str:
-    """Write the mean of a row over its seeds, with its range."""
-    row = report.row(arm, metric)
-    if row is None:
-        return ""
-    if not row.values:
-        return "FAILED" if row.problem else ""
-    text = f"{statistics.mean(row.values):{sign}.3f}"
-    if row.n > 1:
-        text += f" ({min(row.values):{sign}.3f}–{max(row.values):{sign}.3f})"
-    return text
-
-
-def finding(report: Report) -> list[str]:
-    """Return the answer in sentences: what the rarest arms cost in loss and save in time."""
-    lines = []
-    links = _links_of(report)
-    arms = [arm for arm in _arms_of(report) if "H " in arm]
-    ddp = report.row(DDP, LOSS)
-    offs = {arm: row for arm in arms if (row := report.row(arm, OFF)) and row.values}
-    if ddp is None or not ddp.values or not offs:
-        return []
-    spread = max(ddp.values) - min(ddp.values)
-    for arm, row in offs.items():
-        sent = _sent_kb(report, arm)
-        of_ddp = _sent_kb(report, DDP)
-        fewer = ""
-        if sent and of_ddp and of_ddp > 1.5 * sent:
-            fewer = f" for {of_ddp / sent:.0f} x fewer bytes"
-        lines.append(
-            f"{arm}: {statistics.mean(row.values):+.3f} nat after equal tokens{fewer} (ddp's own "
-            f"{ddp.n} seed(s) differ by {spread:.3f})"
-        )
-    for link in links:
-        own = {}
-        for arm in _arms_of(report):
-            in_time = report.row(arm, f"{IN_TIME}, {link}")
-            if in_time and in_time.values:
-                own[arm] = statistics.mean(in_time.values)
-        if DDP not in own:
-            continue
-        best = min(own, key=lambda arm: own[arm])
-        lines.append(
-            f"{link}: lowest loss in equal time {best}, {own[best]:.3f}; ddp {own[DDP]:.3f}"
-        )
-    return lines
-
-
-def _draw_loss_over_bytes(report: Report, axes: Any) -> None:
-    for i, arm in enumerate(_arms_of(report)):
-        sent = _sent_kb(report, arm)
-        row = report.row(arm, LOSS)
-        if sent is None or row is None or not row.values:
-            continue
-        mean = statistics.mean(row.values)
-        spread = [[mean - min(row.values)], [max(row.values) - mean]]
-        axes.errorbar(sent, mean, yerr=spread, fmt="o", capsize=3, color=f"C{i}", label=arm)
-    axes.set(xscale="log", xlabel="kB a rank sends in a step", ylabel="validation loss, nat")
-    axes.set_title("after equal tokens")
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=7)
-
-
-def _draw_steps(report: Report, axes: Any) -> None:
-    links = _links_of(report)
-    for i, arm in enumerate(_arms_of(report)):
-        rows = [report.row(arm, f"{STEP}, {link}") for link in links]
-        known = [(link, row.median) for link, row in zip(links, rows, strict=True) if row]
-        names = [link for link, _ in known]
-        axes.plot(names, [ms for _, ms in known], "o-", color=f"C{i}", label=arm)
-    axes.set(yscale="log", ylabel="step, ms, median")
-    axes.set_title("on thinner links")
-    axes.tick_params(axis="x", labelsize=7)
-    axes.grid(alpha=0.25)
-
-
-def _draw_loss_over_time(report: Report, axes: Any) -> None:
-    links = _links_of(report)
-    if not links:
-        axes.set_axis_off()
-        return
-    link = links[-1]
-    longest = 0.0
-    for i, arm in enumerate(_arms_of(report)):
-        row = report.row(arm, LOSS)
-        step = report.row(arm, f"{STEP}, {link}")
-        in_time = report.row(arm, f"{IN_TIME}, {link}")
-        if row is None or step is None or in_time is None or not row.values:
-            continue
-        curves = row.extra["curves"]
-        steps = sorted(int(key) for key in curves[0])
-        seconds = [n * step.median / 1e3 for n in steps]
-        losses = [statistics.mean(curve[str(n)] for curve in curves) for n in steps]
-        axes.plot(seconds, losses, "-", color=f"C{i}", label=arm)
-        longest = in_time.extra["seconds"]
-    axes.set(xlim=(0, 3 * longest), xlabel="seconds, computed", ylabel="validation loss, nat")
-    axes.set_title(f"over time: {link}")
-    axes.grid(alpha=0.25)
 
 
 # On every rank.
@@ -856,7 +710,7 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
         emit({"error": str(error).splitlines()[0]})
         return
     if mesh.rank == 0:
-        records = records_in(spec.folder)
+        records = read_json_lines(spec.folder / "metrics.jsonl")
         curve = {1: records[0]["train/loss"]}
         for record in records:
             if "val/loss" in record:

@@ -12,25 +12,28 @@ of each round, traced. Memory: fresh ranks for every arm, beside what the formul
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure, measured, whiskers
-from nanoray.bench.harness.plan import (
-    add_settings_flag,
-    chosen,
-    count_of,
-    rotated,
-    settings_of,
+from nanoray.bench.engine import (
+    BUSY,
+    COMMUNICATION,
+    EXPOSED,
+    MEMORY_ENTRY,
+    STEP,
+    TIME_ENTRY,
+    Found,
+    collect,
+    note_of_sent,
+    order_of,
+    row_per_round,
 )
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
+from nanoray.bench.harness.plan import add_settings_flag, chosen, settings_of
 from nanoray.bench.harness.rank_pool import (
     RankFailed,
     RankPool,
@@ -38,15 +41,12 @@ from nanoray.bench.harness.rank_pool import (
     describe,
     where_from,
 )
-from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.config import Config, load_config, make_config, resolve_batch
 from nanoray.config.mesh import CUTS_MODEL, IN_REPLICA
 from nanoray.errors import ConfigError
 from nanoray.mesh.layout import Layout
-
-if TYPE_CHECKING:
-    from nanoray.bench.arm import Arm
-    from nanoray.mesh.mesh import Mesh
 
 MODES: dict[str, dict[str, Any]] = {
     mode: {"dp_mode": mode} for mode in ("ddp", "ddp_by_hand", "zero1", "zero2")
@@ -83,12 +83,9 @@ AXES: dict[str, dict[str, Any]] = {
 }
 ARMS = DATA_ARMS | HYBRID | ROUNDS | AXES
 ONLY_GPT = ROUNDS | AXES
-STEP = "step"
 P95 = "p95 step"
 SAMPLES = "samples"
 TOKENS = "tokens"
-BUSY = "collectives busy"
-EXPOSED = "exposed"
 BYTES = "bytes a step"
 LOSS = "final loss"
 STATE = "state"
@@ -106,16 +103,73 @@ RESNET = {
     "global_batch_size": 64,
 }
 KEPT = ("parameters", "gradients", "optimizer", "mirror", "rounds")  # between two steps
-MEMORY_STEPS = 5
 LARGE_MIB = 16  # of state: what resident memory is judged from
 SAME_LOSS = 1e-3  # relative: all arms learn from the same batches
 WORST = "worst arm"
+
+
+def base_of(arm: str) -> str:
+    """Return the arm with the same model and activation checkpointing that splits the batch only."""
+    if EXPERTS in arm:
+        return EXPERTS
+    how = arm.partition(" + ")[2]
+    return f"ddp + {how}" if how else "ddp"
+
+
+def _draw_over(metric: str, axes: Any, report: Report) -> None:
+    """Draw step time over a memory metric; hollow points use activation checkpointing."""
+    for row in with_values(report, metric):
+        step = report.row(row.arm, STEP)
+        mode = row.arm.partition(" + ")[0]
+        if mode not in ARMS or step is None or not step.values:
+            continue
+        color = f"C{list(ARMS).index(mode)}"
+        marker = "s" if mode in AXES else "o"
+        fill = color if row.arm == mode else "white"
+        dots(axes, [row.median], [step], label=row.arm, color=color, fmt=marker, mfc=fill)
+
+
+def _panel(metric: str, title: str, legend: Mapping[str, Any] | None = None) -> Panel:
+    axes = {"xlabel": "MiB per rank", "ylabel": "step, ms, median and quartiles", "title": title}
+    limits = {"xlim": (0, None), "ylim": (0, None)}
+    return Panel(partial(_draw_over, metric), axes | limits, legend, grid=True)
 
 
 class StrategiesBenchmark(Benchmark):
     """Compare step time and memory of DDP, ZeRO and FSDP."""
 
     wrong = "arms whose final loss is not that of the first with the same model, to 0.1 %"
+    counts = (
+        Count("rounds", "rounds of all arms", usual=10, few=2),
+        Count("steps", "steps of an arm per round", usual=4, few=2),
+    )
+    tables = (
+        Table(
+            STEP,
+            (
+                names("mode"),
+                TableColumn("step / base", STEP, SPREAD, over=base_of),
+                TableColumn("step, ms", STEP, SPREAD),
+                TableColumn("p95, ms", P95),
+                TableColumn("samples/s", SAMPLES),
+                TableColumn("exposed, ms", EXPOSED, SPREAD),
+                TableColumn("MB sent", BYTES),
+                TableColumn("state, MiB", STATE),
+                TableColumn("formula", STATE_FORMULA),
+                TableColumn("peak, MiB", PEAK),
+                TableColumn("formula", PEAK_FORMULA),
+                TableColumn("loss", LOSS),
+            ),
+        ),
+    )
+    figure = Figure(
+        (
+            _panel(STATE, "weights + gradients + optimizer", {"fontsize": 6, "ncols": 2}),
+            _panel(PEAK, "peak of a step"),
+        ),
+        size=(11, 4.6),
+        note=("recipe", "backend"),
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -138,103 +192,53 @@ class StrategiesBenchmark(Benchmark):
         parser.add_argument(
             "--checkpointing", choices=("block", "selective", "none"), default="block", help=how
         )
-        parser.add_argument(
-            "--rounds", type=int, metavar="N", help="rounds of all arms [10; 2 with --quick]"
-        )
-        parser.add_argument(
-            "--steps", type=int, metavar="N", help="steps of an arm per round [4; 2 with --quick]"
-        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Time all arms on the same ranks, measure memory on fresh ones, and fill the report."""
         where = where_from(args)
-        rounds = count_of(args.rounds, args.quick, few=2, usual=10)
-        steps = count_of(args.steps, args.quick, few=2, usual=4)
-        if where.workers < 2 or min(rounds, steps) < 1:
-            raise ConfigError(
-                f"workers = {where.workers}, rounds = {rounds}, steps = {steps}; 2, 1 and 1 are the "
-                "least"
-            )
+        if where.workers < 2:
+            raise ConfigError(f"workers = {where.workers}; 2 is the least")
         arms = _arms_of(args, where.workers, report)
-        order = {
-            "model": args.model,
-            "overrides": settings_of(args),
-            "arms": arms,
-            "rounds": rounds,
-            "steps": steps,
-        }
+
+        def configs(preset: str) -> dict[str, Config]:
+            given = {"model": args.model, "preset": preset, "overrides": settings_of(args)}
+            return {arm: configuration(given, own, where.workers) for arm, own in arms.items()}
 
         # Refuse impossible settings now, before a rank is started
-        for own in arms.values():
-            configuration(order | {"preset": args.preset or "shakespeare-cpu"}, own, where.workers)
+        trained = configs(args.preset or "shakespeare-cpu")
+        mirrored = [arm for arm, own in arms.items() if "mirrored" in own]
 
         # Step times, on ranks that hold all arms
-        events: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
-        try:
-            with RankPool(where) as pool:
-                describe(report, pool)
-                on_gpu = pool.facts[0]["device"] != "cpu"
-                default = "gpt2-124m" if on_gpu else "shakespeare-cpu"
-                order["preset"] = args.preset or default
-                for event in pool.run("nanoray.bench.strategies:time_rank", order):
-                    if "recipe" in event:
-                        report.conditions["recipe"] = (
-                            f"{event['recipe']}, {rounds} rounds of {steps} steps, random data"
-                        )
-                        continue
-                    events[event["arm"]].append(event)
-                    say(f"round {event['round']}  {event['arm']:<24} {event['step_ms']:.1f} ms")
-        except RankFailed as error:
-            report.failures.append(str(error))
+        found: Found = {arm: [] for arm in arms}
 
-        # A loss is compared with that of the first arm with the same model: with or without experts
-        for arm in arms:
-            first = next(other for other in arms if (EXPERTS in other) == (EXPERTS in arm))
-            reference = report.row(first, LOSS)
-            # Averaged weights are those of averaged gradients with plain SGD only.
-            if arm in ROUNDS:
-                reference = None
-            report.rows += _time_rows(arm, events[arm], reference)
+        def add_time_rows() -> None:
+            # A loss is compared with that of the first arm with the same model: with or without
+            # experts. Averaged weights are those of averaged gradients with plain SGD only.
+            for arm, events in found.items():
+                first = next(other for other in arms if (EXPERTS in other) == (EXPERTS in arm))
+                reference = None if arm in ROUNDS else report.row(first, LOSS)
+                report.rows += _time_rows(arm, events, reference)
+
+        with part(report, add_time_rows), RankPool(where) as pool:
+            describe(report, pool)
+            if not args.preset and pool.facts[0]["device"] != "cpu":
+                trained = configs("gpt2-124m")
+            order = order_of(
+                trained, args.rounds, args.steps, [COMMUNICATION], args.model, mirrored
+            )
+            rounds = f"{args.rounds} rounds of {args.steps} steps, random data"
+            collect(pool.run(TIME_ENTRY, order), report, found, rounds)
 
         # Memory, on fresh ranks for every arm
-        for arm in arms:
-            report.rows += memory_rows(where, order | {"arms": {arm: arms[arm]}}, arm)
+        for arm, config in trained.items():
+            order = order_of({arm: config}, model=args.model, mirrored=mirrored)
+            report.rows += memory_rows(where, order, arm)
         _add_targets(report, list(arms))
 
-    def format_text(self, report: Report) -> list[str]:
-        """Return a line per arm, medians with their quartiles, and the bytes of each collective."""
-        table = aligned(
-            [(*line, "") for line in _table(report, "quartiles")], right=set(range(1, 12))
-        )
-        rows = [
-            row
-            for row in report.rows
-            if row.metric == BYTES and row.values and " + " not in row.arm
-        ]
-        return [*table, "", *(f"{row.arm}: {row.note}" for row in rows)]
-
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return the table for a page."""
-        head, *body = _table(report, "range")
-        return markdown(head, body)
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw step time over memory between steps and at the peak.
-
-        Hollow points use activation checkpointing.
-        """
-        note = f"{report.conditions.get('recipe', '')} · {report.conditions.get('backend', '')}"
-        with figure(report, path, (11, 4.6), note=note) as both:
-            for axes, metric in zip(both, (STATE, PEAK), strict=True):
-                for row in report.rows:
-                    if row.metric == metric and row.values:
-                        _draw_point(axes, report, row)
-                axes.set(xlabel="MiB per rank", ylabel="step, ms, median and quartiles")
-                axes.set(xlim=(0, None), ylim=(0, None))
-                axes.grid(alpha=0.25)
-            both[0].set_title("weights + gradients + optimizer")
-            both[1].set_title("peak of a step")
-            both[0].legend(fontsize=6, ncols=2)
+    def notes(self, report: Report) -> list[str]:
+        """Return the bytes of each collective; activation checkpointing changes none."""
+        rows = with_values(report, BYTES)
+        return [f"{row.arm}: {row.note}" for row in rows if " + " not in row.arm]
 
 
 def _arms_of(args: argparse.Namespace, workers: int, report: Report) -> dict[str, dict[str, Any]]:
@@ -284,10 +288,6 @@ def _time_rows(
 
     `first` is the final loss of the first arm with this model, which has seen the same batches.
     """
-
-    def milliseconds(metric: str, key: str) -> Measurement:
-        return Measurement(arm, metric, "ms", tuple(event[key] for event in events))
-
     if not events:
         return [Measurement(arm, STEP, "ms", ())]
     last = events[-1]
@@ -298,49 +298,27 @@ def _time_rows(
     if len(times) > 1:
         p95 = statistics.quantiles(times, n=20, method="inclusive")[-1]
     rows = [
-        milliseconds(STEP, "step_ms"),
+        row_per_round(arm, STEP, "ms", events, "step_ms"),
         Measurement(arm, P95, "ms", (p95,), f"of {len(times)} steps"),
     ]
     for metric in (SAMPLES, TOKENS):
         if last[metric]:
             rates = tuple(1e3 * event[metric] / event["step_ms"] for event in events)
             rows.append(Measurement(arm, metric, "1/s", rates))
-    rows += [milliseconds(BUSY, "busy_ms"), milliseconds(EXPOSED, "exposed_ms")]
+    rows.append(row_per_round(arm, BUSY, "ms", events, "busy_ms"))
+    rows.append(row_per_round(arm, EXPOSED, "ms", events, "exposed_ms"))
 
     # Bytes of a step, the same in every round
     sent = {name: {"n": n, "bytes": size} for name, (n, size) in last["collectives"].items()}
-    note = " · ".join(
-        f"{name} {each['bytes'] / 1e6:.3g} MB in {each['n']}" for name, each in sent.items()
-    )
     total = sum(each["bytes"] for each in sent.values()) / 1e6
+    note = note_of_sent(last["collectives"])
     rows.append(Measurement(arm, BYTES, "MB", (total,), note, extra={"collectives": sent}))
 
-    wrong = 0
-    if first and not math.isclose(last["loss"], first.median, rel_tol=SAME_LOSS):
-        wrong = 1
+    loss = last["losses"][-1]
+    differs = first is not None and not math.isclose(loss, first.median, rel_tol=SAME_LOSS)
     steps = f"after {last['trained']} steps"
-    rows.append(Measurement(arm, LOSS, "", (last["loss"],), steps, wrong=wrong))
+    rows.append(Measurement(arm, LOSS, "", (loss,), steps, wrong=int(differs)))
     return rows
-
-
-def _draw_point(axes: Any, report: Report, row: Measurement) -> None:
-    """Draw an arm's step time over a memory row; with activation checkpointing it is hollow."""
-    step = report.row(row.arm, STEP)
-    if step is None or not step.values:
-        return
-    mode = row.arm.partition(" + ")[0]
-    color = f"C{list(ARMS).index(mode)}"
-    axes.errorbar(
-        row.median,
-        step.median,
-        yerr=whiskers([step], quartiles=True),
-        ls="",
-        capsize=2,
-        label=row.arm,
-        color=color,
-        marker="s" if mode in AXES else "o",
-        mfc=color if row.arm == mode else "white",
-    )
 
 
 def memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Measurement]:
@@ -348,7 +326,7 @@ def memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Measurement
     say(f"memory  {arm}")
     try:
         with RankPool(where) as pool:
-            (event,) = pool.run("nanoray.bench.strategies:memory_rank", order)
+            (event,) = pool.run(MEMORY_ENTRY, order)
     except RankFailed as error:
         return [
             Measurement(arm, STATE, "MiB", (), error=str(error)),
@@ -393,9 +371,9 @@ def _add_targets(report: Report, arms: list[str]) -> None:
     """
     limits = {"ddp_by_hand": 1.05, "zero1": 1.10}
     for arm in arms:
-        if arm == _base(arm):
+        if arm == base_of(arm):
             continue
-        row = report.compare(arm, _base(arm), STEP, "paired by round")
+        row = report.compare(arm, base_of(arm), STEP, "paired by round")
         if row and arm in limits:
             report.targets.append(Target(f"{row.arm}, step", row, "<=", limits[arm]))
     gpu = "(cuda)" in str(report.conditions.get("devices"))
@@ -422,40 +400,6 @@ def _add_targets(report: Report, arms: list[str]) -> None:
         report.targets.append(Target(text, report.rows[-1], "<=", 10.0, excuse))
 
 
-def _table(report: Report, spread: str) -> list[tuple[str, ...]]:
-    columns = {
-        STEP: "step, ms",
-        P95: "p95, ms",
-        SAMPLES: "samples/s",
-        EXPOSED: "exposed, ms",
-        BYTES: "MB sent",
-        STATE: "state, MiB",
-        STATE_FORMULA: "formula",
-        PEAK: "peak, MiB",
-        PEAK_FORMULA: "formula",
-        LOSS: "loss",
-    }
-    table = [("mode", "step / base", *columns.values())]
-    for row in report.rows:
-        if row.metric != STEP or row.unit != "ms":
-            continue
-        cells = [row.arm, report.cell(f"{row.arm} / {_base(row.arm)}", STEP, spread)]
-        for metric in columns:
-            # Only times have a spread worth its room
-            shown = spread if metric in (STEP, EXPOSED) else "none"
-            cells.append(report.cell(row.arm, metric, shown))
-        table.append(tuple(cells))
-    return table
-
-
-def _base(arm: str) -> str:
-    """Return the arm with the same model and activation checkpointing that splits the batch only."""
-    if EXPERTS in arm:
-        return EXPERTS
-    how = arm.partition(" + ")[2]
-    return f"ddp + {how}" if how else "ddp"
-
-
 def _fits(mode: str, model: str, workers: int) -> bool:
     ranks = math.prod(ARMS[mode].get(axis, 1) for axis in {*IN_REPLICA, *CUTS_MODEL})
     if mode in HYBRID:
@@ -463,23 +407,8 @@ def _fits(mode: str, model: str, workers: int) -> bool:
     return workers % ranks == 0 and (model == "gpt" or mode not in ONLY_GPT)
 
 
-# On every rank.
-
-
-def _arm(mesh: Mesh, order: dict[str, Any], own: dict[str, Any], traced: bool) -> Arm:
-    from nanoray.bench.arm import MODELS, Arm
-
-    return Arm(
-        mesh,
-        configuration(order, own, mesh.world_size),
-        MODELS[order["model"]],
-        traced,
-        "mirrored" in own,
-    )
-
-
 def configuration(order: dict[str, Any], own: dict[str, Any], workers: int) -> Config:
-    """Return the configuration of an arm on `ranks` ranks.
+    """Return the configuration of an arm on `workers` ranks.
 
     Raises ConfigError for a key or value that is impossible there. A pipeline gets two micro
     batches for each stage, where the batch per rank is not given.
@@ -498,141 +427,3 @@ def configuration(order: dict[str, Any], own: dict[str, Any], workers: int) -> C
     if accum < 2 * config.pp and config.pp > 1 and not config.micro_batch_size:
         config, _ = load(grad_accum_steps=2 * config.pp)
     return config
-
-
-def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Run the rounds; emit one event per arm and round, times of the slowest rank. (all ranks)"""
-    import torch
-
-    from nanoray.host.host import keep_freed_memory
-    from nanoray.trace.recorder import Clock, wait_for
-
-    if mesh.device.type == "cpu":
-        keep_freed_memory()  # as in a run; `memory_rank` returns it instead
-
-    def worst(ms: list[float]) -> list[float]:
-        return list(mesh.all_reduce(torch.tensor(ms, device=mesh.device), op="max").tolist())
-
-    arms = {name: _arm(mesh, order, own, traced=True) for name, own in order["arms"].items()}
-    clock = Clock(mesh.device)
-    emit({"recipe": next(iter(arms.values())).recipe})
-    for turn in range(order["rounds"]):
-        for name in rotated(list(arms), turn):
-            arm = arms[name]
-
-            # The clocks' marks cost no wait; the device is waited for once, at the end
-            mesh.barrier()
-            began = time.time()
-            start = time.perf_counter()
-            marks = [clock.now()]
-            for _ in range(order["steps"]):
-                arm.step()
-                arm.plan.zero_grad()
-                marks.append(clock.now())
-            arm.plan.settle()
-            wait_for(mesh.device)
-            step_ms = 1e3 * (time.perf_counter() - start) / order["steps"]
-            # Until the others are done, too: bytes may be counted between these moments.
-            mesh.barrier()
-            ended = time.time()
-
-            # A step takes as long as on the slowest rank
-            clock.anchor()
-            moments = [clock.seconds(mark) for mark in marks]
-            times = [1e3 * (end - begin) for begin, end in pairwise(moments)]
-            step_ms, *times = worst([step_ms, *times])
-            event: dict[str, Any] = {
-                "arm": name,
-                "round": turn,
-                "step_ms": step_ms,
-                "times_ms": times,
-                "began": began,
-                "ended": ended,
-            }
-
-            # One more step, traced, shows the communication
-            event |= arm.traced_step()
-            event["busy_ms"], event["exposed_ms"] = worst([event["busy_ms"], event["exposed_ms"]])
-            event[SAMPLES] = arm.case.samples * arm.accum * arm.dp
-            event[TOKENS] = event[SAMPLES] * arm.case.tokens
-            event["loss"] = mesh.all_reduce_mean(arm.loss.clone()).item()
-            event["trained"] = arm.trained
-            emit(event)
-    for arm in arms.values():
-        arm.plan.close()
-
-
-def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
-    """Train a few steps of one arm; emit predicted and measured memory. (all ranks)
-
-    The measured memory is that of the rank that held the most.
-    """
-    import torch
-
-    from nanoray.host.host import return_freed_memory
-
-    if mesh.device.type == "cpu":
-        return_freed_memory()
-    (own,) = order["arms"].values()
-    on_gpu = mesh.device.type == "cuda"
-    resident = 0 if on_gpu else _resident("VmRSS")
-
-    # A first step loads code and generates kernels for these shapes, which are not an arm's memory
-    first = _arm(mesh, order, own, traced=False)
-    list(_steps(first, 1, lambda: 0))
-    first.plan.close()
-    del first
-    gc.collect()
-
-    # Reset the peak; "5" is the kernel's order for that
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = torch.cuda.memory_allocated() if on_gpu else _resident("VmRSS")
-    libraries = f"libraries took {(before - resident) / 2**20:.3g} in a first step"
-
-    def peak() -> int:
-        highest = torch.cuda.max_memory_allocated() if on_gpu else _resident("VmHWM")
-        return highest - before
-
-    # The second arm is the measured one
-    arm = _arm(mesh, order, own, traced=False)
-    held, peaks = zip(*_steps(arm, MEMORY_STEPS, peak), strict=True)
-    arm.plan.close()
-    memory: dict[str, Any] = {"formula": arm.formula, "at_peak": arm.at_peak}
-    memory |= {"held": held, "peak": peaks}
-    everyone = mesh.gather(memory)
-    if everyone is not None:
-        most = max(everyone, key=lambda rank: rank["peak"][-1])
-        if on_gpu:
-            what = "device memory"
-        else:
-            what = f"resident memory above that before the model was made; {libraries}"
-        emit(most | {"what": what})
-
-
-def _steps(arm: Arm, count: int, peak: Callable[[], int]) -> Iterator[tuple[dict[str, int], int]]:
-    """Train, and yield what is held at the end of each step and the peak until then. (all ranks)"""
-    from nanoray.forecast.memory import held_by_mirror, held_bytes
-
-    for _ in range(count):
-        arm.step()
-        arm.plan.settle()
-        held = held_bytes(arm.case.model, arm.plan.gradients, arm.optimizer)
-        if arm.mirror:
-            held["mirror"] = held_by_mirror(
-                arm.case.model, arm.plan.mirror_shards or (), arm.mirror
-            )
-        if arm.outer:
-            kept = [*arm.outer.anchor.values(), *arm.outer.momentum.values()]
-            held["rounds"] = sum(tensor.nbytes for tensor in kept)
-        yield held, peak()
-        arm.plan.zero_grad()
-
-
-def _resident(key: str) -> int:
-    """Return this process's resident memory (VmRSS) or its peak (VmHWM) in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])

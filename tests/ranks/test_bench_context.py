@@ -10,12 +10,14 @@ import pytest
 import nanoray.bench.__main__ as bench
 from nanoray.bench import context, strategies
 from nanoray.bench.context import ContextBenchmark
+from nanoray.bench.engine import MEMORY_STEPS
 from nanoray.bench.harness.report import Measurement, Report
-from nanoray.bench.strategies import MEMORY_STEPS, PEAK, PEAK_ERROR, PEAK_FORMULA, STATE
+from nanoray.bench.strategies import PEAK, PEAK_ERROR, PEAK_FORMULA, STATE
 
 FLAGS = ["context", "--device", "cpu"]
 
 
+@pytest.mark.full
 def test_every_length_for_real(
     tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

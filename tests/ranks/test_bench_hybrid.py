@@ -28,7 +28,7 @@ from nanoray.bench.hybrid import ARMS, BETWEEN, FORMULA, STEP, HybridBenchmark, 
 def test_what_makes_no_sense_is_refused(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hybrid, "Child", lambda *_, **__: pytest.fail("it started a node"))
+    monkeypatch.setattr(hybrid, "run_on_nodes", lambda *_: pytest.fail("it started a node"))
     assert bench.main(["hybrid", "--quick", *flags]) == 2
     assert text in capsys.readouterr().err
 
@@ -46,7 +46,7 @@ def test_a_line_per_link_and_mode() -> None:
             Measurement(f"zero2 hybrid at {link}", STEP, "ms", (grouped,) * 5),
         ]
         hybrid._compare(report, ["zero2", "zero2 hybrid"], link)
-    hybrid._add_rows(report, "zero2", "slow", (1.0,), [10.3], 10.0)
+    hybrid._add_rows(report, "zero2 at slow", (1.0,), [10.3], 10.0)
     (target,) = report.targets
     assert target.row.median == pytest.approx(3.0)
     assert target.verdict.startswith("ok")

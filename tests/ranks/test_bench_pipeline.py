@@ -30,6 +30,7 @@ FLAGS = [
 ]
 
 
+@pytest.mark.full
 def test_every_schedule_for_real(
     tmp_path: Path,
     shared_ranks: Any,
@@ -108,8 +109,8 @@ def test_other_weights_or_another_loss_fail_the_report(
             "step_ms": step_ms,
             "wait": 20.0,
             "theory": 20.0,
-            "loss": loss,
-            "digest": [digest, digest],
+            "losses": [loss],
+            "digests": [digest, digest],
         }
 
     arms, report = arms_of(2, [4], 4), Report("pipeline", {})

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from nanoray.bench.engine import COMMUNICATION, MEMORY_ENTRY, TIME_ENTRY, order_of
 from nanoray.bench.simulate import VOCAB
 from nanoray.bench.strategies import HYBRID, KEPT, MODES, configuration
-from nanoray.config import resolve_batch
+from nanoray.config import Config, resolve_batch
 from nanoray.forecast.scale import job_of
 from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.layout import Layout
@@ -29,9 +30,12 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def formula(order: dict[str, Any], own: dict[str, Any]) -> dict[str, float]:
+def config_of(own: dict[str, Any]) -> Config:
+    return configuration({"model": "gpt", "preset": "tiny", "overrides": SIZES}, own, RANKS)
+
+
+def formula(config: Config) -> dict[str, float]:
     """Return the bytes of all tensors of a step, by axis and operation."""
-    config = configuration(order, own, RANKS)
     layout = Layout.of(config, RANKS)
     batch = resolve_batch(config, layout.dp)
     job = job_of(config, VOCAB[config.tokenizer], batch.global_size, on_gpus=False)
@@ -45,14 +49,13 @@ def carried_on_axes(
     pools: Pools, arms: dict[str, dict[str, Any]]
 ) -> dict[str, tuple[dict[str, float], dict[str, float]]]:
     """Return for each arm the bytes of a step by axis and operation: traced, and by the formula."""
-    order = {"model": "gpt", "preset": "tiny", "overrides": SIZES, "arms": arms}
-    order |= {"rounds": 1, "steps": 1}
+    configs = {arm: config_of(own) for arm, own in arms.items()}
     seen = {}
-    for event in pools(RANKS).run("nanoray.bench.strategies:time_rank", order):
+    for event in pools(RANKS).run(TIME_ENTRY, order_of(configs, measures=[COMMUNICATION])):
         if "on_axes" in event:
             seen[event["arm"]] = event["on_axes"]
     assert seen.keys() == arms.keys()
-    return {arm: (seen[arm], formula(order, own)) for arm, own in arms.items()}
+    return {arm: (seen[arm], formula(config)) for arm, config in configs.items()}
 
 
 def test_each_axis_carries_what_the_formula_says(pools: Pools) -> None:
@@ -69,8 +72,7 @@ def test_each_axis_carries_what_the_formula_says(pools: Pools) -> None:
 def test_a_rank_keeps_its_share_of_a_group(pools: Pools) -> None:
     """Weights, gradients and optimizer, by the storages that are alive at the end of a step."""
     for mode, own in HYBRID.items():
-        order = {"model": "gpt", "preset": "tiny", "overrides": SIZES, "arms": {mode: own}}
-        (found,) = pools(RANKS).run("nanoray.bench.strategies:memory_rank", order)
+        (found,) = pools(RANKS).run(MEMORY_ENTRY, order_of({mode: config_of(own)}))
         formula = found["formula"]
         assert "mirror" not in formula
         held = found["held"][-1]
@@ -84,5 +86,5 @@ def test_a_rank_keeps_its_share_of_a_group(pools: Pools) -> None:
 
 def parameters_of_the_model() -> int:
     """Return the parameters of the model."""
-    config = configuration({"model": "gpt", "preset": "tiny", "overrides": SIZES}, {}, RANKS)
+    config = config_of({})
     return count_parameters(ModelShape.of(config, VOCAB[config.tokenizer]))

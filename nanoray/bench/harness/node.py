@@ -1,7 +1,8 @@
-"""The ranks of one node of a benchmark: `python -m nanoray.bench.harness.node ORDER`.
+"""Ranks on several nodes of this machine: a function runs on all of them, and links are counted.
 
-A node is a process that starts its ranks and ends with them. On thin links (thin_links.py) it lives
-at the end of a link: its ranks reach each other through its loopback, and other nodes by the link.
+A node is a process, `python -m nanoray.bench.harness.node ORDER`, that starts its ranks and ends
+with them. On thin links (thin_links.py) it lives at the end of a link: its ranks reach each other
+through its loopback, and other nodes by the link.
 """
 
 from __future__ import annotations
@@ -10,10 +11,63 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nanoray.bench.harness.processes import answers_only, arm_environment
+from nanoray.bench.harness.processes import (
+    Child,
+    answers_only,
+    arm_environment,
+    free_port,
+    scratch_folder,
+)
+from nanoray.bench.harness.thin_links import DEVICE, LinkSpeed, ThinLinks, address_of
+
+
+def run_on_nodes(
+    nodes: int,
+    ranks: int,
+    speed: LinkSpeed | None,
+    function: str,
+    order: dict[str, Any],
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Run "module:function" on `ranks` ranks of each of `nodes` nodes; return rank 0's answer.
+
+    It has facts, backend and events. An event with `began` and `ended` also gets `crossed`: the
+    bytes that all links carried in between. speed: of each node's link; None: all ranks are on one
+    node. Raises ChildFailed.
+    """
+    with scratch_folder() as folder, ExitStack() as stack:
+        links = None
+        address = "127.0.0.1"
+        interface = "lo"
+        if speed:
+            links = stack.enter_context(ThinLinks(nodes, speed, folder))
+            address = address_of(0)
+            interface = DEVICE
+        else:
+            ranks *= nodes
+            nodes = 1
+
+        port = free_port()
+        children = []
+        for node in range(nodes):
+            task = NodeOrder(
+                node, nodes, ranks, address, port, interface, timeout_s, function, order
+            )
+            command = task.command()
+            if links:
+                command = links.command(node, command)
+            child = Child(command, arm_environment(), folder / f"node{node}.log", pipes=True)
+            children.append(stack.enter_context(child))
+
+        answer: dict[str, Any] = children[0].answer(timeout_s)
+        for event in answer["events"]:
+            if links and "began" in event:
+                event["crossed"] = links.sent_between(event["began"], event["ended"])
+        return answer
 
 
 @dataclass(frozen=True)

@@ -83,11 +83,13 @@ class Table:
     arms     the metric whose rows are the lines (but not their ratios), or a function of the report
     columns  the first is text; or a function of the report
     missing  stands for an empty cell
+    on_page  whether an arm is a line of a page, too
     """
 
     arms: str | Callable[[Report], Sequence[str]]
     columns: Sequence[TableColumn] | Callable[[Report], Sequence[TableColumn]]
     missing: str = ""
+    on_page: Callable[[str], bool] = lambda arm: True
 
     def text(self, report: Report) -> list[str]:
         """Return the table for the terminal; [] without a line."""
@@ -104,6 +106,8 @@ class Table:
         """Return the columns that are shown, and their texts, the heads first."""
         arms = self.arms(report) if callable(self.arms) else arms_with(report, self.arms)
         columns = self.columns(report) if callable(self.columns) else self.columns
+        if page:
+            arms = list(filter(self.on_page, arms))
         shown = []
         for column in columns:
             if column.only == (TEXT if page else PAGE):

@@ -235,19 +235,6 @@ def _in_namespace() -> list[str]:
 # In the process of a rank, before its program.
 
 
-def environment_of(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the variables with which a rank finds the others: those that torchrun sets."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": address_of(0),
-        "MASTER_PORT": str(port),
-        "GLOO_SOCKET_IFNAME": DEVICE,
-    }
-
-
 def open_link(path: str, rank: int) -> None:
     """Make this namespace's end of a link, and hand it to the relay that listens at `path`."""
     tun = os.open(TUN, os.O_RDWR)
