@@ -23,7 +23,7 @@ from typing import Any
 from nanoray.base.atomic import write_json
 from nanoray.bench.harness.benchmark import Benchmark, read_counts
 from nanoray.bench.harness.report import Report, Section, aligned, conditions, load_average
-from nanoray.bench.registry import BENCHMARKS, Entry
+from nanoray.bench.registry import BENCHMARKS, Entry, is_there
 from nanoray.cli import Parser, name_program, take_output
 from nanoray.cli.parsers import DESCRIBE, SubcommandsFound
 from nanoray.config import refuse_unknown
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if argv else 2
     name, *flags = argv
     if name == DESCRIBE:
-        raise SubcommandsFound([*BENCHMARKS, "all"])
+        raise SubcommandsFound([*filter(is_there, BENCHMARKS), "all"])
 
     def run() -> int:
         # Under srun and mpirun, too, each process is a rank: benchmarks read torchrun's variables.

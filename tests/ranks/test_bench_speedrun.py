@@ -6,33 +6,28 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanoray.bench import __main__ as bench
+from nanoray.bench import registry
 from nanoray.bench.harness import processes
 from nanoray.bench.harness.report import Report
-from nanoray.bench.speedrun import (
-    ARMS,
-    CPU_TIME,
-    FAST,
-    FITTED,
-    LOSS,
-    OWN,
-    PEER,
-    SECONDS,
-    STEPS,
-    SpeedrunBenchmark,
-    SpeedrunResult,
-    _add_targets,
-    _make_rows,
-)
+from nanoray.bench.registry import BENCHMARKS
+from nanoray.bench.to_loss import RunToLoss
+from nanoray.cli.completion import find_parsers
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 from tests.harness.nanogpt import nanogpt
 
+BENCHMARK = BENCHMARKS["speedrun"].load()
+MODULE: Any = sys.modules["speedrun"]
+ARMS, RECORD_METRICS = MODULE.ARMS, MODULE.UNITS
+SECONDS, CPU_TIME, STEPS, LOSS = RECORD_METRICS
+FAST, FITTED, OWN, PEER = MODULE.FAST, MODULE.FITTED, MODULE.OWN, MODULE.PEER
 TINY = "n_layer=1,n_head=2,n_embd=16,block_size=16,eval_samples=24,max_steps=20,eval_every=10,warmup_steps=2"
 TINY += ",seq_warmup_steps=4"
 
@@ -94,9 +89,7 @@ def test_every_record_runs_and_stops_at_its_loss(
         rows[FAST, SECONDS]["median"] / rows[PEER, SECONDS]["median"]
     )
     assert figure.read_bytes()[:4] == b"\x89PNG"
-    assert len(SpeedrunBenchmark().format_markdown(Report.read(tmp_path / "s.json"))) == 2 + len(
-        arms
-    )
+    assert len(BENCHMARK.format_markdown(Report.read(tmp_path / "s.json"))) == 2 + len(arms)
 
 
 @pytest.mark.full
@@ -113,18 +106,27 @@ def test_a_record_that_misses_its_loss_has_failed(
     )
 
 
+def test_an_installed_nanoray_says_that_it_is_an_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "SPEEDRUN", tmp_path / "benchmark.py")
+    assert "speedrun" not in find_parsers("bench")
+    assert bench.main(["speedrun", "--quick"]) == ConfigError.exit_code
+    assert "an installed nanoray has no examples; run it in a checkout" in capsys.readouterr().err
+
+
 def test_the_seconds_of_a_peer_that_misses_it_are_a_lower_bound() -> None:
     report = Report("speedrun", {})
     for arm, runs in ((PEER, [(90, 1.87), (96, 1.89)]), (FAST, [(30, 1.87), (24, 1.86)])):
-        report.rows += _make_rows(
-            arm, [SpeedrunResult(s, 2 * s, 300, loss) for s, loss in runs], 1.88, report, ""
+        report.rows += MODULE._make_rows(
+            arm, [RunToLoss(s, 2 * s, 300, loss) for s, loss in runs], 1.88, report, ""
         )
-    _add_targets(report, [PEER, FAST])
+    MODULE._add_targets(report, [PEER, FAST])
     assert report.failures == []
     row = report.row(PEER, SECONDS)
     assert row
     assert "round 2 ended at 1.8900: seconds are a lower bound" in row.note
-    peer, fast = SpeedrunBenchmark().format_markdown(report)[2:]
+    peer, fast = BENCHMARK.format_markdown(report)[2:]
     assert peer.startswith(f"| {PEER} | 1.88 | ≥ 93.0 (90.0–96.0) |  | ")
     assert fast.startswith(
         f"| {FAST} | 1.88 | 27.0 (24.0–30.0) | 0.292 (0.250–0.333) | 54.0 (48.0–60.0) | "
@@ -172,7 +174,7 @@ def test_no_record_changes_what_the_rules_fix() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rounds=-1"], "rounds = -1; at least 1 round is needed"),
+        (["--rounds=-1"], "rounds = -1; 1 is the least, and without them there are 5"),
         (["--settings", "max_steps"], "settings = max_steps: not KEY=VALUE"),
         (["--arms", "fast"], "unknown arm fast; known: nanogpt, "),
     ],

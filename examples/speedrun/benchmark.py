@@ -11,17 +11,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from nanoray.base.atomic import read_json_lines
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import bars, figure, measured
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.figure import Figure, Panel, bars, measured
 from nanoray.bench.harness.plan import (
     add_data_flags,
     add_settings_flag,
@@ -29,11 +27,12 @@ from nanoray.bench.harness.plan import (
     data_flags,
     rotated,
     settings_of,
-    words,
 )
-from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
-from nanoray.bench.harness.report import Measurement, Report, Target, markdown, say
+from nanoray.bench.harness.processes import ChildFailed, arm_environment, scratch_folder
+from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.peers.nanogpt import NanoGPT
+from nanoray.bench.to_loss import RunToLoss, children_cpu_s, run_to_loss
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
@@ -59,7 +58,7 @@ class Record:
     preset: str
     flags: Mapping[str, object]
     what: str
-    module: str = "nanoray.train"
+    program: Sequence[str] = ("-m", "nanoray.train")
 
 
 CPU_PRESET = "shakespeare-cpu"
@@ -81,7 +80,7 @@ ARMS = {
         CPU_PRESET,
         {"lr": 1e-3},
         "nanoGPT's CPU recipe in the loop that people write first, an evaluation every 250 steps",
-        "nanoray.bench.peers.speedrun",
+        (str(Path(__file__).with_name("plain_loop.py")),),
     ),
     OWN: Record(
         1.88,
@@ -125,29 +124,75 @@ RECORDS = (FAST, SHORT, BF16)  # each round of these must reach the loss
 DEFAULT_ARMS = ",".join((PEER, OWN, FAST, SHORT))
 
 
-@dataclass(frozen=True)
-class SpeedrunResult:
-    """What one run came to."""
+def shown_in(report: Report) -> list[str]:
+    """Return the arms that have run."""
+    rows = [report.row(arm, SECONDS) for arm in ARMS]
+    return [row.arm for row in rows if row and not row.skipped]
 
-    seconds: float
-    cpu_s: float
-    steps: int
-    loss: float
+
+def _target(report: Report, arm: str, spread: str) -> str:
+    return f"{ARMS[arm].target:.2f}"
+
+
+def _seconds(report: Report, arm: str, spread: str) -> str:
+    """Return the seconds of an arm; those of a round that missed its loss are a lower bound."""
+    loss = report.row(arm, LOSS)
+    bound = "≥ " if loss and loss.extra.get("missed") else ""
+    return bound + report.cell(arm, SECONDS, spread)
+
+
+def _beside_the_one_before(report: Report, arm: str, spread: str) -> str:
+    """Return the ratio to the record before; a peer has none."""
+    records = [other for other in shown_in(report) if other not in (PEER, OWN)]
+    before = {later: earlier for earlier, later in pairwise(records)}
+    return report.cell(f"{arm} / {before[arm]}", SECONDS, spread) if arm in before else ""
+
+
+def _most_steps(report: Report, arm: str, spread: str) -> str:
+    row = report.row(arm, STEPS)
+    return f"{max(row.values):.0f}" if row and row.values else ""
+
+
+def _highest_loss(report: Report, arm: str, spread: str) -> str:
+    row = report.row(arm, LOSS)
+    return f"{max(row.values):.4f}" if row and row.values else ""
+
+
+def _bars_of(metric: str) -> Panel:
+    """Return the panel of a metric: bars are medians, lines the lowest and highest value."""
+
+    def draw(axes: Any, report: Report) -> None:
+        bars(axes, measured(report, list(ARMS), metric), color="0.6")
+
+    return Panel(draw, {"title": f"{metric}, seconds", "xlabel": "medians and range"}, down=True)
 
 
 class SpeedrunBenchmark(Benchmark):
     """Measure the seconds from a command to a validation loss."""
 
+    counts = (Count("rounds", "rounds of all arms, a seed each", usual=5, few=1),)
+    tables = (
+        Table(
+            shown_in,
+            (
+                names("record"),
+                TableColumn("loss", _target),
+                TableColumn("seconds", _seconds, SPREAD),
+                TableColumn(f"/ {PEER}", SECONDS, SPREAD, over=PEER, optional=True),
+                TableColumn(f"/ {OWN}", SECONDS, SPREAD, over=OWN, optional=True),
+                TableColumn("/ the one before", _beside_the_one_before, SPREAD, optional=True),
+                TableColumn("CPU seconds", CPU_TIME, SPREAD),
+                TableColumn("most steps", _most_steps),
+                TableColumn("highest loss", _highest_loss),
+            ),
+        ),
+    )
+    figure = Figure((_bars_of(SECONDS), _bars_of(CPU_TIME)))
+
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
         which = f"all, or which of {', '.join(ARMS)} [%(default)s]"
         parser.add_argument("--arms", default=DEFAULT_ARMS, metavar="A,B", help=which)
-        parser.add_argument(
-            "--rounds",
-            type=int,
-            metavar="N",
-            help="rounds of all arms, a seed each [5; 1 with --quick]",
-        )
         add_settings_flag(parser, "those of all arms")
         add_data_flags(parser, "shakespeare")
         parser.add_argument(
@@ -166,15 +211,12 @@ class SpeedrunBenchmark(Benchmark):
         """
 
         # Wrong flags are refused before a round has taken its minutes.
-        args.rounds = args.rounds or (1 if args.quick else 5)
         overrides = settings_of(args)
         arms = chosen(args.arms, list(ARMS))
         if args.nanogpt and not (args.nanogpt / "train.py").is_file():
             raise ConfigError(
                 f"nanogpt = {args.nanogpt} has no train.py; give the folder of a clone of nanoGPT"
             )
-        if args.rounds < 1:
-            raise ConfigError(f"rounds = {args.rounds}; at least 1 round is needed")
 
         # Without nanoGPT's folder its own script is skipped, and the report says so.
         if OWN in arms and args.nanogpt is None:
@@ -182,35 +224,26 @@ class SpeedrunBenchmark(Benchmark):
             report.rows.append(
                 Measurement(OWN, SECONDS, "s", (), skipped="--nanogpt names no folder")
             )
-        found: dict[str, list[SpeedrunResult]] = {arm: [] for arm in arms}
+        # Before any clock
+        info = prepare(load_config(preset=CPU_PRESET, overrides=dict(data_flags(args))))
+        report.conditions["data"] = info.note
+        found: dict[str, list[RunToLoss]] = {arm: [] for arm in arms}
         failed: dict[str, str] = {}
-        with two_cores(), scratch_folder() as folder:
-            # Before any clock
-            info = prepare(load_config(preset=CPU_PRESET, overrides=dict(data_flags(args))))
-            report.conditions["data"] = info.note
-            env = arm_environment() | {"TMPDIR": str(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
 
+        def add_rows() -> None:
+            # A failed arm keeps its rows, which then carry the error.
+            for arm in arms:
+                target = float(overrides.get("target_loss", ARMS[arm].target))
+                report.rows += _make_rows(arm, found[arm], target, report, failed.get(arm, ""))
+            _add_targets(report, arms)
+
+        with two_cores(), scratch_folder() as folder, part(report, add_rows):
             # Round by round in rotating order, a seed per round: all arms of a round see the same
             # seed.
             for turn in range(args.rounds):
                 for arm in (arm for arm in rotated(arms, turn) if arm not in failed):
-                    # The rules, then the record's own flags, then those of the command line,
-                    # which win.
-                    record = ARMS[arm]
-                    flags = {
-                        **RULES,
-                        **DEFAULTS,
-                        **data_flags(args),
-                        "target_loss": record.target,
-                        "seed": turn,
-                    }
-                    flags |= {**record.flags, **overrides}
-                    own = folder / f"{arm}-{turn}".replace(" ", "-")
                     try:
-                        if arm == OWN:
-                            run = run_nanogpt(args.nanogpt, flags, env, own, args.timeout_s)
-                        else:
-                            run = run_once(record, flags, env, own, args.timeout_s)
+                        run = _run(args, arm, turn, overrides, folder)
                     except ChildFailed as error:
                         failed[arm] = f"{arm}: {error}"
                         report.failures.append(failed[arm])
@@ -222,59 +255,25 @@ class SpeedrunBenchmark(Benchmark):
                         f"{run.steps} steps  loss {run.loss:.4f}"
                     )
 
-        # A failed arm keeps its rows, which then carry the error.
-        for arm in arms:
-            target = float(overrides.get("target_loss", ARMS[arm].target))
-            report.rows += _make_rows(arm, found[arm], target, report, failed.get(arm, ""))
-        _add_targets(report, arms)
+    def format_text(self, report: Report) -> list[str]:
+        """Return nothing: the terminal shows a line per row."""
+        return []
 
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return the table of records for a page: medians with their range.
 
-        Steps and losses are the highest of a round.
-        """
-
-        # Columns: a ratio to each peer, and one to the record before.
-        rows = [report.row(arm, SECONDS) for arm in ARMS]
-        shown = [row.arm for row in rows if row and not row.skipped]
-        peers = [arm for arm in (PEER, OWN) if arm in shown]
-        ends = ("CPU seconds", "most steps", "highest loss")
-        others = [arm for arm in shown if arm not in peers]
-        ahead = {arm: before for before, arm in pairwise(others)}
-        columns = [*(f"/ {peer}" for peer in peers), *(["/ the one before"] if ahead else [])]
-        head = ("record", "loss", "seconds", *columns, *ends)
-        lines = []
-
-        # A peer has no record before it: its last cell stays empty.
-        for arm in shown:
-            against = [
-                report.cell(f"{arm} / {other}", SECONDS, "range")
-                for other in (*peers, ahead.get(arm, ""))
-            ]
-            against = against[: len(columns)]
-            cells = [report.cell(arm, metric, "range") for metric in (SECONDS, CPU_TIME)]
-            loss = report.row(arm, LOSS)
-            steps = report.row(arm, STEPS)
-            bound = "≥ " if loss and loss.extra.get("missed") else ""
-            if steps and loss and loss.values:
-                last = (f"{max(steps.values):.0f}", f"{max(loss.values):.4f}")
-            else:
-                last = ("", "")
-            lines.append(
-                (arm, f"{ARMS[arm].target:.2f}", bound + cells[0], *against, cells[1], *last)
-            )
-        return markdown(head, lines)
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw seconds and CPU seconds to each record's loss.
-
-        Bars are medians, lines the lowest and highest value.
-        """
-        with figure(report, path) as (left, right):
-            for axes, metric in ((left, SECONDS), (right, CPU_TIME)):
-                bars(axes, measured(report, list(ARMS), metric), color="0.6")
-                axes.set(title=f"{metric}, seconds", xlabel="medians and range")
-                axes.invert_yaxis()
+def _run(
+    args: argparse.Namespace, arm: str, turn: int, overrides: Mapping[str, str], folder: Path
+) -> RunToLoss:
+    """Run an arm's command in a round. Raises ChildFailed."""
+    record = ARMS[arm]
+    env = arm_environment() | {"TMPDIR": str(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
+    # The rules, then the record's own flags, then those of the command line, which win.
+    flags = {**RULES, **DEFAULTS, **data_flags(args)}
+    flags |= {"target_loss": record.target, "seed": turn, **record.flags, **overrides}
+    own = folder / f"{arm}-{turn}".replace(" ", "-")
+    if arm == OWN:
+        return run_nanogpt(args.nanogpt, flags, env, own, args.timeout_s)
+    flags["preset"] = record.preset
+    return run_to_loss(record.program, flags, env, own, args.timeout_s)
 
 
 @contextmanager
@@ -292,54 +291,13 @@ def two_cores() -> Iterator[None]:
             os.sched_setaffinity(0, before)
 
 
-def run_once(
-    record: Record,
-    flags: Mapping[str, object],
-    env: Mapping[str, str],
-    folder: Path,
-    timeout_s: float,
-) -> SpeedrunResult:
-    """Run one record's command and return its result.
-
-    Raises ChildFailed, also when no evaluation was made.
-    """
-    folder.mkdir(parents=True)
-    command = [
-        sys.executable,
-        "-m",
-        record.module,
-        "--preset",
-        record.preset,
-        *words({**flags, "out_dir": folder}),
-    ]
-
-    # The kernel adds a child's CPU time only when it has been waited for: read it after the end.
-    before = _children_cpu_s()
-    with Child(command, env, folder / "output.log") as child:
-        child.wait(timeout_s)
-        cpu_s = _children_cpu_s() - before
-
-        # A nanoray run has a folder of its own below --out_dir; the peer's loop writes directly
-        # into it.
-        paths = [*folder.glob("metrics.jsonl"), *folder.glob("*/metrics.jsonl")]
-        evaluations = [r for path in paths for r in read_json_lines(path) if "val/loss" in r]
-        if not evaluations:
-            raise ChildFailed(f"it ended without an evaluation\n{child.tail()}")
-
-    # The clock stops when the evaluation has ended, not when the process has: saving and exiting
-    # are no part of the record.
-    last = evaluations[-1]
-    seconds = last["time"] + last["time/eval_s"] - child.started
-    return SpeedrunResult(seconds, cpu_s, last["step"], last["val/loss"])
-
-
 def run_nanogpt(
     source: Path,
     flags: Mapping[str, object],
     env: Mapping[str, str],
     folder: Path,
     timeout_s: float,
-) -> SpeedrunResult:
+) -> RunToLoss:
     """Run nanoGPT's train.py until its own evaluation shows the loss; return the result.
 
     Raises ChildFailed.
@@ -347,18 +305,13 @@ def run_nanogpt(
     folder.mkdir(parents=True)
     config = load_config(preset=CPU_PRESET, overrides=dict(flags))
     peer = NanoGPT(source, config, prepare(config), folder)
-    before = _children_cpu_s()
+    before = children_cpu_s()
     step, seconds, loss = peer.train(config.target_loss, env, timeout_s)
-    return SpeedrunResult(seconds, _children_cpu_s() - before, step, loss)
-
-
-def _children_cpu_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+    return RunToLoss(seconds, children_cpu_s() - before, step, loss)
 
 
 def _make_rows(
-    arm: str, found: list[SpeedrunResult], target: float, report: Report, failed: str
+    arm: str, found: list[RunToLoss], target: float, report: Report, failed: str
 ) -> list[Measurement]:
     """Return an arm's rows, a value per round.
 

@@ -1,4 +1,4 @@
-"""The first record of `bench speedrun`: the loop that people write first (compute.py).
+"""The first record of the speedrun: the loop that people write first (nanoray/bench/compute.py).
 
 Flags are those of nanoray.train. Every `eval_every` steps it scores the validation windows that
 nanoray's evaluation scores, and writes a record as nanoray does: step, val/loss, the Unix seconds
@@ -37,7 +37,7 @@ def validation_loss(model: nn.Module, data: TokenData, config: Config) -> float:
 
 def main(argv: list[str]) -> int:
     """Train until an evaluation reaches target_loss, or max_steps."""
-    config = parse_args(argv, "python -m nanoray.bench.peers.speedrun", "A plain loop.").config
+    config = parse_args(argv, "python examples/speedrun/plain_loop.py", "A plain loop.").config
     info = prepare(config)
     data = TokenData(info, config.block_size, config.seed)
     records = Path(config.out_dir, "metrics.jsonl")
