@@ -1,8 +1,7 @@
-"""A training on a Ray cluster of its own, and faults: processes that are killed or frozen.
+"""A training on a Ray cluster (cluster.py), and faults: processes that are killed or frozen.
 
-Cluster    a head and, for two nodes, a second node that can be killed and is started again some seconds later
-Training   one command, started again with --resume auto whenever its driver is ended before the run is
-Chaos      kinds, moments and targets of the faults, which follow from a seed
+ObservedRun  one command, started again with --resume auto whenever its driver is ended before the run is
+Chaos        kinds, moments and targets of the faults, which follow from a seed
 """
 
 from __future__ import annotations
@@ -13,24 +12,17 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nanoray.base.proc import stat_of
-from nanoray.bench.harness.processes import (
-    CLUSTER_START_S,
-    Child,
-    ChildFailed,
-    is_up,
-    node_command,
-    ray_head,
-)
+from nanoray.bench.cluster import POLL_S, NodeCluster
+from nanoray.bench.harness.processes import Child
 from nanoray.faults.cause import Failure
 from nanoray.faults.progress import ProgressFile
-from nanoray.host.slots import Slots
 
 KILL = "kill rank"
 FREEZE = "freeze rank"
@@ -44,7 +36,6 @@ MEET = 3  # faults that may wait for recovery; the next is held back until a new
 NODE_BACK_S = (1.0, 6.0)  # seconds until a killed node comes back, at random
 DRIVER_BACK_S = (0.0, 2.0)  # old ranks may still be alive when the new driver starts
 STOP_S = 60.0  # a driver that is asked to stop does so within a step and a checkpoint
-POLL_S = 0.1
 FDS_EVERY_S = 1.0
 # The head knows after four seconds that a node was killed, in place of thirteen; a busy machine has
 # time to answer.
@@ -65,89 +56,6 @@ EXCUSED = (
 
 class SoakFailed(Exception):
     """The run did not survive; the message ends with the last lines of its output."""
-
-
-class Cluster:
-    """A Ray head and, with `nodes` = 2, a second node with room for one rank.
-
-    Leaving the `with` block ends both.
-    """
-
-    def __init__(self, folder: Path, env: Mapping[str, str], slots: Slots, nodes: int) -> None:
-        """Prepare a cluster that keeps its files in `folder`, whose path must be short.
-
-        `slots` are the devices of all ranks; the second node gets the last of them.
-        """
-        self._folder = folder
-        self._slots = slots
-        self.nodes = nodes
-        self.env = dict(env) | FAST_HEALTH
-        self.address = ""
-        self.started = 0
-        self._stack = ExitStack()
-        self._node: Child | None = None
-        self._back_at = 0.0
-        self._head: Child | None = None
-
-    def __enter__(self) -> Cluster:
-        here = self._slots.workers - (self.nodes - 1)
-        devices = replace(self._slots, devices=self._slots.devices[:here])
-        try:
-            self.address, self._head = self._stack.enter_context(
-                ray_head(self._folder / "ray", self.env, devices, cpus=here)
-            )
-            self.env["RAY_ADDRESS"] = self.address
-            deadline = time.monotonic() + CLUSTER_START_S
-            while not self.is_complete():
-                if time.monotonic() > deadline:
-                    raise ChildFailed(
-                        f"the second node did not come up\n{self._node.tail() if self._node else ''}"
-                    )
-                time.sleep(POLL_S)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._node:
-            self._node.end()
-        self._stack.close()
-
-    def is_complete(self) -> bool:
-        """Whether all nodes are there; starts a lost one when its time has come."""
-        if self._head and self._head.process.poll() is not None:
-            raise ChildFailed(f"`ray start --head` ended by itself\n{self._head.tail()}")
-        if self.nodes == 1:
-            return True
-        if self._node is None:
-            if time.monotonic() >= self._back_at:
-                self._start_node()
-            return False
-        if self._node.process.poll() is not None:
-            raise ChildFailed(
-                f"`ray start` of the second node ended by itself\n{self._node.tail()}"
-            )
-        return is_up(self._node)
-
-    def _start_node(self) -> None:
-        self.started += 1
-        devices = [d.uuid for d in self._slots.devices[-1:]]
-        command = node_command(self._folder / "ray", self.address, len(devices))
-        env = self.env | ({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {})
-        self._node = Child(command, env, self._folder / f"node{self.started}.log")
-
-    def kill_node(self, back_s: float) -> int:
-        """Kill every process of the second node and return their number.
-
-        The node is started again in `back_s` seconds.
-        """
-        assert self._node
-        killed = self._node.kill()
-        self._node.end()
-        self._node = None
-        self._back_at = time.monotonic() + back_s
-        return killed
 
 
 @dataclass
@@ -184,7 +92,7 @@ class ObservedRun:
     Its driver is started again until the run is done.
     """
 
-    def __init__(self, command: list[str], cluster: Cluster, folder: Path, steps: int) -> None:
+    def __init__(self, command: list[str], cluster: NodeCluster, folder: Path, steps: int) -> None:
         """Train `steps` steps with `command` and the runs in `folder`, which is made."""
         self._command = command
         self._cluster = cluster
@@ -325,7 +233,7 @@ class Chaos:
     def _pause(self) -> float:
         return max(LEAST_GAP_S, self._moments.expovariate(1 / self._every_s))
 
-    def act(self, training: ObservedRun, cluster: Cluster) -> None:
+    def act(self, training: ObservedRun, cluster: NodeCluster) -> None:
         """Cause the next fault if its time has come and its target is there."""
         points = training.seen.points
         if not (points and self._left):
@@ -354,10 +262,13 @@ class Chaos:
         self._due = training.seconds + self._pause()
         self._next = next(self._kinds)
 
-    def _cause(self, training: ObservedRun, cluster: Cluster, ranks: list[tuple[int, int]]) -> str:
+    def _cause(
+        self, training: ObservedRun, cluster: NodeCluster, ranks: list[tuple[int, int]]
+    ) -> str:
         if self._next == KILL_NODE:
             back_s = self._choices.uniform(*NODE_BACK_S)
-            return f"({cluster.kill_node(back_s)} processes, back in {back_s:.1f} s)"
+            (node,) = cluster.nodes
+            return f"({cluster.take(node, back_s)} processes, back in {back_s:.1f} s)"
         if self._next in (STOP_DRIVER, KILL_DRIVER):
             pid = training.driver.process.pid
             training.ended_by = self._next
@@ -389,7 +300,9 @@ def kinds(seed: int, nodes: int) -> Iterator[str]:
         yield from order.sample(bag, len(bag))
 
 
-def survive(training: ObservedRun, cluster: Cluster, chaos: Chaos | None, limit_s: float) -> float:
+def survive(
+    training: ObservedRun, cluster: NodeCluster, chaos: Chaos | None, limit_s: float
+) -> float:
     """Watch the training to its end and return its seconds.
 
     `chaos` causes faults meanwhile, if given. Raises SoakFailed when it is not done within

@@ -1,4 +1,4 @@
-"""A training whose ranks get killed from outside, and what its records say of it afterwards.
+"""A training whose ranks are killed, or whose nodes are taken, and what its records say afterwards.
 
 All moments are Unix seconds of this host's wall clock: the records', the logs' and the killer's.
 """
@@ -20,9 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from nanoray.base.proc import stat_of
+from nanoray.bench.cluster import NodeCluster
 from nanoray.bench.harness.launchers import RANK_PID
 from nanoray.bench.harness.processes import GRACE_S, Child, ChildFailed
 
+# Set for the peer on Ray Train, it asks for notices and saves when there is one
+PEER_DRAINS = "NANORAY_PEER_DRAINS"
+DRAINED_WORLD = 2  # ranks of a run whose node is taken
+LEAST_STEPS = 100  # new ones after the end of a node, until a run counts as recovered
 POLL_S = 0.02  # between two looks at the records
 FOLLOW_S = 0.1  # the same where a look does not decide when something happens
 TORCHRUN_SAW = re.compile(
@@ -42,6 +47,18 @@ class Kill(NamedTuple):
     noticed_s: float | None
     repeated: int  # steps done before the kill and again after it
     wrong: int  # steps whose loss is not that of a run without a kill
+
+
+class Drain(NamedTuple):
+    """One announced end of a node, and its consequences."""
+
+    round: int
+    rank: int
+    step: int  # the last one before the longest time without a new step
+    standstill_s: float  # that time, from the notice on
+    repeated: int  # steps done again after the notice
+    after_s: float  # from the notice to the end of that time
+    wrong: int  # steps whose loss is not that of a run without a notice
 
 
 class Outage(NamedTuple):
@@ -137,6 +154,43 @@ def wrong_losses(
         step not in losses or abs(losses[step] - loss) > tolerance * abs(loss)
         for step, loss in reference.items()
     ) + len(losses.keys() - reference.keys())
+
+
+class Pause(NamedTuple):
+    """The longest time without a new step."""
+
+    seconds: float
+    step: int  # the last one before
+    end: float  # the moment of the next one
+    repeated: int  # steps of the whole time that were done before
+
+
+def longest_pause(done: Mapping[tuple[int, int], float], since: float) -> Pause | None:
+    """Return the longest time without a step that was new, from a moment on; None without steps.
+
+    A step that is done a second time is none, and counts as repeated.
+    """
+    first = first_times(done)
+    repeated = sum(at > first[step] and at >= since for (_, step), at in done.items())
+
+    # The last step before the moment begins the first pause.
+    moments = sorted((at, step) for step, at in first.items())
+    before = [pair for pair in moments if pair[0] < since][-1:]
+    later = [*before, *(pair for pair in moments if pair[0] >= since)]
+    pauses = []
+    for (start, step), (end, _) in itertools.pairwise(later):
+        pauses.append(Pause(end - max(start, since), step, end, repeated))
+    return max(pauses, default=None)
+
+
+def wrong_among(losses: Mapping[int, float], reference: Mapping[int, float], most: float) -> int:
+    """Return how many steps are missing or have another loss, up to the last one of both.
+
+    most: the relative difference that is no other loss; 0 requires the same bits.
+    """
+    last = min(max(losses, default=0), max(reference, default=0))
+    common = {step: loss for step, loss in reference.items() if step <= last}
+    return wrong_losses({step: losses[step] for step in losses if step <= last}, common, most)
 
 
 class TrainingProcess:
@@ -357,3 +411,51 @@ class TrainingProcess:
                         os.kill(pid, signal.SIGKILL)
                 return
             time.sleep(POLL_S)
+
+
+# A node that is announced to go, and goes.
+
+
+def run_drained(
+    run: TrainingProcess,
+    cluster: NodeCluster,
+    rank: int,
+    at_step: int,
+    notice_s: float,
+    watch_s: float,
+    timeout_s: float,
+) -> Pause:
+    """Announce the end of a rank's node at a step, take the node away, and watch what follows.
+
+    It ends `watch_s` seconds after the node, or later, with LEAST_STEPS new steps. Raises
+    ChildFailed.
+    """
+    run.wait_until(lambda: run.step >= at_step, timeout_s, f"step {at_step}")
+    # torchft begins with the ranks that are there: the other one may come later.
+    ranks = range(DRAINED_WORLD)
+    run.wait_until(lambda: all(map(run.process_of, ranks)), timeout_s, "all ranks")
+    # This rank, or the next one if this one is on the head
+    pids = [run.process_of((rank + turn) % DRAINED_WORLD) for turn in ranks]
+    names = [cluster.node_of(pid) for pid in pids if pid]
+    name = next(filter(None, names), None)
+    if name is None:
+        raise ChildFailed(f"no rank is on a node beside the head\n{run.child.tail()}")
+    announced = cluster.drain(name, notice_s)
+    run.follow(announced + notice_s)
+    cluster.take(name)
+    reached = run.step + LEAST_STEPS
+    run.follow(announced + notice_s + watch_s)
+    what = f"{LEAST_STEPS} new steps after the end of the node"
+    run.wait_until(lambda: run.step >= reached, timeout_s, what)
+    pause = longest_pause(run.done, announced)
+    assert pause is not None, "there were new steps"
+    return pause._replace(end=pause.end - announced)
+
+
+def run_undrained(
+    run: TrainingProcess, at_step: int, seconds: float, timeout_s: float
+) -> dict[int, float]:
+    """Return step -> loss of a run for as long as one with a drained node. Raises ChildFailed."""
+    run.wait_until(lambda: run.step >= at_step, timeout_s, f"step {at_step}")
+    run.follow(time.time() + seconds)
+    return run.losses()

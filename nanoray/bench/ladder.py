@@ -1,4 +1,4 @@
-"""A ladder: what a step costs under one setting after the other. `bench step` and `gpu` have one.
+"""A ladder: what a step costs under one setting after the other, for `bench step`, `gpu`, `train`.
 
 A rung trains by nanoray's engine, or by the loop that people write first, in processes of its own
 (compute.py), which do blocks of steps on request. All rungs of a ladder train the model and the
@@ -144,12 +144,16 @@ class RungProcesses:
             child.end()
 
     def block(self, steps: int, timeout_s: float) -> dict[str, float]:
-        """Run a block of steps; return the answer of its slowest rank. Raises ChildFailed."""
+        """Run a block of steps; return the answer of its slowest rank, and the CPU time of all.
+
+        Raises ChildFailed.
+        """
         # Ask all ranks before waiting for any: they run at the same time and wait for each other.
         for child in self.children:
             child.ask(str(steps))
         answers = [child.answer(timeout_s) for child in self.children]
-        return max(answers, key=lambda answer: answer["step_ms"])
+        slowest = max(answers, key=lambda answer: answer["step_ms"])
+        return slowest | {"cpu_ms": sum(answer["cpu_ms"] for answer in answers)}
 
 
 def products(size: int, dtype: str, tf32: bool = False) -> dict[str, Any]:

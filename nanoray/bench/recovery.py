@@ -15,7 +15,7 @@ step. Part two: one longer run per arm, in which kills arrive by a Poisson proce
 and ranks for all arms. The arms on Ray share one head, which is up before any of them starts. The
 records of the runs say what happened (killed.py).
 
-Part three, with --drains: the node of a rank is announced to go, and goes (drained.py). The head and
+Part three, with --drains: the node of a rank is announced to go, and goes. The head and
 two nodes have room for three ranks, and there are two. in_place and spare move the rank before the end.
 torchtrainer has max_preemption_failures, and saves at the notice as Ray's documentation recommends.
 torchft has no use for a notice: Ray Train's watcher of such notices is off with replica groups.
@@ -28,20 +28,13 @@ import os
 import random
 import shutil
 import time
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from nanoray.bench.drained import (
-    NODES,
-    PEER_DRAINS,
-    WORLD,
-    Drain,
-    DrainedCluster,
-    run_drained,
-    run_undrained,
-    wrong_among,
-)
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import bars, figure, measured
+from nanoray.bench.cluster import NodeCluster
+from nanoray.bench.harness.benchmark import Benchmark, part
+from nanoray.bench.harness.figure import Figure, Panel, bars, measured
 from nanoray.bench.harness.launchers import SAME_LOSS, command
 from nanoray.bench.harness.plan import (
     SEE_FAILED,
@@ -52,22 +45,29 @@ from nanoray.bench.harness.plan import (
     planned,
     rotated,
 )
-from nanoray.bench.harness.processes import ChildFailed, python_in
-from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, say
+from nanoray.bench.harness.processes import Child, ChildFailed, python_in
+from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names, wrong_of
 from nanoray.bench.killed import (
+    DRAINED_WORLD,
+    PEER_DRAINS,
+    Drain,
     Goodput,
     Kill,
     TrainingProcess,
     arrivals,
     goodput,
     outage,
+    run_drained,
+    run_undrained,
+    wrong_among,
     wrong_losses,
 )
 from nanoray.bench.peers.torchft import PEER_LIGHTHOUSE, missing
 from nanoray.errors import ConfigError
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
-from nanoray.host.slots import local_slots
+from nanoray.host.slots import Slots, local_slots
 
 ON_NANORAY = {  # arm -> flags of nanoray.launch
     "in_place": ["--recovery", "in_place", "--spares", "0"],
@@ -82,6 +82,7 @@ ON_TORCHFT = {TORCHFT: {}, TORCHFT_DEFAULTS: {PEER_LIGHTHOUSE: "defaults"}}  # a
 TORCHRUN = "torchrun"
 ARMS = (*ON_NANORAY, PEER, TORCHFT, TORCHFT_DEFAULTS, TORCHRUN)
 DRAINED_ARMS = ("in_place", "spare", PEER, TORCHFT)
+QUARTILES = "quartiles"
 STANDSTILL = "standstill"
 NOTICED = "of it: until noticed"
 REPEATED = "steps repeated"
@@ -96,13 +97,14 @@ TIMES_FASTER = 5.0
 MAX_FAILURES = 1000
 ENDLESS = 10**6  # steps of a run that is ended by us
 WARM_STEPS = 50  # of a run under a plan of kills before anything is counted
+DRAINED_NODES = 2  # beside the head: of all three, two have a rank, and one is free
 CLEAN_SHARE = 6  # the time with kills, in multiples of the time without
 
 
 def start(
-    plan: BenchPlan, arm: str, steps: int, name: str, cluster: DrainedCluster | None = None
+    plan: BenchPlan, arm: str, steps: int, name: str, nodes: Mapping[str, Child] | None = None
 ) -> TrainingProcess:
-    """Start a run of an arm, on the plan's head or on the nodes of a cluster.
+    """Start a run of an arm, on the plan's head, and on the other nodes of a cluster.
 
     Leaving its `with` block ends it.
     """
@@ -114,20 +116,17 @@ def start(
         "checkpoint_every": plan.args.checkpoint_every,
         "placement_timeout_s": 30,
     }
-    if cluster:
+    if nodes is not None:
         flags |= {"placement_timeout_s": 60, "cpus_per_worker": 1}
-    place = cluster or plan
     recipe = plan.recipe(flags) + ON_NANORAY.get(arm, [])
     argv = command(
-        _starter_of(arm), plan.slots.workers, recipe, place.address, python_in(plan.folder)
+        _starter_of(arm), plan.slots.workers, recipe, plan.address, python_in(plan.folder)
     )
     if arm == TORCHRUN:
         # torchrun's own flags must come before `-m nanoray.train`.
         argv[3:3] = [f"--max-restarts={MAX_FAILURES}"]
-    env = place.env | ON_TORCHFT.get(arm, {})
-    return TrainingProcess(
-        argv, env, plan.folder / name, place.head, cluster.nodes if cluster else None
-    )
+    env = plan.env | ON_TORCHFT.get(arm, {})
+    return TrainingProcess(argv, env, plan.folder / name, plan.head, nodes)
 
 
 def _starter_of(arm: str) -> str:
@@ -137,10 +136,119 @@ def _starter_of(arm: str) -> str:
     return TORCHFT if arm in ON_TORCHFT else arm
 
 
+# What is shown.
+
+
+def _with_any(*metrics: str) -> Callable[[Report], list[str]]:
+    """Return the arms of a table: those that have one of these metrics, with values or without."""
+
+    def arms(report: Report) -> list[str]:
+        return [arm for arm in ARMS if any(report.row(arm, metric) for metric in metrics)]
+
+    return arms
+
+
+def _standstill(report: Report, arm: str, spread: str) -> str:
+    """Return the standstill of an arm, or that its peer is not installed."""
+    row = report.row(arm, STANDSTILL)
+    return "skipped" if row and row.skipped else report.cell(arm, STANDSTILL, spread)
+
+
+def _times(head: str, metric: str) -> TableColumn:
+    """Return the column of how many times TorchTrainer's median an arm's is shorter."""
+    return TableColumn(
+        head, lambda report, arm, spread: report.cell(f"{PEER} / {arm}", metric), QUARTILES
+    )
+
+
+def _counted(head: str, metric: str) -> TableColumn:
+    return replace(count_of_rounds(metric), head=head)
+
+
+def _colour_of(arm: str) -> str:
+    return "#2e86c1" if arm in ON_NANORAY else "0.6"
+
+
+def _draw_standstills(axes: Any, report: Report) -> None:
+    """Draw the standstills with their quartiles and every kill."""
+    rows = measured(report, ARMS, STANDSTILL)
+    bars(axes, rows, quartiles=True, color=[_colour_of(r.arm) for r in rows])
+    for row in rows:
+        axes.plot(row.values, [row.arm] * row.n, "k.", ms=4, alpha=0.5)
+
+    # Seconds until the launcher logged the kill, as a white mark within the bar.
+    noticed = measured(report, [row.arm for row in rows], NOTICED)
+    if noticed:
+        medians = [row.median for row in noticed]
+        axes.plot(medians, [r.arm for r in noticed], "w|", ms=14, mew=2, label="noticed")
+
+
+def _draw_goodputs(axes: Any, report: Report) -> None:
+    rows = measured(report, ARMS, GOODPUT)
+    bars(axes, rows, xerr=None, color=[_colour_of(r.arm) for r in rows])
+    for container in axes.containers:
+        axes.bar_label(container, fmt="%.0f", padding=3)
+
+
+def _note(report: Report) -> str:
+    known = report.conditions
+    return "\n".join(known[key] for key in ("recipe", "kills", "plan of kills") if key in known)
+
+
 class RecoveryBenchmark(Benchmark):
     """Measure how long training stands still when a rank is killed."""
 
     wrong = "steps whose loss is not that of a run without a kill"
+    tables = (
+        Table(
+            _with_any(STANDSTILL, GOODPUT),
+            (
+                names("arm"),
+                TableColumn(f"{STANDSTILL}, s", _standstill, QUARTILES),
+                TableColumn("noticed after, s", NOTICED, QUARTILES),
+                TableColumn(REPEATED, REPEATED, QUARTILES),
+                _times("times faster", STANDSTILL),
+                _counted("kills", STANDSTILL),
+                wrong_of(STANDSTILL),
+                TableColumn(f"{GOODPUT}, %", GOODPUT, QUARTILES),
+            ),
+        ),
+        Table(
+            _with_any(DRAIN_STANDSTILL),
+            (
+                names("arm, a drained node"),
+                TableColumn(f"{STANDSTILL}, s", DRAIN_STANDSTILL, QUARTILES),
+                TableColumn("over, s after the notice", DRAIN_AFTER, QUARTILES),
+                TableColumn(REPEATED, DRAIN_REPEATED, QUARTILES),
+                _times("times shorter", DRAIN_STANDSTILL),
+                _counted("drains", DRAIN_STANDSTILL),
+                wrong_of(DRAIN_STANDSTILL),
+            ),
+        ),
+    )
+    figure = Figure(
+        (
+            Panel(
+                _draw_standstills,
+                {
+                    "title": "training stands still after one SIGKILL",
+                    "xlabel": "seconds: median, quartiles, every kill",
+                },
+                legend={"fontsize": 8, "facecolor": "0.6"},
+                down=True,
+            ),
+            Panel(
+                _draw_goodputs,
+                {
+                    "title": "goodput under a plan of kills",
+                    "xlabel": "new steps, % of those without kills",
+                    "xlim": (0, None),
+                },
+                down=True,
+            ),
+        ),
+        note=_note,
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -244,10 +352,10 @@ class RecoveryBenchmark(Benchmark):
                 "above 0"
             )
         slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
-        if args.drains and (slots.devices or slots.workers != WORLD):
+        if args.drains and (slots.devices or slots.workers != DRAINED_WORLD):
             raise ConfigError(
-                f"drains = {args.drains} needs {WORLD} ranks on CPUs, but there are {slots.workers} on "
-                f"{slots.kind}; use --device cpu --workers {WORLD}"
+                f"drains = {args.drains} needs {DRAINED_WORLD} ranks on CPUs, but there are {slots.workers} on "
+                f"{slots.kind}; use --device cpu --workers {DRAINED_WORLD}"
             )
         if slots.workers < 2:
             raise ConfigError(
@@ -294,72 +402,15 @@ class RecoveryBenchmark(Benchmark):
                 _measure_goodputs(plan, report, plan_of_kills, window_s)
             # The head of the other parts would take a share of the machine.
             stack.close()
+            plan.head = None
             if args.drains:
                 report.conditions["drains"] = (
-                    f"{args.drains} round(s) on a head and {NODES} nodes of 1 CPU, the node of a rank "
+                    f"{args.drains} round(s) on a head and {DRAINED_NODES} nodes of 1 CPU, the node of a rank "
                     f"announced after step {args.drain_at}, killed {args.notice_s:g} s later, and "
                     f"watched for {args.watch_s:g} s more"
                 )
                 _measure_drains(plan, report)
         _add_targets(report)
-
-    def format_text(self, report: Report) -> list[str]:
-        """Return a table with a line per arm: medians with their quartiles."""
-        lines = []
-        for header, found in _build_tables(report):
-            lines += ["", *aligned([header, *found], right=set(range(1, len(header))))]
-        return lines[1:]
-
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return the tables for a README: medians with their quartiles."""
-        lines = []
-        for header, found in _build_tables(report):
-            lines += ["", *markdown(header, found)]
-        return lines[1:]
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw the standstills with their quartiles and every kill, and the goodputs."""
-
-        # The conditions stand below the figure, because the figure is also shown without its
-        # report.
-        notes = [
-            report.conditions[key]
-            for key in ("recipe", "kills", "plan of kills")
-            if key in report.conditions
-        ]
-        with figure(report, path, note="\n".join(notes)) as (left, right):
-            rows = measured(report, ARMS, STANDSTILL)
-            whole = measured(report, ARMS, GOODPUT)
-            bars(left, rows, quartiles=True, color=[_colour_of(r.arm) for r in rows])
-            for row in rows:
-                left.plot(row.values, [row.arm] * row.n, "k.", ms=4, alpha=0.5)
-
-            # Seconds until the launcher logged the kill, as a white mark within the bar.
-            noticed = measured(report, [row.arm for row in rows], NOTICED)
-            if noticed:
-                left.plot(
-                    [r.median for r in noticed],
-                    [r.arm for r in noticed],
-                    "w|",
-                    ms=14,
-                    mew=2,
-                    label="noticed",
-                )
-                left.legend(fontsize=8, facecolor="0.6")
-            left.set(
-                title="training stands still after one SIGKILL",
-                xlabel="seconds: median, quartiles, every kill",
-            )
-            bars(right, whole, xerr=None, color=[_colour_of(r.arm) for r in whole])
-            for container in right.containers:
-                right.bar_label(container, fmt="%.0f", padding=3)
-            right.set(
-                title="goodput under a plan of kills",
-                xlabel="new steps, % of those without kills",
-                xlim=(0, None),
-            )
-            for axes in (left, right):
-                axes.invert_yaxis()
 
 
 def _parse_between(args: argparse.Namespace) -> tuple[int, int]:
@@ -376,6 +427,52 @@ def _parse_between(args: argparse.Namespace) -> tuple[int, int]:
     return first, last
 
 
+def _repeat(
+    plan: BenchPlan,
+    report: Report,
+    what: str,
+    rounds: int,
+    once: Callable[[str, int], Kill | Drain],
+    rows_of: Callable[[BenchPlan, str, Sequence[Any]], list[Measurement]],
+) -> None:
+    """Cause one fault in every arm once per round, and add the rows, however that ends.
+
+    A broken arm reports only its error: the faults that it survived are a biased sample.
+    """
+    found: dict[str, list[Kill | Drain]] = {arm: [] for arm in plan.arms}
+
+    def add_rows() -> None:
+        for arm in plan.arms:
+            report.rows += rows_of(plan, arm, [] if arm in plan.broken else found[arm])
+
+    with part(report, add_rows):
+        for turn in range(rounds):
+            for arm in rotated(plan.arms, turn):
+                if arm in plan.broken:
+                    continue
+                try:
+                    fault = once(arm, turn)
+                except ChildFailed as error:
+                    plan.fail(report, arm, error)
+                    continue
+                found[arm].append(fault)
+                say(
+                    f"{what} {turn + 1}/{rounds}  {arm:<12}  rank {fault.rank} after step "
+                    f"{fault.step}  stands still {fault.standstill_s:.2f} s  {fault.repeated} "
+                    f"steps repeated  {fault.wrong} wrong"
+                )
+
+
+def _rows_of_faults(
+    plan: BenchPlan, arm: str, faults: Sequence[Kill | Drain], key: str, metric: str, note: str
+) -> Measurement:
+    """Return the row of an arm's standstills, with all that is known of each fault."""
+    wrong = sum(fault.wrong for fault in faults) if faults else None
+    raw = {key: [fault._asdict() for fault in faults]}
+    seconds = [fault.standstill_s for fault in faults]
+    return plan.row(arm, metric, "s", seconds, note, wrong=wrong, extra=raw)
+
+
 # Part one: single kills.
 
 
@@ -385,30 +482,12 @@ def _measure_standstills(plan: BenchPlan, report: Report, between: tuple[int, in
     # Losses of a run without kills, which every later run must repeat.
     reference = _train_reference(plan, report)
 
-    # Moment and rank are drawn before the arms, so all arms of a round lose the same rank at the
-    # same place.
-    found: dict[str, list[Kill]] = {arm: [] for arm in plan.arms}
-    for turn in range(plan.args.kills):
-        source = random.Random(f"{plan.args.seed}/{turn}")  # the same for all arms
-        moment = source.uniform(*between)
-        rank = turn % plan.slots.workers
-        for arm in rotated(plan.arms, turn):
-            if arm in plan.broken:
-                continue
-            try:
-                kill = _kill_once(plan, arm, turn, (moment, rank), reference)
-            except ChildFailed as error:
-                plan.fail(report, arm, error)
-                continue
-            found[arm].append(kill)
-            say(
-                f"round {turn + 1}/{plan.args.kills}  {arm:<12}  rank {rank} killed after step "
-                f"{kill.step}  "
-                f"stands still {kill.standstill_s:.2f} s  {kill.repeated} steps repeated  "
-                f"{kill.wrong} wrong"
-            )
-    for arm in plan.arms:
-        report.rows += _make_rows(arm, found[arm], arm in plan.broken)
+    def once(arm: str, turn: int) -> Kill:
+        # The same moment and rank for all arms of a round
+        moment = random.Random(f"{plan.args.seed}/{turn}").uniform(*between)
+        return _kill_once(plan, arm, turn, (moment, turn % plan.slots.workers), reference)
+
+    _repeat(plan, report, "kill", plan.args.kills, once, _rows_of_kills)
 
 
 def _train_reference(plan: BenchPlan, report: Report) -> dict[int, float]:
@@ -467,28 +546,14 @@ def _kill_once(
     return Kill(turn, rank, back.step, back.standstill_s, noticed_s, back.repeated, wrong)
 
 
-def _make_rows(arm: str, kills: list[Kill], broken: bool) -> list[Measurement]:
-    # A broken arm reports only its error: the kills that it survived are a biased sample.
-    error = SEE_FAILED if broken else ""
-    kills = [] if broken else kills
-    raw = {"kills": [kill._asdict() for kill in kills]}
-    wrong = sum(kill.wrong for kill in kills) if kills else None
-    seconds = tuple(kill.standstill_s for kill in kills)
-    rows = [
-        Measurement(
-            arm, STANDSTILL, "s", seconds, "kill to the next new step", error, wrong, extra=raw
-        )
-    ]
-    noticed = tuple(kill.noticed_s for kill in kills if kill.noticed_s is not None)
+def _rows_of_kills(plan: BenchPlan, arm: str, kills: Sequence[Kill]) -> list[Measurement]:
+    note = "kill to the next new step"
+    rows = [_rows_of_faults(plan, arm, kills, "kills", STANDSTILL, note)]
     if kills:
-        rows.append(
-            Measurement(
-                arm, NOTICED, "s", noticed, skipped="" if noticed else "its log does not say"
-            )
-        )
-        rows.append(
-            Measurement(arm, REPEATED, "steps", tuple(float(kill.repeated) for kill in kills))
-        )
+        noticed = [kill.noticed_s for kill in kills if kill.noticed_s is not None]
+        skipped = "" if noticed else "its log does not say"
+        rows.append(plan.row(arm, NOTICED, "s", noticed, skipped=skipped))
+        rows.append(plan.row(arm, REPEATED, "steps", [float(kill.repeated) for kill in kills]))
     return rows
 
 
@@ -562,55 +627,39 @@ def _measure_drains(plan: BenchPlan, report: Report) -> None:
     arms = [arm for arm in DRAINED_ARMS if arm in plan.arms]
     if not arms:  # the only one was torchft, which is not installed
         return
-    found: dict[str, list[Drain]] = {arm: [] for arm in arms}
-    broken: set[str] = set()
     env = plan.env | {PEER_DRAINS: "1"}
+    slots = Slots("cpu", (), DRAINED_WORLD, "ranks on CPUs")
     try:
-        with DrainedCluster(plan.folder / "d", env) as cluster:
-            reference = _train_undrained(plan, cluster, arms[0])
-            for turn in range(args.drains):
-                rank = (turn + 1) % WORLD  # not always the one that writes
-                for arm in (arm for arm in rotated(arms, turn) if arm not in broken):
-                    try:
-                        drain = _drain_once(plan, cluster, arm, turn, rank, reference)
-                    except ChildFailed as error:
-                        broken.add(arm)
-                        report.failures.append(f"{arm}, drained: {error}")
-                        say(f"FAILED  {arm}, drained: {error}")
-                        continue
-                    found[arm].append(drain)
-                    say(
-                        f"drain {turn + 1}/{args.drains}  {arm:<12}  rank {rank}  stands still "
-                        f"{drain.standstill_s:.2f} s, over {drain.after_s:.1f} s after the notice  "
-                        f"{drain.repeated} steps repeated  {drain.wrong} wrong"
-                    )
+        # The head has a CPU because Ray's TorchftConfig needs one there: its lighthouse is an actor
+        # that is bound to the controller's node, and on a head without CPUs, which KubeRay
+        # recommends, it is never scheduled.
+        with NodeCluster(plan.folder / "d", env, slots, DRAINED_NODES, head_cpus=1) as cluster:
+            place = {"address": cluster.address, "head": cluster.head, "env": cluster.env}
+            there = replace(plan, arms=arms, broken=set(), **place)  # type: ignore[arg-type]
+            with start(there, arms[0], ENDLESS, "undrained", cluster.nodes) as run:
+                seconds = args.notice_s + args.watch_s
+                reference = run_undrained(run, args.drain_at, seconds, args.timeout_s)
+
+            def once(arm: str, turn: int) -> Drain:
+                return _drain_once(there, cluster, arm, turn, reference)
+
+            _repeat(there, report, "drain", args.drains, once, _rows_of_drains)
     except ChildFailed as error:
         report.failures.append(f"drained nodes: {error}")
         say(f"FAILED  drained nodes: {error}")
-    for arm in arms:
-        report.rows += _make_drain_rows(arm, [] if arm in broken else found[arm])
-
-
-def _train_undrained(plan: BenchPlan, cluster: DrainedCluster, arm: str) -> dict[int, float]:
-    """Return step -> loss of a run without a notice. Raises ChildFailed."""
-    args = plan.args
-    with start(plan, arm, ENDLESS, "undrained", cluster) as run:
-        seconds = args.notice_s + args.watch_s
-        return run_undrained(run, args.drain_at, seconds, args.timeout_s)
+        for arm in arms:
+            if report.row(arm, DRAIN_STANDSTILL) is None:
+                report.rows.append(Measurement(arm, DRAIN_STANDSTILL, "s", (), error=SEE_FAILED))
 
 
 def _drain_once(
-    plan: BenchPlan,
-    cluster: DrainedCluster,
-    arm: str,
-    turn: int,
-    rank: int,
-    reference: dict[int, float],
+    plan: BenchPlan, cluster: NodeCluster, arm: str, turn: int, reference: dict[int, float]
 ) -> Drain:
     """Run an arm whose node is taken away. Raises ChildFailed."""
     args = plan.args
+    rank = (turn + 1) % DRAINED_WORLD  # not always the one that writes
     cluster.fill()
-    with start(plan, arm, ENDLESS, f"{arm}-drained-{turn}", cluster) as run:
+    with start(plan, arm, ENDLESS, f"{arm}-drained-{turn}", cluster.nodes) as run:
         seconds = (args.notice_s, args.watch_s, args.timeout_s)
         pause = run_drained(run, cluster, rank, args.drain_at, *seconds)
         tolerance = SAME_LOSS if arm in ON_TORCHFT else 0.0  # it goes on with one rank
@@ -618,20 +667,14 @@ def _drain_once(
     return Drain(turn, rank, pause.step, pause.seconds, pause.repeated, pause.end, wrong)
 
 
-def _make_drain_rows(arm: str, drains: list[Drain]) -> list[Measurement]:
-    if not drains:
-        return [Measurement(arm, DRAIN_STANDSTILL, "s", (), error=SEE_FAILED)]
-    raw = {"drains": [drain._asdict() for drain in drains]}
-    wrong = sum(drain.wrong for drain in drains)
+def _rows_of_drains(plan: BenchPlan, arm: str, drains: Sequence[Drain]) -> list[Measurement]:
     note = "longest time without a new step, from the notice on"
-    standstills = tuple(drain.standstill_s for drain in drains)
-    repeated = tuple(float(drain.repeated) for drain in drains)
-    after = tuple(drain.after_s for drain in drains)
-    return [
-        Measurement(arm, DRAIN_STANDSTILL, "s", standstills, note, wrong=wrong, extra=raw),
-        Measurement(arm, DRAIN_REPEATED, "steps", repeated),
-        Measurement(arm, DRAIN_AFTER, "s", after, "from the notice to the end of the standstill"),
-    ]
+    rows = [_rows_of_faults(plan, arm, drains, "drains", DRAIN_STANDSTILL, note)]
+    if drains:
+        rows.append(plan.row(arm, DRAIN_REPEATED, "steps", [float(d.repeated) for d in drains]))
+        over = "from the notice to the end of the standstill"
+        rows.append(plan.row(arm, DRAIN_AFTER, "s", [drain.after_s for drain in drains], over))
+    return rows
 
 
 def _add_targets(report: Report) -> None:
@@ -646,79 +689,3 @@ def _add_targets(report: Report) -> None:
             row = report.compare(PEER, arm, STANDSTILL, f"how many times faster {arm} is")
         if row and arm in ("in_place", "spare"):
             report.targets.append(Target(f"{STANDSTILL}, {row.arm}", row, ">=", TIMES_FASTER))
-
-
-# What is printed and drawn.
-
-HEADER = (
-    "arm",
-    f"{STANDSTILL}, s",
-    "noticed after, s",
-    REPEATED,
-    "times faster",
-    "kills",
-    "wrong",
-    f"{GOODPUT}, %",
-)
-
-
-DRAIN_HEADER = (
-    "arm, a drained node",
-    f"{STANDSTILL}, s",
-    "over, s after the notice",
-    REPEATED,
-    "times shorter",
-    "drains",
-    "wrong",
-)
-
-
-def _build_tables(report: Report) -> list[tuple[tuple[str, ...], list[tuple[str, ...]]]]:
-    """Return header and lines of each part that was measured."""
-    tables: list[tuple[tuple[str, ...], list[tuple[str, ...]]]] = []
-    kills = _build_lines(report)
-    if kills:
-        tables.append((HEADER, kills))
-    drains = []
-    for arm in DRAINED_ARMS:
-        row = report.row(arm, DRAIN_STANDSTILL)
-        if row is None:
-            continue
-        metrics = (DRAIN_STANDSTILL, DRAIN_AFTER, DRAIN_REPEATED)
-        cells = [report.cell(arm, metric) for metric in metrics]
-        cells.append(report.cell(f"{PEER} / {arm}", DRAIN_STANDSTILL))
-        wrong = "" if row.wrong is None else str(row.wrong)
-        drains.append((arm, *cells, str(row.n), wrong))
-    if drains:
-        tables.append((DRAIN_HEADER, drains))
-    return tables
-
-
-def _build_lines(report: Report) -> list[tuple[str, ...]]:
-    """Return the texts under HEADER of every arm that was measured."""
-    lines = [_build_line(report, arm) for arm in ARMS]
-    return [line for line in lines if line]
-
-
-def _build_line(report: Report, arm: str) -> tuple[str, ...] | None:
-    """Return an arm's texts under HEADER; None when it was not requested."""
-
-    # Either part may have been left out, and an arm may have only one of them.
-    single = report.row(arm, STANDSTILL)
-    whole = report.row(arm, GOODPUT)
-    if single is None and whole is None:
-        return None
-    texts = [report.cell(arm, metric) for metric in (STANDSTILL, NOTICED, REPEATED)]
-    if single and single.skipped:
-        texts[0] = "skipped"
-    texts.append(report.cell(f"{PEER} / {arm}", STANDSTILL))
-    texts.append(str(single.n) if single else "")
-    if single and single.wrong is not None:
-        texts.append(str(single.wrong))
-    else:
-        texts.append("")
-    return (arm, *texts, report.cell(arm, GOODPUT))
-
-
-def _colour_of(arm: str) -> str:
-    return "#2e86c1" if arm in ON_NANORAY else "0.6"

@@ -19,14 +19,13 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nanoray.bench.chaos import (
+    FAST_HEALTH,
     WEIGHTS,
     Chaos,
-    Cluster,
     FaultEvent,
     ObservedRun,
     SeenRun,
@@ -34,9 +33,10 @@ from nanoray.bench.chaos import (
     fault_records,
     survive,
 )
+from nanoray.bench.cluster import NodeCluster
 from nanoray.bench.harness import leaks
 from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure
+from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import add_data_flags, data_flags, words
 from nanoray.bench.harness.processes import arm_environment, scratch_folder
 from nanoray.bench.harness.report import (
@@ -44,11 +44,11 @@ from nanoray.bench.harness.report import (
     Report,
     Target,
     aligned,
-    markdown,
     number,
     say,
     table,
 )
+from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
@@ -101,10 +101,72 @@ RECIPE = {
 }
 
 
+# What is shown.
+
+
+def faults_of(report: Report) -> list[dict[str, Any]]:
+    """Return the faults of a report, each with time, kind, target and step."""
+    row = report.row(FAULTY, "faults")
+    return list(row.extra["faults"]) if row else []
+
+
+def _count(report: Report) -> Counter[str]:
+    return Counter(fault["kind"] for fault in faults_of(report))
+
+
+def _kinds_in(report: Report) -> list[str]:
+    """Return the kinds in the fixed order of the weights, without those that never happened."""
+    return [kind for kind in WEIGHTS if _count(report)[kind]]
+
+
+def _longest(report: Report, kind: str, spread: str) -> str:
+    row = report.row(kind, AGAIN)
+    return number(max(row.values)) if row else ""
+
+
+def _draw_steps(axes: Any, report: Report) -> None:
+    """Draw steps over time of both runs, with a mark at each fault."""
+    for arm, color in ((CLEAN, "0.6"), (FAULTY, "C0")):
+        row = report.row(arm, WHOLE)
+        if row:
+            at, steps = zip(*row.extra["steps_over_time"], strict=True)
+            axes.plot(at, steps, color=color, label=f"{arm} run")
+
+    # One mark per kind, at the step and second of each fault.
+    for kind, mark in zip(WEIGHTS, "vs*^XP", strict=True):
+        hit = [fault for fault in faults_of(report) if fault["kind"] == kind]
+        if hit:
+            at, steps = zip(*((fault["at_s"], fault["step"]) for fault in hit), strict=True)
+            axes.plot(at, steps, mark, label=f"{len(hit)} x {kind}")
+
+
 class SoakBenchmark(Benchmark):
     """Train under random faults, and compare the weights with a run without."""
 
     wrong = "tensors and logged values that differ from the clean run's; what was left behind"
+    # Per kind of fault, how many there were, and how long until the run trained again
+    tables = (
+        Table(
+            _kinds_in,
+            (
+                names("fault"),
+                TableColumn("n", lambda report, kind, spread: str(_count(report)[kind])),
+                TableColumn("training again after, s (median)", AGAIN),
+                TableColumn("longest", _longest),
+            ),
+            missing="-",
+        ),
+    )
+    figure = Figure(
+        (
+            Panel(
+                _draw_steps,
+                {"xlabel": "seconds since the command", "ylabel": "optimizer steps done"},
+                legend={"fontsize": 8},
+            ),
+        ),
+        size=(11, 4),
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -206,57 +268,19 @@ class SoakBenchmark(Benchmark):
             )
         return [*aligned(faults, right={0, 1, 3}), "", *table(report.rows)]
 
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return, per kind of fault, how many there were and how long until the run trained again."""
-
-        # Kinds in the fixed order of the weights; those that never happened are left out.
-        counts = Counter(fault["kind"] for fault in faults_of(report))
-        cells = []
-        for kind in (kind for kind in WEIGHTS if counts[kind]):
-            row = report.row(kind, AGAIN)
-            values = (number(row.median), number(max(row.values))) if row else ("-", "-")
-            cells.append((kind, str(counts[kind]), *values))
-        return markdown(("fault", "n", "training again after, s (median)", "longest"), cells)
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw steps over time of both runs, with a mark at each fault."""
-        with figure(report, path, (11, 4), (1, 1)) as (axes,):
-            for arm, color in ((CLEAN, "0.6"), (FAULTY, "C0")):
-                row = report.row(arm, WHOLE)
-                if row:
-                    points = row.extra["steps_over_time"]
-                    axes.plot(
-                        [at for at, _ in points],
-                        [step for _, step in points],
-                        color=color,
-                        label=f"{arm} run",
-                    )
-
-            # One mark per kind, at the step and second of each fault.
-            for kind, mark in zip(WEIGHTS, "vs*^XP", strict=True):
-                hit = [fault for fault in faults_of(report) if fault["kind"] == kind]
-                if hit:
-                    axes.plot(
-                        [f["at_s"] for f in hit],
-                        [f["step"] for f in hit],
-                        mark,
-                        label=f"{len(hit)} x {kind}",
-                    )
-            axes.set(xlabel="seconds since the command", ylabel="optimizer steps done")
-            axes.legend(fontsize=8)
-
 
 def _run_soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float) -> None:
     slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
     data = data_flags(args)
     prepared = prepare(load_config(overrides=dict(data)))  # now, and not in the first run
-    env = arm_environment() | {"TMPDIR": str(folder / "tmp")}
+    env = arm_environment() | FAST_HEALTH | {"TMPDIR": str(folder / "tmp")}
     flags = RECIPE | data | {"device": args.device, "workers": args.workers}
 
     # Nodes share this machine, so `spread` must be requested: otherwise all ranks could go to one
     # node and the loss of the other would disturb nothing.
     flags |= {"placement": "spread"} if args.nodes > 1 else {}
-    with Cluster(folder, env, replace(slots, workers=args.workers), args.nodes) as cluster:
+    beside = args.nodes - 1
+    with NodeCluster(folder, env, slots, beside, head_cpus=args.workers - beside) as cluster:
 
         def training(name: str, steps: int, save: int = 250) -> ObservedRun:
             own = flags | {
@@ -542,12 +566,6 @@ def _add_open_files(report: Report, training: ObservedRun) -> None:
         )
 
 
-def faults_of(report: Report) -> list[dict[str, Any]]:
-    """Return the faults of a report, each with time, kind, target and step."""
-    row = report.row(FAULTY, "faults")
-    return list(row.extra["faults"]) if row else []
-
-
 def _add_targets(report: Report) -> None:
     # The rate excludes the gaps: a fault may interrupt training but must not slow the steps after
     # it.
@@ -558,6 +576,3 @@ def _add_targets(report: Report) -> None:
             Target("steps per second while it trains, of the clean run's", row, ">=", GOODPUT)
         )
     report.compare(CLEAN, FAULTY, WHOLE, "of the time under faults, what a run without any takes")
-
-
-# What it says.

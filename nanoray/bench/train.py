@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,15 +48,15 @@ from nanoray.bench.harness.plan import (
     planned,
     rotated,
 )
-from nanoray.bench.harness.processes import Child, ChildFailed, python_in, session_members
+from nanoray.bench.harness.processes import ChildFailed, python_in, session_members
 from nanoray.bench.harness.report import Measurement, Report, Target, markdown, say
+from nanoray.bench.ladder import Ladder, RungProcesses
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
 from nanoray.host.slots import local_slots
-from nanoray.start.folder import open_run
 
 NARROW = ("baseline", "engine", "engine-2")
 WIDE = ("baseline-384", "engine-384")
@@ -305,14 +304,13 @@ def _measure_loops(
     blocks = 1 if plan.args.quick else (2 if traced else BLOCKS_PER_ROUND) * plan.args.rounds
     found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
     with ExitStack() as stack:
-        ranks: dict[str, list[Child]] = {}
+        ranks: dict[str, RungProcesses] = {}
 
         # All arms of a group stay alive and run in turns. The first block is short: it warms an
         # arm up and shows how fast the machine is.
         for arm in arms:
-            ranks[arm] = []
             try:
-                _start_arm(plan, arm, shape, ranks[arm], stack)
+                ranks[arm] = stack.enter_context(_start_arm(plan, arm, shape))
                 found[arm] = [_time_block(ranks[arm], 5 if not shape else 1, timeout_s)]
                 say(f"warm  {arm:<13} {found[arm][0][0]:.1f} ms")
             except ChildFailed as error:
@@ -365,19 +363,12 @@ def _add_communication_rows(plan: BenchPlan, report: Report) -> None:
                 )
 
 
-def _start_arm(
-    plan: BenchPlan, arm: str, shape: dict[str, int], ranks: list[Child], stack: ExitStack
-) -> None:
-    """Start the processes of an arm, and wait until they are ready for their first step.
-
-    They are added to `ranks`.
-    """
-    kind = "plain" if arm.startswith("baseline") else "engine"
+def _start_arm(plan: BenchPlan, arm: str, shape: dict[str, int]) -> RungProcesses:
+    """Start the processes of an arm, ready for their first step. Raises ChildFailed."""
     world = 2 if arm in ("engine-2", *TRACED) else 1
 
     # Neither evaluation nor checkpoint, and no end: the blocks decide how long a run lasts.
     values = {
-        "name": arm,
         "out_dir": str(plan.folder),
         "max_steps": 10**6,
         "eval_every": 0,
@@ -387,38 +378,22 @@ def _start_arm(
     # As the baseline's: loops are compared here, number formats in `bench step`
     values |= {"precision": "fp32"}
     values |= data_flags(plan.args) | {"comm_trace": TRACED.get(arm, "off")}
-
-    # Each rank gets the cores' equal share, and no arm sees a GPU.
     config = load_config(preset=plan.args.loop_preset, overrides=values)
-    spec = open_run(config, prepare(config), time.time())
-    order = {"arm": kind, "world": world, "threads": max(1, int(available_cpus() / world))}
-    order["spec"] = str(spec.folder / "run.json")
+
+    # No arm sees a GPU.
     env = plan.env | {"CUDA_VISIBLE_DEVICES": ""}
-
-    # Rank 0 chooses the port of the store; the other ranks are started with it.
-    for rank in range(world):
-        argv = [sys.executable, "-m", "nanoray.bench.compute", json.dumps(order | {"rank": rank})]
-        ranks.append(
-            stack.enter_context(Child(argv, env, spec.folder / f"output{rank}.log", pipes=True))
-        )
-        if world > 1 and rank == 0:
-            order |= ranks[0].answer(plan.args.timeout_s)  # the port at which it serves the store
-    for child in ranks:
-        child.answer(plan.args.timeout_s)  # ready
+    ladder = Ladder("loops", config, prepare(config), plan.folder, env, "cpu")
+    order = ladder.open(arm, {}, arm) | {"world": world}
+    if arm.startswith("baseline"):
+        order["arm"] = "plain"
+    orders = [order | {"rank": rank} for rank in range(world)]
+    return RungProcesses(ladder, arm, orders, plan.args.timeout_s)
 
 
-def _time_block(ranks: list[Child], steps: int, timeout_s: float) -> tuple[float, float]:
-    """Run `steps` steps of an arm; return wall and CPU milliseconds per step.
-
-    The CPU time is that of all ranks together.
-    """
-
-    # Ask all ranks before waiting for any: they run at the same time. The step ends with the
-    # slowest.
-    for child in ranks:
-        child.ask(str(steps))
-    answers = [child.answer(timeout_s) for child in ranks]
-    return max(a["step_ms"] for a in answers), sum(a["cpu_ms"] for a in answers)
+def _time_block(ranks: RungProcesses, steps: int, timeout_s: float) -> tuple[float, float]:
+    """Run `steps` steps of an arm; return wall and CPU milliseconds per step."""
+    found = ranks.block(steps, timeout_s)
+    return found["step_ms"], found["cpu_ms"]
 
 
 def _add_targets(report: Report) -> None:

@@ -17,9 +17,9 @@ import ray.train
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import recovery
-from nanoray.bench.drained import longest_pause, wrong_among
 from nanoray.bench.harness.launchers import RANK_PID
 from nanoray.bench.harness.processes import session_members
+from nanoray.bench.killed import longest_pause, wrong_among
 from nanoray.bench.peers import ray_train
 from nanoray.bench.peers.torchft import missing
 from nanoray.bench.recovery import (

@@ -226,6 +226,7 @@ def test_a_rung_without_time_left_is_skipped_by_name() -> None:
     assert not report.failed
 
 
+@pytest.mark.full
 def test_a_rung_that_fails_costs_its_own_row_and_the_others_run(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -15,9 +16,12 @@ import pytest
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import recovery
+from nanoray.bench.harness.plan import BenchPlan
+from nanoray.bench.harness.processes import ChildFailed
 from nanoray.bench.harness.report import Measurement, Report
 from nanoray.bench.killed import (
     Goodput,
+    Kill,
     Outage,
     TrainingProcess,
     arrivals,
@@ -26,6 +30,7 @@ from nanoray.bench.killed import (
     wrong_losses,
 )
 from nanoray.bench.recovery import GOODPUT, PEER, REPEATED, STANDSTILL, RecoveryBenchmark
+from nanoray.host.slots import Slots
 from tests.harness.commands import torchrun_environment
 
 
@@ -275,3 +280,29 @@ def test_a_line_per_arm() -> None:
         "ok, not judged: n = 3 < 5",
     ]
     assert "in_place, standstill: 4 wrong" in report_of(wrong=4).problems
+
+
+def test_an_interrupted_benchmark_keeps_the_kills_of_before(tmp_path: Path) -> None:
+    """An arm that has failed reports its error, and none of the kills that it survived."""
+    slots = Slots("cpu", (), 2, "ranks on CPUs")
+    plan = BenchPlan(argparse.Namespace(), ["in_place", "restart"], slots, tmp_path, {})
+    report = Report("recovery", {"command": "c"})
+
+    def once(arm: str, turn: int) -> Kill:
+        if turn == 2:
+            raise KeyboardInterrupt
+        if (arm, turn) == ("restart", 1):
+            raise ChildFailed("exit code 3")
+        return Kill(turn, 0, 10, 2.0 + turn, None, 0, 0)
+
+    with pytest.raises(KeyboardInterrupt):
+        recovery._repeat(plan, report, "kill", 5, once, recovery._rows_of_kills)
+    in_place, restart = (report.row(arm, STANDSTILL) for arm in plan.arms)
+    assert in_place is not None
+    assert in_place.values == (2.0, 3.0)
+    assert [kill["round"] for kill in in_place.extra["kills"]] == [0, 1]
+    assert restart is not None
+    assert (restart.values, restart.error) == ((), "see FAILED below")
+    assert restart.extra == {"kills": []}
+    assert report.row("restart", REPEATED) is None
+    assert report.failures == ["restart: exit code 3"]

@@ -27,7 +27,7 @@ import ray
 import ray.train
 import ray.train.torch
 
-from nanoray.bench.drained import PEER_DRAINS
+from nanoray.bench.killed import PEER_DRAINS
 from nanoray.checkpoint.run import RunSpec
 from nanoray.cli import parse_args
 from nanoray.data.prepare import prepare
