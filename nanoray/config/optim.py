@@ -72,7 +72,7 @@ class OptimKeys(Group):
     much their weights have moved, and an outer optimizer applies the mean; 1/sync_every of the
     bytes (0 = gradients are averaged in every step); a replica is a data rank, or with replicas R
     one of R groups of them. Where replicas meet, the slowest one's round may be timeout_s longer
-    than the fastest one's; a stop takes effect there. See docs/parallelism.md"""
+    than the fastest one's; a stop takes effect there. See docs/parallelism/local-sgd.md"""
 
     outer_lr: float = field(0.7, "optim", gt=0)
     """sync_every: learning rate of the outer optimizer, SGD with Nesterov momentum; 1 with

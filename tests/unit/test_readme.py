@@ -175,10 +175,17 @@ def test_dry_run_of_the_large_preset(tmp_path: Path) -> None:
 
 PAGES = {
     "communication": ["collectives", "algorithms", "overlap", "scaling"],
-    "parallelism": ["strategies", "strategies-rounds", "equivalence", "pipeline", "layouts"],
+    "parallelism/context": ["context", "strategies-cp"],
+    "parallelism/equal": ["equivalence"],
+    "parallelism/layouts": ["layouts"],
+    "parallelism/local-sgd": ["strategies-rounds"],
+    "parallelism/measured": ["strategies"],
+    "parallelism/pipeline": ["pipeline"],
     "precision": ["precision", "compression"],
     "rarely": ["rarely", "rarely-rates"],
-    "reliability": ["recovery", "checkpoint", "control", "soak"],
+    "reliability/checkpoints": ["checkpoint"],
+    "reliability/speed": ["recovery", "recovery-drains"],
+    "reliability/tested": ["control", "soak"],
     "speedrun": ["speedrun", "speedrun-changes", "speedrun-lower"],
     "step": ["step", "step-pairs", "step-char", "step-threads", "step-gpt2"],
 }
@@ -220,9 +227,10 @@ def test_tables_are_pasted_from_results(name: str, bench: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_of_a_page_lead_somewhere(name: str) -> None:
-    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    path = ROOT / "docs" / f"{name}.md"
+    page = path.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)\)", page):
-        assert target.startswith("http") or (ROOT / "docs" / target).exists(), target
+        assert target.startswith("http") or (path.parent / target).exists(), target
     assert not re.search(r"^[A-Z_]{3,}$", page, re.M)
 
 
@@ -241,6 +249,28 @@ def test_figures_stand_in_a_committed_result() -> None:
     cells = re.findall(r"\| (\d[\d.]*) \(", README + performance)
     assert len(cells) == 6 * 3 + 5
     assert [c for c in cells if c not in medians] == []
+
+
+def test_the_first_figures_are_medians_of_committed_results() -> None:
+    """The table at the top of README: nanoray, Ray Train and torchrun, rounded as printed."""
+    first_screen = README.partition("## ")[0]
+    train = Report.read(ROOT / "docs/results/train-cpu.json")
+    recovery = Report.read(ROOT / "docs/results/recovery-cpu.json")
+    expected = [
+        *((train, arm, "command to first step") for arm in ("ray", "torchtrainer", "torchrun")),
+        *((recovery, arm, "standstill") for arm in ("spare", "torchtrainer", "torchrun")),
+        *((recovery, arm, "steps repeated") for arm in ("spare", "torchtrainer", "torchrun")),
+        (recovery, "in_place", "standstill"),  # before a spare is ready
+    ]
+    rows = re.findall(r"^\| (?:command|a killed rank).*?\|(.*)\|$", first_screen, re.M)
+    figures = re.findall(r"\d+\.?\d*|none", "|".join(rows))
+    figures += re.findall(r"takes (\d+\.\d) s", first_screen)
+    for figure, (report, arm, metric) in zip(figures, expected, strict=True):
+        row = report.row(arm, metric)
+        assert row is not None
+        digits = len(figure.partition(".")[2])
+        wanted = f"{row.median:.{digits}f}" if row.median else "none"
+        assert figure == wanted, f"{arm}, {metric}"
 
 
 def test_architecture_draws_the_layers_of_the_test() -> None:
