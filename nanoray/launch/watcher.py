@@ -85,7 +85,7 @@ class Watcher:
             now = self._clock.monotonic()
             if at.too_late(now):
                 break
-            # A driver that was frozen itself asked nobody meanwhile.
+            # While the driver itself was frozen, no rank was asked.
             for slot in members:
                 self._mute_s[slot] += min(now - looked_at, 2 * POLL_S)
             looked_at = now
