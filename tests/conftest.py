@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import shutil
@@ -69,10 +70,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+_caches = itertools.count()
+
+
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep token caches of tests out of ~/.cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def own_cache(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keep token caches of tests out of ~/.cache. Most tests need none, so nothing is made here."""
+    folder = Path(tempfile.gettempdir(), f"cache-{os.getpid()}-{next(_caches)}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -114,6 +114,7 @@ def clean(recipe: Path, out: Path, steps: int, *more: str) -> Path:
     return out
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["kill", "stop"] if ALL else ["kill"])
 @pytest.mark.parametrize("newcomer", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_ranks_end_at_every_point(

@@ -132,6 +132,7 @@ def until(ready: Callable[[], bool], seconds: float, what: str) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.full
 def test_submit_survives_a_lost_pod_and_a_lost_log(
     world: tuple[ApiServer, Machine, Operator, Path], tmp_path: Path
 ) -> None:

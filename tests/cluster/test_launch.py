@@ -323,7 +323,6 @@ def job(cluster: Cluster, submission: str) -> dict[str, Any]:
     return cluster.get(f"/api/jobs/{submission}")
 
 
-@pytest.mark.full
 def test_ray_job_submit_runs_the_example(
     cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path
 ) -> None:

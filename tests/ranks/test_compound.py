@@ -65,6 +65,7 @@ def test_no_share_is_taken_from_a_mirror_that_has_not_gone_back(
     assert max(record["step"] for record in records(spec)) <= 10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["zero1", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_a_rank_that_was_replaced_takes_part_in_a_roll_back(
     text: Path, tmp_path: Path, mode: str
@@ -114,6 +115,7 @@ def test_who_agrees() -> None:
             agreed(digests, 7)
 
 
+@pytest.mark.full
 def test_a_commit_waits_until_the_next_group_is_built(text: Path, tmp_path: Path) -> None:
     """A write is slow; a rank is lost, and another one while the next group is built, after the
     writer may go on.

@@ -378,6 +378,7 @@ def test_a_compressed_run_resumes_to_the_bit(
     assert not torch.equal(left[0], left[1]), "each rank's own"  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_a_lost_rank_is_replaced_and_the_memory_begins_anew(runs: Runs) -> None:
     """In backward, where a bucket's collective breaks. No step is repeated, and all ranks go on
     with equal bits.

@@ -339,6 +339,7 @@ def test_a_flipped_bit_in_a_share_is_found(
     assert "No majority of its holders agrees, and with replicas 3 there would be one" in message
 
 
+@pytest.mark.full
 # An evaluation gathers fsdp's weights just before the comparison that heals a share of them.
 @pytest.mark.parametrize(
     ("mode", "what", "eval_every"),

@@ -213,6 +213,7 @@ def breaks_in_the_spread(step: int) -> None:
     Plan.spread = breaking  # type: ignore[method-assign]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mode", ["zero2", *(pytest.param(mode, marks=pytest.mark.full) for mode in ("zero1", "fsdp"))]
 )

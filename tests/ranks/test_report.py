@@ -234,6 +234,7 @@ def test_a_running_mean_begins_and_ends_on_the_data() -> None:
     assert running_mean([1.0]) == [1.0]
 
 
+@pytest.mark.full
 def test_the_checkpoints_write_with_their_losses_beside(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -402,9 +402,9 @@ def test_racing_processes_all_succeed(sample_file: Path) -> None:
     assert files(infos[0].path) == [".verified.json", "meta.json", "train.bin", "val.bin"]
 
 
-def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_dir(monkeypatch: pytest.MonkeyPatch, own_cache: Path, tmp_path: Path) -> None:
     assert cache_dir(config(data_dir=str(tmp_path))) == tmp_path
-    assert cache_dir(config()) == tmp_path / "cache" / "nanoray"
+    assert cache_dir(config()) == own_cache / "nanoray"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir(config()) == tmp_path / ".cache" / "nanoray"
