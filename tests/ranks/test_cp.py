@@ -78,7 +78,9 @@ PLAIN = {"attention": "plain"}
 ROTARY = {"positions": "rotary", "n_head": 2}
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "ranks", [3, *(pytest.param(ranks, marks=pytest.mark.full) for ranks in (2, 4))]
+)
 def test_it_trains_as_one_process_does(pools: Pools, ranks: int) -> None:
     """Both ways and kernels, learned and rotary positions: losses, weights, norms, in two micro
     batches beside one.

@@ -21,6 +21,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 def test_each_axis_carries_what_the_formula_says(pools: Pools) -> None:
     for arm, (found, said) in carried_on_axes(pools, ARMS).items():
         # A trace calls a message by both of its sides. All-reduces also have the norm, and tp's are

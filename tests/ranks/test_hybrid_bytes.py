@@ -69,6 +69,7 @@ def test_each_axis_carries_what_the_formula_says(pools: Pools) -> None:
         assert axes == ({"dp"} if own["replicas"] == 1 else {"shard", "replica"}), arm
 
 
+@pytest.mark.full
 def test_a_rank_keeps_its_share_of_a_group(pools: Pools) -> None:
     """Weights, gradients and optimizer, by the storages that are alive at the end of a step."""
     for mode, own in HYBRID.items():

@@ -64,6 +64,7 @@ def test_every_rank_keeps_its_share_only(pools: Pools) -> None:
             assert rank["state_elements"] < 2 * rank["elements"] / 4 * 1.1, each["arm"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.full), "fsdp"])
 def test_activation_checkpointing_changes_no_bit_under_tp(pools: Pools, mode: str) -> None:
     """With dropout: what is computed twice draws the same masks again, the rank's own and those of
