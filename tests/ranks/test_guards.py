@@ -400,7 +400,7 @@ def test_the_hash_is_the_sum_it_says_it_is() -> None:
 
 @pytest.mark.parametrize(
     "world",
-    [1, pytest.param(2, marks=pytest.mark.full), 3, pytest.param(4, marks=pytest.mark.full)],
+    [1, *(pytest.param(world, marks=pytest.mark.full) for world in (2, 3, 4))],
 )
 def test_clean_runs_raise_no_alarm(text: Path, tmp_path: Path, world: int) -> None:
     spec = make_spec(text, tmp_path, hash_every=1, max_steps=40, dropout=0.1, log_every=40)

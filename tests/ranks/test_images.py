@@ -33,6 +33,7 @@ def trained(images: DatasetInfo, folder: Path, world: int, **settings: Any) -> R
     return spec
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "mode"),
     [

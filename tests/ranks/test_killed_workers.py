@@ -162,6 +162,7 @@ engine.fit(loader, steps=900)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("persistent", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_process_of_a_run_ends_after_a_worker_was_killed(
     tmp_path: Path, persistent: bool

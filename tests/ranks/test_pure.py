@@ -118,7 +118,8 @@ def test_a_mean_of_gradients_by_hand_and_by_torch_are_alike(runs: Runs) -> None:
     assert series(a) == pytest.approx(series(b), rel=2e-3)
 
 
-@pytest.mark.parametrize("scaling", ["tensor", pytest.param("row", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_products_of_8_bits_train_near_bf16_and_resume_to_the_bit(runs: Runs, scaling: str) -> None:
     whole, _ = runs.resumed(2, 5, precision="fp8", fp8_scaling=scaling)
     assert (

@@ -125,8 +125,7 @@ def test_fsdp_has_the_bits_of_zero2_where_slices_are_aligned(pools: Pools) -> No
 @pytest.mark.parametrize(
     "mode",
     [
-        "ddp",
-        *(pytest.param(mode, marks=pytest.mark.full) for mode in BY_HAND),
+        *(pytest.param(mode, marks=pytest.mark.full) for mode in ("ddp", *BY_HAND)),
         "fsdp",
     ],
 )
@@ -294,6 +293,7 @@ def test_a_step_that_is_not_finite_is_named_in_every_mode(
     assert "Not finite on rank 1" in outcomes[0]["message"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [
@@ -313,6 +313,7 @@ def test_weights_that_are_gathered_in_bf16_train(
     assert series(found[0]) == pytest.approx(series(found[1]), rel=3e-2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["zero1", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_a_rollback_loads_every_ranks_shard(text: Path, tmp_path: Path, mode: str) -> None:
     """The bad step is left out, as in a run on one process: its samples are skipped."""

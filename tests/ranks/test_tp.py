@@ -116,6 +116,7 @@ def runs(text: Path, tmp_path: Path) -> Runs:
     return Runs(text, tmp_path, RECIPE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("tp", "mode", "world"), [(2, "zero1", 4), pytest.param(2, "ddp", 2, marks=pytest.mark.full)]
 )
