@@ -31,6 +31,7 @@ from nanoray.checkpoint.foreign import load_weights
 from nanoray.cli import parse_args
 from nanoray.config import load_config
 from nanoray.config.neighbours import read_names
+from nanoray.config.weights import outlines
 from nanoray.config.weights.gpt2 import NAMES
 from nanoray.config.weights.source import find
 from nanoray.data.dataset import DatasetInfo
@@ -263,7 +264,7 @@ def test_sixteen_bits_are_widened(gpt2: Any, tmp_path: Path) -> None:
 
 
 def test_the_driver_needs_no_torch(gpt2: Any, tmp_path: Path) -> None:
-    """Every kind of source is described without torch, by a Python that cannot import it."""
+    """Every kind of source is described by a process without torch; a file of torch.save by a child's."""
     paths = [
         foreign.several_files(tmp_path / "a", gpt2),
         foreign.bin_file(tmp_path / "b", gpt2),
@@ -279,7 +280,7 @@ def test_the_driver_needs_no_torch(gpt2: Any, tmp_path: Path) -> None:
         "    print(load_config(overrides={'init_from': path}).n_embd)\n"
     )
     command = [sys.executable, "-c", program, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["32"] * len(paths), done.stderr
 
 
@@ -509,6 +510,38 @@ def test_code_in_a_checkpoint_is_not_run(where: str, gpt2: Any, tmp_path: Path) 
     assert not trap.exists()
     pickle.loads(pickle.dumps(Code(trap)))
     assert trap.exists(), "the trap works"
+
+
+_OUTLINE = Path(outlines.__file__).with_name("torch_outline.py")
+
+
+def outlined(path: Path, more: str = "") -> list[str]:
+    """Return what the reader of a file prints, and after it the most memory that it took, in KiB."""
+    program = (
+        "import re, runpy\n"
+        f"main = runpy.run_path({str(_OUTLINE)!r})['main']\n{more}\n"
+        f"main({[str(path)]!r})\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    return done.stdout.splitlines()
+
+
+def test_the_reader_of_a_checkpoint_reads_no_numbers_and_has_a_limit(tmp_path: Path) -> None:
+    peaks = []
+    for name, count in (("small.pt", 1), ("large.pt", 64 << 20)):
+        torch.save(
+            {"model": {"w": torch.zeros(count)}, "model_args": {"n_head": 2}}, tmp_path / name
+        )
+        text, peak = outlined(tmp_path / name)
+        assert json.loads(text) == {"tensors": {"w": [count]}, "model_args": {"n_head": 2}}
+        peaks.append(int(peak))
+    small, large = peaks
+    assert large - small < 64 << 10, "a quarter of the file's 256 MiB"
+
+    # With less than torch itself needs
+    limited = outlined(tmp_path / "small.pt", more="main.__globals__['_MEMORY'] = 1 << 20")
+    assert not any("tensors" in line for line in limited)
 
 
 # ---- the configuration ---------------------------------------------------------------------------

@@ -1,27 +1,28 @@
 """Names and shapes of the tensors in a file, without torch, and without running what the file says.
 
-    safetensors    8 bytes: the length of the header; the header, JSON; the tensors
-    torch.save     a zip file whose data.pkl is a pickle of everything but the numbers; before torch
-                   1.6, pickles one behind the other, then the numbers
-
-pickles.py reads the pickle.
+safetensors    8 bytes: the length of the header; the header, JSON; the tensors
+torch.save     a pickle of everything but the numbers: torch reads it in a process of its own
+               (torch_outline.py)
 """
 
 from __future__ import annotations
 
-import io
-import zipfile
+import json
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from nanoray.base.atomic import json_mapping
-from nanoray.config.pickle_machine import Refused
-from nanoray.config.weights.pickles import Shape, TensorOutline, outline_of_pickle
 from nanoray.errors import ConfigError
 
+Shape = tuple[int, ...]
 _MAX_HEADER = 100 << 20  # bytes; the limit of the format
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle of a file of an old torch.save
 _POINTER = b"version https://git-lfs"
+_TORCH_S = (
+    600.0  # for torch to start and to read a large file of an old version, which is not mapped
+)
 
 
 class Outline(NamedTuple):
@@ -32,12 +33,27 @@ class Outline(NamedTuple):
     rest: dict[str, Any]
 
 
-def outline_of(path: Path) -> Outline:
-    """Return the outline of a file of safetensors or of torch.save. Raises ConfigError."""
-    _refuse_pointer(path)
-    if path.suffix == ".safetensors":
-        return _outline_of_safetensors(path)
-    return _outline_of_torch_save(path)
+def outline_of(*paths: Path) -> Outline:
+    """Return the outline of the files of one model, of safetensors or torch.save.
+
+    Raises ConfigError.
+    """
+    tensors: dict[str, Shape] = {}
+    rest: dict[str, Any] = {}
+    of_torch = []
+    for path in paths:
+        _refuse_pointer(path)
+        if path.suffix == ".safetensors":
+            outline = _outline_of_safetensors(path)
+            tensors |= outline.tensors
+            rest |= outline.rest
+        else:
+            of_torch.append((path, path.stat().st_mtime_ns))
+    if of_torch:
+        outline = _outline_of_torch_save(tuple(of_torch))
+        tensors |= outline.tensors
+        rest |= outline.rest
+    return Outline(tensors, rest)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -95,48 +111,41 @@ def _outline_of_safetensors(path: Path) -> Outline:
 # ---- torch.save ----------------------------------------------------------------------------------
 
 
-def _outline_of_torch_save(path: Path) -> Outline:
-    try:
-        if zipfile.is_zipfile(path):
-            content = _read_zip(path)
-        else:
-            with path.open("rb") as file:
-                content = _read_legacy(file)
-    except (OSError, zipfile.BadZipFile, Refused) as error:
-        raise ConfigError(
-            f"init_from: {path} is no file of weights that torch.save wrote ({error}); copy it "
-            "again, or save only the model's tensors, and for nanoGPT model_args"
-        ) from None
-    if not isinstance(content, dict):
-        raise ConfigError(
-            f"init_from: {path} contains no names and tensors; give a state_dict, or nanoGPT's ckpt.pt"
-        )
-
-    # nanoGPT keeps the model beside other entries. Otherwise the file is the model's state_dict.
-    rest = dict(content)
-    model = content
-    if isinstance(content.get("model"), dict):
-        model = rest.pop("model")
-    tensors = {}
-    for name, value in model.items():
-        if isinstance(value, TensorOutline):
-            tensors[str(name)] = value.shape
+@cache
+def _outline_of_torch_save(files: tuple[tuple[Path, int], ...]) -> Outline:
+    """Return the outline of files. Their times keep the answer for older ones from counting."""
+    tensors: dict[str, Shape] = {}
+    rest: dict[str, Any] = {}
+    paths = [path for path, _ in files]
+    for path, found in zip(paths, _read_with_torch(paths), strict=True):
+        if "refused" in found:
+            raise ConfigError(
+                f"init_from: {path} is no file of weights that torch.save wrote "
+                f"({found['refused']}); copy it again, or save only the model's tensors, and for "
+                "nanoGPT model_args"
+            )
+        if found["tensors"] is None:
+            raise ConfigError(
+                f"init_from: {path} contains no names and tensors; give a state_dict, or nanoGPT's "
+                "ckpt.pt"
+            )
+        tensors |= {name: tuple(shape) for name, shape in found["tensors"].items()}
+        rest["model_args"] = found["model_args"]
     return Outline(tensors, rest)
 
 
-def _read_zip(path: Path) -> Any:
-    with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-        if len(names) != 1:
-            raise Refused("the zip file has no data.pkl")
-        with archive.open(names[0]) as file:
-            return outline_of_pickle(io.BytesIO(file.read()))
-
-
-def _read_legacy(file: IO[bytes]) -> Any:
-    if outline_of_pickle(file) != _LEGACY_MAGIC:
-        raise Refused("it does not begin as torch.save does")
-    # The version of the format and the sizes of C's types come before the content.
-    for _ in range(2):
-        outline_of_pickle(file)
-    return outline_of_pickle(file)
+def _read_with_torch(paths: list[Path]) -> list[dict[str, Any]]:
+    """Return what torch_outline.py prints of each file; it starts once, which takes seconds."""
+    script = Path(__file__).with_name("torch_outline.py")
+    command = [sys.executable, str(script), *map(str, paths)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TORCH_S * len(paths), check=False
+        )
+    except subprocess.TimeoutExpired:
+        return [{"refused": f"torch did not read it within {_TORCH_S:g} s"}] * len(paths)
+    if done.returncode != 0:
+        last = done.stderr.strip().rpartition("\n")[2]
+        reason = f"its reader ended with {done.returncode}: {last[:200]}"
+        return [{"refused": reason}] * len(paths)
+    return [json.loads(line) for line in done.stdout.splitlines()]

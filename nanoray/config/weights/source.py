@@ -214,10 +214,7 @@ def _tensors_of(folder: Path) -> tuple[tuple[Path, ...], dict[str, tuple[int, ..
             f"init_from: {folder} has neither {' nor '.join(_ONE_FILE)}; download the folder again, "
             "with its weights"
         )
-    found: dict[str, tuple[int, ...]] = {}
-    for path in files:
-        found |= outline_of(path).tensors
-    return tuple(files), found
+    return tuple(files), outline_of(*files).tensors
 
 
 def _files_of_index(folder: Path, index: Path) -> list[Path]:
