@@ -52,7 +52,6 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "WandbCallback": ("__init__",),
     "MlflowCallback": ("__init__",),
-    "AimCallback": ("__init__",),
 }
 # Of the same classes: what the package itself calls, and Config's keys, which flags.md describes
 INTERNAL: dict[str, tuple[str, ...]] = {
@@ -71,7 +70,6 @@ INTERNAL: dict[str, tuple[str, ...]] = {
     ),
     "WandbCallback": ("tracker", "problem", "close"),
     "MlflowCallback": ("tracker", "problem", "close"),
-    "AimCallback": ("tracker", "problem", "close"),
 }
 HEAD = """\
 # The Python API

@@ -15,7 +15,7 @@ Config          the configuration; each key is a flag of `python -m nanoray.laun
 ShardStream     samples from files that are read in sequence
 Weighted        a loss as a sum and its weight, in place of a mean
 Callback        hooks that a script overrides
-WandbCallback   report to Weights & Biases; so do MlflowCallback and AimCallback to theirs
+WandbCallback   report to Weights & Biases; so does MlflowCallback to MLflow
 NanorayError    the base class of what nanoray raises on purpose; nanoray.errors has the others
 
 `import nanoray` imports neither torch nor Ray: a name is imported when it is first used. Types are
@@ -28,7 +28,6 @@ __version__ = "0.1.0"
 
 # The public names, and the modules that define them. Most of those import torch.
 _EXPORTED = {
-    "AimCallback": "nanoray.own.trackers",
     "Callback": "nanoray.own.callbacks",
     "Config": "nanoray.config",
     "MlflowCallback": "nanoray.own.trackers",
@@ -43,7 +42,6 @@ _EXPORTED = {
 # A literal, so that editors and type checkers can read it; `launch` is a package that is also a
 # function.
 __all__ = [
-    "AimCallback",
     "Callback",
     "Config",
     "MlflowCallback",

@@ -10,12 +10,10 @@ from nanoray.models.weighted import Weighted as Weighted
 from nanoray.own.callbacks import Callback as Callback
 from nanoray.own.engine import RuntimeEngine as RuntimeEngine
 from nanoray.own.run import Run as Run
-from nanoray.own.trackers import AimCallback as AimCallback
 from nanoray.own.trackers import MlflowCallback as MlflowCallback
 from nanoray.own.trackers import WandbCallback as WandbCallback
 
 __all__ = [
-    "AimCallback",
     "Callback",
     "Config",
     "MlflowCallback",

@@ -59,7 +59,7 @@ OF_A_RUN: tuple[tuple[str, Flags], ...] = (
             ("--resume auto|PATH", "continue a run, bit for bit"),
             ("--eval_every N", "steps between evaluations"),
             ("--checkpoint_every N", "steps between checkpoints"),
-            ("--track NAME", "report to a tracker: wandb, mlflow, aim"),
+            ("--track NAME", "report to a tracker: wandb, mlflow"),
             ("--dry_run", "print what would run and where, start nothing"),
         ),
     ),

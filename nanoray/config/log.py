@@ -77,10 +77,10 @@ class LogKeys(Group):
     tensorboard: bool = field(True, "log")
     """write TensorBoard events to the run's tb/ folder"""
 
-    track: Literal["none", "wandb", "mlflow", "aim"] = field("none", "log")
-    """report the run to a tracker of experiments, too: none | wandb (Weights & Biases) | mlflow |
-    aim; each needs its package, pip install 'nanoray[wandb]'. Its own variables decide server, key
-    and project: WANDB_*, MLFLOW_*. A tracker that fails or hangs gives a warning and nothing else"""
+    track: Literal["none", "wandb", "mlflow"] = field("none", "log")
+    """report the run to a tracker of experiments, too: none | wandb (Weights & Biases) | mlflow;
+    each needs its package, pip install 'nanoray[wandb]'. Its own variables decide server, key and
+    project: WANDB_*, MLFLOW_*. A tracker that fails or hangs gives a warning and nothing else"""
 
     # Set by presets alone; a change of the recipe drops it
     expected_val_loss: dict[str, float] = Field(

@@ -9,7 +9,6 @@ from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.own.callbacks import Callback, ReportingCallback
 from nanoray.own.run import Run
-from nanoray.train.track.aim_tracker import AimTracker
 from nanoray.train.track.mlflow_tracker import MlflowTracker
 from nanoray.train.track.tracker import Tracker, tracked_run
 from nanoray.train.track.tracking import TRACKERS, Tracking
@@ -113,25 +112,6 @@ class MlflowCallback(TrackerCallback):
         address that cannot be used.
         """
         super().__init__(MlflowTracker(experiment, name, tracking_uri, tags))
-
-
-class AimCallback(TrackerCallback):
-    """Reports a run to Aim. Needs `pip install 'nanoray[aim]'`; not for Python 3.13."""
-
-    def __init__(
-        self,
-        experiment: str | None = None,
-        *,
-        name: str | None = None,
-        repo: str | None = None,
-    ) -> None:
-        """Take the experiment's name, the run's, and the repository.
-
-        `experiment` is `nanoray` by default, `name` that of the run's folder. `repo` is a folder or
-        aim://HOST:PORT, by default the folder of the runs' folders. Raises ConfigError without the
-        package.
-        """
-        super().__init__(AimTracker(repo, experiment, name))
 
 
 def require_different_trackers(callbacks: Sequence[Callback], config: Config) -> None:

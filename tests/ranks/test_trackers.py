@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -46,6 +49,7 @@ from tests.harness.wandb_file import read_offline
 
 pytestmark = needs("mlflow", "wandb")
 
+EXAMPLES = Path(nanoray.__file__).parent.parent / "examples"
 SECRET = "hunter2-do-not-store"
 UNSET = ("WANDB_", "MLFLOW_", "NETRC")
 
@@ -190,44 +194,50 @@ def test_both_trackers_have_all_metrics_of_a_run_and_of_its_resume(tmp_path: Pat
         assert SECRET.encode() not in path.read_bytes(), path
 
 
-def tracked_by_aim(run: Run) -> None:
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    callbacks: list[nanoray.Callback] = [nanoray.AimCallback(experiment="quadrants")]
-    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss, callbacks).fit(points(50, 1))
+# The part of Aim that examples/aim_callback.py calls; what it is told goes into a file.
+AIM = """
+import json
+from pathlib import Path
+
+class Repo:
+    @staticmethod
+    def from_path(path, init):
+        (Path(path) / ".aim").mkdir()
+
+class Run(dict):
+    def __init__(self, run_hash, repo, experiment, **settings):
+        self.hash, self.repo, self.rows = run_hash or "h1", repo, []
+
+    def track(self, value, name, step):
+        self.rows.append([name, step, value])
+
+    def close(self):
+        told = {"name": self.name, "rows": self.rows} | self
+        Path(self.repo, "told.json").write_text(json.dumps(told))
+"""
 
 
-def test_aim_has_all_metrics_of_a_run_and_of_its_resume(tmp_path: Path) -> None:
-    """Skipped beside the pins of constraints.txt: Aim wants another `filelock`."""
-    aim = pytest.importorskip("aim", reason="pip install aim, in an environment of its own")
-    spec = open_own(tmp_path, max_steps=4)
-    for steps in (4, 7):
-        if steps > 4:
-            spec = open_own(tmp_path, max_steps=steps, resume=str(spec.folder))
-        (outcome,) = run_ranks(
-            spec,
-            1,
-            first=partial(isolate, tmp_path),
-            train=Program(tracked_by_aim, frozenset()),
-        )
-        assert "error" not in outcome, outcome
+def test_the_example_of_a_callback_for_aim(tmp_path: Path) -> None:
+    """With a stand-in: the package wants another `filelock` than the pins of constraints.txt."""
+    script = shutil.copytree(EXAMPLES, tmp_path / "examples") / "aim_callback.py"
+    (script.parent / "aim.py").write_text(AIM)
+    done = run(str(script), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "callback" not in done.stderr, done.stderr
+    told = json.loads((tmp_path / "runs" / "told.json").read_text())
+    folder = tmp_path / "runs" / told["name"]
+    assert (folder / "aim.txt").read_text() == "h1"
+    assert told["config"]["global_batch_size"] == 96
+    assert told["results"]["exit_reason"] == "finished"
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    written = [json.loads(line) for line in lines]
+    losses = [[row["step"], row["train/loss"]] for row in written if "train/loss" in row]
+    assert [row[1:] for row in told["rows"] if row[0] == "train/loss"] == losses
 
-    # Index the run, as `aim up` does: then Aim's queries find it.
-    from aim.sdk.index_manager import RepoIndexManager
 
-    repo = aim.Repo.from_path(str(tmp_path))
-    (name,) = repo.list_all_runs()
-    RepoIndexManager.get_index_manager(repo).index(name)
-    found = aim.Run(run_hash=name, repo=repo, read_only=True)
-    assert found.name == spec.folder.name
-    assert found["config"]["global_batch_size"] == 12
-    assert found["results"]["exit_reason"] == "finished"
-    losses = {}
-    for metric in found.metrics():
-        if metric.name == "train/loss":
-            table = metric.dataframe()
-            losses = dict(zip(table["step"], table["value"], strict=True))
-    assert losses == {record["step"]: record["train/loss"] for record in records(spec)}
+def test_a_flag_for_aim_names_the_example(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"track = 'aim'.*callback of examples/aim_callback\.py"):
+        make_config({"track": "aim"})
 
 
 def test_a_missing_key_refuses_the_run_on_all_ranks_before_step_1(tmp_path: Path) -> None:
@@ -259,22 +269,24 @@ def test_a_recipe_of_ours_reports_its_sample(text: Path, tmp_path: Path) -> None
     "module", ["nanoray.train", pytest.param("nanoray.launch", marks=pytest.mark.full)]
 )
 def test_a_missing_package_is_one_line_before_step_1(
-    module: str, text: Path, tmp_path: Path
+    module: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The packages of this test run lack Aim: the two conflict about `filelock`."""
-    if not nanoray.train.track.aim_tracker.AimTracker().missing():
-        pytest.skip("Aim is installed")
-    done = run(module, "--dataset", str(text), "--track", "aim", cwd=tmp_path)
+    # A Python that finds no wandb
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['wandb'] = None\n")
+    command = [sys.executable, "-m", module, "--dataset", str(text), "--track", "wandb"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == (
-        "error: track = aim needs the package aim, which this Python does not have; run: pip "
-        "install 'nanoray[aim]'\n"
+        "error: track = wandb needs the package wandb, which this Python does not have; run: pip "
+        "install 'nanoray[wandb]'\n"
     )
     assert not (tmp_path / "runs").exists()
-    with pytest.raises(ConfigError, match="needs the package aim"):
-        nanoray.AimCallback()
-    with pytest.raises(ConfigError, match="needs the package aim"):
-        require_tracker("aim")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="needs the package wandb"):
+        nanoray.WandbCallback()
+    with pytest.raises(ConfigError, match="needs the package wandb"):
+        require_tracker("wandb")
 
 
 OWN = make_config(DEFAULTS)

@@ -1,4 +1,4 @@
-"""What a tracker of experiments is: the part that is different for W&B, MLflow and Aim.
+"""What a tracker of experiments is: the part that is different for W&B and MLflow.
 
     records of rank 0 ─► Tracking (tracking.py): a bounded queue ─► its thread ─► Tracker
 

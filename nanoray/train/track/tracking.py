@@ -21,7 +21,6 @@ from nanoray.base.atomic import write_json
 from nanoray.base.metrics import METRICS, values_of
 from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import ConfigError
-from nanoray.train.track.aim_tracker import AimTracker
 from nanoray.train.track.mlflow_tracker import MlflowTracker
 from nanoray.train.track.tracker import Results, TrackedRun, Tracker, tracked_run, without_passwords
 from nanoray.train.track.wandb_tracker import WandbTracker
@@ -52,7 +51,6 @@ RESULTS = (
 TRACKERS: dict[str, type[Tracker]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
-    "aim": AimTracker,
 }
 
 
