@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from nanoray.base.environment import environment
 from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.bench.collectives import exact_period, wrong_elements
 from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure
+from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import (
     RankFailed,
@@ -243,8 +242,48 @@ def _nccl_tells() -> Iterator[None]:
             yield
 
 
+def _draw(axes: Any, report: Report) -> None:
+    """Draw time over bytes, both logarithmic: medians and quartiles.
+
+    A vertical line marks a size at which the fastest algorithm changes.
+    """
+    for arm, rows in _timed(report).items():
+        sizes = sorted(rows)
+        medians = [rows[size].median for size in sizes]
+        bold = {"color": "black", "linewidth": 2.2} if arm == BACKEND else {"linewidth": 1.2}
+        (line,) = axes.plot(sizes, medians, marker="o", markersize=3, label=arm, **bold)
+        low, high = zip(*(rows[size].quartiles for size in sizes), strict=True)
+        axes.fill_between(sizes, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
+    for (before, loser), (size, winner) in pairwise(winners(report)):
+        if winner != loser:
+            middle = math.sqrt(before * size)
+            axes.axvline(middle, color="0.4", linestyle=":", linewidth=1)
+            style = {"transform": axes.get_xaxis_transform(), "rotation": 90}
+            axes.text(middle, 0.02, f"{loser} | {winner}", ha="right", fontsize=7, **style)
+    ranks = report.conditions.get("ranks", {}).get("world size", 0)
+    backend = report.conditions.get("backend", "")
+    axes.set_title(f"all_reduce, {ranks} ranks, {backend}", fontsize=9)
+
+
 class AlgorithmsBenchmark(Benchmark):
     """Time the hand-written all-reduces beside the backend's own."""
+
+    figure = Figure(
+        (
+            Panel(
+                _draw,
+                {
+                    "xscale": "log",
+                    "yscale": "log",
+                    "xlabel": "bytes",
+                    "ylabel": "us, one blocking call, slowest rank",
+                },
+                {"fontsize": 8},
+                grid=True,
+            ),
+        ),
+        size=(7.5, 4.6),
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -325,50 +364,6 @@ class AlgorithmsBenchmark(Benchmark):
             "",
             "; ".join(report.findings(crossovers(report))),
         ]
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw time over bytes, both logarithmic: medians and quartiles.
-
-        A vertical line marks a size at which the fastest algorithm changes.
-        """
-        with figure(report, path, (7.5, 4.6), (1, 1)) as (axes,):
-            for arm, rows in _timed(report).items():
-                sizes = sorted(rows)
-                medians = [rows[size].median for size in sorted(rows)]
-                if arm == BACKEND:
-                    bold = {"color": "black", "linewidth": 2.2}
-                else:
-                    bold = {"linewidth": 1.2}
-                (line,) = axes.plot(sizes, medians, marker="o", markersize=3, label=arm, **bold)
-                low, high = zip(*(rows[size].quartiles for size in sizes), strict=True)
-                axes.fill_between(sizes, low, high, alpha=0.12, color=line.get_color(), linewidth=0)
-            axes.set(
-                xscale="log",
-                yscale="log",
-                xlabel="bytes",
-                ylabel="us, one blocking call, slowest rank",
-            )
-            won = winners(report)
-            for (before, loser), (size, winner) in pairwise(won):
-                if winner != loser:
-                    middle = math.sqrt(before * size)
-                    at = axes.get_xaxis_transform()
-                    axes.axvline(middle, color="0.4", linestyle=":", linewidth=1)
-                    axes.text(
-                        middle,
-                        0.02,
-                        f"{loser} | {winner}",
-                        transform=at,
-                        rotation=90,
-                        ha="right",
-                        fontsize=7,
-                    )
-            ranks = report.conditions.get("ranks", {}).get("world size", 0)
-            axes.set_title(
-                f"all_reduce, {ranks} ranks, {report.conditions.get('backend', '')}", fontsize=9
-            )
-            axes.grid(alpha=0.25)
-            axes.legend(fontsize=8)
 
 
 def row_of(event: dict[str, Any], dtype: str) -> Measurement:

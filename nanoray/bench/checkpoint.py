@@ -25,16 +25,28 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoray.base.environment import environment
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure, measured, whiskers
-from nanoray.bench.harness.plan import count_of, rotated
-from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.figure import Figure, Panel, measured, whiskers
+from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.rank_pool import RankPool, describe
 from nanoray.bench.harness.ranks import Where
-from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.table import (
+    IN_TERMINAL,
+    PAGE,
+    SPREAD,
+    TEXT,
+    Table,
+    TableColumn,
+    count_of_rounds,
+    names,
+    wrong_of,
+)
 from nanoray.config import Config, load_config
 from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
@@ -63,10 +75,75 @@ TAIL_STEPS = 5  # steps after a save that still count to it
 CHUNK = 8 << 20
 
 
+# The raw write costs training all of its time: it is a limit of the disk, not a way to save.
+SAVERS = tuple(arm for arm in ARMS if arm != RAW)
+
+
+def _draw_bars(
+    axes: Any, report: Report, arms: tuple[str, ...], metric: str, offset: float, label: str
+) -> None:
+    """Draw horizontal bars of one metric, a bar per arm; lines are min to max."""
+    rows = measured(report, arms, metric)
+    at = [arms.index(row.arm) + offset for row in rows]
+    medians = [row.median for row in rows]
+    axes.barh(at, medians, xerr=whiskers(rows), height=0.36, label=label, capsize=2)
+    axes.set_yticks(range(len(arms)), arms)
+
+
+def _draw_costs(axes: Any, report: Report) -> None:
+    _draw_bars(axes, report, SAVERS, STALL, -0.19, "stall")
+    _draw_bars(axes, report, SAVERS, LOST, 0.19, "all training time lost")
+
+
+def _draw_rates(axes: Any, report: Report) -> None:
+    _draw_bars(axes, report, ARMS, RATE, 0, "")
+
+
+def _why(report: Report, arm: str, spread: str) -> str:
+    row = report.row(arm, DONE)
+    return row.problem or row.note if row else ""
+
+
 class CheckpointBenchmark(Benchmark):
     """Measure what a checkpoint costs training."""
 
     wrong = "tensors that read back with other bits than training had when they were saved"
+    counts = (Count("rounds", "rounds of all arms", usual=7, few=3),)
+    tables = (
+        Table(
+            DONE,
+            (
+                replace(names(""), only=TEXT),
+                replace(names("arm"), only=PAGE),
+                TableColumn("stall, s", STALL, SPREAD),
+                TableColumn("of sync, %", OF_STALL, IN_TERMINAL),
+                TableColumn("lost, s", LOST, SPREAD),
+                TableColumn("of sync, %", OF_LOST, IN_TERMINAL),
+                TableColumn("on disk after, s", DONE, SPREAD),
+                TableColumn("GB/s", RATE, IN_TERMINAL),
+                TableColumn("of raw disk, %", OF_DISK, IN_TERMINAL),
+                replace(count_of_rounds(DONE), only=TEXT),
+                replace(wrong_of(DONE), only=TEXT),
+                TableColumn("", _why, only=TEXT, left=True),
+            ),
+        ),
+    )
+    figure = Figure(
+        (
+            Panel(
+                _draw_costs,
+                {"title": "what one checkpoint costs training", "xlabel": "s, median"},
+                {"fontsize": 8},
+                down=True,
+            ),
+            Panel(
+                _draw_rates,
+                {"title": "from the call until it is on disk", "xlabel": "GB/s, median"},
+                down=True,
+            ),
+        ),
+        note=("state", "recipe", "disk"),
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -80,9 +157,6 @@ class CheckpointBenchmark(Benchmark):
         parser.add_argument(
             "--preset",
             help="whose weights and Adam state [gpt2-124m; with --quick shakespeare-char]",
-        )
-        parser.add_argument(
-            "--rounds", type=int, metavar="N", help="rounds of all arms [7; 3 with --quick]"
         )
         parser.add_argument(
             "--folder",
@@ -107,7 +181,6 @@ class CheckpointBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Measure every arm in turns and fill the report. Everything that is written is removed again."""
         # Refuse before a process starts or a byte is written.
-        rounds = count_of(args.rounds, args.quick, few=3, usual=7)
         if "RANK" in os.environ:
             raise ConfigError(
                 "bench checkpoint starts its own process, but RANK is set; run it without torchrun"
@@ -116,10 +189,9 @@ class CheckpointBenchmark(Benchmark):
             raise ConfigError(
                 f"workers = {args.workers}: one rank writes and others would only wait; use --workers 1"
             )
-        if min(rounds, args.threads) < 1 or args.timeout_s <= 0:
+        if args.threads < 1 or args.timeout_s <= 0:
             raise ConfigError(
-                f"rounds = {rounds}, threads = {args.threads}, timeout_s = {args.timeout_s:g}; all "
-                "must be above 0"
+                f"threads = {args.threads}, timeout_s = {args.timeout_s:g}; both must be above 0"
             )
         default = "shakespeare-char" if args.quick else "gpt2-124m"
         preset = args.preset or default
@@ -134,7 +206,8 @@ class CheckpointBenchmark(Benchmark):
                 f"folder = {disk} has {free / 1e9:.2f} GB free, and a checkpoint of preset {preset} "
                 f"takes {need / 1e9:.2f}; give a --folder with room for 1.5 of them, or a smaller --preset"
             )
-        recipe = f"preset {preset}, {rounds} rounds after one to warm up, with training on {args.threads} thread(s)"
+        recipe = f"preset {preset}, {args.rounds} rounds after one to warm up"
+        recipe += f", with training on {args.threads} thread(s)"
         report.conditions |= {
             "recipe": recipe,
             "disk": f"{file_system(disk)}, {free / 1e9:.0f} GB free",
@@ -142,85 +215,31 @@ class CheckpointBenchmark(Benchmark):
         # The window is the time over which training's speed is measured before and after a save.
         order = {
             "preset": preset,
-            "rounds": rounds,
+            "rounds": args.rounds,
             "window_s": 0.2 if args.quick else 1.0,
             "threads": args.threads,
         }
         found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
         wrong: dict[str, int | None] = {}
         # One rank saves; its folder is deleted with all that was written.
+        where = Where(1, "processes", args.device, timeout_s=args.timeout_s)
         with (
+            part(report, lambda: add_rows(report, found, wrong)),
             tempfile.TemporaryDirectory(prefix="nanoray-checkpoint-", dir=disk) as folder,
-            RankPool(Where(1, "processes", args.device, timeout_s=args.timeout_s)) as pool,
+            RankPool(where) as pool,
         ):
             describe(report, pool)
             # Three kinds of events: the state's size, what read back wrong, and a measured save.
-            try:
-                for event in pool.run(
-                    "nanoray.bench.checkpoint:measure_rank", order | {"folder": folder}
-                ):
-                    if "state" in event:
-                        report.conditions["state"] = event["state"]
-                    elif "wrong" in event:
-                        wrong[event["arm"]] = event["wrong"]
-                    else:
-                        found[event["arm"]].append(event)
-                        stall = f"stall {event['stall_s']:.3f} s"
-                        done = f"on disk after {event['done_s']:.3f} s"
-                        say(f"round {event['round']}  {event['arm']:<14} {stall}, {done}")
-            except RankFailed as error:
-                report.failures.append(str(error))
-        add_rows(report, found, wrong)
-
-    def format_text(self, report: Report) -> list[str]:
-        """Return a table with a line per arm: medians with their quartiles."""
-
-        table = [("", *COLUMNS.values(), "n", "wrong", "")]
-        # One line per arm, in the order of the report.
-        for row in (r for r in report.rows if r.metric == DONE):
-            wrong = "" if row.wrong is None else str(row.wrong)
-            numbers = (report.cell(row.arm, metric) for metric in COLUMNS)
-            table.append((row.arm, *numbers, str(row.n), wrong, row.problem or row.note))
-        return aligned(table, right=set(range(1, len(COLUMNS) + 3)))
-
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return a table for a README: medians, with the range of the seconds."""
-        table = []
-        # Seconds with their range; shares without.
-        for row in measured(report, ARMS, DONE):
-            cells = [row.arm]
-            for metric in COLUMNS:
-                spread = "range" if metric in (STALL, LOST, DONE) else "none"
-                cells.append(report.cell(row.arm, metric, spread))
-            table.append(cells)
-        return markdown(("arm", *COLUMNS.values()), table)
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw what a save costs training, and how fast it gets on disk; lines are min to max."""
-
-        # Horizontal bars of one metric, a bar per arm.
-        def bars(axes: Any, arms: tuple[str, ...], metric: str, offset: float, label: str) -> None:
-            rows = measured(report, arms, metric)
-            at = [arms.index(r.arm) + offset for r in rows]
-            medians = [r.median for r in rows]
-            axes.barh(at, medians, xerr=whiskers(rows), height=0.36, label=label, capsize=2)
-
-        known = report.conditions
-        note = f"{known.get('state', '')} · {known['recipe']} · {known['disk']}"
-        with figure(report, path, note=note) as (left, right):
-            # The raw write costs training all of its time: it is a limit of the disk, not a way to
-            # save.
-            savers = tuple(arm for arm in ARMS if arm != RAW)
-            bars(left, savers, STALL, -0.19, "stall")
-            bars(left, savers, LOST, 0.19, "all training time lost")
-            left.set_yticks(range(len(savers)), savers)
-            left.set(title="what one checkpoint costs training", xlabel="s, median")
-            left.legend(fontsize=8)
-            bars(right, ARMS, RATE, 0, "")
-            right.set_yticks(range(len(ARMS)), ARMS)
-            right.set(title="from the call until it is on disk", xlabel="GB/s, median")
-            for axes in (left, right):
-                axes.invert_yaxis()
+            order["folder"] = folder
+            for event in pool.run("nanoray.bench.checkpoint:measure_rank", order):
+                if "state" in event:
+                    report.conditions["state"] = event["state"]
+                elif "wrong" in event:
+                    wrong[event["arm"]] = event["wrong"]
+                else:
+                    found[event["arm"]].append(event)
+                    times = f"stall {event['stall_s']:.3f} s, on disk after {event['done_s']:.3f} s"
+                    say(f"round {event['round']}  {event['arm']:<14} {times}")
 
 
 def _bytes_of(preset: str) -> int:
@@ -307,10 +326,6 @@ def add_rows(
         if arm == ASYNC:
             report.targets.append(Target(f"{ASYNC}: {OF_STALL}, %", of_stall, "<=", STALL_LIMIT))
             report.targets.append(Target(f"{ASYNC}: {OF_LOST}, %", of_lost, "<=", LOST_LIMIT))
-
-
-COLUMNS = {STALL: "stall, s", OF_STALL: "of sync, %", LOST: "lost, s", OF_LOST: "of sync, %"}
-COLUMNS |= {DONE: "on disk after, s", RATE: "GB/s", OF_DISK: "of raw disk, %"}
 
 
 # On the rank.

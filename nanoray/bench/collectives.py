@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure
+from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import chosen
 from nanoray.bench.harness.rank_pool import (
     RankFailed,
@@ -401,8 +400,55 @@ class _Bench:
 # The driver's side.
 
 
+def _draw_speeds(axes: Any, report: Report) -> None:
+    """Draw busbw over the size beside the copy limit; one rank alone has none, only algbw."""
+    curves = _curves(report)
+    for op, points in curves.items():
+        speed = [point["busbw_gbps"] or point["algbw_gbps"] for point in points]
+        axes.plot([p["bytes"] for p in points], speed, marker="o", markersize=3, label=op)
+    copy = report.row(COPY, "copied")
+    if copy:
+        axes.axhline(copy.median, color="0.3", linestyle="--", linewidth=1, label="memory copy")
+    dtype = next(iter(curves.values()))[0]["dtype"] if curves else "nothing was measured"
+    axes.set_title(f"busbw, {dtype}")
+
+
+def _draw_latencies(axes: Any, report: Report) -> None:
+    """Draw the latency of a blocking call: the median, and dotted the 99th percentile."""
+    for points in _curves(report).values():
+        sizes = [point["bytes"] for point in points]
+        (line,) = axes.plot(sizes, [p["time_us"] for p in points], marker="o", markersize=3)
+        tail = [point["p99_us"] for point in points]
+        axes.plot(sizes, tail, color=line.get_color(), linestyle=":", linewidth=1)
+
+
+def _note(report: Report) -> str:
+    ranks = report.conditions.get("ranks", {}).get("world size", 0)
+    return f"{ranks} ranks, {report.conditions.get('backend', 'no backend')}"
+
+
+LOGARITHMIC = {"xscale": "log", "yscale": "log", "xlabel": "bytes"}
+
+
 class CollectivesBenchmark(Benchmark):
     """Time every collective over sizes and dtypes, and count its wrong elements."""
+
+    figure = Figure(
+        (
+            Panel(_draw_speeds, LOGARITHMIC | {"ylabel": "GB/s"}, {"fontsize": 8}, grid=True),
+            Panel(
+                _draw_latencies,
+                LOGARITHMIC
+                | {
+                    "title": "blocking calls: p50; dotted p99, of fewer than 100 the slowest",
+                    "ylabel": "us",
+                },
+                grid=True,
+            ),
+        ),
+        size=(11, 4.2),
+        note=_note,
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         add_where_flags(parser)
@@ -512,44 +558,6 @@ class CollectivesBenchmark(Benchmark):
                 )
             )
         return markdown(header, table)
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw busbw over the size beside the copy limit, and the latency of a blocking call.
-
-        One rank alone has no busbw; its algbw is drawn.
-        """
-        ranks = report.conditions.get("ranks", {}).get("world size", 0)
-        curves = _curves(report)
-        note = f"{ranks} ranks, {report.conditions.get('backend', 'no backend')}"
-        with figure(report, path, (11, 4.2), note=note) as (left, right):
-            for op, points in curves.items():
-                size = [point["bytes"] for point in points]
-                speed = [point["busbw_gbps"] or point["algbw_gbps"] for point in points]
-                left.plot(size, speed, marker="o", markersize=3, label=op)
-
-                # The 99th percentile in the same colour, dotted
-                median_us = [point["time_us"] for point in points]
-                p99_us = [point["p99_us"] for point in points]
-                (line,) = right.plot(size, median_us, marker="o", markersize=3)
-                color = line.get_color()
-                right.plot(size, p99_us, color=color, linestyle=":", linewidth=1)
-            copy = report.row(COPY, "copied")
-            if copy:
-                left.axhline(
-                    copy.median, color="0.3", linestyle="--", linewidth=1, label="memory copy"
-                )
-            dtype = next(iter(curves.values()))[0]["dtype"] if curves else "nothing was measured"
-            left.set(title=f"busbw, {dtype}", xlabel="bytes", ylabel="GB/s")
-            right.set(
-                title="blocking calls: p50; dotted p99, of fewer than 100 the slowest",
-                xlabel="bytes",
-                ylabel="us",
-            )
-            for axes in (left, right):
-                axes.set(xscale="log", yscale="log")
-                axes.grid(alpha=0.25)
-            if curves:
-                left.legend(fontsize=8)
 
 
 def sizes(largest: int, quick: bool = False) -> list[int]:

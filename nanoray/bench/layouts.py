@@ -23,20 +23,31 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import count_of, rotated
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.figure import Figure, Panel, with_values
+from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, number, say
-from nanoray.bench.simulate import VOCAB
+from nanoray.bench.harness.report import Report, say
+from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
+from nanoray.bench.simulate import (
+    LANES,
+    MEASURED,
+    PREDICTED,
+    VOCAB,
+    add_error_target,
+    add_step_rows,
+    cost_of,
+    draw_steps,
+    percent_of_error,
+)
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
 from nanoray.forecast.fit import Fit, fit
-from nanoray.forecast.links import Cost, coefficients
+from nanoray.forecast.links import Cost
 from nanoray.host.host import available_cpus
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
@@ -46,16 +57,39 @@ RANKS = (2, 4, 8)
 TPS = (1, 2, 4)
 MODES = ("ddp_by_hand", "zero1")
 MICRO = 6  # sequences of a replica and step
-MEASURED = "step, measured"
-PREDICTED = "step, predicted"
-ERROR = "|predicted / measured - 1|"
-ERROR_LIMIT = 0.15
 OPS = ("all_reduce", "reduce_scatter", "all_gather")
-LANES = 2  # collectives in flight: gloo's threads
 
 
 class LayoutsBenchmark(Benchmark):
     """Compare predicted with measured steps of dp × tp layouts."""
+
+    counts = (
+        Count("rounds", "rounds of all arms", usual=7, few=1),
+        Count("turns", "turns of an arm in a round", usual=4, few=1),
+        Count("steps", "steps of a turn", usual=4, few=2),
+    )
+    tables = (
+        Table(
+            lambda report: [row.arm for row in with_values(report, MEASURED)],
+            (
+                names("layout"),
+                TableColumn("step, ms", MEASURED, "quartiles"),
+                TableColumn("predicted", PREDICTED),
+                TableColumn("error", percent_of_error),
+                count_of_rounds(MEASURED),
+            ),
+        ),
+    )
+    figure = Figure(
+        (
+            Panel(
+                partial(draw_steps, across=True),
+                {"xlabel": "ms, median and middle half of the rounds", "xlim": (0, None)},
+                {"fontsize": 8},
+            ),
+        ),
+        size=(9, 4.5),
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -69,42 +103,25 @@ class LayoutsBenchmark(Benchmark):
             default="2,4,8",
             help="numbers of ranks to check [%(default)s]",
         )
-        parser.add_argument(
-            "--rounds", type=int, metavar="N", help="rounds of all arms [7; 1 with --quick]"
-        )
-        parser.add_argument(
-            "--turns", type=int, metavar="N", help="turns of an arm in a round [4; 1 with --quick]"
-        )
-        parser.add_argument(
-            "--steps", type=int, metavar="N", help="steps of a turn [4; 2 with --quick]"
-        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Fit links and compute at 2 ranks, and measure and predict every layout, in each round."""
         where = replace(where_from(args), workers=BASE)
-        quick = args.quick
         ranks = _parse_ranks(args.ranks)
-        rounds = count_of(args.rounds, quick, few=1, usual=7)
-        turns = count_of(args.turns, quick, few=1, usual=4)
-        steps = count_of(args.steps, quick, few=2, usual=4)
-        if (
-            args.workers not in (None, BASE)
-            or where.launcher == "torchrun"
-            or min(rounds, turns, steps) < 1
-        ):
+        steps = args.steps
+        if args.workers not in (None, BASE) or where.launcher == "torchrun":
             raise ConfigError(
-                f"workers = {args.workers}, launcher = {where.launcher}, rounds = {rounds}, turns = "
-                f"{turns}, steps = {steps}: links are fitted at {BASE} ranks and more are started, without torchrun; 1 "
-                "is the least"
+                f"workers = {args.workers}, launcher = {where.launcher}: links are fitted at {BASE} "
+                "ranks and more are started, without torchrun; drop both flags"
             )
         # float32 on CPUs: what is checked is the model of time, not the kernels.
         config = load_config(preset=args.preset, overrides={"precision": "fp32", "device": "cpu"})
         arms = {n: arms_of(config, n) for n in ranks}
         # Sizes of messages from which the links are fitted, four times larger each.
-        size = [1 << 10, 1 << 16, 1 << 20] if quick else [4**i << 10 for i in range(7)]
+        size = [1 << 10, 1 << 16, 1 << 20] if args.quick else [4**i << 10 for i in range(7)]
         order = {
             "preset": args.preset,
-            "turns": turns,
+            "turns": args.turns,
             "steps": steps,
             "sizes": size,
             "calls": 5 * steps,
@@ -112,7 +129,7 @@ class LayoutsBenchmark(Benchmark):
         # (predicted, measured) of each round
         found: dict[str, list[tuple[float, float]]] = defaultdict(list)
         # One pool of ranks for each number of ranks, kept over all rounds.
-        with ExitStack() as stack:
+        with part(report, lambda: _add_rows(report, found)), ExitStack() as stack:
             pools = {
                 n: stack.enter_context(RankPool(replace(where, workers=n)))
                 for n in sorted({BASE, *ranks})
@@ -123,56 +140,21 @@ class LayoutsBenchmark(Benchmark):
                     "layouts are checked on CPUs, where ranks share cores; add --device cpu"
                 )
             # Links and compute are fitted anew in each round, because the machine's speed drifts.
-            for turn in range(rounds):
-                here = _fit_machine(
-                    list(pools[BASE].run("nanoray.bench.layouts:fit_rank", order)), config
-                )
-                # The order of the sizes rotates, so that none is always measured first.
-                for n in ranks[turn % len(ranks) :] + ranks[: turn % len(ranks)]:
-                    for event in pools[n].run(
-                        "nanoray.bench.layouts:time_rank", order | {"arms": arms[n]}
-                    ):
-                        layout = Layout(dp=n // event["tp"], tp=event["tp"])
-                        found[event["arm"]].append(
-                            (here.predict(config, layout, event["mode"]), event["step_s"])
-                        )
-                        predicted, measured = (1e3 * s for s in found[event["arm"]][-1])
-                        say(
-                            f"round {turn}  {event['arm']:<30} {measured:.1f} ms, predicted "
-                            f"{predicted:.1f}"
-                        )
+            for turn in range(args.rounds):
+                fitted = list(pools[BASE].run("nanoray.bench.layouts:fit_rank", order))
+                here = _fit_machine(fitted, config)
                 # The fit of the first round stands for all in the conditions.
                 if not turn:
                     report.conditions["fit"] = here.format_fit()
-        _add_rows(report, found)
-
-    def format_text(self, report: Report) -> list[str]:
-        """Return a line per layout: measured step with its quartiles, predicted step, error."""
-        return aligned([(*line, "") for line in _build_table(report)], right={1, 2, 3, 4})
-
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return the table for a page."""
-        head, *body = _build_table(report)
-        return markdown(head, body)
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw measured against predicted steps."""
-        with figure(report, path, (9, 4.5), (1, 1)) as (axes,):
-            for metric, marker in ((MEASURED, "o"), (PREDICTED, "x")):
-                rows = [row for row in report.rows if row.metric == metric and row.values]
-                if rows:
-                    medians = [row.median for row in rows]
-                    spread = whiskers(rows, quartiles=True)
-                    axes.errorbar(
-                        medians,
-                        [row.arm for row in rows],
-                        xerr=spread,
-                        fmt=marker,
-                        capsize=3,
-                        label=metric,
-                    )
-            axes.set(xlabel="ms, median and middle half of the rounds", xlim=(0, None))
-            axes.legend(fontsize=8)
+                # The order of the sizes rotates, so that none is always measured first.
+                for n in rotated(ranks, turn):
+                    own = order | {"arms": arms[n]}
+                    for event in pools[n].run("nanoray.bench.layouts:time_rank", own):
+                        layout = Layout(dp=n // event["tp"], tp=event["tp"])
+                        predicted_s = here.predict(config, layout, event["mode"])
+                        found[event["arm"]].append((predicted_s, event["step_s"]))
+                        times = f"{1e3 * event['step_s']:.1f} ms, predicted {1e3 * predicted_s:.1f}"
+                        say(f"round {turn}  {event['arm']:<30} {times}")
 
 
 def _parse_ranks(text: str) -> list[int]:
@@ -205,21 +187,11 @@ class Here:
     links: dict[str, Fit]
     cpu: dict[str, Fit]
     compute: dict[int, dict[str, float]]  # by tp
-    lanes: int = LANES
+    lanes: int = LANES["gloo"]
 
     def cost(self, layout: Layout, axis: str, op: str, nbytes: float) -> Cost:
         """Return the cost of a collective, and the cores that it keeps busy."""
-        ranks = layout.size_of(axis)
-        # A collective of one rank sends nothing.
-        messages, moved = coefficients("backend", ranks, round(nbytes)) if ranks > 1 else (0.0, 0.0)
-        latency_s = messages * self.links[op].alpha_s
-        transfer_s = moved * self.links[op].beta_s_per_byte
-        busy = self.cpu[op].seconds(ranks, round(nbytes)) if ranks > 1 else 0.0
-        return Cost(
-            latency_s,
-            transfer_s,
-            busy / (latency_s + transfer_s) if latency_s + transfer_s else 0.0,
-        )
+        return cost_of(layout.size_of(axis), nbytes, self.links[op], self.cpu[op])
 
     def one_link(self, layout: Layout, axis: str, other: str) -> bool:
         """Whether two axes share a link: all of them use this machine's memory."""
@@ -296,39 +268,9 @@ _PARTS = ("forward_s", "backward_s", "update_s")
 
 def _add_rows(report: Report, found: dict[str, list[tuple[float, float]]]) -> None:
     for arm, pairs in found.items():
-        # One error per round, so that the target judges a median and not the best case.
-        error = Measurement(arm, ERROR, "ratio", tuple(abs(p / m - 1) for p, m in pairs))
-        report.rows += [
-            Measurement(
-                arm, MEASURED, "ms", tuple(1e3 * m for _, m in pairs), "fastest turn of each round"
-            ),
-            Measurement(
-                arm,
-                PREDICTED,
-                "ms",
-                tuple(1e3 * p for p, _ in pairs),
-                "links and compute of the same round",
-            ),
-            error,
-        ]
-        report.targets.append(
-            Target(f"error of the predicted step, {arm}", error, "<=", ERROR_LIMIT)
-        )
-
-
-def _build_table(report: Report) -> list[tuple[str, ...]]:
-    rows = []
-    for row in (row for row in report.rows if row.metric == MEASURED and row.values):
-        predicted = report.row(row.arm, PREDICTED)
-        error = report.row(row.arm, ERROR)
-        if predicted and error:
-            cells = (
-                report.cell(row.arm, MEASURED),
-                number(predicted.median),
-                f"{100 * error.median:.0f} %",
-            )
-            rows.append((row.arm, *cells, str(row.n)))
-    return [("layout", "step, ms", "predicted", "error", "n"), *rows]
+        predicted, measured = zip(*pairs, strict=True)
+        notes = ("fastest turn of each round", "links and compute of the same round")
+        add_error_target(report, add_step_rows(report, arm, measured, predicted, notes), arm)
 
 
 # The ranks' side.

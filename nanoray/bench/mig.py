@@ -21,17 +21,17 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from nanoray.base.environment import environment
 from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.bench import collectives
 from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure, measured, whiskers
+from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
 from nanoray.bench.harness.plan import SEE_FAILED
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where
-from nanoray.bench.harness.report import Measurement, Report, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, say
+from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
 from nanoray.host.device import Device
@@ -193,10 +193,96 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
 # The driver's side.
 
 
+# How it is shown.
+
+
+def _series(report: Report) -> list[Measurement]:
+    """Return the throughput of 1, 2, ... ranks: of the stand-in, or of equal slices of one card."""
+    by_experiment: dict[str, list[Measurement]] = defaultdict(list)
+    for row in with_values(report, THROUGHPUT):
+        by_experiment[row.extra["experiment"]].append(row)
+    if by_experiment["stand-in"]:
+        return by_experiment["stand-in"]
+
+    # The experiment "bandwidth" may have measured one slice of the series' profile
+    profiles = {row.extra["profile"] for row in by_experiment["slices"]}
+    rows = by_experiment["bandwidth"] + by_experiment["slices"]
+    return [row for row in rows if row.extra["profile"] in profiles]
+
+
+def ideal(row: Measurement) -> int:
+    """Return the ideal throughput relative to one rank: slices add up, sharers do not."""
+    return 1 if row.extra["experiment"] == "stand-in" else row.extra["ranks"]
+
+
+def _draw_series(axes: Any, report: Report) -> None:
+    """Draw throughput over ranks, beside the ideal that follows from the first row."""
+    series = _series(report)
+    if not series:
+        return
+    first = series[0]
+    ranks = [row.extra["ranks"] for row in series]
+    dots(axes, ranks, series, quartiles=False, fmt="-o", capsize=3, label="measured, median")
+    best = [first.median * ideal(row) / ideal(first) for row in series]
+    axes.plot(ranks, best, "--", color="0.5", label="ideal, from the first")
+
+    title = f"slices {first.extra.get('profile')} of one {report.conditions['card']}"
+    shared = report.conditions.get("stand-in")
+    if shared:
+        title = f"stand-in:\n{shared}"
+    axes.set_title(title, fontsize=9)
+    axes.set(xlabel=f"ranks (a device: {peak_text(first.extra)})", ylabel="tok/s of all ranks")
+    axes.set(xticks=ranks)
+    axes.set_ylim(bottom=0)
+
+
+def _draw_plan(axes: Any, report: Report) -> None:
+    """Draw the promise of the slices."""
+    card = report.conditions["card"]
+    labels = [f"{p.slice.profile} (fits {p.fit} ×)" for p in plan(card)]
+    for offset, label in ((-0.2, "compute"), (0.2, "bandwidth")):
+        shares = [getattr(p.slice, f"{label}_fraction") for p in plan(card)]
+        axes.barh([i + offset for i in range(len(labels))], shares, height=0.36, label=label)
+    for i, (part, _, _) in enumerate(plan(card)):
+        end = max(part.compute_fraction, part.bandwidth_fraction)
+        axes.text(end + 0.02, i, peak_text(peaks(part)), va="center", fontsize=7)
+    axes.set(
+        title=f"plan, not measured: one slice of {card}", xlabel="share of the card", xlim=(0, 1.7)
+    )
+    axes.set_yticks(range(len(labels)), labels)
+
+
+def _arms_of(report: Report) -> list[str]:
+    """Return the arms that ran: a line each on a page; what was planned stands in the rows."""
+    rows = (row for row in report.rows if row.metric == THROUGHPUT and row.unit == "tok/s")
+    return [row.arm for row in rows if not row.skipped]
+
+
 class MIGBenchmark(Benchmark):
     """Show the MIG slices of this machine, and what they gain."""
 
     wrong = "ranks whose weights are not finite or not rank 0's; of all_reduce, elements that are not exact"
+    tables_in_terminal = False
+    tables = (
+        Table(
+            _arms_of,
+            (
+                names("ranks"),
+                TableColumn("tok/s", THROUGHPUT),
+                TableColumn("step, ms", STEP),
+                TableColumn("% of peak FLOP/s", OF_FLOPS),
+                TableColumn("copy, GB/s", collectives.COPY),
+            ),
+            missing="–",
+        ),
+    )
+    figure = Figure(
+        (
+            Panel(_draw_plan, legend={"fontsize": 8, "loc": "upper right"}, down=True),
+            Panel(_draw_series, legend={"fontsize": 8}),
+        ),
+        size=(11, 4),
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -300,32 +386,6 @@ class MIGBenchmark(Benchmark):
                 report.rows.append(replace(blank, error=SEE_FAILED))
             say(f"{arm.name}  {report.cell(arm.name, THROUGHPUT, 'none')} tok/s")
         _compare(report)
-
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return what was measured as a table for a README; the plan stands in the rows."""
-        metrics = {
-            THROUGHPUT: "tok/s",
-            STEP: "step, ms",
-            OF_FLOPS: "% of peak FLOP/s",
-            collectives.COPY: "copy, GB/s",
-        }
-        table = []
-        for row in report.rows:
-            if row.metric == THROUGHPUT and row.unit == "tok/s" and not row.skipped:
-                cells = [report.cell(row.arm, metric, "none") or "–" for metric in metrics]
-                table.append((row.arm, *cells))
-        return markdown(("ranks", *metrics.values()), table)
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw the promise of the slices, and throughput over ranks beside the ideal.
-
-        Lines are min to max.
-        """
-        with figure(report, path, (11, 4)) as (left, right):
-            _draw_plan(left, report.conditions["card"])
-            series = _series(report)
-            if series:
-                _draw_series(right, report, series)
 
 
 def _card(asked: str | None, slices: list[Device], found: list[Device]) -> str:
@@ -472,26 +532,6 @@ def add_rows(
         )
 
 
-def _series(report: Report) -> list[Measurement]:
-    """Return the throughput of 1, 2, ... ranks: of the stand-in, or of equal slices of one card."""
-    by_experiment: dict[str, list[Measurement]] = defaultdict(list)
-    for row in report.rows:
-        if row.metric == THROUGHPUT and row.unit == "tok/s" and row.values:
-            by_experiment[row.extra["experiment"]].append(row)
-    if by_experiment["stand-in"]:
-        return by_experiment["stand-in"]
-
-    # The experiment "bandwidth" may have measured one slice of the series' profile
-    profiles = {row.extra["profile"] for row in by_experiment["slices"]}
-    rows = by_experiment["bandwidth"] + by_experiment["slices"]
-    return [row for row in rows if row.extra["profile"] in profiles]
-
-
-def ideal(row: Measurement) -> int:
-    """Return the ideal throughput relative to one rank: slices add up, sharers do not."""
-    return 1 if row.extra["experiment"] == "stand-in" else row.extra["ranks"]
-
-
 def _compare(report: Report) -> None:
     """Add the ratios that the experiments are for, with what they would ideally be."""
     series = _series(report)
@@ -509,40 +549,3 @@ def _compare(report: Report) -> None:
     for upper, lower, metric, note in pairs:
         if len(measured(report, (upper, lower), metric)) == 2:
             report.compare(upper, lower, metric, note)
-
-
-def _draw_series(axes: Any, report: Report, series: list[Measurement]) -> None:
-    """Draw throughput over ranks, beside the ideal that follows from the first row."""
-    first = series[0]
-    ranks = [row.extra["ranks"] for row in series]
-    medians = [row.median for row in series]
-    spread = whiskers(series)
-    axes.errorbar(ranks, medians, yerr=spread, marker="o", capsize=3, label="measured, median")
-    best = [first.median * ideal(row) / ideal(first) for row in series]
-    axes.plot(ranks, best, "--", color="0.5", label="ideal, from the first")
-
-    title = f"slices {first.extra.get('profile')} of one {report.conditions['card']}"
-    shared = report.conditions.get("stand-in")
-    if shared:
-        title = f"stand-in:\n{shared}"
-    axes.set_title(title, fontsize=9)
-    axes.set(xlabel=f"ranks (a device: {peak_text(first.extra)})", ylabel="tok/s of all ranks")
-    axes.set(xticks=ranks)
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
-
-
-def _draw_plan(axes: Any, card: str) -> None:
-    names = [f"{p.slice.profile} (fits {p.fit} ×)" for p in plan(card)]
-    for offset, label in ((-0.2, "compute"), (0.2, "bandwidth")):
-        shares = [getattr(p.slice, f"{label}_fraction") for p in plan(card)]
-        axes.barh([i + offset for i in range(len(names))], shares, height=0.36, label=label)
-    for i, (part, _, _) in enumerate(plan(card)):
-        end = max(part.compute_fraction, part.bandwidth_fraction)
-        axes.text(end + 0.02, i, peak_text(peaks(part)), va="center", fontsize=7)
-    axes.set(
-        title=f"plan, not measured: one slice of {card}", xlabel="share of the card", xlim=(0, 1.7)
-    )
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.legend(fontsize=8, loc="upper right")

@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure
-from nanoray.bench.harness.plan import add_settings_flag, count_of, settings_of
-from nanoray.bench.harness.report import Measurement, Report, Target, markdown, say
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.figure import Figure, Panel
+from nanoray.bench.harness.plan import add_settings_flag, settings_of
+from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nanoray.bench.precision_lab import Lab
+    from nanoray.bench.precision_lab import Lab, Training
 
 MODES: dict[str, dict[str, Any]] = {
     name: {"precision": name} for name in ("fp32", "bf16", "fp16", "bf16_pure")
@@ -81,25 +83,232 @@ MEANS = ("sum, then divide", "divide, then sum", "by √n, twice")
 OVERFLOWS = (1, 5, 10, 16)
 DEPTHS = (2, 8, 32)
 KINDS = ("bf16", "bf16_pure", "fp16_pure")
-Axes = Any
+
+
+# The arms of each study, and two columns or curves for each way to take the mean
+LOSS_WEIGHTS = [f"loss × 2^-{k}" for k in WEIGHTS]
+LEARNING_RATES = [f"lr {lr:.0e}" for lr in RATES]
+GRADIENTS = [f"gradients of 1e{e}" for e in EXPONENTS]
+SIZES = [f"q and k of {size:g}" for size in HEADS]
+RANK_COUNTS = [f"{n} ranks" for n in RANKS]
+LAYERS = [f"{n} layers" for n in DEPTHS]
+LOST = (NO_SCALE, SCALED, LATE, LATE_SCALED)
+SUMS = {f"{what}, {how}": f"{what}: {how}" for how in MEANS for what in ("overflow", "zero")}
+ATTENTION = (
+    "fp16, scaled after",
+    "fp16, scaled before",
+    "fp16, torch's kernel",
+    "bf16, scaled after",
+)
+
+
+def modes_of(report: Report) -> list[str]:
+    """Return the modes that were measured, in their order."""
+    return [row.arm for row in report.rows if row.metric == STATE]
+
+
+def _layers_of(report: Report) -> list[str]:
+    rows = (row for row in report.rows if row.arm.startswith("layer ") and row.values)
+    return list(dict.fromkeys(row.arm for row in rows))
+
+
+def _study(
+    first: str, arms: Sequence[str] | Callable[[Report], Sequence[str]], heads: Mapping[str, str]
+) -> Table:
+    """Return the table of a study: a line for each arm, a column for each metric, by its head."""
+
+    def measured_arms(report: Report) -> Sequence[str]:
+        every = arms(report) if callable(arms) else arms
+        any_row = any(report.row(arm, metric) for arm in every for metric in heads)
+        return every if any_row else []  # a GPU's report has the modes alone
+
+    columns = [TableColumn(head, metric) for metric, head in heads.items()]
+    return Table(measured_arms, [names(first), *columns], missing="·")
+
+
+def _curves(
+    arms: Sequence[str], xs: Sequence[float], metrics: Sequence[str], axes: Any, report: Report
+) -> None:
+    """Draw a curve for each metric over what the arms vary."""
+    for metric in metrics:
+        rows = [(x, report.row(arm, metric)) for x, arm in zip(xs, arms, strict=True)]
+        points = [(x, row.median) for x, row in rows if row]
+        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=metric)
+
+
+def _over(arms: Sequence[str], xs: Sequence[float], metrics: Sequence[str], **axes: str) -> Panel:
+    return Panel(partial(_curves, arms, xs, metrics), axes, {"fontsize": 6})
+
+
+def _draw_layers(axes: Any, report: Report) -> None:
+    """Draw zero and subnormal gradients of each layer, one bar on top of the other."""
+    layers = _layers_of(report)
+    bottom = [0.0] * len(layers)
+    for metric, label in ((LATE, "zero"), (SMALL, "subnormal")):
+        rows = [report.row(layer, metric) for layer in layers]
+        shares = [row.median if row else 0.0 for row in rows]
+        at = [layer.removeprefix("layer ") for layer in layers]
+        axes.bar(at, shares, bottom=bottom, label=label)
+        bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
+    axes.tick_params(axis="x", rotation=30)
+
+
+def _draw_attention(axes: Any, report: Report) -> None:
+    """Draw how attention's logits, which grow with the square of q and k, overflow."""
+    metrics = [row.metric for row in report.rows if row.arm == SIZES[0]]
+    _curves(SIZES, HEADS, metrics, axes, report)
+
+
+def _draw_scales(axes: Any, report: Report) -> None:
+    """Draw that each overflow halves the scale, and only many good steps double it again."""
+    for count in OVERFLOWS:
+        row = report.row(f"{count} overflows", "scale")
+        if row:
+            axes.plot(row.values, label=row.arm)
+
+
+def _draw_losses(axes: Any, report: Report) -> None:
+    for name in modes_of(report):
+        row = report.row(name, CURVE)
+        if row:
+            axes.plot(row.values, label=name, linewidth=1)
 
 
 class PrecisionBenchmark(Benchmark):
     """Measure what 16 bits lose in training, and what each mode costs."""
 
+    counts = (
+        Count("steps", "steps of each mode", usual=100, few=24),
+        Count("rounds", "rounds of all modes in turn", usual=10, few=2),
+    )
+    tables_in_terminal = False
+    tables = (
+        _study(
+            "mode",
+            modes_of,
+            {
+                STEP: "step, ms",
+                STATE: "state, MiB",
+                STATE_FORMULA: "by formula",
+                KEPT: "kept for backward, MiB",
+                KEPT_FORMULA: "with logits, by formula",
+                LOSS: "final loss",
+                SKIPPED: "skipped",
+            },
+        ),
+        _study("lost, %", LOSS_WEIGHTS, {metric: metric for metric in LOST}),
+        _study(
+            "gradients of loss × 2^-8, trained, no scale, %",
+            _layers_of,
+            {LATE: "zero", SMALL: "subnormal"},
+        ),
+        _study(
+            "weights that never moved, %", LEARNING_RATES, {f"{STUCK}, {n}": n for n in UPDATES}
+        ),
+        _study("distance, % of float64's", LEARNING_RATES, {f"{WENT}, {n}": n for n in UPDATES}),
+        _study("wrong, %", GRADIENTS, {PLAIN: "m and v in fp16", ROOT: "2^12·m, 2^12·√v"}),
+        _study("not finite, %", SIZES, {f"not finite, {how}": how for how in ATTENTION}),
+        _study("mean in fp16, %", RANK_COUNTS, SUMS),
+        _study(
+            "in a row",
+            [f"{n} overflows" for n in OVERFLOWS],
+            {"lowest scale": "lowest scale", LATE: "lost, %"},
+        ),
+        _study("residual stream, % off", LAYERS, {f"error, {kind}": kind for kind in KINDS}),
+        _study(
+            "mean loss",
+            [f"loss in {kind}" for kind in ("bf16", "fp16", "fp32")],
+            {"error": "error, nat"},
+        ),
+    )
+    # One picture per claim
+    figure = Figure(
+        (
+            _over(
+                LOSS_WEIGHTS,
+                WEIGHTS,
+                LOST,
+                title="gradients that fp16 makes zero",
+                xlabel="k of a loss × 2^-k",
+                ylabel="%",
+            ),
+            Panel(
+                _draw_layers,
+                {"title": "the same by layer, loss × 2^-8, no scale", "ylabel": "%"},
+                {"fontsize": 6},
+            ),
+            _over(
+                LEARNING_RATES,
+                RATES,
+                [f"{WENT}, {name}" for name in UPDATES],
+                title="distance of repeated small updates",
+                xlabel="lr",
+                ylabel="% of float64's",
+                xscale="log",
+            ),
+            _over(
+                GRADIENTS,
+                EXPONENTS,
+                (PLAIN, ROOT),
+                title="AdamW's state in fp16: wrong updates",
+                xlabel="log10 of the gradient",
+                ylabel="%",
+            ),
+            Panel(
+                _draw_attention,
+                {
+                    "title": "attention that is not finite",
+                    "xlabel": "size of q and k",
+                    "ylabel": "%",
+                },
+                {"fontsize": 6},
+            ),
+            _over(
+                RANK_COUNTS,
+                RANKS,
+                list(SUMS),
+                title="mean over ranks in fp16",
+                xlabel="ranks",
+                ylabel="%",
+                xscale="log",
+            ),
+            Panel(
+                _draw_scales,
+                {
+                    "title": "life of a loss scale (growth interval 20)",
+                    "xlabel": "step",
+                    "ylabel": "scale",
+                    "yscale": "log",
+                },
+                {"fontsize": 6},
+            ),
+            _over(
+                LAYERS,
+                DEPTHS,
+                [f"error, {kind}" for kind in KINDS],
+                title="error of the residual stream",
+                xlabel="layers",
+                ylabel="%",
+                xscale="log",
+            ),
+            Panel(
+                _draw_losses,
+                {
+                    "title": "loss of each mode, same batches",
+                    "xlabel": "60ths of the run",
+                    "ylabel": "nat/token",
+                },
+                {"fontsize": 6},
+            ),
+        ),
+        size=(16, 11),
+        rows=3,
+    )
+
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
         parser.add_argument(
             "--dataset", default="stdlib", help="text to learn, as of nanoray.train [%(default)s]"
-        )
-        parser.add_argument(
-            "--steps", type=int, metavar="N", help="steps of each mode [100; 24 with --quick]"
-        )
-        parser.add_argument(
-            "--rounds",
-            type=int,
-            metavar="N",
-            help="rounds of all modes in turn [10; 2 with --quick]",
         )
         parser.add_argument(
             "--workers", type=int, metavar="N", default=1, help="1: this bench is one process"
@@ -110,18 +319,16 @@ class PrecisionBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Run all experiments and fill the report."""
-        steps = count_of(args.steps, args.quick, few=24, usual=100)
-        rounds = count_of(args.rounds, args.quick, few=2, usual=10)
+        steps = args.steps
+        rounds = args.rounds
         # Refuse before torch is imported, which takes seconds.
         if args.workers != 1:
             raise ConfigError(
                 f"workers = {args.workers}, but this bench studies arithmetic in one process; drop "
                 "--workers"
             )
-        if rounds < 1 or steps < rounds:
-            raise ConfigError(
-                f"steps = {steps}, rounds = {rounds}; at least one step a round, and one round"
-            )
+        if steps < rounds:
+            raise ConfigError(f"steps = {steps}, rounds = {rounds}; at least one step a round")
         import torch
 
         from nanoray.bench.precision_lab import Lab
@@ -160,175 +367,6 @@ class PrecisionBenchmark(Benchmark):
         finally:
             torch.set_num_threads(threads)
 
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return the tables of docs/precision.md."""
-
-        # One table of the page: a line for each arm, a column for each metric.
-        def of(arms: list[str], metrics: dict[str, str], first: str) -> list[str]:
-            if not any(report.row(arm, metric) for arm in arms for metric in metrics):
-                return []  # a GPU's report has the modes alone
-            lines = [
-                [arm, *(format_value(report, arm, metric) for metric in metrics)] for arm in arms
-            ]
-            return [*markdown([first, *metrics.values()], lines), ""]
-
-        costs = {
-            STEP: "step, ms",
-            STATE: "state, MiB",
-            STATE_FORMULA: "by formula",
-            KEPT: "kept for backward, MiB",
-        }
-        costs |= {KEPT_FORMULA: "with logits, by formula", LOSS: "final loss", SKIPPED: "skipped"}
-        # Two columns for each way to take the mean.
-        sums = {
-            f"{what}, {how}": f"{what}: {how}" for how in MEANS for what in ("overflow", "zero")
-        }
-        attention = (
-            "fp16, scaled after",
-            "fp16, scaled before",
-            "fp16, torch's kernel",
-            "bf16, scaled after",
-        )
-        sections = [
-            of(modes_of(report), costs, "mode"),
-            of(
-                [f"loss × 2^-{k}" for k in WEIGHTS],
-                {k: k for k in (NO_SCALE, SCALED, LATE, LATE_SCALED)},
-                "lost, %",
-            ),
-            of(
-                _layer_arms(report),
-                {LATE: "zero", SMALL: "subnormal"},
-                "gradients of loss × 2^-8, trained, no scale, %",
-            ),
-            of(
-                [f"lr {lr:.0e}" for lr in RATES],
-                {f"{STUCK}, {n}": n for n in UPDATES},
-                "weights that never moved, %",
-            ),
-            of(
-                [f"lr {lr:.0e}" for lr in RATES],
-                {f"{WENT}, {n}": n for n in UPDATES},
-                "distance, % of float64's",
-            ),
-            of(
-                [f"gradients of 1e{e}" for e in EXPONENTS],
-                {PLAIN: "m and v in fp16", ROOT: "2^12·m, 2^12·√v"},
-                "wrong, %",
-            ),
-            of(
-                [f"q and k of {h:g}" for h in HEADS],
-                {f"not finite, {h}": h for h in attention},
-                "not finite, %",
-            ),
-            of([f"{n} ranks" for n in RANKS], sums, "mean in fp16, %"),
-            of(
-                [f"{n} overflows" for n in OVERFLOWS],
-                {"lowest scale": "lowest scale", LATE: "lost, %"},
-                "in a row",
-            ),
-            of(
-                [f"{n} layers" for n in DEPTHS],
-                {f"error, {kind}": kind for kind in KINDS},
-                "residual stream, % off",
-            ),
-            of(
-                [f"loss in {kind}" for kind in ("bf16", "fp16", "fp32")],
-                {"error": "error, nat"},
-                "mean loss",
-            ),
-        ]
-        return [line for section in sections for line in section]
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw one picture per claim."""
-        with figure(report, path, (16, 11), (3, 3)) as axes:
-            # Share of lost gradients against the weight of the loss.
-            _plot_lines(
-                axes[0],
-                report,
-                [f"loss × 2^-{k}" for k in WEIGHTS],
-                WEIGHTS,
-                (NO_SCALE, SCALED, LATE, LATE_SCALED),
-            )
-            axes[0].set(
-                title="gradients that fp16 makes zero", xlabel="k of a loss × 2^-k", ylabel="%"
-            )
-            # Zero and subnormal gradients of each layer, one bar on top of the other.
-            layers = _layer_arms(report)
-            bottom = [0.0] * len(_layer_arms(report))
-            for metric, label in ((LATE, "zero"), (SMALL, "subnormal")):
-                rows = [report.row(layer, metric) for layer in layers]
-                shares = [row.median if row else 0.0 for row in rows]
-                axes[1].bar(
-                    [layer.removeprefix("layer ") for layer in layers],
-                    shares,
-                    bottom=bottom,
-                    label=label,
-                )
-                bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
-            axes[1].tick_params(axis="x", rotation=30)
-            axes[1].set(title="the same by layer, loss × 2^-8, no scale", ylabel="%")
-            # Updates that round to nothing, against the learning rate.
-            rates = [f"lr {lr:.0e}" for lr in RATES]
-            _plot_lines(axes[2], report, rates, RATES, [f"{WENT}, {name}" for name in UPDATES])
-            axes[2].set(
-                title="distance of repeated small updates",
-                xlabel="lr",
-                ylabel="% of float64's",
-                xscale="log",
-            )
-            # Second moments below fp16's range make AdamW's updates wrong.
-            arms = [f"gradients of 1e{e}" for e in EXPONENTS]
-            _plot_lines(axes[3], report, arms, EXPONENTS, (PLAIN, ROOT))
-            axes[3].set(
-                title="AdamW's state in fp16: wrong updates",
-                xlabel="log10 of the gradient",
-                ylabel="%",
-            )
-            # Attention's logits grow with the square of q and k.
-            how = [r.metric for r in report.rows if r.arm == f"q and k of {HEADS[0]:g}"]
-            _plot_lines(axes[4], report, [f"q and k of {h:g}" for h in HEADS], HEADS, how)
-            axes[4].set(title="attention that is not finite", xlabel="size of q and k", ylabel="%")
-            # A sum over ranks overflows unless it is divided before.
-            sums = [f"{what}, {how}" for how in MEANS for what in ("overflow", "zero")]
-            _plot_lines(axes[5], report, [f"{n} ranks" for n in RANKS], RANKS, sums)
-            axes[5].set(title="mean over ranks in fp16", xlabel="ranks", ylabel="%", xscale="log")
-            # Each overflow halves the scale, and only many good steps double it again.
-            for count in OVERFLOWS:
-                row = report.row(f"{count} overflows", "scale")
-                if row:
-                    axes[6].plot(row.values, label=row.arm)
-            axes[6].set(
-                title="life of a loss scale (growth interval 20)",
-                xlabel="step",
-                ylabel="scale",
-                yscale="log",
-            )
-            # Rounding errors add up over the layers of the residual stream.
-            _plot_lines(
-                axes[7],
-                report,
-                [f"{n} layers" for n in DEPTHS],
-                DEPTHS,
-                [f"error, {kind}" for kind in KINDS],
-            )
-            axes[7].set(
-                title="error of the residual stream", xlabel="layers", ylabel="%", xscale="log"
-            )
-            # The losses of all modes on the same batches.
-            for name in modes_of(report):
-                row = report.row(name, CURVE)
-                if row:
-                    axes[8].plot(row.values, label=name, linewidth=1)
-            axes[8].set(
-                title="loss of each mode, same batches",
-                xlabel="60ths of the run",
-                ylabel="nat/token",
-            )
-            for each in axes:
-                each.legend(fontsize=6)
-
 
 def study(lab: Lab, report: Report, steps: int, rounds: int, quick: bool) -> None:
     """Run the experiments in turn."""
@@ -363,9 +401,19 @@ def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> dict[str, 
     runs = {name: Training(lab, **settings) for name, settings in modes.items()}
     # Rounds of all modes in turn, so that a slow minute of the machine meets all of them.
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for name, ms in rounds_of(runs, steps, rounds):
-        times[name].append(statistics.median(ms))
+    with part(report, lambda: _add_mode_rows(report, runs, times, steps)):
+        for name, ms in rounds_of(runs, steps, rounds):
+            times[name].append(statistics.median(ms))
+    return {name: p.detach() for name, p in runs["fp32"].model.named_parameters()}
+
+
+def _add_mode_rows(
+    report: Report, runs: Mapping[str, Training], times: Mapping[str, list[float]], steps: int
+) -> None:
+    """Add what each mode took, held and came to."""
     for name, run in runs.items():
+        if not times[name]:
+            continue
         say(f"{name:<24} {statistics.median(times[name]):.1f} ms, loss {run.losses[-1]:.3f}")
         # Memory held and the formula's, side by side; the time is the median of each round.
         held = sum(run.held.values())
@@ -395,7 +443,6 @@ def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> dict[str, 
             report.rows.append(
                 Measurement(name, SKIPPED, "steps", (float(run.scaler.values()["skipped"]),))
             )
-    return {name: p.detach() for name, p in runs["fp32"].model.named_parameters()}
 
 
 def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -> None:
@@ -572,28 +619,3 @@ def add_targets(report: Report) -> None:
         off = abs(held.median / formula.median - 1)
         row = Measurement(mode, "state, error", "1", (off,) * 5, "one number: memory has no spread")
         report.targets.append(Target(f"{mode}: state held beside the formula", row, "<=", 0.01))
-
-
-def modes_of(report: Report) -> list[str]:
-    """Return the modes that were measured, in their order."""
-    return [row.arm for row in report.rows if row.metric == STATE]
-
-
-def format_value(report: Report, arm: str, metric: str) -> str:
-    return report.cell(arm, metric, "none") or "·"
-
-
-def _layer_arms(report: Report) -> list[str]:
-    return list(
-        dict.fromkeys(row.arm for row in report.rows if row.arm.startswith("layer ") and row.values)
-    )
-
-
-def _plot_lines(axes: Axes, report: Report, arms: list[str], xs: Any, metrics: Any) -> None:
-    for metric in metrics:
-        points = []
-        for x, arm in zip(xs, arms, strict=True):
-            row = report.row(arm, metric)
-            if row:
-                points.append((x, row.median))
-        axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=metric)

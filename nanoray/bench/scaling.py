@@ -21,38 +21,35 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import figure, whiskers
-from nanoray.bench.harness.plan import count_of
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import (
-    Measurement,
-    Report,
-    Target,
-    aligned,
-    markdown,
-    number,
-    say,
-    table,
+from nanoray.bench.harness.report import Measurement, Report, number, say, table
+from nanoray.bench.harness.table import Table, TableColumn, names
+from nanoray.bench.simulate import (
+    LANES,
+    MEASURED,
+    PREDICTED,
+    VOCAB,
+    Work,
+    add_error_target,
+    add_step_rows,
+    cost_of,
+    draw_steps,
+    model_work,
+    percent_of_error,
+    scaling,
 )
-from nanoray.bench.simulate import VOCAB, Work, model_work, scaling
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.forecast.fit import Fit, fit
-from nanoray.forecast.links import (
-    MODELS,
-    Cost,
-    Topology,
-    best,
-    coefficients,
-    load_topology,
-    topology_names,
-)
+from nanoray.forecast.links import MODELS, Topology, best, load_topology, topology_names
 from nanoray.forecast.simulate import SimulatedBucket, SimulatedStep, Step, simulate
 from nanoray.host.host import available_cpus
 from nanoray.mesh.mesh import Mesh
@@ -62,16 +59,133 @@ PRESET = "shakespeare-cpu"  # whose step is measured
 SWEEP = ("backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat")
 RANKS = [2**i for i in range(15)]
 SHOWN = (1, 8, 64, 512, 4096, 16384)
-ERROR_LIMIT = 0.15
 TURNS = 6  # of all arms in a round
-LANES = {"gloo": 2, "nccl": 1}  # collectives in flight: gloo's threads, NCCL's stream
-PREDICTED = "step, predicted"
-MEASURED = "step, measured"
-ERROR = "|predicted / measured - 1|"
+
+
+# How it is shown.
+
+
+def _steps_of(report: Report) -> dict[tuple[str, str, int], dict[str, float]]:
+    """Return (topology, mode, ranks) -> milliseconds by algorithm."""
+    steps_ms = {}
+    for row in report.rows:
+        if "topology" in row.extra:
+            key = (row.extra["topology"], row.extra["mode"], row.extra["ranks"])
+            steps_ms[key] = row.extra["step_ms"]
+    return steps_ms
+
+
+def _curves_of(report: Report) -> list[str]:
+    """Return the lines of the overview: topology, mode and algorithm."""
+    curves = dict.fromkeys((name, mode) for name, mode, _ in _steps_of(report))
+    return [f"{name}, {mode}, {how}" for name, mode in curves for how in ("best", "ring")]
+
+
+def _predicted_at(ranks: int) -> TableColumn:
+    """Return the column of the predicted steps at a number of ranks."""
+
+    def cell(report: Report, curve: str, spread: str) -> str:
+        name, mode, algorithm = curve.rsplit(", ", 2)
+        steps_ms = _steps_of(report)
+        if (name, mode, ranks) not in steps_ms:
+            return "-"
+        # Ideally weak scaling keeps the time of a step, and strong scaling divides it
+        alone_ms = steps_ms[name, mode, 1][algorithm]
+        step_ms = steps_ms[name, mode, ranks][algorithm]
+        ideal_ms = alone_ms / ranks if mode == "strong" else alone_ms
+        return f"{number(step_ms)} ({100 * ideal_ms / step_ms:.0f})"
+
+    return TableColumn(str(ranks), cell)
+
+
+CHECK = Table(
+    lambda report: [row.arm for row in with_values(report, MEASURED)],
+    (
+        names("step, ms", lambda arm: f"{arm} ranks"),
+        TableColumn("measured", MEASURED),
+        TableColumn("predicted", PREDICTED),
+        TableColumn("error", percent_of_error),
+    ),
+)
+OVERVIEW = Table(_curves_of, (names("step ms (efficiency %) at ranks"), *map(_predicted_at, SHOWN)))
+
+
+def _draw_schedule(axes: Any, report: Report) -> None:
+    """Draw a bar per event of a predicted schedule, on a track each for compute and links."""
+    colours = {"forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"}
+    rows = [row for row in report.rows if row.metric == PREDICTED]
+    events = rows[-1].extra["events"] if rows else []
+    for track, name, start_s, end_s in events:
+        width_ms = 1e3 * (end_s - start_s)
+        colour = colours.get(name, "tab:orange")
+        axes.barh(track, width_ms, left=1e3 * start_s, color=colour, edgecolor="white")
+
+        # Only wide bars have room for a name
+        if end_s - start_s > 0.03 * events[-1][3]:
+            middle_ms = 500 * (start_s + end_s)
+            style = {"ha": "center", "va": "center", "fontsize": 6, "rotation": 90}
+            axes.text(middle_ms, track, name, **style)
+    axes.set_title(f"predicted schedule, {rows[-1].arm if rows else ''} ranks")
+
+
+def _draw_curves(what: str, axes: Any, report: Report) -> None:
+    """Draw the best algorithm's step, or the efficiency, over the ranks."""
+    curves: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
+    for row in report.rows:
+        if "topology" in row.extra:
+            key = row.extra["topology"], row.extra["mode"]
+            value = row.extra["step_ms"]["best"] if what == "step" else row.median
+            curves[key].append((row.extra["ranks"], value))
+    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in curves))}
+    for (name, mode), points in curves.items():
+        line = "-" if mode == "weak" else "--"
+        axes.plot(*zip(*points, strict=True), line, color=colours[name], label=f"{name}, {mode}")
+    axes.set_xscale("log", base=2)
 
 
 class ScalingBenchmark(Benchmark):
     """Fit a model of the step time, check it at 3 and 4 ranks, and predict up to 4096."""
+
+    counts = (
+        Count("rounds", "rounds of all steps", usual=7, few=2),
+        Count("steps", "steps of a turn", usual=4, few=4),
+    )
+    tables = (CHECK, OVERVIEW)
+    figure = Figure(
+        (
+            Panel(
+                partial(draw_steps, across=False),
+                {
+                    "title": "this machine: step, median and middle half",
+                    "ylabel": "ms",
+                    "ylim": (0, None),
+                },
+                {"fontsize": 8},
+            ),
+            Panel(_draw_schedule, {"xlabel": "ms"}, down=True),
+            Panel(
+                partial(_draw_curves, "step"),
+                {
+                    "title": "predicted step, best algorithm",
+                    "xlabel": "ranks",
+                    "ylabel": "ms",
+                    "yscale": "log",
+                },
+            ),
+            Panel(
+                partial(_draw_curves, "efficiency"),
+                {
+                    "title": "predicted efficiency",
+                    "xlabel": "ranks",
+                    "ylabel": "%",
+                    "ylim": (0, 105),
+                },
+                {"fontsize": 7},
+            ),
+        ),
+        size=(11, 7.4),
+        rows=2,
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -81,10 +195,6 @@ class ScalingBenchmark(Benchmark):
             metavar="N,M",
             help="ranks at which the model is checked [one and two more: 3,4]",
         )
-        parser.add_argument(
-            "--rounds", type=int, metavar="N", help="rounds of all steps [7; 2 with --quick]"
-        )
-        parser.add_argument("--steps", type=int, metavar="N", help="steps of a turn [4]")
         parser.add_argument(
             "--topology",
             default="all",
@@ -114,17 +224,15 @@ class ScalingBenchmark(Benchmark):
             )
         if not args.workers:
             where = replace(where, workers=2)
-        rounds = count_of(args.rounds, args.quick, few=2, usual=7)
-        steps = 4 if args.steps is None else args.steps
         checks = _checks(args.check, where.workers)
         no_compute = args.compute_ms is not None and args.compute_ms <= 0
-        if min(rounds, steps, args.global_batch) < 1 or no_compute:
+        if args.global_batch < 1 or no_compute:
             raise ConfigError(
-                f"rounds = {rounds}, steps = {steps}, global_batch = {args.global_batch}, "
-                f"compute_ms = {args.compute_ms}; all must be above 0"
+                f"global_batch = {args.global_batch}, compute_ms = {args.compute_ms}; all must be "
+                "above 0"
             )
-        names = topology_names() if args.topology == "all" else [args.topology]
-        topologies = {Path(name).stem: load_topology(name) for name in names}
+        wanted = topology_names() if args.topology == "all" else [args.topology]
+        topologies = {Path(name).stem: load_topology(name) for name in wanted}
         model = load_config(preset=args.model)
 
         # Fit what an all-reduce costs, at the base ranks
@@ -142,41 +250,16 @@ class ScalingBenchmark(Benchmark):
             most = RankPool(where)
             checks = []
         turns = 1 if args.quick else TURNS
-        with most as pool:
-            here = _steps(pool, where.workers, checks, (rounds, turns, steps))
-        _compare(report, here, fits["backend"])
-        _predict(args, report, topologies, fits["backend"], model, here)
+        here = _MachineSteps(where.workers, load_config(preset=PRESET).global_batch_size)
+        with part(report, lambda: _compare(report, here, fits["backend"])), most as pool:
+            _measure_steps(pool, here, checks, (args.rounds, turns, args.steps))
+        if not report.failures:
+            _predict(args, report, topologies, fits["backend"], model, here)
 
     def format_text(self, report: Report) -> list[str]:
         """Return the measured rows, then a line per topology, mode and algorithm."""
         measured = [row for row in report.rows if "topology" not in row.extra]
-        predicted = aligned(_overview(report), right=set(range(1, len(SHOWN) + 1)))
-        return [*table(measured), "", *predicted]
-
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return tables for a README: the check against reality, and the prediction."""
-        check = []
-        for row in report.rows:
-            if row.metric != MEASURED or not row.values:
-                continue
-            predicted = report.row(row.arm, PREDICTED)
-            error = report.row(row.arm, ERROR)
-            predicted_ms = number(predicted.median) if predicted else ""
-            percent = f"{100 * error.median:.0f} %" if error else ""
-            check.append((f"{row.arm} ranks", number(row.median), predicted_ms, percent))
-        lines = markdown(("step, ms", "measured", "predicted", "error"), check)
-
-        header, *overview = [line[:-1] for line in _overview(report)]
-        return [*lines, "", *markdown(header, overview)]
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw measured and predicted steps, a schedule, and efficiency over ranks."""
-        with figure(report, path, (11, 7.4), (2, 2)) as (check, plan, step, efficiency):
-            predicted = [row for row in report.rows if row.metric == PREDICTED]
-            measured = [row for row in report.rows if row.metric == MEASURED and row.values]
-            _draw_check(check, measured, predicted)
-            _draw_schedule(plan, predicted[-1] if predicted else None)
-            _draw_curves(step, efficiency, report)
+        return [*table(measured), "", *OVERVIEW.text(report)]
 
 
 def _checks(text: str | None, base: int) -> list[int]:
@@ -239,12 +322,14 @@ class _MachineSteps:
 
     base: int  # ranks whose parts and links are known
     total: int  # sequences of strong scaling, all ranks together
-    cores: float  # of all ranks together; no limit on GPUs
-    threads: int
-    lanes: int
+    cores: float = math.inf  # of all ranks together; no limit on GPUs
+    threads: int = 1
+    lanes: int = 1
     # (ranks, sequences of each, silent) -> one per round
-    steps: dict[tuple[int, int, bool], list[dict[str, Any]]]
-    cpu: Fit | None  # CPU seconds of an all-reduce on each rank
+    steps: dict[tuple[int, int, bool], list[dict[str, Any]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    cpu: Fit | None = None  # CPU seconds of an all-reduce on each rank
 
     @property
     def batch(self) -> int:
@@ -255,14 +340,13 @@ class _MachineSteps:
         """Simulate a step of `ranks` ranks from the parts measured in the same round."""
         parts = self.steps[self.base, batch, True][turn]
 
-        def collective(nbytes: int) -> Cost:
-            messages, moved = coefficients("backend", ranks, nbytes)
-            latency_s = messages * link.alpha_s
-            transfer_s = moved * link.beta_s_per_byte
-            cpu_s = self.cpu.seconds(ranks, nbytes) if self.cpu else 0.0
-            return Cost(latency_s, transfer_s, cpu_s / (latency_s + transfer_s))
-
-        return simulate(_step(parts), collective, self.lanes, self.cores / ranks, self.threads)
+        return simulate(
+            _step(parts),
+            lambda nbytes: cost_of(ranks, nbytes, link, self.cpu),
+            self.lanes,
+            self.cores / ranks,
+            self.threads,
+        )
 
     def work(self) -> Work:
         """Return the median step of weak scaling as compute per sequence."""
@@ -283,9 +367,9 @@ def _step(parts: dict[str, Any]) -> Step:
     return Step(parts["forward_s"], parts["backward_s"], parts["optimizer_s"], buckets)
 
 
-def _steps(
-    pool: RankPool, base: int, checks: list[int], counts: tuple[int, int, int]
-) -> _MachineSteps:
+def _measure_steps(
+    pool: RankPool, here: _MachineSteps, checks: list[int], counts: tuple[int, int, int]
+) -> None:
     """Measure the parts at the base ranks, and whole steps at every number of ranks.
 
     `counts`: rounds, turns of each, steps.
@@ -293,27 +377,21 @@ def _steps(
     from nanoray.models.gpt import ModelShape
 
     config = load_config(preset=PRESET)
-    total = config.global_batch_size
+    base = here.base
     on_cpu = pool.facts[0]["device"] == "cpu"
     cores = available_cpus() * len({f["host"] for f in pool.facts})
-    threads = max(1, int(cores) // len(pool.facts)) if on_cpu else 1
-    here = _MachineSteps(
-        base,
-        total,
-        cores if on_cpu else math.inf,
-        threads,
-        LANES[pool.backend],
-        defaultdict(list),
-        None,
-    )
+    here.lanes = LANES[pool.backend]
+    if on_cpu:
+        here.cores = cores
+        here.threads = max(1, int(cores) // len(pool.facts))
 
     # Sequences of each rank, by the number of ranks: as many as at the base (weak scaling), and
     # where the total divides evenly also a share of it (strong scaling)
     batches = {base: [here.batch]}
     for n in checks:
         batches[n] = [here.batch]
-        if total % n == 0:
-            batches[n].append(total // n)
+        if here.total % n == 0:
+            batches[n].append(here.total // n)
 
     # The parts of a step are measured by silent arms at the base ranks, one for every batch
     all_batches = sorted({batch for own in batches.values() for batch in own})
@@ -323,7 +401,7 @@ def _steps(
     order = {
         "arms": arms,
         "base": base,
-        "threads": threads,
+        "threads": here.threads,
         "rounds": rounds,
         "turns": turns,
         "steps": steps,
@@ -336,6 +414,8 @@ def _steps(
         if "cpu_s" in event:
             spent.append((event["nbytes"], event["cpu_s"]))
             continue
+        if spent and here.cpu is None:  # all of them come before the first step
+            here.cpu = fit(spent, "backend", base)
         arm = event["ranks"], event["batch"], event["silent"]
         events = here.steps[arm]
         events.append(event)
@@ -344,8 +424,6 @@ def _steps(
             kind = "parts" if event["silent"] else "step "
             ranks = f"{event['ranks']} ranks x {event['batch']} sequences"
             say(f"{kind}  {ranks}  {median_ms:.1f} ms")
-    here.cpu = fit(spent, "backend", base) if spent else None
-    return here
 
 
 def _compare(report: Report, here: _MachineSteps, link: Fit) -> None:
@@ -384,20 +462,11 @@ def _compare(report: Report, here: _MachineSteps, link: Fit) -> None:
             if remark:
                 note += f"; {remark}"
 
-        measured_ms = tuple(1e3 * step_s for step_s in measured)
-        predicted_ms = tuple(1e3 * plan.step_s for plan in plans)
-        errors = tuple(
-            abs(plan.step_s / step_s - 1) for plan, step_s in zip(plans, measured, strict=True)
-        )
-        error = Measurement(arm, ERROR, "ratio", errors, extra=extra)
-        report.rows += [
-            Measurement(arm, MEASURED, "ms", measured_ms, f"{batch} sequences a rank", extra=extra),
-            Measurement(arm, PREDICTED, "ms", predicted_ms, note, extra=extra | shares),
-            error,
-        ]
+        notes = (f"{batch} sequences a rank", note)
+        predicted = [plan.step_s for plan in plans]
+        error = add_step_rows(report, arm, measured, predicted, notes, extra, shares)
         if ranks != here.base:
-            text = f"error of the predicted step, {arm} ranks"
-            report.targets.append(Target(text, error, "<=", ERROR_LIMIT))
+            add_error_target(report, error, f"{arm} ranks")
 
 
 def _predict(
@@ -442,94 +511,6 @@ def _predict(
                 note = f"best: {chosen}"
                 report.rows.append(Measurement(arm, "efficiency", "%", percent, note, extra=extra))
         say(f"predicted  {name}")
-
-
-# Tables and figures.
-
-
-def _overview(report: Report) -> list[tuple[str, ...]]:
-    """Return a line per topology, mode and algorithm: the predicted step over the ranks."""
-    # (topology, mode, ranks) -> milliseconds by algorithm
-    steps_ms = {}
-    for row in report.rows:
-        if "topology" in row.extra:
-            key = (row.extra["topology"], row.extra["mode"], row.extra["ranks"])
-            steps_ms[key] = row.extra["step_ms"]
-
-    rows = [("step ms (efficiency %) at ranks", *map(str, SHOWN), "")]
-    for name, mode in dict.fromkeys((name, mode) for name, mode, _ in steps_ms):
-        for algorithm in ("best", "ring"):
-            alone_ms = steps_ms[name, mode, 1][algorithm]
-            cells = []
-            for ranks in SHOWN:
-                if (name, mode, ranks) not in steps_ms:
-                    cells.append("-")
-                    continue
-                # Ideally weak scaling keeps the time of a step, and strong scaling divides it
-                step_ms = steps_ms[name, mode, ranks][algorithm]
-                ideal_ms = alone_ms / ranks if mode == "strong" else alone_ms
-                cells.append(f"{number(step_ms)} ({100 * ideal_ms / step_ms:.0f})")
-            rows.append((f"{name}, {mode}, {algorithm}", *cells, ""))
-    return rows
-
-
-def _draw_check(axes: Any, measured: list[Measurement], predicted: list[Measurement]) -> None:
-    for rows, marker, label in ((measured, "o", "measured"), (predicted, "x", "predicted")):
-        if rows:  # there are none when a rank died first
-            arms = [r.arm for r in rows]
-            medians = [r.median for r in rows]
-            axes.errorbar(
-                arms,
-                medians,
-                yerr=whiskers(rows, quartiles=True),
-                fmt=marker,
-                capsize=3,
-                label=label,
-            )
-    axes.set(title="this machine: step, median and middle half", ylabel="ms", ylim=(0, None))
-    if measured:
-        axes.legend(fontsize=8)
-
-
-def _draw_schedule(axes: Any, row: Measurement | None) -> None:
-    """Draw a bar per event of a predicted schedule, on a track each for compute and links."""
-    colours = {"forward": "tab:blue", "backward": "tab:cyan", "optimizer": "tab:green"}
-    events = row.extra["events"] if row else []
-    for track, name, start_s, end_s in events:
-        width_ms = 1e3 * (end_s - start_s)
-        colour = colours.get(name, "tab:orange")
-        axes.barh(track, width_ms, left=1e3 * start_s, color=colour, edgecolor="white")
-
-        # Only wide bars have room for a name
-        if end_s - start_s > 0.03 * events[-1][3]:
-            middle_ms = 500 * (start_s + end_s)
-            style = {"ha": "center", "va": "center", "fontsize": 6, "rotation": 90}
-            axes.text(middle_ms, track, name, **style)
-    axes.invert_yaxis()
-    axes.set(title=f"predicted schedule, {row.arm if row else ''} ranks", xlabel="ms")
-
-
-def _draw_curves(step: Any, efficiency: Any, report: Report) -> None:
-    curves: dict[tuple[str, str], list[tuple[int, float, float]]] = defaultdict(list)
-    for row in report.rows:
-        if "topology" in row.extra:
-            key = row.extra["topology"], row.extra["mode"]
-            curves[key].append((row.extra["ranks"], row.extra["step_ms"]["best"], row.median))
-    colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in curves))}
-    for (name, mode), points in curves.items():
-        ranks, step_ms, share = zip(*points, strict=True)
-        line = "-" if mode == "weak" else "--"
-        style = {"color": colours[name], "label": f"{name}, {mode}"}
-        step.plot(ranks, step_ms, line, **style)
-        efficiency.plot(ranks, share, line, **style)
-    step.set(title="predicted step, best algorithm", xlabel="ranks", ylabel="ms")
-    step.set(xscale="log", yscale="log")
-    efficiency.set(title="predicted efficiency", xlabel="ranks", ylabel="%")
-    efficiency.set(xscale="log", ylim=(0, 105))
-    if curves:
-        efficiency.legend(fontsize=7)
-    for axes in (step, efficiency):
-        axes.set_xscale("log", base=2)
 
 
 # The ranks' side.

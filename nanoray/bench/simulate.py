@@ -1,8 +1,11 @@
-"""What a DDP step costs at any number of ranks: steps simulated with fitted links, or those of a file.
+"""What steps cost by links that are fitted here or described in a file, and how far that is from real
+ones.
 
-    scaling()      a topology, ranks  -> predicted steps, by forecast/links.py and forecast/simulate.py
+    cost_of()         a fitted collective        -> its seconds, and the cores that it keeps busy
+    scaling()         a topology, ranks          -> predicted steps of DDP, by forecast/simulate.py
+    add_step_rows()   measured, predicted steps  -> rows with their error, and the target
 
-Pure arithmetic: nothing here measures.
+Arithmetic for `bench scaling` and `bench layouts`: nothing here measures.
 """
 
 from __future__ import annotations
@@ -10,17 +13,83 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from nanoray.bench.harness.figure import dots, with_values
+from nanoray.bench.harness.report import Measurement, Report, Target
 from nanoray.config import Config
 from nanoray.data.tokenizer import VOCAB as VOCAB
-from nanoray.forecast.links import Topology, all_reduce
+from nanoray.forecast.fit import Fit
+from nanoray.forecast.links import Cost, Topology, all_reduce, coefficients
 from nanoray.forecast.simulate import SimulatedBucket, Step, simulate
 from nanoray.models.costs import flops_per_token
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel.ddp import default_bucket_mb
+
+MEASURED = "step, measured"
+PREDICTED = "step, predicted"
+ERROR = "|predicted / measured - 1|"
+ERROR_LIMIT = 0.15
+LANES = {"gloo": 2, "nccl": 1}  # collectives in flight: gloo's threads, NCCL's stream
+
+
+def cost_of(ranks: int, nbytes: float, link: Fit, cpu: Fit | None) -> Cost:
+    """Return the cost of a collective that was fitted here; one of a single rank sends nothing."""
+    if ranks == 1:
+        return Cost(0.0, 0.0, 0.0)
+    messages, moved = coefficients("backend", ranks, round(nbytes))
+    latency_s = messages * link.alpha_s
+    transfer_s = moved * link.beta_s_per_byte
+    busy_s = cpu.seconds(ranks, round(nbytes)) if cpu else 0.0
+    seconds = latency_s + transfer_s
+    return Cost(latency_s, transfer_s, busy_s / seconds if seconds else 0.0)
+
+
+def add_step_rows(
+    report: Report,
+    arm: str,
+    measured_s: Sequence[float],
+    predicted_s: Sequence[float],
+    notes: tuple[str, str],
+    extra: dict[str, Any] | None = None,
+    of_prediction: dict[str, Any] | None = None,
+) -> Measurement:
+    """Add an arm's measured and predicted steps and their error; return the row of the error.
+
+    There is one error per round, so that a target judges a median and not the best case. `extra`
+    is of all three rows.
+    """
+    extra = extra or {}
+    errors = [abs(p / m - 1) for p, m in zip(predicted_s, measured_s, strict=True)]
+    milliseconds = [tuple(1e3 * s for s in steps) for steps in (measured_s, predicted_s)]
+    own = (extra, extra | (of_prediction or {}))
+    for metric, ms, note, more in zip((MEASURED, PREDICTED), milliseconds, notes, own, strict=True):
+        report.rows.append(Measurement(arm, metric, "ms", ms, note, extra=more))
+    report.rows.append(Measurement(arm, ERROR, "ratio", tuple(errors), extra=extra))
+    return report.rows[-1]
+
+
+def add_error_target(report: Report, error: Measurement, what: str) -> None:
+    """Add the target that a prediction has to reach."""
+    text = f"error of the predicted step, {what}"
+    report.targets.append(Target(text, error, "<=", ERROR_LIMIT))
+
+
+def percent_of_error(report: Report, arm: str, spread: str) -> str:
+    """Write the cell of the error."""
+    error = report.row(arm, ERROR)
+    return f"{100 * error.median:.0f} %" if error else ""
+
+
+def draw_steps(axes: Any, report: Report, across: bool) -> None:
+    """Draw measured and predicted steps: medians, and the middle half of the rounds."""
+    for metric, marker in ((MEASURED, "o"), (PREDICTED, "x")):
+        rows = with_values(report, metric)
+        label = metric if across else metric.removeprefix("step, ")
+        at = [row.arm for row in rows]
+        dots(axes, at, rows, across=across, fmt=marker, capsize=3, label=label)
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,10 @@ import argparse
 import json
 import time
 from contextlib import ExitStack
-from pathlib import Path
+from typing import Any
 
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.figure import bars, figure, measured
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.figure import Figure, Panel, bars, measured
 from nanoray.bench.harness.launchers import (
     LAUNCHERS,
     METRICS,
@@ -49,7 +49,8 @@ from nanoray.bench.harness.plan import (
     rotated,
 )
 from nanoray.bench.harness.processes import ChildFailed, python_in, session_members
-from nanoray.bench.harness.report import Measurement, Report, Target, markdown, say
+from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.ladder import Ladder, RungProcesses
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
@@ -82,22 +83,104 @@ COMM = {  # metric of a traced run -> (row, unit)
 }
 
 
+PARTS = [METRICS[name][0] for name in ("imports_s", "until_rank_s", "until_step_s")]
+OF_LAST = [METRICS[name][0] for name in LAST]
+
+
+def _launched(report: Report) -> list[str]:
+    return [arm for arm in LAUNCHERS if report.row(arm, FIRST)]
+
+
+def _computed(report: Report) -> list[str]:
+    return [arm for arm in (*NARROW, *WIDE, *TRACED) if report.row(arm, "compute: step")]
+
+
+def _column(metric: str, head: str, optional: bool = False) -> TableColumn:
+    return TableColumn(head, metric, "range", optional=optional)
+
+
+def _draw_starts(axes: Any, report: Report) -> None:
+    """Draw the time to the first step by its parts.
+
+    Each bar is a stack of medians, so its end need not be the median of the whole start.
+    """
+    started = [row.arm for row in measured(report, LAUNCHERS, FIRST)]
+    begin = dict.fromkeys(started, 0.0)
+    for metric in PARTS:
+        rows = measured(report, started, metric)
+        label = metric.removeprefix("of it: ") if rows else ""
+        bars(axes, rows, left=[begin[row.arm] for row in rows], xerr=None, label=label)
+        begin |= {row.arm: begin[row.arm] + row.median for row in rows}
+
+
+def _draw_steps(axes: Any, report: Report) -> None:
+    """Draw the step times, without WIDE, which needs another scale."""
+    loops = measured(report, (*NARROW, *TRACED), "compute: step")
+    bars(axes, measured(report, LAUNCHERS, STEP) + loops, color="0.6")
+
+
 class TrainBenchmark(Benchmark):
     """Start the same recipe in every way, and compare start, step time and CPU time."""
+
+    counts = (
+        Count("rounds", "rounds of all launchers", usual=5, few=1),
+        Count("steps", "optimizer steps of a launch", usual=300, few=30),
+    )
+    tables_in_terminal = False
+    tables = (
+        # The launchers: start, whole run, step; then the parts of a start, first to last.
+        Table(
+            _launched,
+            (
+                names("started by"),
+                _column(FIRST, "command to first step, s"),
+                _column(WHOLE, "whole run, s"),
+                _column(STEP, "step, ms"),
+                _column(RANKS_CPU, f"{RANKS_CPU}, ms", optional=True),
+                _column(ALL_CPU, f"{ALL_CPU}, ms", optional=True),
+            ),
+        ),
+        Table(
+            _launched,
+            (
+                names("of it, s"),
+                *(_column(metric, metric.removeprefix("of it: ")) for metric in PARTS),
+            ),
+        ),
+        Table(
+            lambda r: _launched(r) if measured(r, _launched(r), OF_LAST[0]) else [],
+            (names("of the last, s"), *(_column(metric, metric) for metric in OF_LAST)),
+        ),
+        # The loops on CPU; a column of `comm` only where a traced arm has one.
+        Table(
+            _computed,
+            (
+                names("loop, on CPU"),
+                _column("compute: step", "step, ms"),
+                *(_column(name, f"{name}, {unit}", optional=True) for name, unit in COMM.values()),
+            ),
+        ),
+    )
+    figure = Figure(
+        (
+            Panel(
+                _draw_starts,
+                {"title": "command to first optimizer step", "xlabel": "seconds, medians"},
+                {"fontsize": 8},
+                down=True,
+            ),
+            Panel(
+                _draw_steps,
+                {"title": "optimizer step", "xlabel": "ms, median and range"},
+                down=True,
+            ),
+        ),
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
         parser.add_argument(
             "--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]"
-        )
-        parser.add_argument(
-            "--rounds", type=int, metavar="N", help="rounds of all launchers [5; 1 with --quick]"
-        )
-        parser.add_argument(
-            "--steps",
-            type=int,
-            metavar="N",
-            help="optimizer steps of a launch [300; 30 with --quick]",
         )
         add_training_flags(parser, preset="shakespeare-cpu", timeout_s=600)
         loops = "recipe of the arms that run on CPU always: baseline, engine, untraced, ... [%(default)s]"
@@ -106,12 +189,8 @@ class TrainBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Run every arm that was asked for and fill the report. Nothing that it starts outlives it."""
         arms = chosen(args.arms, ARMS)
-        args.rounds = args.rounds or (1 if args.quick else 5)
-        args.steps = args.steps or (30 if args.quick else 300)
-        if args.rounds < 1 or args.steps < 2:
-            raise ConfigError(
-                f"rounds = {args.rounds}, steps = {args.steps}; at least 1 round of 2 steps is needed"
-            )
+        if args.steps < 2:
+            raise ConfigError(f"steps = {args.steps}; at least 2 are needed")
 
         # All arms get the same devices, chosen once, so that no launcher can choose better ones.
         slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
@@ -131,85 +210,6 @@ class TrainBenchmark(Benchmark):
             _measure_loops(plan, report, tuple(TRACED), {})
             _add_communication_rows(plan, report)
         _add_targets(report)
-
-    def format_markdown(self, report: Report) -> list[str]:
-        """Return tables for a README: medians with their range."""
-
-        def cell(arm: str, metric: str) -> str:
-            return report.cell(arm, metric, "range")
-
-        launched = [arm for arm in LAUNCHERS if report.row(arm, FIRST)]
-
-        # The launchers: start, whole run, step; then the parts of a start, first to last.
-        lines: list[str] = []
-        if launched:
-            timed = [
-                metric
-                for metric in (RANKS_CPU, ALL_CPU)
-                if any(report.row(arm, metric) for arm in launched)
-            ]
-            header = (
-                "started by",
-                "command to first step, s",
-                "whole run, s",
-                "step, ms",
-                *(f"{m}, ms" for m in timed),
-            )
-            lines += markdown(
-                header,
-                [(arm, *(cell(arm, m) for m in (FIRST, WHOLE, STEP, *timed))) for arm in launched],
-            )
-            parts = [METRICS[name][0] for name in ("imports_s", "until_rank_s", "until_step_s")]
-            names = ["of it, s", *(part.removeprefix("of it: ") for part in parts)]
-            lines += [
-                "",
-                *markdown(names, [(arm, *(cell(arm, part) for part in parts)) for arm in launched]),
-            ]
-            last = [METRICS[name][0] for name in LAST]
-            if measured(report, launched, last[0]):
-                of_last = [(arm, *(cell(arm, part) for part in last)) for arm in launched]
-                lines += ["", *markdown(("of the last, s", *last), of_last)]
-
-        # The loops on CPU; a column of `comm` only where a traced arm has one.
-        computed = [arm for arm in (*NARROW, *WIDE, *TRACED) if report.row(arm, "compute: step")]
-        if computed:
-            shown = [
-                name for name, _ in COMM.values() if any(report.row(arm, name) for arm in computed)
-            ]
-            names = [
-                "loop, on CPU",
-                "step, ms",
-                *(f"{n}, {u}" for n, u in COMM.values() if n in shown),
-            ]
-            cells = [[a, *(cell(a, m) for m in ("compute: step", *shown))] for a in computed]
-            lines += ["", *markdown(names, cells)]
-        return lines
-
-    def draw(self, report: Report, path: Path) -> None:
-        """Draw the time to the first step by its parts, and the step times.
-
-        Bars are medians, lines min to max.
-        """
-        with figure(report, path) as (left, right):
-            # Each bar is a stack of medians, so its end need not be the median of the whole
-            # start.
-            started = [row.arm for row in measured(report, LAUNCHERS, FIRST)]
-            begin = dict.fromkeys(started, 0.0)
-            for name in ("imports_s", "until_rank_s", "until_step_s"):
-                rows = measured(report, started, METRICS[name][0])
-                label = METRICS[name][0].removeprefix("of it: ")
-                bars(left, rows, left=[begin[r.arm] for r in rows], xerr=None, label=label)
-                begin |= {row.arm: begin[row.arm] + row.median for row in rows}
-            left.set(title="command to first optimizer step", xlabel="seconds, medians")
-            if started:
-                left.legend(fontsize=8)
-            timed = measured(report, LAUNCHERS, STEP) + measured(
-                report, (*NARROW, *TRACED), "compute: step"
-            )
-            bars(right, timed, color="0.6")  # without WIDE, which needs another scale
-            right.set(title="optimizer step", xlabel="ms, median and range")
-            for axes in (left, right):
-                axes.invert_yaxis()
 
 
 def _measure_idle_head(plan: BenchPlan, report: Report) -> None:
@@ -244,31 +244,42 @@ def _measure_launchers(plan: BenchPlan, report: Report) -> None:
     recipe = plan.recipe({"max_steps": steps, "checkpoint_every": 0, "log_every": 10})
 
     # Rounds in rotating order: a slow minute of the machine, or a cold cache, hits no arm always.
-    for turn in range(plan.args.rounds):
-        for arm in rotated(arms, turn):
-            if arm in plan.broken:
-                continue
-            argv = command(arm, plan.slots.workers, recipe, plan.address, python_in(plan.folder))
-            head = plan.head
-            try:
-                head = head if arm in ON_CLUSTER else None
-                run = run_once(
-                    argv, plan.env, plan.folder / f"{arm}-{turn}", plan.args.timeout_s, steps, head
+    with part(report, lambda: _add_launcher_rows(plan, report, found)):
+        for turn in range(plan.args.rounds):
+            for arm in rotated(arms, turn):
+                if arm in plan.broken:
+                    continue
+                argv = command(
+                    arm, plan.slots.workers, recipe, plan.address, python_in(plan.folder)
                 )
-            except ChildFailed as error:
-                plan.fail(report, arm, error)
-                continue
-            found[arm].append(run)
-            say(
-                f"round {turn + 1}/{plan.args.rounds}  {arm:<17}  first step "
-                f"{run.first_step_s:.2f} s  "
-                f"whole run {run.whole_run_s:.2f} s  step {run.step_ms:.1f} ms  loss "
-                f"{run.last_loss:.4f}"
-            )
+                head = plan.head
+                try:
+                    head = head if arm in ON_CLUSTER else None
+                    run = run_once(
+                        argv,
+                        plan.env,
+                        plan.folder / f"{arm}-{turn}",
+                        plan.args.timeout_s,
+                        steps,
+                        head,
+                    )
+                except ChildFailed as error:
+                    plan.fail(report, arm, error)
+                    continue
+                found[arm].append(run)
+                say(
+                    f"round {turn + 1}/{plan.args.rounds}  {arm:<17}  first step "
+                    f"{run.first_step_s:.2f} s  "
+                    f"whole run {run.whole_run_s:.2f} s  step {run.step_ms:.1f} ms  loss "
+                    f"{run.last_loss:.4f}"
+                )
 
+
+def _add_launcher_rows(plan: BenchPlan, report: Report, found: dict[str, list[Moments]]) -> None:
+    """Add the rows of the rounds that all launchers have run."""
     # A broken arm keeps only the rows that carry its error.
     for name, (metric, unit) in METRICS.items():
-        for arm in arms:
+        for arm in found:
             if arm not in plan.broken or metric in (FIRST, WHOLE, STEP):
                 values = [getattr(run, name) for run in found[arm]]
                 reason = ""
@@ -286,7 +297,7 @@ def _measure_launchers(plan: BenchPlan, report: Report) -> None:
         reference = next(iter(last.values()))
         if abs(loss - reference) > SAME_LOSS * abs(reference):
             report.failures.append(
-                f"{arm}: wrong: loss {loss:.4f} after {steps} steps, others {reference:.4f}"
+                f"{arm}: wrong: loss {loss:.4f} after {plan.args.steps} steps, others {reference:.4f}"
             )
 
 
@@ -323,27 +334,30 @@ def _measure_loops(
             steps = TRACED_STEPS // 2 if plan.args.quick else TRACED_STEPS
         # A block that does not count: memory and caches settle
         settle = 0 if plan.args.quick else 1
-        for turn in range(-settle, blocks):
-            for arm in rotated(arms, turn):
-                try:
-                    if arm not in plan.broken:
-                        found[arm].append(_time_block(ranks[arm], steps, timeout_s))
-                except ChildFailed as error:
-                    plan.fail(report, arm, error)
 
-    # The warm-up, and the block in which memory settles, count for nothing.
-    note = f"blocks of {steps} steps; preset {plan.args.loop_preset}" + (
-        ", width 384, T 256, batch 4" if shape else ""
-    )
-    for arm in arms:
-        report.rows.append(
-            plan.row(
-                arm, "compute: step", "ms", [step for step, _ in found[arm][1 + settle :]], note
-            )
-        )
-        if traced:
-            cpu = [cpu for _, cpu in found[arm][1 + settle :]]
-            report.rows.append(plan.row(arm, CPU_TIME, "ms", cpu, "all threads of both ranks"))
+        def add_rows() -> None:
+            # The warm-up, and the block in which memory settles, count for nothing.
+            note = f"blocks of {steps} steps; preset {plan.args.loop_preset}"
+            if shape:
+                note += ", width 384, T 256, batch 4"
+            for arm in arms:
+                counted = found[arm][1 + settle :]
+                times = [step for step, _ in counted]
+                report.rows.append(plan.row(arm, "compute: step", "ms", times, note))
+                if traced:
+                    cpu = [cpu for _, cpu in counted]
+                    report.rows.append(
+                        plan.row(arm, CPU_TIME, "ms", cpu, "all threads of both ranks")
+                    )
+
+        with part(report, add_rows):
+            for turn in range(-settle, blocks):
+                for arm in rotated(arms, turn):
+                    try:
+                        if arm not in plan.broken:
+                            found[arm].append(_time_block(ranks[arm], steps, timeout_s))
+                    except ChildFailed as error:
+                        plan.fail(report, arm, error)
 
 
 def _add_communication_rows(plan: BenchPlan, report: Report) -> None:

@@ -128,6 +128,7 @@ def test_targets_are_for_four_ranks_on_gloo() -> None:
     ]
 
 
+@pytest.mark.full
 def test_one_real_sweep(
     tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -235,6 +235,7 @@ def rows_of(path: Path) -> dict[tuple[str, str, int, bool], dict[str, Any]]:
     return {(r["op"], r["dtype"], r["bytes"], r["in_place"]): r for r in rows if "op" in r}
 
 
+@pytest.mark.full
 def test_two_ranks_from_the_command_line(
     tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -331,6 +332,7 @@ def test_a_percentile_needs_a_hundred_calls(calls: int, cell: str, words: str) -
     assert text[-3] == "# all_gather", "what stands in the columns is not said again above them"
 
 
+@pytest.mark.full
 def test_one_rank_has_no_busbw(
     tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -386,6 +388,7 @@ def die(mesh: Any, asked: dict[str, Any], emit: Any) -> None:
     measure_rank(mesh, asked, emit)
 
 
+@pytest.mark.full
 def test_a_killed_rank_leaves_the_rows_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from nanoray.bench import __main__ as bench
 from nanoray.bench import layouts
-from nanoray.bench.layouts import ERROR, MEASURED, PREDICTED, Here, arms_of
+from nanoray.bench.layouts import Here, arms_of
+from nanoray.bench.simulate import ERROR, MEASURED, PREDICTED
 from nanoray.config import load_config
 from nanoray.forecast.fit import Fit
 from nanoray.mesh.layout import Layout

@@ -387,6 +387,7 @@ def test_a_stand_in_run(
     assert "CUDA_VISIBLE_DEVICES" not in os.environ
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_fails_its_arm(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

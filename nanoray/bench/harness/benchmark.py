@@ -51,6 +51,8 @@ class Benchmark(ABC):
     # Flags that count; `args` has their numbers when `measure` is called
     counts: Sequence[Count] = ()
     tables: Sequence[Table] = ()
+    # False: the terminal gets one line per row, and the tables are for pages alone
+    tables_in_terminal = True
     figure: Figure
 
     @abstractmethod
@@ -75,6 +77,8 @@ class Benchmark(ABC):
 
     def format_text(self, report: Report) -> list[str]:
         """Return the tables and findings for the terminal; [] prints one line per row."""
+        if not self.tables_in_terminal:
+            return []
         notes = [*self.notes(report), *report.findings(self.finding(report))]
         return _apart([*(table.text(report) for table in self.tables), notes])
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanoray.bench.harness.processes import (
     Child,
@@ -22,6 +22,7 @@ from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 from nanoray.host.slots import Slots
 
+Name = TypeVar("Name")
 SEE_FAILED = "see FAILED below"
 
 
@@ -41,7 +42,7 @@ def count_of(given: int | None, quick: bool, few: int, usual: int) -> int:
     return few if quick else usual
 
 
-def rotated(arms: Sequence[str], turn: int) -> list[str]:
+def rotated(arms: Sequence[Name], turn: int) -> list[Name]:
     """Return the order of the arms in one round: each round begins with the next arm."""
     shift = turn % max(1, len(arms))
     return [*arms[shift:], *arms[:shift]]

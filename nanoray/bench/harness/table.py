@@ -15,6 +15,8 @@ from nanoray.bench.harness.report import Measurement, Report, aligned, markdown
 Cell = Callable[[Report, str, str], str]
 # Quartiles in the terminal, the range on a page: of numbers whose spread is worth its room
 SPREAD = "own"
+# Quartiles in the terminal alone
+IN_TERMINAL = "terminal"
 NO_SPREAD = "none"
 TEXT = "text"
 PAGE = "page"
@@ -25,11 +27,11 @@ class TableColumn:
     """One cell of each line.
 
     value     a metric of the line's arm, or a function that writes the cell
-    spread    SPREAD, NO_SPREAD, or "quartiles" or "range" wherever it is shown
+    spread    SPREAD, IN_TERMINAL, NO_SPREAD, or "quartiles" or "range" wherever it is shown
     over      the value as a ratio to this arm, or to the one that a function of the line's arm names
     only      TEXT or PAGE: it is shown only there
     left      text, not a number
-    optional  left out of a table in which all of its cells are empty
+    optional  left out of a table in which no line has a row of its metric
     """
 
     head: str
@@ -43,8 +45,12 @@ class TableColumn:
     def cell(self, report: Report, arm: str, page: bool) -> str:
         """Write the cell of an arm."""
         spread = self.spread
-        if spread == SPREAD:
-            spread = "range" if page else "quartiles"
+        if spread in (SPREAD, IN_TERMINAL) and not page:
+            spread = "quartiles"
+        elif spread == SPREAD:
+            spread = "range"
+        elif spread == IN_TERMINAL:
+            spread = NO_SPREAD
         if callable(self.value):
             return self.value(report, arm, spread)
         if self.over:
@@ -112,9 +118,10 @@ class Table:
         for column in columns:
             if column.only == (TEXT if page else PAGE):
                 continue
+            if column.optional and not any(report.row(arm, str(column.value)) for arm in arms):
+                continue
             cells = [column.cell(report, arm, page) or self.missing for arm in arms]
-            if not column.optional or any(cell != self.missing for cell in cells):
-                shown.append((column, cells))
+            shown.append((column, cells))
         if not arms:
             return [], []
         body = [list(line) for line in zip(*(cells for _, cells in shown), strict=True)]
