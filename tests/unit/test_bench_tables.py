@@ -69,6 +69,14 @@ def test_columns_of_one_place_and_columns_that_are_left_out() -> None:
     assert table.page(report())[2] == "| base | 4.00 | · |"
 
 
+def test_an_optional_column_stays_where_a_row_was_skipped() -> None:
+    found = report()
+    table = Table("step", (names("arm"), TableColumn("loss", "loss", optional=True)))
+    assert table.page(found)[0] == "| arm |"
+    found.rows.append(Measurement("base", "loss", "nat", (), skipped="not logged"))
+    assert table.page(found)[0] == "| arm | loss |"
+
+
 def test_a_table_without_a_line_is_no_table() -> None:
     assert Table("loss", (names("arm"),)).text(report()) == []
     assert Table("loss", (names("arm"),)).page(report()) == []

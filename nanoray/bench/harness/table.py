@@ -31,7 +31,7 @@ class TableColumn:
     over      the value as a ratio to this arm, or to the one that a function of the line's arm names
     only      TEXT or PAGE: it is shown only there
     left      text, not a number
-    optional  left out of a table in which no line has a row of its metric
+    optional  left out of a table in which no line has a value for it, skipped or failed or measured
     """
 
     head: str
@@ -57,6 +57,12 @@ class TableColumn:
             over = self.over(arm) if callable(self.over) else self.over
             arm = f"{arm} / {over}"
         return report.cell(arm, self.value, spread)
+
+    def has_rows(self, report: Report, arms: Sequence[str]) -> bool:
+        """Return whether some arm has a row of this metric: one that was skipped has no cell."""
+        if callable(self.value) or self.over:
+            return False
+        return any(report.row(arm, self.value) for arm in arms)
 
 
 def names(head: str, name: Callable[[str], str] = str) -> TableColumn:
@@ -118,10 +124,10 @@ class Table:
         for column in columns:
             if column.only == (TEXT if page else PAGE):
                 continue
-            if column.optional and not any(report.row(arm, str(column.value)) for arm in arms):
+            cells = [column.cell(report, arm, page) for arm in arms]
+            if column.optional and not any(cells) and not column.has_rows(report, arms):
                 continue
-            cells = [column.cell(report, arm, page) or self.missing for arm in arms]
-            shown.append((column, cells))
+            shown.append((column, [cell or self.missing for cell in cells]))
         if not arms:
             return [], []
         body = [list(line) for line in zip(*(cells for _, cells in shown), strict=True)]
