@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import wrap
@@ -28,6 +27,18 @@ class Panel:
     grid: bool = False
     down: bool = False
 
+    def put_on(self, axes: Any, report: Report) -> None:
+        """Draw a report on these axes, and label them."""
+        self.draw(axes, report)
+        if self.axes:
+            axes.set(**self.axes)
+        if self.grid:
+            axes.grid(alpha=0.25)
+        if self.down:
+            axes.invert_yaxis()
+        if self.legend is not None and axes.get_legend_handles_labels()[0]:
+            axes.legend(**self.legend)
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -50,46 +61,22 @@ class Figure:
         else:
             known = report.conditions
             note = " · ".join(str(known[key]) for key in self.note if key in known)
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
         grid = (self.rows, max(1, len(panels) // self.rows))
-        with figure(report, path, size, grid, note) as every:
-            for axes, panel in zip(every, panels, strict=False):
-                panel.draw(axes, report)
-                if panel.axes:
-                    axes.set(**panel.axes)
-                if panel.grid:
-                    axes.grid(alpha=0.25)
-                if panel.down:
-                    axes.invert_yaxis()
-                if panel.legend is not None and axes.get_legend_handles_labels()[0]:
-                    axes.legend(**panel.legend)
-
-
-@contextmanager
-def figure(
-    report: Report,
-    path: Path,
-    size: tuple[float, float] = (11, 3.6),
-    grid: tuple[int, int] = (1, 2),
-    note: str = "",
-) -> Iterator[list[Any]]:
-    """Yield the axes of a figure of `grid` rows and columns, and write the figure to `path`.
-
-    Its conditions, and `note`, stand at the foot.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    drawn, axes = pyplot.subplots(*grid, figsize=size, layout="constrained", squeeze=False)
-    try:
-        yield list(axes.flat)
-        width = int(17 * size[0])  # characters of the foot: 17 to an inch
-        foot = wrap(note, width) + wrap(footer(report), width)
-        drawn.supxlabel("\n".join(foot), fontsize=7)
-        drawn.savefig(path, dpi=150)
-    finally:
-        pyplot.close(drawn)
+        drawn, every = pyplot.subplots(*grid, figsize=size, layout="constrained", squeeze=False)
+        try:
+            for axes, panel in zip(every.flat, panels, strict=False):
+                panel.put_on(axes, report)
+            width = int(17 * size[0])  # characters of the foot: 17 to an inch
+            foot = wrap(note, width) + wrap(footer(report), width)
+            drawn.supxlabel("\n".join(foot), fontsize=7)
+            drawn.savefig(path, dpi=150)
+        finally:
+            pyplot.close(drawn)
 
 
 def footer(report: Report) -> str:
