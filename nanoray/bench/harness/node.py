@@ -23,6 +23,7 @@ from nanoray.bench.harness.processes import (
     scratch_folder,
 )
 from nanoray.bench.harness.thin_links import DEVICE, LinkSpeed, ThinLinks, address_of
+from nanoray.host.host import available_cpus
 
 
 def run_on_nodes(
@@ -118,6 +119,8 @@ def start_ranks(order: NodeOrder) -> int:
 
 def run_rank(order: NodeOrder) -> None:
     """Join the ranks of all nodes and run the function; rank 0 prints its events as a JSON line."""
+    import torch
+
     from nanoray.bench.harness.rank_pool import RankPool
     from nanoray.bench.harness.ranks import Where
 
@@ -125,6 +128,8 @@ def run_rank(order: NodeOrder) -> None:
     ranks = order.nodes * order.ranks
     where = Where(ranks, launcher="torchrun", device="cpu", timeout_s=order.timeout_s)
     with RankPool(where) as pool:
+        # All nodes are on this machine, so their ranks share its cores.
+        torch.set_num_threads(max(1, int(available_cpus()) // ranks))
         # A pool of torchrun's kind has all events at the end.
         events = list(pool.run(order.function, order.order))
         if os.environ["RANK"] == "0":
