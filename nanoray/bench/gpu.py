@@ -39,15 +39,13 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
-from nanoray.bench.harness.figure import Figure, Panel, measured
+from nanoray.bench.harness.figure import Figure, measured
 from nanoray.bench.harness.plan import (
-    add_data_flags,
-    add_settings_flag,
     chosen,
     data_flags,
     settings_of,
 )
-from nanoray.bench.harness.processes import ChildFailed, arm_environment, scratch_folder
+from nanoray.bench.harness.processes import ChildFailed, scratch_folder
 from nanoray.bench.harness.report import Measurement, Report, Target, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.ladder import (
@@ -57,9 +55,11 @@ from nanoray.bench.ladder import (
     TOKENS,
     Ladder,
     RungProcesses,
+    add_ladder_flags,
     draw_rungs,
+    environment_of,
     measured_arms,
-    presets_in,
+    panels_of,
     product_flops,
     product_lines,
     products,
@@ -173,16 +173,9 @@ def _ratio(report: Report, arm: str, spread: str) -> str:
     return ""
 
 
-def _panels(report: Report) -> list[Panel]:
-    """Return a panel for each ladder: tokens per second of its rungs."""
-
-    def panel(name: str) -> Panel:
-        def draw(axes: Any, report: Report) -> None:
-            draw_rungs(axes, measured(report, [f"{name}: {rung}" for rung in RUNGS], TOKENS))
-
-        return Panel(draw, {"title": name, "xlabel": "tokens/s"}, down=True)
-
-    return [panel(name) for name in presets_in(report, list(LADDERS), BASE)]
+def _draw_speeds(axes: Any, report: Report, preset: str) -> None:
+    """Draw the tokens per second of a ladder's rungs."""
+    draw_rungs(axes, measured(report, [f"{preset}: {rung}" for rung in RUNGS], TOKENS))
 
 
 class GPUBenchmark(Benchmark):
@@ -208,7 +201,7 @@ class GPUBenchmark(Benchmark):
             ),
         ),
     )
-    figure = Figure(_panels)
+    figure = Figure(panels_of(list(LADDERS), BASE, "tokens/s", _draw_speeds))
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
@@ -218,19 +211,8 @@ class GPUBenchmark(Benchmark):
             default="auto",
             help="[a GPU if there is one]",
         )
-        parser.add_argument(
-            "--presets", default="all", metavar="A,B", help=f"which of {', '.join(LADDERS)} [all]"
-        )
-        parser.add_argument(
-            "--arms",
-            default="all",
-            metavar="A,B",
-            help=f"all | ladder | baby, or which of {', '.join([*RUNGS, *BABIES])} [all]",
-        )
-        add_settings_flag(parser, "each preset's")
-        add_data_flags(parser)
-        late = "seconds after which a rung that says nothing has failed [%(default)g]"
-        parser.add_argument("--timeout_s", type=float, default=300, help=late)
+        which = f"all | ladder | baby, or which of {', '.join([*RUNGS, *BABIES])}"
+        add_ladder_flags(parser, list(LADDERS), which)
         block = "milliseconds of steps whose times are averaged [%(default)g]"
         parser.add_argument("--block_ms", type=float, default=BLOCK_MS, help=block)
         budget = "seconds for everything; what no time is left for is skipped [as long as it takes]"
@@ -278,7 +260,7 @@ class GPUBenchmark(Benchmark):
                 if name == GPT2:
                     values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
                 config = load_config(preset=name, overrides=values | overrides)
-                env = _make_environment(gpu, folder, name)
+                env = environment_of(folder, name, gpu.uuid if gpu else "")
                 device = "cuda" if gpu else "cpu"
                 ladder = Ladder(name, config, prepare(config), folder, env, device)
                 climb = GpuClimb(args, ladder, gpu)
@@ -508,18 +490,6 @@ def _measure_rung(climb: GpuClimb, rung: str, settings: Mapping[str, Any], repor
     report.rows.append(Measurement(arm, READY, "s", (process.ready_s,), note))
 
 
-def _make_environment(gpu: Device | None, folder: Path, name: str) -> dict[str, str]:
-    """Return the environment of a process that sees the one device.
-
-    Processes of one name share a cache of compiled kernels, which is empty at first.
-    """
-    env = arm_environment() | {
-        "TMPDIR": str(folder / "tmp"),
-        "CUDA_VISIBLE_DEVICES": gpu.uuid if gpu else "",
-    }
-    return env | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor" / name)}
-
-
 def _train_babies(
     args: argparse.Namespace,
     arms: list[str],
@@ -556,7 +526,7 @@ def _train_babies(
             if left_s < 1.2 * longest_s:
                 continue
             own = folder / f"baby-{arms.index(arm)}-{seed}"
-            env = _make_environment(gpu, folder, own.name)
+            env = environment_of(folder, own.name, gpu.uuid if gpu else "")
             compiled = {"compile": BABIES[arm]} | dict(overrides)
             begun = time.monotonic()
             try:

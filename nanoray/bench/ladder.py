@@ -7,19 +7,21 @@ data of one preset; keys of a rung that begin with "_" are not the configuration
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nanoray.base.atomic import read_json_lines
-from nanoray.bench.harness.figure import bars
-from nanoray.bench.harness.processes import Child
+from nanoray.bench.harness.figure import Panel, bars
+from nanoray.bench.harness.plan import add_data_flags, add_settings_flag
+from nanoray.bench.harness.processes import Child, arm_environment
 from nanoray.bench.harness.report import Measurement, Report
 from nanoray.config import Config, make_config
 from nanoray.data.dataset import DatasetInfo
@@ -156,6 +158,27 @@ class RungProcesses:
         return slowest | {"cpu_ms": sum(answer["cpu_ms"] for answer in answers)}
 
 
+def environment_of(folder: Path, name: str, gpu: str = "") -> dict[str, str]:
+    """Return the environment of processes that see one GPU, by its uuid, or none.
+
+    Those of one name share a cache of compiled kernels, which is empty at first, so that the first
+    start shows what compiling costs, and inside the scratch folder, so that nothing is left behind.
+    """
+    env = arm_environment() | {"TMPDIR": str(folder / "tmp"), "CUDA_VISIBLE_DEVICES": gpu}
+    return env | {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor" / name)}
+
+
+def add_ladder_flags(parser: argparse.ArgumentParser, presets: Sequence[str], arms: str) -> None:
+    """Add the flags that say what is trained, and which rungs there are."""
+    which = f"which of {', '.join(presets)} [all]"
+    parser.add_argument("--presets", default="all", metavar="A,B", help=which)
+    parser.add_argument("--arms", default="all", metavar="A,B", help=f"{arms} [all]")
+    add_settings_flag(parser, "each preset's")
+    add_data_flags(parser)
+    late = "seconds after which a rung that says nothing has failed [%(default)g]"
+    parser.add_argument("--timeout_s", type=float, default=300, help=late)
+
+
 def products(size: int, dtype: str, tf32: bool = False) -> dict[str, Any]:
     """Return the order of a process whose step is a product of two square matrices."""
     return {"arm": "products", "size": size, "dtype": dtype, "tf32": tf32}
@@ -193,9 +216,19 @@ def measured_arms(report: Report) -> list[str]:
     return [row.arm for row in rows if not row.skipped]
 
 
-def presets_in(report: Report, presets: Sequence[str], base: str) -> list[str]:
-    """Return the presets whose base is in a report: the others have nothing to compare with."""
-    return [name for name in presets if report.row(f"{name}: {base}", TOKENS)]
+def panels_of(
+    presets: Sequence[str], base: str, label: str, draw: Callable[[Any, Report, str], None]
+) -> Callable[[Report], list[Panel]]:
+    """Return the function of a figure that has a panel for each preset whose base was measured."""
+
+    def panel(name: str) -> Panel:
+        axes = {"title": name, "xlabel": label}
+        return Panel(lambda place, report: draw(place, report, name), axes, down=True)
+
+    def panels(report: Report) -> list[Panel]:
+        return [panel(name) for name in presets if report.row(f"{name}: {base}", TOKENS)]
+
+    return panels
 
 
 def draw_rungs(axes: Any, rows: Sequence[Measurement]) -> None:

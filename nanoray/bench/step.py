@@ -36,16 +36,14 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
-from nanoray.bench.harness.figure import Figure, Panel, with_values
+from nanoray.bench.harness.figure import Figure, with_values
 from nanoray.bench.harness.plan import (
-    add_data_flags,
-    add_settings_flag,
     chosen,
     data_flags,
     rotated,
     settings_of,
 )
-from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
+from nanoray.bench.harness.processes import Child, ChildFailed, scratch_folder
 from nanoray.bench.harness.report import Measurement, Report, Target, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.ladder import (
@@ -55,9 +53,11 @@ from nanoray.bench.ladder import (
     TOKENS,
     Ladder,
     RungProcesses,
+    add_ladder_flags,
     draw_rungs,
+    environment_of,
     measured_arms,
-    presets_in,
+    panels_of,
     product_flops,
     product_lines,
     products,
@@ -164,19 +164,12 @@ def _compile_seconds(report: Report, arm: str, spread: str) -> str:
     return f"{row.median - base.median:.1f}, then {row.extra['cached_s'] - base.median:.1f}"
 
 
-def _panels(report: Report) -> list[Panel]:
-    """Return a panel for each ladder: its rungs' tokens per second beside the base's."""
-
-    def panel(name: str) -> Panel:
-        def draw(axes: Any, report: Report) -> None:
-            ratios = with_values(report, TOKENS, ratios=True)
-            end = f" / {name}: {BASE}"
-            draw_rungs(axes, [row for row in ratios if row.arm.endswith(end)])
-            axes.axvline(1.0, color="C3", linewidth=1)
-
-        return Panel(draw, {"title": name, "xlabel": f"tokens/s beside {BASE}"}, down=True)
-
-    return [panel(name) for name in presets_in(report, list(LADDERS), BASE)]
+def _draw_ratios(axes: Any, report: Report, preset: str) -> None:
+    """Draw the tokens per second of a ladder's rungs beside the base's."""
+    end = f" / {preset}: {BASE}"
+    ratios = with_values(report, TOKENS, ratios=True)
+    draw_rungs(axes, [row for row in ratios if row.arm.endswith(end)])
+    axes.axvline(1.0, color="C3", linewidth=1)
 
 
 class StepBenchmark(Benchmark):
@@ -200,26 +193,19 @@ class StepBenchmark(Benchmark):
             ),
         ),
     )
-    figure = Figure(_panels, size=(11, 3.8))
+    figure = Figure(
+        panels_of(list(LADDERS), BASE, f"tokens/s beside {BASE}", _draw_ratios), size=(11, 3.8)
+    )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
-        parser.add_argument(
-            "--presets", default="all", metavar="A,B", help=f"which of {', '.join(LADDERS)} [all]"
-        )
-        parser.add_argument(
-            "--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]"
-        )
-        add_settings_flag(parser, "each preset's")
-        add_data_flags(parser)
+        add_ladder_flags(parser, list(LADDERS), f"which of {', '.join(ARMS)}")
         parser.add_argument(
             "--nanogpt",
             type=Path,
             metavar="PATH",
             help="folder of nanoGPT, to run its train.py as a peer",
         )
-        late = "seconds after which an arm that says nothing has failed [%(default)g]"
-        parser.add_argument("--timeout_s", type=float, default=300, help=late)
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Climb the ladder of every preset and fill the report. Nothing that it starts outlives it."""
@@ -316,11 +302,8 @@ def _ladder_of(
         values["dataset"] = str(random_tokens(folder / "random-tokens", own.tokens))
     config = load_config(preset=name, overrides=values)
 
-    # No arm may see a GPU. The compiler's cache is empty at first, so that the first
-    # start shows what compiling costs, and inside the scratch folder, so that nothing is left
-    # behind.
-    env = arm_environment() | {"TMPDIR": str(folder / "tmp"), "CUDA_VISIBLE_DEVICES": ""}
-    env["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    # No arm may see a GPU.
+    env = environment_of(folder, name)
     return Ladder(name, config, prepare(config), folder, env, "cpu")
 
 
