@@ -414,7 +414,7 @@ def to_markdown() -> str:
             "`ray_nanoray_train_loss` and so on, with",
             "the tags `run` and `rank`, as long as the run trains ([alerts](alerts.md)). A script adds values "
             "of its own with",
-            "`run.log` ([own-models](own-models.md)).",
+            "`run.log` ([callbacks](own/callbacks.md)).",
             "",
             "| name | unit | meaning | healthy |",
             "| --- | --- | --- | --- |",

@@ -1,7 +1,7 @@
 """Modules of the kinds that people train: in every mode and at any number of ranks as in plain torch.
 
 Each is trained to half of its steps, resumed to the end, and compared with one process.
-`python -m tests.ranks.test_zoo_public` writes the table of docs/own-models.md, which shows what these
+`python -m tests.ranks.test_zoo_public` writes the table of docs/own/modules.md, which shows what these
 tests and those of the trial hold.
 """
 
@@ -30,7 +30,7 @@ from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.wrong_inputs import WRONG_DATA, WRONG_LOSSES, WRONG_MODELS
 from tests.harness.zoo_public import MODES, PUBLIC, Kind
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "own-models.md"
+DOC = Path(__file__).resolve().parents[2] / "docs" / "own" / "modules.md"
 BEGIN = "<!-- begin: python -m tests.ranks.test_zoo_public -->"
 END = "<!-- end -->"
 CPU = torch.device("cpu")

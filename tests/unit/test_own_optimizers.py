@@ -138,7 +138,7 @@ STYLES = {
 
 
 def page() -> str:
-    """Return the table of docs/own-models.md."""
+    """Return the table of docs/own/optimizers.md."""
     lines = ["| optimizer | ddp | shards |", "| --- | --- | --- |"]
     for name, case in CASES.items():
         title = f"{STYLES[name]} (as {name})" if name in STYLES else f"`{name}`"
@@ -154,7 +154,7 @@ def page() -> str:
 
 
 def test_the_page_has_this_table() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "own-models.md").read_text("utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs/own/optimizers.md").read_text("utf-8")
     assert page() in text, "run python -m tests.unit.test_own_optimizers, and paste its output"
     assert STYLES.keys() <= CASES.keys()
 
