@@ -89,6 +89,37 @@ def test_commands_of_the_pages_parse(
     check_command(command, tmp_path, monkeypatch)
 
 
+# Stand for any name
+PLACEHOLDERS = {"parallel/xp.py", "forecast/parallelisms/xp.py"}
+
+
+def unknown_files(text: str, tracked: list[str]) -> list[str]:
+    """Return the files of Python in code font that are no file of the repository, nor the end of one."""
+    named = {name for name in re.findall(r"`([\w/]+/\w+\.py)`", text) if "NAME" not in name}
+    return sorted(
+        name
+        for name in named - PLACEHOLDERS
+        if not any(f"/{path}".endswith(f"/{name}") for path in tracked)
+    )
+
+
+def test_files_that_pages_name_exist() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    tracked = [path for path in listed.stdout.splitlines() if (ROOT / path).is_file()]
+    found = {
+        page.relative_to(ROOT).as_posix(): unknown
+        for page in PAGES
+        if (unknown := unknown_files(page.read_text(encoding="utf-8"), tracked))
+    }
+    assert found == {}
+    assert unknown_files("`train/engine.py` `train/gone.py`", tracked) == ["train/gone.py"]
+
+
 def missing_names(recipe: str) -> list[str]:
     """Return the paths of a recipe that do not exist, and the names that none of its files has.
 
