@@ -2,7 +2,7 @@
 
 A pickle is a program for a stack machine, and some of its instructions call any function that they
 name. Here pickletools takes it apart, and only the instructions that build plain values are carried
-out; every other one is refused by name. torch's own safe reader knows the pickles of torch.save alone.
+out; every other one is refused by name. torch's own safe reader reads only what torch.save wrote.
 """
 
 from __future__ import annotations
