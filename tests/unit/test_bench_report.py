@@ -253,7 +253,7 @@ def test_help_lists_the_benches(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "--round", "3"], "unknown flag --round; did you mean --rounds?"),
         (["train", "--rounds", "x"], "argument --rounds: invalid int value: 'x'"),
         (["train", "--arms", "plain,horovod"], "unknown arm horovod; known: plain, torchrun, "),
-        (["train", "--steps", "1"], "at least 1 round of 2 steps is needed"),
+        (["train", "--steps", "1"], "steps = 1; at least 2 are needed"),
         (
             ["train", "--figure", "f.docx"],
             "figure = f.docx: unknown kind of file; end it in .png, .svg, .pdf",
