@@ -242,7 +242,7 @@ def _nccl_tells() -> Iterator[None]:
             yield
 
 
-def _draw(axes: Any, report: Report) -> None:
+def draw_times(axes: Any, report: Report) -> None:
     """Draw time over bytes, both logarithmic: medians and quartiles.
 
     A vertical line marks a size at which the fastest algorithm changes.
@@ -271,7 +271,7 @@ class AlgorithmsBenchmark(Benchmark):
     figure = Figure(
         (
             Panel(
-                _draw,
+                draw_times,
                 {
                     "xscale": "log",
                     "yscale": "log",

@@ -48,7 +48,7 @@ def _size(key: str) -> Cell:
     return cell
 
 
-def _draw(axes: Any, report: Report) -> None:
+def draw_peaks(axes: Any, report: Report) -> None:
     """Draw peaks over sequence length: points are measured, lines are the formula."""
     for number, cp in enumerate(sorted({row.extra["cp"] for row in with_values(report, PEAK)})):
         rows = with_values(report, PEAK, cp=cp)
@@ -78,7 +78,7 @@ class ContextBenchmark(Benchmark):
     figure = Figure(
         (
             Panel(
-                _draw,
+                draw_peaks,
                 {
                     "xlabel": "tokens of a sequence",
                     "ylabel": "peak of a step, MiB per rank",

@@ -118,7 +118,7 @@ def _columns_of(report: Report) -> list[TableColumn]:
     return [names("mode"), *far, *bits, TableColumn("wrong", _wrong, left=True)]
 
 
-def _draw(axes: Any, report: Report) -> None:
+def draw_distances(axes: Any, report: Report) -> None:
     """Draw each mode's distance from the weights of one process, against the limits."""
     for case in CASES:
         rows = with_values(report, f"{case}: {WEIGHT}")
@@ -143,7 +143,7 @@ class EquivalenceBenchmark(Benchmark):
     figure = Figure(
         (
             Panel(
-                _draw,
+                draw_distances,
                 {
                     "xscale": "log",
                     "xlabel": "largest difference of a weight from that of one process",

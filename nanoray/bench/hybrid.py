@@ -53,7 +53,7 @@ def plain_of(arm: str) -> str:
     return f"{_name_of(arm).removesuffix(' hybrid')} at {_link_of(arm)}"
 
 
-def _draw(metric: str, axes: Any, report: Report) -> None:
+def draw_by_link(metric: str, axes: Any, report: Report) -> None:
     """Draw a metric of each arm, in a colour per link."""
     rows = with_values(report, metric)
     for number, link in enumerate(dict.fromkeys(map(_link_of, arms_with(report, STEP)))):
@@ -85,13 +85,13 @@ class HybridBenchmark(Benchmark):
     figure = Figure(
         (
             Panel(
-                partial(_draw, STEP),
+                partial(draw_by_link, STEP),
                 {"xlabel": "step, ms, median and quartiles", "xlim": (0, None)},
                 {"fontsize": 7},
                 grid=True,
             ),
             Panel(
-                partial(_draw, BETWEEN),
+                partial(draw_by_link, BETWEEN),
                 {"xlabel": "MB between nodes a step, median and quartiles", "xlim": (0, None)},
                 grid=True,
             ),

@@ -259,7 +259,7 @@ class ScalingBenchmark(Benchmark):
     def format_text(self, report: Report) -> list[str]:
         """Return the measured rows, then a line per topology, mode and algorithm."""
         measured = [row for row in report.rows if "topology" not in row.extra]
-        return [*table(measured), "", *OVERVIEW.text(report)]
+        return [*table(measured), "", *OVERVIEW.format_text(report)]
 
 
 def _checks(text: str | None, base: int) -> list[int]:

@@ -44,13 +44,13 @@ def test_a_line_per_arm_with_its_spread_its_ratio_and_what_failed() -> None:
             wrong_of("step"),
         ),
     )
-    assert table.text(report()) == [
+    assert table.format_text(report()) == [
         "arm             step, ms  / base  n  wrong",
         "base    4.00 (3.00–5.00)          3      0",
         "slow    8.00 (6.00–11.5)    2.00  3      2",
         "broken            FAILED          0",
     ]
-    page = table.page(report())
+    page = table.format_page(report())
     assert page[2] == "| base | 4.00 (2.00–6.00) |  | 3 | 0 |"
     assert page[4] == "| broken | FAILED |  | 0 |  |"
 
@@ -64,22 +64,22 @@ def test_columns_of_one_place_and_columns_that_are_left_out() -> None:
         TableColumn("loss, always", "loss"),
     )
     table = Table(lambda report: ["base"], columns, missing="·")
-    assert table.text(report())[0] == "arm   there  loss, always"
-    assert table.page(report())[0] == "| arm | here | loss, always |"
-    assert table.page(report())[2] == "| base | 4.00 | · |"
+    assert table.format_text(report())[0] == "arm   there  loss, always"
+    assert table.format_page(report())[0] == "| arm | here | loss, always |"
+    assert table.format_page(report())[2] == "| base | 4.00 | · |"
 
 
 def test_an_optional_column_stays_where_a_row_was_skipped() -> None:
     found = report()
     table = Table("step", (names("arm"), TableColumn("loss", "loss", optional=True)))
-    assert table.page(found)[0] == "| arm |"
+    assert table.format_page(found)[0] == "| arm |"
     found.rows.append(Measurement("base", "loss", "nat", (), skipped="not logged"))
-    assert table.page(found)[0] == "| arm | loss |"
+    assert table.format_page(found)[0] == "| arm | loss |"
 
 
 def test_a_table_without_a_line_is_no_table() -> None:
-    assert Table("loss", (names("arm"),)).text(report()) == []
-    assert Table("loss", (names("arm"),)).page(report()) == []
+    assert Table("loss", (names("arm"),)).format_text(report()) == []
+    assert Table("loss", (names("arm"),)).format_page(report()) == []
 
 
 @pytest.mark.parametrize("ending", [RankFailed(1, "rank 1 died"), KeyboardInterrupt()])

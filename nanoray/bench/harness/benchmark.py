@@ -80,11 +80,11 @@ class Benchmark(ABC):
         if not self.tables_in_terminal:
             return []
         notes = [*self.notes(report), *report.findings(self.finding(report))]
-        return _apart([*(table.text(report) for table in self.tables), notes])
+        return _apart([*(table.format_text(report) for table in self.tables), notes])
 
     def format_markdown(self, report: Report) -> list[str]:
         """Return the tables and findings for a page of the documentation."""
-        tables = [table.page(report) for table in self.tables]
+        tables = [table.format_page(report) for table in self.tables]
         return _apart([*tables, report.findings(self.finding(report))])
 
     def draw(self, report: Report, path: Path) -> None:

@@ -103,18 +103,18 @@ class Table:
     missing: str = ""
     on_page: Callable[[str], bool] = lambda arm: True
 
-    def text(self, report: Report) -> list[str]:
+    def format_text(self, report: Report) -> list[str]:
         """Return the table for the terminal; [] without a line."""
-        columns, lines = self._lines(report, page=False)
+        columns, lines = self._build_lines(report, page=False)
         right = {i for i, column in enumerate(columns) if not column.left}
         return aligned([(*line, "") for line in lines], right) if lines else []
 
-    def page(self, report: Report) -> list[str]:
+    def format_page(self, report: Report) -> list[str]:
         """Return the table for a page; [] without a line."""
-        _, lines = self._lines(report, page=True)
+        _, lines = self._build_lines(report, page=True)
         return markdown(lines[0], lines[1:]) if lines else []
 
-    def _lines(self, report: Report, page: bool) -> tuple[list[TableColumn], list[list[str]]]:
+    def _build_lines(self, report: Report, page: bool) -> tuple[list[TableColumn], list[list[str]]]:
         """Return the columns that are shown, and their texts, the heads first."""
         arms = self.arms(report) if callable(self.arms) else arms_with(report, self.arms)
         columns = self.columns(report) if callable(self.columns) else self.columns
