@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+from nanoray.config.strict_yaml import read_value
 
 _FOLDER = Path(__file__).with_name("names")
 NO_KEY = "none"  # in the place of our key, where there is none
@@ -23,7 +23,7 @@ NO_KEY = "none"  # in the place of our key, where there is none
 @cache
 def read_names(file: str) -> dict[str, Any]:
     """Return what a file of names/ says. It is read when a name is asked for."""
-    content: dict[str, Any] = yaml.safe_load((_FOLDER / file).read_text(encoding="utf-8"))
+    content: dict[str, Any] = read_value((_FOLDER / file).read_text(encoding="utf-8"))
     return content
 
 
