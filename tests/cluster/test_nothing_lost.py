@@ -21,6 +21,7 @@ from tests.harness.cluster import (
     Cluster,
     alive,
     finish,
+    fired,
     left_behind,
     losses,
     no_actors_left,
@@ -238,7 +239,8 @@ def test_a_full_disk_during_a_recovery(cluster: Cluster, recipe: Path, tmp_path:
         pytest.skip("cannot mount a small file system here")
     try:
         driver = start(cluster, recipe, disk, *LONG, "--tensorboard", "false")
-        wait_for(lambda: trains(disk), process=driver)
+        # From now on steps are slow, and the record of each has room in the page of the first one.
+        wait_for(lambda: fired(disk), process=driver)
         fill = disk / "fill"
         with contextlib.suppress(OSError), fill.open("wb", buffering=0) as file:
             while True:

@@ -140,14 +140,7 @@ def unpicklable(run, lock=threading.Lock()):
 def task():
     return launch("task", env=["GIVEN=1"])  # a worker of Ray has no A_SECRET
 
-launch("script")
-launch("elsewhere", ray_address="192.0.2.77:6379")
-print("failing: exit code", nanoray.launch(failing, config | {"max_failures": 0}), flush=True)
-print("locked: exit code", nanoray.launch(unpicklable, config))
-thread = threading.Thread(target=launch, args=("thread",))
-thread.start()
-thread.join()
-print("task: exit code", ray.get(task.remote()))
+CALLS
 
 assert ray.get(mine) == "mine"
 assert ray.get(ray.get_actor("counter").add.remote()) == 1
@@ -157,36 +150,52 @@ print("all is as it was")
 """
 
 
-CODES = (
-    ("script", 0),
-    ("elsewhere", 2),
-    ("failing", 1),
-    ("locked", 2),
-    ("thread", 0),
-    ("task", 0),
+THREAD = """thread = threading.Thread(target=launch, args=("thread",))
+thread.start()
+thread.join()"""
+FAILING = """nanoray.launch(failing, config | {"max_failures": 0})"""
+# How the program launches a run -> its line, and the exit code
+CALLS = {
+    "script": ('launch("script")', 0),
+    "elsewhere": ('launch("elsewhere", ray_address="192.0.2.77:6379")', 2),
+    "failing": (f'print("failing: exit code", {FAILING}, flush=True)', 1),
+    "locked": ('print("locked: exit code", nanoray.launch(unpicklable, config))', 2),
+    "thread": (THREAD, 0),
+    "task": ('print("task: exit code", ray.get(task.remote()))', 0),
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("script", "elsewhere", "failing", "locked"),
+        pytest.param(tuple(CALLS), marks=pytest.mark.full),
+    ],
+    ids=["some ways", "all ways"],
 )
-
-
-def test_the_ray_of_a_program_is_used_and_stays_as_it_was(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_ray_of_a_program_is_used_and_stays_as_it_was(
+    cluster: Cluster, tmp_path: Path, names: tuple[str, ...]
+) -> None:
     """From the main thread, another one, and a Ray task; its objects and actors are still there."""
     (tmp_path / "script.py").write_text(SCRIPT)
     program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
+    program.write_text(PROGRAM.replace("CALLS", "\n".join(CALLS[name][0] for name in names)))
     config = SETTINGS | {"out_dir": str(tmp_path / "out"), "max_steps": 5, "checkpoint_every": 0}
     env = os.environ | cluster.env | {"RAY_ADDRESS": cluster.address, "A_SECRET": SECRET}
     done = run(str(program), json.dumps(config), env=env)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     assert "all is as it was" in done.stdout
-    for name, code in CODES:
-        assert f"{name}: exit code {code}\n" in done.stdout, output
-    assert done.stdout.count("ray    the one that this program is connected to") == 3
+    for name in names:
+        assert f"{name}: exit code {CALLS[name][1]}\n" in done.stdout, output
+    connected = len({"script", "failing", "thread"} & {*names})
+    assert done.stdout.count("ray    the one that this program is connected to") == connected
     assert "ray_address = 192.0.2.77:6379, but this process is connected to the Ray at" in output
     assert (
         "unpicklable cannot be sent to the ranks (TypeError: cannot pickle '_thread.lock' "
         in output
     )
-    assert "note   launched outside of the main thread" in done.stdout
+    assert ("note   launched outside of the main thread" in done.stdout) == ("thread" in names)
     assert "signal only works in main thread" not in output
 
     # What the script prints comes before its error; logging goes to stderr.
