@@ -77,6 +77,7 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "without_global_optimizer_hooks",
+    "writes_to",
 ]
 
 # ---- newer than torch 2.11 ----
@@ -259,6 +260,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     It is that of no other storage while this one lives.
     """
     return storage._cdata
+
+
+def writes_to(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; -1 for one of inference mode, which does not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def operator_of(overload: Any) -> Any:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nanoray.base.compat import writes_to
+
 
 class HookSnapshot(NamedTuple):
     """What the model and the optimizer were like at one moment."""
@@ -62,9 +64,7 @@ class HookGuard:
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
-    # The counter of writes; a tensor of inference mode has none.
-    version = -1 if tensor.is_inference() else tensor._version
-    return id(tensor), version
+    return id(tensor), writes_to(tensor)
 
 
 def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
