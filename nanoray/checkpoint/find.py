@@ -236,6 +236,8 @@ def edited_by_hand(run_dir: Path) -> dict[str, str]:
     for key, value in config.items():
         if key in written and written[key] != value:
             changed[key] = f"{key} from {written[key]} to {value}"
+            if key == "env":  # its values may be keys and passwords
+                changed[key] = "env"
     return changed
 
 

@@ -382,7 +382,7 @@ def test_runs_that_start_together_share_the_file_of_mlflow(tmp_path: Path) -> No
     for process in started:
         process.join()
         assert process.exitcode == 0
-    assert [problems.get() for _ in started] == ["", "", ""]
+    assert [problems.get() for _ in started] == [None, None, None]
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     (experiment,) = [e for e in client.search_experiments() if e.name != "Default"]
     assert len(client.search_runs([experiment.experiment_id])) == 3
