@@ -29,6 +29,7 @@ from nanoray.checkpoint.files import (
     steps_in,
 )
 from nanoray.config.layers import same_weights
+from nanoray.config.settings import public
 from nanoray.errors import CheckpointError
 
 
@@ -235,9 +236,10 @@ def edited_by_hand(run_dir: Path) -> dict[str, str]:
     changed = {}
     for key, value in config.items():
         if key in written and written[key] != value:
-            changed[key] = f"{key} from {written[key]} to {value}"
-            if key == "env":  # its values may be keys and passwords
-                changed[key] = "env"
+            before, after = public(key, written[key]), public(key, value)
+            changed[key] = f"{key} from {before} to {after}"
+            if key == "env":
+                changed[key] = _changed_variables(written[key], value)
     return changed
 
 
@@ -274,11 +276,22 @@ def differences(
         if key == "init_from":
             same = same_weights(config[key], value)
         if not same:
-            changed[key] = f"{key} is {config[key]} there and {value} here"
+            there, here = public(key, config[key]), public(key, value)
+            changed[key] = f"{key} is {there} there and {here} here"
+            if key == "env":
+                changed[key] = _changed_variables(config[key], value)
     # Another text, or the same text with another tokenizer.
     if tokens != recipe.get("tokens_sha256", tokens):
         changed["tokens_sha256"] = "its dataset has other tokens"
     return changed
+
+
+def _changed_variables(before: Any, after: Any) -> str:
+    """Name the variables of `env` whose values differ, without the values."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):  # edited by hand
+        return "env"
+    names = sorted({**before, **after})
+    return f"env in {', '.join(name for name in names if before.get(name) != after.get(name))}"
 
 
 def _difference(meta: dict[str, Any], model_shape: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from nanoray.base.storage.url import without_credentials
 from nanoray.config.load import make_config, run_folder_of
 from nanoray.config.schema import Config
 from nanoray.config.spellings import PART_OF_FIELD, join
@@ -114,7 +115,20 @@ def _setters(by: str | Mapping[str, str], keys: Iterable[str]) -> dict[str, str]
 
 def lines_of(chosen: Iterable[tuple[str, Any, str]]) -> list[str]:
     """Return a line such as `lr 0.003 (preset shakespeare-cpu)` for each chosen key."""
-    return [f"{key} {_as_yaml(value)} ({by})" for key, value, by in chosen]
+    return [f"{key} {_as_yaml(public(key, value))} ({by})" for key, value, by in chosen]
+
+
+def public(key: str, value: Any) -> Any:
+    """Return what messages, reports and trackers may show of a value.
+
+    The values of variables in `env` may be keys and passwords, so only their names are shown. A URL
+    loses its credentials.
+    """
+    if key == "env" and isinstance(value, dict):
+        return dict.fromkeys(value, "...")
+    if isinstance(value, str) and "://" in value:
+        return without_credentials(value)
+    return value
 
 
 def _as_yaml(value: Any) -> str:

@@ -70,8 +70,6 @@ def open_run(
             others = other_recipe(
                 found.run_dir, _compared(config, recipe, origins), found.state.meta
             )
-            if "env" in others:  # its values may be keys and passwords
-                others["env"] = "env differs"
             if others:
                 notes.append(f"resume  other settings than {name}: {with_origins(others, origins)}")
 

@@ -31,7 +31,7 @@ from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.config import Config, Settings
 from nanoray.config.data import exists
 from nanoray.config.mesh import IN_REPLICA
-from nanoray.config.settings import lines_of
+from nanoray.config.settings import lines_of, public
 from nanoray.data import cifar10
 from nanoray.data.dataset import absolute, cache_dir
 from nanoray.data.token_folder import inspect_folder
@@ -118,7 +118,8 @@ def survey(settings: Settings, nvml: Any = None) -> dict[str, Any]:
         problems.append(Problem(what, remedy, fatal=True))
 
     report["settings"] = [
-        {"key": key, "value": value, "origin": by} for key, value, by in settings.chosen()
+        {"key": key, "value": public(key, value), "origin": by}
+        for key, value, by in settings.chosen()
     ]
     problems += gpu_problems(gpus, slots, cuda)
     problems += host_problems(report)

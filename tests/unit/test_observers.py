@@ -92,6 +92,16 @@ def no_room(path: Path, more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_tensorboard_gets_no_value_of_a_variable(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path, tensorboard=True, env={"TOKEN": "hunter2-do-not-store"})
+    observers = Observers(spec, [])
+    observers.open(0, 0)
+    observers.close()
+    written = b"".join(path.read_bytes() for path in (spec.folder / "tb").iterdir())
+    assert b"TOKEN" in written
+    assert b"hunter2" not in written
+
+
 @pytest.mark.parametrize("more", [0, 100, 300])
 def test_records_wait_while_the_disk_is_full(text: Path, tmp_path: Path, more: int) -> None:
     """Every record is in metrics.jsonl and in TensorBoard afterwards, and it was said once when it

@@ -15,6 +15,7 @@ from nanoray.cli import parse_args
 from nanoray.config import Config
 from nanoray.host.launchers import describe_start
 from nanoray.tools.report.commands import first_command, other_commands
+from nanoray.tools.report.gather import RunFiles, settings
 from tests.unit.test_launchers import OPEN_MPI, SRUN, TORCHRUN
 
 TRAIN = ["/opt/nanoray/train/__main__.py", "--preset", "tiny", "--name", "a b"]
@@ -69,6 +70,23 @@ def test_the_first_command_has_its_launcher(
     command = first_command({"command": argv, "launcher": describe_start(env)})
     assert command
     assert command.line == line
+
+
+@pytest.mark.parametrize("given", [["--env", "TOKEN=hunter2"], ["--env=TOKEN=hunter2"]])
+def test_a_report_shows_no_value_of_a_variable(given: list[str]) -> None:
+    command = first_command({"command": [*TRAIN, *given, "--lr", "1"]})
+    assert command
+    assert command.line.endswith(f"{' '.join(given).removesuffix('=hunter2')} --lr 1")
+    # With the name alone a command takes the value from its environment
+    assert parse_args(["--env", "PATH"], "x", "y")
+
+    runs = []
+    for value in ("hunter2", "other"):
+        config = {"env": {"TOKEN": value}}
+        runs.append(RunFiles(Path("a"), config, {}, {}, [], [], [], None, [], [], []))
+    row = next(row for row in settings(runs) if row.key == "env")
+    assert row.marked
+    assert row.values == ['{"TOKEN": "..."}', '{"TOKEN": "..."}']
 
 
 @pytest.mark.parametrize("argv", [[], ["-c"], [""], ["/usr/lib/ipykernel_launcher.py", "-f", "x"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,16 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanoray.checkpoint.find import edited_by_hand
 from nanoray.checkpoint.run import RunSpec
 from nanoray.cli import parse_args
 from nanoray.config import Settings, load_settings, make_config
-from nanoray.config.settings import DEFAULT, FLAG, lines_of, origin_of
+from nanoray.config.settings import DEFAULT, FLAG, lines_of, origin_of, public
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 from nanoray.host.device import Device
 from nanoray.launch.__main__ import launch
 from nanoray.start.folder import open_run
 from nanoray.start.opening import Opening, with_precision
+from nanoray.tools.check import main as check
 from nanoray.train.__main__ import main as train
 from nanoray.train.agree import decided_otherwise
 from tests.harness.ranks import TINY, make_spec, run_ranks
@@ -211,6 +214,49 @@ def test_a_resume_says_what_differs_and_who_set_it(trained: Path, tmp_path: Path
     here = f"(file {file.with_suffix('.json')})"
     assert f"not the recipe of {trained.name}: lr is 0.001 there and 0.5 here {here}" in by_file
     assert f"than {trained.name}: log_every is 1 there and 4 here {here}" in by_file
+
+
+SECRET = "hunter2-do-not-print"
+
+
+@pytest.mark.parametrize("command", [train, dry_launch, check])
+def test_no_value_of_a_variable_is_printed(
+    command: Callable[[list[str]], int],
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """They may be keys and passwords: their names are enough."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    argv = flags_of(text, tmp_path, "--workers", "1", "--env", f"TOKEN={SECRET}")
+    if command is not check:
+        argv.append("--dry_run")
+    assert command(argv) == 0
+    output = capsys.readouterr()
+    assert '{"TOKEN": "..."} (flag)' in output.out
+    assert SECRET not in output.out + output.err
+
+
+def test_a_resume_and_an_edited_config_name_variables_alone(trained: Path, tmp_path: Path) -> None:
+    copy = tmp_path / trained.name
+    shutil.copytree(trained, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"env": {"TOKEN": SECRET, "B": "1"}}))
+    assert edited_by_hand(copy) == {"env": "env in B, TOKEN"}
+    (copy / "config.json").write_text(json.dumps(config | {"env": [SECRET]}))
+    assert edited_by_hand(copy) == {"env": "env"}
+    (copy / "config.json").write_text(json.dumps(config))
+    argv = ["--resume", str(copy), "--workers", "1", "--env", f"TOKEN={SECRET}"]
+    notes = notes_of(argv)
+    assert "env in TOKEN (flag)" in notes
+    assert SECRET not in notes
+
+
+def test_of_a_url_no_credentials_are_shown() -> None:
+    assert public("data_url", "https://joe:hunter2@a.org/x?sig=3") == "https://a.org/x"
+    assert public("dataset", "a/b.txt") == "a/b.txt"
+    assert public("lr", 0.1) == 0.1
 
 
 def test_ranks_say_what_their_device_decides_otherwise(trained: Path) -> None:

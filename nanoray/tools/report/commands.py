@@ -41,7 +41,7 @@ def first_command(spec: dict[str, Any]) -> Command | None:
     for ending, module in _MODULES.items():
         if argv[0].endswith(ending):
             words = module
-    words = [*words, *argv[1:]]
+    words = [*words, *_without_values(argv[1:])]
 
     # Runs of earlier versions did not record their launcher.
     launcher = spec.get("launcher", {"by": "", "ranks": 1, "on_host": 1})
@@ -60,6 +60,22 @@ def first_command(spec: dict[str, Any]) -> Command | None:
     if by == "kuberay":
         return Command("inside the KubeRay job's head pod", _join(*words))
     return Command("as it was started", _join(*words))
+
+
+def _without_values(words: list[str]) -> list[str]:
+    """Return the words of a command, of variables their names alone: `--env TOKEN`.
+
+    A report is shown to others, and the values may be keys and passwords. So given, a variable is
+    taken from the environment of the command.
+    """
+    shown = []
+    for before, word in zip(["", *words], words, strict=False):
+        if before == "--env":
+            word = word.partition("=")[0]
+        elif word.startswith("--env="):
+            word = "=".join(word.split("=")[:2])
+        shown.append(word)
+    return shown
 
 
 def other_commands(folder: Path, config: dict[str, Any], ranks: int, device: str) -> list[Command]:

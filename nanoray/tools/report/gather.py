@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from nanoray.base.atomic import json_mapping, read_json_lines
 from nanoray.config import Config
+from nanoray.config.settings import public
 from nanoray.errors import ConfigError
 from nanoray.faults.__main__ import story
 from nanoray.faults.cause import read_reports
@@ -283,11 +284,10 @@ def settings(runs: list[RunFiles]) -> list[Setting]:
         values = [run.config.get(key) for run in runs]
         reference = values[0] if len(runs) > 1 else defaults.get(key)
         marks = [value != reference for value in values]
-        rows.append(Setting(key, [_format_setting(value) for value in values], marks))
+        shown = [NONE if value is None else _format_setting(public(key, value)) for value in values]
+        rows.append(Setting(key, shown, marks))
     return sorted(rows, key=lambda row: not row.marked)  # stable: keys keep their order
 
 
 def _format_setting(value: Any) -> str:
-    if value is None:
-        return NONE
     return json.dumps(value).strip('"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 from nanoray.base.metrics import check_record
 from nanoray.base.output import LINES, STEPS, say
 from nanoray.checkpoint.run import RunSpec
+from nanoray.config.settings import public
 from nanoray.train.track.tracking import TRACKERS, Tracking
 from nanoray.train.watch.record_files import JsonlWriter, TensorBoardWriter
 
@@ -191,7 +193,9 @@ class Observers:
             self._metrics = JsonlWriter(folder / "metrics.jsonl", resume_step)
             self.opened = [*self._given, self._metrics]
             if config.tensorboard:
-                self.opened.append(TensorBoardWriter(folder / "tb", config.to_json(), resume_step))
+                shown = {key: public(key, value) for key, value in config.model_dump().items()}
+                text = json.dumps(shown, indent=2) + "\n"
+                self.opened.append(TensorBoardWriter(folder / "tb", text, resume_step))
             if config.track != "none":
                 tracker = TRACKERS[config.track]()
                 self.opened.append(Tracking(tracker, self._spec, self.note))
