@@ -164,7 +164,7 @@ def stream(*descriptors: int) -> Callable[[Path], None]:
 _NAMES = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 _PROXIES: dict[str, str | None] = dict.fromkeys(_NAMES, "http://127.0.0.1:1")
 _ASCII: dict[str, str | None] = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-_PLAIN = "$PYTHON $RUN"
+_PLAIN = '"$PYTHON" $RUN'
 Row = Surroundings
 TABLE = [
     # Users and their folders
@@ -278,11 +278,11 @@ TABLE = [
         refused="GLOO_SOCKET_IFNAME = 'nope' names no interface",
     ),
     # Python
-    Row("`python -O`", python="$PYTHON -O $RUN"),
-    Row("`python -OO`", python="$PYTHON -OO $RUN"),
-    Row("`python -I`", python="$PYTHON -I $RUN"),
-    Row("`python -P`", python="$PYTHON -P $RUN"),
-    Row("`python -W error`", python="$PYTHON -W error $RUN"),
+    Row("`python -O`", python='"$PYTHON" -O $RUN'),
+    Row("`python -OO`", python='"$PYTHON" -OO $RUN'),
+    Row("`python -I`", python='"$PYTHON" -I $RUN'),
+    Row("`python -P`", python='"$PYTHON" -P $RUN'),
+    Row("`python -W error`", python='"$PYTHON" -W error $RUN'),
 ]
 
 
