@@ -56,10 +56,9 @@ class Watcher:
         self._aborts = AbortOrders(clock)
         self._clock = clock
 
-        # Of the present watch, by slot: the step and the monotonic seconds of its last heartbeat.
+        # Of the present watch, by member: the step of its last heartbeat, and for how many of the
+        # seconds in which this driver ran it has not answered since.
         self._steps: dict[int, int] = {}
-        self._heartbeat_at: dict[int, float] = {}
-        # For how many of the seconds in which this driver ran each has not answered.
         self._mute_s: dict[int, float] = {}
 
     def watch(self, at: RunState, console: Console) -> FailureCollector:
@@ -73,7 +72,6 @@ class Watcher:
         )
         watchdog = Watchdog(group.members, config.hang_timeout, self._clock.monotonic)
         members = set(group.members)
-        self._heartbeat_at = dict.fromkeys(members, self._clock.monotonic())
         self._mute_s = dict.fromkeys(members, 0.0)
         self._steps = {}
         # Each rank has one heartbeat pending all the time; its answer requests the next one.
@@ -165,11 +163,9 @@ class Watcher:
 
         A rank that answers is alive and will notice the fault; one that does not is dead.
         """
-        now = self._clock.monotonic()
         patience_s = max(MUTE_S, 3 * group.heartbeat_s)
-        mute_s = [now - self._heartbeat_at.get(slot, now) for slot in collector.silent]
-        if all(seconds > patience_s for seconds in mute_s):
-            collector.hurry(0.0, now)
+        if all(self._mute_s[slot] > patience_s for slot in collector.silent):
+            collector.hurry(0.0, self._clock.monotonic())
 
     def _end_frozen_ranks(self, group: WorkerGroup, collector: FailureCollector) -> None:
         """End ranks that do not answer, if others that answer have all of the run's state.
@@ -179,7 +175,9 @@ class Watcher:
         """
         patience_s = max(FROZEN_S, 3 * group.heartbeat_s)
         frozen = [slot for slot in collector.silent if self._mute_s[slot] > patience_s]
-        others_answer = any(self._mute_s[slot] <= patience_s for slot in group.runs)
+        # A rank that was left out of the group waits in `runs`, too, and is no member.
+        living = [slot for slot in group.members if slot in group.runs]
+        others_answer = any(self._mute_s[slot] <= patience_s for slot in living)
         if frozen and others_answer and not group.lost_share(frozen):
             for slot in frozen:
                 end_frozen(group, slot, self._mute_s[slot], collector)
@@ -197,7 +195,6 @@ class Watcher:
         """Note a rank's position, and request the next one."""
         group = at.ranks
         now = self._clock.monotonic()
-        self._heartbeat_at[slot] = now
         self._mute_s[slot] = 0.0
         waiting = heartbeat.waiting and heartbeat.attempt == at.spec.attempt
         collector.set_waiting(slot, waiting, now)

@@ -421,6 +421,22 @@ def test_a_rank_that_freezes_before_the_others_save_is_ended(tmp_path: Path, fro
     assert run.ray.time.now - began < 10.3 + 20.0
 
 
+def test_all_that_save_freeze_beside_a_rank_that_was_left_out(tmp_path: Path) -> None:
+    """Its replica is not whole: it is no member of the group that saves, and cannot save alone."""
+    run = Run(tmp_path, workers=4, tp=2)
+
+    def freeze() -> None:
+        run.ray.freeze(0)
+        run.ray.freeze(1)
+
+    run.ray.reactions["go_on 0 as 0/2 attempt 1"] = freeze
+    run.ray.at(10.3, run.ray.fail, 3, "refused", "TrainingDiverged: the loss is nan")
+    began = run.ray.time.now
+    assert "Gave up: restarting cannot cure this. Checkpoints" in run()["message"]
+    assert not any(order.startswith("go_on 2 ") for order in run.orders)
+    assert run.ray.time.now - began < 10.3 + SAVE_S + 10.0
+
+
 def test_after_a_sleep_of_the_machine_no_rank_that_saves_is_ended(tmp_path: Path) -> None:
     """One may answer a moment before another; neither could answer while all slept."""
     run = Run(tmp_path)
