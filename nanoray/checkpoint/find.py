@@ -236,10 +236,7 @@ def edited_by_hand(run_dir: Path) -> dict[str, str]:
     changed = {}
     for key, value in config.items():
         if key in written and written[key] != value:
-            before, after = public(key, written[key]), public(key, value)
-            changed[key] = f"{key} from {before} to {after}"
-            if key == "env":
-                changed[key] = _changed_variables(written[key], value)
+            changed[key] = _change_of(key, written[key], value, "from {before} to {after}")
     return changed
 
 
@@ -276,18 +273,18 @@ def differences(
         if key == "init_from":
             same = same_weights(config[key], value)
         if not same:
-            there, here = public(key, config[key]), public(key, value)
-            changed[key] = f"{key} is {there} there and {here} here"
-            if key == "env":
-                changed[key] = _changed_variables(config[key], value)
+            words = "is {before} there and {after} here"
+            changed[key] = _change_of(key, config[key], value, words)
     # Another text, or the same text with another tokenizer.
     if tokens != recipe.get("tokens_sha256", tokens):
         changed["tokens_sha256"] = "its dataset has other tokens"
     return changed
 
 
-def _changed_variables(before: Any, after: Any) -> str:
-    """Name the variables of `env` whose values differ, without the values."""
+def _change_of(key: str, before: Any, after: Any, words: str) -> str:
+    """Return a key's change in `words`; of `env` the names of the variables whose values differ."""
+    if key != "env":
+        return f"{key} {words.format(before=public(key, before), after=public(key, after))}"
     if not (isinstance(before, dict) and isinstance(after, dict)):  # edited by hand
         return "env"
     names = sorted({**before, **after})

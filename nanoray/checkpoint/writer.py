@@ -76,9 +76,8 @@ class CheckpointWriter:
         # The last write: its seconds, or its error
         self._outcome: float | Exception = 0.0
         self._failures = 0  # in a row
-        self._fatal: str | None = (
-            None  # why the run cannot continue; broadcast at the next checkpoint
-        )
+        # Why the run cannot continue; broadcast at the next checkpoint
+        self._fatal: str | None = None
 
         # Cleared while a survivor waits for its next attempt
         self._may_commit = threading.Event()
