@@ -289,10 +289,7 @@ class Recoverer:
         forming = at.forming
         assert forming
         left = [slot for slot in group.members if slot in group.runs]
-        if saves:
-            slots = group.divisible(left, saves=True)
-        else:
-            slots = group.divisible(group.pool.ready)
+        slots = group.savers() if saves else group.divisible(group.pool.ready)
         if not slots:
             forming.no_replica = no_replica(at.spec.config, left)
             return False

@@ -97,8 +97,12 @@ class Watcher:
                     if slot == group.members[0]:
                         group.print_messages(console, wait_s=1.0)
                     self._recoverer.note_end(at, collector, slot, value)
-                elif kind == "heartbeat" and slot in group.runs and slot in members:
-                    self._on_heartbeat(at, collector, watchdog, slot, value)
+                elif kind == "heartbeat" and slot in group.runs:
+                    if slot in members:
+                        self._on_heartbeat(at, collector, watchdog, slot, value)
+                    else:
+                        # Left out of a group that saves: it waits, and learns that its driver lives
+                        group.request_heartbeat(slot, value.waiting)
                 elif kind == "started":
                     self._on_start(at, collector, slot, value)
             # After a failure rank 0 may be lost, and all ranks stand still.

@@ -55,6 +55,9 @@ class WorkerGroup:
 
         # Who holds which share of the run's state.
         self._shares = Shares()
+        # While some save, and others were left out of their group: the members and shares of the
+        # group before. No step has been done since, so a rank that was left out still has its share.
+        self._before_saving: tuple[list[int], Shares] | None = None
         self.newcomers: set[int] = set()  # received the state in this attempt, no step yet
         self.live = False  # some members held the run's state before this attempt
 
@@ -145,6 +148,11 @@ class WorkerGroup:
         if slots[0] != self.members[0]:
             self._poll = None
 
+        # If several groups in a row only save, the first of them left the trained one.
+        before = self._before_saving or (self.members, self._shares)
+        leaves_out = any(slot in self.runs for slot in set(before[0]) - set(slots))
+        self._before_saving = before if stop and leaves_out else None
+
         self.pool.spec = spec
         self.members = slots
         self.live = True
@@ -213,20 +221,42 @@ class WorkerGroup:
 
     # Shares of the run's state.
 
-    def divisible(self, slots: Sequence[int], saves: bool = False) -> list[int]:
-        """Return the largest part of these slots that can train, or save.
+    def divisible(self, slots: Sequence[int]) -> list[int]:
+        """Return the largest part of these slots that can train.
 
         That is whole replicas with all shares of the state among them.
         """
         if len(slots) == self.pool.place.workers:
             return sorted(slots)
+        return self._whole_replicas(self._shares, slots)
+
+    def savers(self) -> list[int]:
+        """Return the largest part of the ranks that are left that can save."""
+        members, shares = self._holders()
+        left = [slot for slot in members if slot in self.runs]
+        return self._whole_replicas(shares, left, saves=True)
+
+    def _holders(self, leaving: Collection[int] = ()) -> tuple[list[int], Shares]:
+        """Return the slots that have all of the state among them, and their shares of it.
+
+        These are the members. If a share was lost, or would be without `leaving`, while some save,
+        those that were left out count, too.
+        """
+        gone = {slot for slot in self.members if slot not in self.runs}.union(leaving)
+        if self._before_saving and self._shares.lost(gone):
+            return self._before_saving
+        return self.members, self._shares
+
+    def _whole_replicas(
+        self, shares: Shares, slots: Sequence[int], saves: bool = False
+    ) -> list[int]:
         # Of two holders of a share, the one that has completed more steps goes on.
         steps = dict.fromkeys(self.runs, 0)
         for slot, (position, _) in self.positions().items():
             if slot in steps:
                 steps[slot] = position.step
         workers = self.pool.place.workers
-        return self._shares.whole_replicas(self.spec.config, workers, slots, steps, saves)
+        return shares.whole_replicas(self.spec.config, workers, slots, steps, saves)
 
     @property
     def can_grow(self) -> bool:
@@ -237,9 +267,8 @@ class WorkerGroup:
         """Return which shares of the state are lost, or would be without `leaving`; else None."""
         if not self.spec.config.sharded:  # every rank has all of it, and at least one is left
             return None
-        gone = set(leaving)
-        gone.update(slot for slot in self.members if slot not in self.runs)
-        return self._shares.lost(gone)
+        members, shares = self._holders(leaving)
+        return shares.lost({slot for slot in members if slot not in self.runs}.union(leaving))
 
     # Events.
 

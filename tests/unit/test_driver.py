@@ -421,6 +421,25 @@ def test_a_rank_that_freezes_before_the_others_save_is_ended(tmp_path: Path, fro
     assert run.ray.time.now - began < 10.3 + 20.0
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_rank_that_was_left_out_saves_for_one_of_its_share(tmp_path: Path, frozen: int) -> None:
+    """Slots 0 and 2 hold one half of each layer, 1 and 3 the other: 2 can stand in for 0 only."""
+    run = Run(tmp_path, workers=4, tp=2)
+    asked = []
+
+    def freeze() -> None:
+        run.ray.freeze(frozen)
+        run.ray.at(5.0, lambda: asked.append(bool(run.ray.actors[2].sleepers)))
+
+    run.ray.reactions["go_on 0 as 0/2 attempt 1"] = freeze
+    run.ray.at(10.3, run.ray.fail, 3, "refused", "TrainingDiverged: the loss is nan")
+    run()
+    assert asked == [True], "a rank that is not called for long ends"
+    assert saved(run) == (frozen == 0)
+    orders_of_2 = [order for order in run.orders if order.startswith("go_on 2 ")]
+    assert orders_of_2 == (["go_on 2 as 1/2 attempt 2"] if frozen == 0 else [])
+
+
 def test_all_that_save_freeze_beside_a_rank_that_was_left_out(tmp_path: Path) -> None:
     """Its replica is not whole: it is no member of the group that saves, and cannot save alone."""
     run = Run(tmp_path, workers=4, tp=2)
