@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ray.util.placement_group import remove_placement_group
 
@@ -37,6 +35,7 @@ from nanoray.launch.script import PackedScript
 from nanoray.launch.signals import catch_signals
 from nanoray.launch.silence import OwnTime
 from nanoray.start.opening import Opening
+from nanoray.train.program import Trains
 from nanoray.train.report import closing_lines
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
@@ -67,15 +66,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def launch(
-    loaded: Loaded, started: float, main: Callable[[Any], Any] | None = None, last: bool = False
+    loaded: Loaded, started: float, program: Trains | None = None, last: bool = False
 ) -> int:
     """Train the loaded configuration on Ray and return the exit code. Raises NanorayError.
 
-    `main` is a script's function that each rank calls with its Run (nanoray.own.run). `last`:
-    the caller ends this process with os._exit.
+    `program` is a script that trains a model of its own. `last`: the caller ends this process with
+    os._exit.
     """
     # Everything that needs no device comes first: a conflict fails within a second.
-    opening = Opening(loaded, started, main)
+    opening = Opening(loaded, started, program)
     if opening.forecast():
         return 0
 
@@ -99,14 +98,14 @@ def launch(
             require_interfaces({**os.environ, **variables})
     if loaded.dry_run:
         with environment(variables):
-            _dry_run(opening, address, slots, main)
+            _dry_run(opening, address, slots, program)
         return 0
     workers = opening.config.workers
     if workers != "auto":
         # An impossible batch fails before Ray starts.
         opening.require_batch(workers)
     parse_plan(config.faults)
-    script = PackedScript.pack(main, loaded.given) if main else None
+    script = PackedScript.pack(program) if program else None
     opening.read()
 
     # Storage that refuses, or that lacks what is to be resumed, is found out before a device is taken.
@@ -201,27 +200,16 @@ def lasting_out_dir(config: Config) -> str:
     return str(lasting)
 
 
-def _dry_run(
-    opening: Opening, address: str, slots: Slots | None, main: Callable[[Any], Any] | None
-) -> None:
+def _dry_run(opening: Opening, address: str, slots: Slots | None, program: Trains | None) -> None:
     workers = opening.config.workers
     if workers == "auto":
         raise ConfigError(f"a dry run does not contact the cluster at {address}; give --workers N")
-    own = partial(_dry_run_own, main, opening.loaded.given) if main else None
+    own = program.dry_run if program else None
     if slots:
         where = f"{workers} × {slots.kind} on this machine ({slots.reason})"
         opening.dry_run(workers, where, own, slots.kind, slots.devices)
     else:
         opening.dry_run(workers, f"{workers} actors on {address}", own, None, [])
-
-
-def _dry_run_own(
-    main: Callable[[Any], Any], given: frozenset[str], config: Config, ranks: int, where: str
-) -> None:
-    """Print the dry run of a script's own model."""
-    from nanoray.own.program import Program  # imports torch
-
-    Program(main, given).dry_run(config, ranks, where)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from nanoray.cli import exit_code_of
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.host.launchers import Place, describe_variables, place_of
+from nanoray.own.program import Program
 from nanoray.own.settings import loaded_of, refuse_while_spawned
 
 
@@ -35,20 +36,20 @@ def _launch(main: Callable[[Any], Any], config: dict[str, Any], ray: bool, start
     place = place_of(os.environ)
     if place and ray:
         refuse_both(place, loaded.config, loaded.given)
+    program = Program(main, loaded.given)
     if place or not ray:
-        # These import torch, which the driver does without.
-        from nanoray.own.program import Program
+        # It imports torch, which the driver does without.
         from nanoray.train.__main__ import run_here
 
         try:
-            return run_here(loaded, started, Program(main, loaded.given))
+            return run_here(loaded, started, program)
         except KeyboardInterrupt:  # the second Ctrl-C
             return 130
     from nanoray.launch.__main__ import launch
 
     # In a program of the user's, such as a notebook, a stop ends the run and not the program.
     try:
-        return launch(loaded, started, main)
+        return launch(loaded, started, program)
     except SystemExit as stopped:
         return int(stopped.code or 0)
 

@@ -1,4 +1,4 @@
-"""Send a script's function to the ranks: it is pickled before any device is taken.
+"""Send what trains a script's model to the ranks: it is pickled before any device is taken.
 
 cloudpickle sends a function of the script itself, of a notebook or of `python -c` by value, with
 what it refers to; a function of an imported module is sent by name, and each rank imports it.
@@ -6,30 +6,28 @@ what it refers to; a function of an imported module is sent by name, and each ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ray import cloudpickle
 
 from nanoray.base.script_errors import one_line
 from nanoray.errors import ConfigError
+from nanoray.train.program import Trains
 
 
 @dataclass(frozen=True)
 class PackedScript:
-    """A user's function that trains, as bytes."""
+    """A user's function that trains, as bytes of its program."""
 
     name: str
     pickled: bytes
-    given: frozenset[str]  # keys of the configuration that the user has set
 
     @classmethod
-    def pack(cls, main: Callable[[Any], Any], given: frozenset[str]) -> PackedScript:
-        """Pickle a function. Raises ConfigError for one that cannot leave this process."""
-        name = getattr(main, "__qualname__", type(main).__name__)
+    def pack(cls, program: Trains) -> PackedScript:
+        """Pickle a program. Raises ConfigError for a function that cannot leave this process."""
+        name = program.name
         try:
-            return cls(name, cloudpickle.dumps(main), given)
+            return cls(name, cloudpickle.dumps(program))
         except Exception as error:  # whatever the objects raise that it refers to
             raise ConfigError(
                 f"{name} cannot be sent to the ranks ({one_line(error)}): it refers to an object of "
@@ -37,14 +35,14 @@ class PackedScript:
                 "ray=False)"
             ) from None
 
-    def unpack(self) -> Callable[[Any], Any]:
-        """Return the function, in a rank's process. Raises ConfigError if it cannot be imported."""
+    def unpack(self) -> Trains:
+        """Return the program, in a rank's process. Raises ConfigError if it cannot be imported."""
         try:
-            main: Callable[[Any], Any] = cloudpickle.loads(self.pickled)
+            program: Trains = cloudpickle.loads(self.pickled)
         except Exception as error:
             raise ConfigError(
                 f"{self.name} cannot be loaded on this rank's node ({one_line(error)}): it is sent "
                 "by the name of its module; put the module on storage that all nodes have in their "
                 "PYTHONPATH, or give Ray a runtime_env with working_dir"
             ) from None
-        return main
+        return program

@@ -132,7 +132,7 @@ class Worker:
         try:
             # Collecting garbage among modules, which stay anyway, is a sixth of an import's time.
             gc.disable()
-            importlib.import_module("nanoray.own.program")
+            importlib.import_module("nanoray.train.recipe")
             gc.freeze()
             gc.enable()
             if self._rehearsal:
@@ -220,7 +220,6 @@ class Worker:
     def run(self, spec: dict[str, Any], rendezvous: Rendezvous) -> dict[str, Any]:
         """Train as one rank; return the outcome, or as data the failure and its kind."""
         self._importing.join()
-        from nanoray.own.program import Program
         from nanoray.train.agree import require_run_folder
         from nanoray.train.recipe import train
 
@@ -253,7 +252,7 @@ class Worker:
 
             trainer: Callable[..., dict[str, Any]] = self._train or train
             if self._script:
-                trainer = Program(self._script.unpack(), self._script.given)
+                trainer = self._script.unpack()
             outcome = trainer(run, rendezvous, observers, self._next_order, store, rejoin)
             if self._output:
                 self._output.finish()

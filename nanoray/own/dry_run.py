@@ -26,10 +26,6 @@ from nanoray.mesh.layout import Layout
 from nanoray.state.optimizers import PROBE, kept_alone, name_of
 
 
-class DryRunEnded(BaseException):
-    """Raised by `fit` at the end of a dry run; no `except Exception` of a script catches it."""
-
-
 def own_lines(
     config: Config,
     model: nn.Module,

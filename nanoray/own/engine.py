@@ -32,7 +32,6 @@ from nanoray.own.checks import (
     require_module,
     require_sharable,
 )
-from nanoray.own.dry_run import DryRunEnded
 from nanoray.own.here import end_in_one_line, fit_here
 from nanoray.own.hook_guard import HookGuard
 from nanoray.own.optimizer import (
@@ -42,7 +41,7 @@ from nanoray.own.optimizer import (
     require_no_draws,
     require_resumable,
 )
-from nanoray.own.run import Run
+from nanoray.own.run import DryRunEnded, Run
 from nanoray.own.schedule import (
     OwnSchedule,
     require_no_other_scheduler,

@@ -1,30 +1,37 @@
-"""Call a script's function: on every rank of a run, or up to `fit` only."""
+"""Call a script's function: on every rank of a run, or up to `fit` only.
+
+The driver on Ray makes the Program, too, and sends it to the ranks. So torch is imported late.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.data.dataset import own_data
 from nanoray.errors import ConfigError
 from nanoray.mesh.rendezvous import Order, Rendezvous
-from nanoray.own.dry_run import DryRunEnded
-from nanoray.own.run import Run
-from nanoray.own.task import OwnTask
+from nanoray.own.run import DryRunEnded, Run
+
+if TYPE_CHECKING:
+    from nanoray.own.task import OwnTask
 
 
 class Program:
-    """A script's function in the place of recipe.train (train.program.Program)."""
+    """A script's function in the place of recipe.train (train.program.Trains)."""
 
     def __init__(self, main: Callable[[Run], Any], given: frozenset[str]) -> None:
+        """`given`: the keys of the configuration that the script has set."""
         self._main = main
         self._given = given
+
+    @property
+    def name(self) -> str:
+        return getattr(self._main, "__qualname__", type(self._main).__name__)
 
     def __call__(
         self,
@@ -35,6 +42,8 @@ class Program:
         store: Any = None,
         rejoin: Any = None,
     ) -> dict[str, Any]:
+        import torch
+
         run = Run(spec, rendezvous, self._given, observers, wanted, store, rejoin)
         torch.manual_seed(spec.config.seed)  # the same new weights on all ranks
         self._main(run)
@@ -63,6 +72,8 @@ def call_until_fit(
     on_fit: Callable[[OwnTask], None],
 ) -> None:
     """Call a script's function up to `fit`, which calls `on_fit` and ends the function."""
+    import torch
+
     spec = RunSpec(config, own_data(), Path(config.out_dir), time.time())
     torch.manual_seed(config.seed)
     try:

@@ -13,6 +13,10 @@ from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.own.logged import Logged
 
 
+class DryRunEnded(BaseException):
+    """Raised by `fit` at the end of a dry run; no `except Exception` of a script catches it."""
+
+
 @dataclass
 class Run:
     """One rank's part of a run.

@@ -17,7 +17,11 @@ from nanoray.mesh.rendezvous import Order, Rendezvous
 
 
 class Trains(Protocol):
-    """Trains as one rank, or describes what it would train."""
+    """Trains as one rank, or describes what it would train. It can be pickled."""
+
+    @property
+    def name(self) -> str:
+        """The name of the script's function."""
 
     def __call__(
         self,
