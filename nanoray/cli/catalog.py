@@ -24,7 +24,7 @@ COMMANDS = {
         "predict a run's step for another link, bucket size or number of ranks",
     ),
     "ledger": (
-        "nanoray.trace.ledger",
+        "nanoray.trace.accounts",
         "show where the time of a run went: compute, communication, recovery, ...",
     ),
     "report": (

@@ -14,7 +14,7 @@ import pytest
 
 from nanoray.faults.__main__ import story
 from nanoray.trace.__main__ import read_steps
-from nanoray.trace.ledger import accounts_of
+from nanoray.trace.accounts import accounts_of
 from tests.harness.cluster import (
     Cluster,
     alive,

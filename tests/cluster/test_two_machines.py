@@ -21,7 +21,7 @@ import yaml
 
 from nanoray.kube.render import KUBE_DIR
 from nanoray.trace.__main__ import read_steps
-from nanoray.trace.ledger import accounts_of, read_processes
+from nanoray.trace.accounts import accounts_of, read_processes
 from tests.harness.cluster import TOKEN, assert_same_run, only_run, wait_for
 from tests.harness.commands import torchrun
 from tests.harness.hosts import Hosts, commands_on, has_compiler, missing, run_on, start_on

@@ -17,7 +17,7 @@ from nanoray.__main__ import main as command
 from nanoray.tools.inspect import __main__ as inspect
 from nanoray.tools.report.__main__ import main
 from nanoray.tools.report.charts import POINTS, running_mean, thinned
-from nanoray.trace.ledger import accounts_of
+from nanoray.trace.accounts import accounts_of
 from tests.harness.browser import browser, in_chromium
 from tests.harness.commands import ROOT, run, torchrun
 

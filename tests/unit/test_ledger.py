@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from nanoray.errors import ConfigError
-from nanoray.trace import ledger
-from nanoray.trace.ledger import Ledger, accounts_of, read_processes
+from nanoray.trace import accounts
+from nanoray.trace.accounts import accounts_of, read_processes
+from nanoray.trace.ledger import Ledger
 from tests.harness.commands import ROOT
 
 COMMAND = 1000.0  # Unix s
@@ -67,7 +68,7 @@ def fault(folder: Path, **values: Any) -> None:
         file.write(json.dumps(event) + "\n")
 
 
-def require(folder: Path, **expected: float) -> ledger.Accounts:
+def require(folder: Path, **expected: float) -> accounts.Accounts:
     """These accounts and no others have seconds, and they sum to the wall time of all slots."""
     found = accounts_of(folder)
     assert {name: seconds for name, seconds in found.seconds.items() if seconds} == pytest.approx(
@@ -215,9 +216,9 @@ def test_without_a_ledger_the_remedy_is_named(
     (tmp_path / "logs").mkdir()
     # Its process died while it opened the file
     (tmp_path / "logs" / "rank0.1-0-9.ledger").write_bytes(bytes(8))
-    assert ledger.main([str(tmp_path)]) == 2
+    assert accounts.main([str(tmp_path)]) == 2
     Rank(tmp_path, 0, 0).walk(("init", 1), *STEP, ("done", 1)).ledger.close()
-    assert ledger.main([str(tmp_path)]) == 0
+    assert accounts.main([str(tmp_path)]) == 0
     assert "1 rank(s) x 9.0 s = 9.0 rank-seconds" in capsys.readouterr().out
 
 
@@ -234,7 +235,9 @@ def test_the_documentation_has_each_account() -> None:
         (ROOT / "docs" / "reports.md").read_text(encoding="utf-8"),
         re.M,
     )
-    assert [(name, what.replace("`", "")) for name, what in rows[1:]] == [*ledger.MEANINGS.items()]
+    assert [(name, what.replace("`", "")) for name, what in rows[1:]] == [
+        *accounts.MEANINGS.items()
+    ]
 
 
 @pytest.mark.parametrize("ahead_s", [3600.0, -3600.0])

@@ -18,7 +18,7 @@ from nanoray.tools.report.gather import RunFiles, facts, read_run, settings
 from nanoray.tools.report.html import render
 from nanoray.tools.report.memory import COLUMNS
 from nanoray.tools.report.samples import write_samples
-from nanoray.trace.ledger import MEANINGS, USEFUL
+from nanoray.trace.accounts import MEANINGS, USEFUL
 from nanoray.trace.timeline import draw, newest_window
 
 TEMPLATE = Path(__file__).with_name("page.html.j2")

@@ -20,7 +20,7 @@ from nanoray.faults.__main__ import story
 from nanoray.faults.cause import read_reports
 from nanoray.tools.report.memory import read_memory
 from nanoray.trace.__main__ import read_steps
-from nanoray.trace.ledger import Accounts, accounts_of
+from nanoray.trace.accounts import Accounts, accounts_of
 from nanoray.train.watch.dangers import FILE, PRECISION, dangers
 from nanoray.train.watch.observers import clock, short
 
