@@ -10,28 +10,6 @@ from nanoray.models.gpt import ModelShape
 
 
 @dataclass(frozen=True)
-class Experts:
-    """A mixture of experts in place of each MLP; tp divides hidden units, ep divides experts."""
-
-    count: int
-    per_token: int
-    hidden: int
-    shared: int = 0
-
-    @classmethod
-    def of(cls, shape: ModelShape) -> Experts | None:
-        """Return the experts of a model; None if it has none."""
-        if not shape.experts:
-            return None
-        return cls(
-            count=shape.experts,
-            per_token=shape.experts_per_token,
-            hidden=shape.expert_hidden,
-            shared=shape.shared_experts,
-        )
-
-
-@dataclass(frozen=True)
 class Job:
     """A GPT, its configuration, and the batch of a step. The layout is an argument of each formula."""
 
@@ -41,20 +19,6 @@ class Job:
     precision: str  # fp32 | tf32 | bf16 | fp16
     bucket_mb: float
     mirrored: bool = False  # each rank also holds a copy of another rank's share
-
-    @property
-    def experts(self) -> Experts | None:
-        """The experts of the model; None if it has none."""
-        return Experts.of(self.shape)
-
-    @property
-    def schedule(self) -> str:
-        return self.config.pp_schedule
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of layers on each stage of a pipeline."""
-        return self.config.chunks
 
     @property
     def half(self) -> bool:

@@ -73,8 +73,7 @@ def refusal(job: Job, layout: Layout) -> str | None:
     # What a start would refuse, a search does not offer
     sizes = layout.sizes()
     del sizes["dp"]
-    experts = job.experts.count if job.experts else 0
-    return excluded_layout(job.config, job.mode(layout), sizes, experts)
+    return excluded_layout(job.config, job.mode(layout), sizes, job.shape.experts)
 
 
 def micros(job: Job, layout: Layout, most: int) -> list[int]:
@@ -82,7 +81,7 @@ def micros(job: Job, layout: Layout, most: int) -> list[int]:
     share = job.sequences // layout.dp
     sizes = [micro for micro in divisors(share) if micro <= most]
     # The interleaved schedule takes micro batches in groups of pp.
-    if job.schedule == "interleaved" and layout.pp > 1:
+    if job.config.pp_schedule == "interleaved" and layout.pp > 1:
         sizes = [micro for micro in sizes if share // micro % layout.pp == 0]
     return sizes
 

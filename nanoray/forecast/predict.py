@@ -177,8 +177,8 @@ def flops_of(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
     for tensor in tensors_of(one_layer, Layout(), 0):
         if tensor.layer is None:
             continue
-        if tensor.expert and job.experts:
-            met += round(tensor.numel * job.experts.per_token / job.experts.count)
+        if tensor.expert:
+            met += round(tensor.numel * shape.experts_per_token / shape.experts)
         else:
             met += tensor.numel
     attention = 4 * width * shape.block_size
@@ -292,7 +292,8 @@ def _predict_stage(
     for axis, seconds in alone_s.items():
         parts[axis] = waiting_s * seconds / all_alone_s if all_alone_s else 0.0
     parts["dp"] = max(0.0, total_s - compute_s - waiting_s)
-    parts["bubble"] = waited(job.schedule, layout.pp, accum, job.chunks) * quiet_s
+    config = job.config
+    parts["bubble"] = waited(config.pp_schedule, layout.pp, accum, config.chunks) * quiet_s
     return Prediction(layout, micro, accum, memory_of(job, layout, micro), talks, parts)
 
 

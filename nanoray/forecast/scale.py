@@ -254,7 +254,7 @@ def _step(job: Job, step: Prediction, topology: Topology) -> list[str]:
     bubble = "none: one stage"
     if layout.pp > 1:
         bubble = (
-            f"{100 * step.bubble:.1f} %: {job.schedule}, {step.accum} micro batches through "
+            f"{100 * step.bubble:.1f} %: {job.config.pp_schedule}, {step.accum} micro batches through "
             f"{layout.pp} stages"
         )
     flops_per_s = flops_per_token(job.shape) * tokens / step.step_s

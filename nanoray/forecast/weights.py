@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from nanoray.config import Config
-from nanoray.forecast.job import Experts, Job
+from nanoray.forecast.job import Job
 from nanoray.forecast.memory import RankSizes, Sizes
 from nanoray.mesh.layout import Layout
 from nanoray.models.gpt import ModelShape
@@ -33,13 +33,11 @@ def tensors_of(job: Job, layout: Layout, stage: int) -> tuple[Weights, ...]:
 
     The last of several stages has a copy of the embedding, because the head is tied to it.
     """
-    return _tensors_of(job.shape, job.experts, layout.tp, layout.pp, layout.ep, stage)
+    return _tensors_of(job.shape, layout.tp, layout.pp, layout.ep, stage)
 
 
 @lru_cache(maxsize=64)  # a search asks for them again with every cp, replicas and micro batch
-def _tensors_of(
-    shape: ModelShape, experts: Experts | None, tp: int, pp: int, ep: int, stage: int
-) -> tuple[Weights, ...]:
+def _tensors_of(shape: ModelShape, tp: int, pp: int, ep: int, stage: int) -> tuple[Weights, ...]:
     width = shape.n_embd
     last_stage = pp - 1
     embedding = shape.padded_vocab * width // tp
@@ -52,10 +50,10 @@ def _tensors_of(
 
     for layer in range(layers_of(shape.n_layer, pp, stage)):
         tensors += [Weights(layer, numel) for numel in _attention(shape, tp)]
-        if experts is None:
-            tensors += [Weights(layer, numel) for numel in _mlp(shape, tp, 4 * width)]
+        if shape.experts:
+            tensors += _mixture(shape, tp, ep, layer)
         else:
-            tensors += _mixture(shape, experts, tp, ep, layer)
+            tensors += [Weights(layer, numel) for numel in _mlp(shape, tp, 4 * width)]
 
     if stage == last_stage:
         tensors += [Weights(None, numel) for numel in _norm(shape)]
@@ -93,21 +91,21 @@ def _mlp(shape: ModelShape, tp: int, hidden: int) -> list[int]:
     return up + down
 
 
-def _mixture(shape: ModelShape, experts: Experts, tp: int, ep: int, layer: int) -> list[Weights]:
+def _mixture(shape: ModelShape, tp: int, ep: int, layer: int) -> list[Weights]:
     """Return the router, the experts of this rank and the shared experts of one block."""
     width = shape.n_embd
-    mine = experts.count // ep
-    hidden = experts.hidden // tp
+    mine = shape.experts // ep
+    hidden = shape.expert_hidden // tp
 
     # All experts of a rank lie in one tensor for each of up, its bias, down, its bias.
     sizes = [hidden * width, width * hidden]
     if shape.bias:
         sizes = [hidden * width, hidden, width * hidden, width]
 
-    tensors = [Weights(layer, width * experts.count)]  # the router
+    tensors = [Weights(layer, width * shape.experts)]  # the router
     tensors += [Weights(layer, mine * numel, expert=True) for numel in sizes]
-    if experts.shared:
-        shared = _mlp(shape, tp, experts.shared * experts.hidden)
+    if shape.shared_experts:
+        shared = _mlp(shape, tp, shape.shared_experts * shape.expert_hidden)
         tensors += [Weights(layer, numel) for numel in shared]
     return tensors
 
@@ -142,7 +140,7 @@ def rank_sizes(
             return RankSizes(Sizes.of(ResNet(shape)))
 
     each = weight_type(config.precision).itemsize
-    tensors = _tensors_of(shape, Experts.of(shape), layout.tp, layout.pp, layout.ep, stage)
+    tensors = _tensors_of(shape, layout.tp, layout.pp, layout.ep, stage)
     if layout.ep == 1:
         return RankSizes(sizes_of(tensors, each))
     routed = [tensor for tensor in tensors if tensor.expert]

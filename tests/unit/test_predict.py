@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
-from nanoray.forecast.job import Experts, Job
+from nanoray.forecast.job import Job
 from nanoray.forecast.layouts import (
     candidates,
     factors,
@@ -76,6 +76,15 @@ NODES = Topology(
     mfu=0.5,
 )
 SPEED = Speed(1e12, 1e12)
+
+
+class Experts(NamedTuple):
+    """The sizes of a shape's experts."""
+
+    count: int
+    per_token: int
+    hidden: int
+    shared: int = 0
 
 
 def job(

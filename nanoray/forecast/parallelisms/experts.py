@@ -24,12 +24,12 @@ from nanoray.parallel import ep
 def talks(sender: Sender) -> list[Talk]:
     """Return how tokens travel to their experts and back, with their gradients."""
     job = sender.job
-    experts = job.experts
-    if sender.layout.ep == 1 or experts is None:
+    shape = job.shape
+    if sender.layout.ep == 1:
         return []
     size = 2 if job.half else 4
     # A token travels once to each of its experts.
-    routed = size * sender.tokens * job.shape.n_embd * experts.per_token
+    routed = size * sender.tokens * shape.n_embd * shape.experts_per_token
     forward = sender.blocks * 2  # there and back
     # Backward computes a block again where its activations were not kept.
     backward = 2 * forward if sender.repeats else forward
@@ -50,13 +50,13 @@ def _words(config: Config, layout: Layout) -> dict[str, str]:
 
 def _tries(tried: Tried, layout: Layout) -> Iterable[Layout]:
     # The ranks that share experts are data ranks, so dp stays.
-    for size in divisors(layout.dp) if tried.job.experts else [1]:
+    for size in divisors(layout.dp) if tried.job.shape.experts else [1]:
         yield replace(layout, ep=size)
 
 
 def _refusal(job: Job, layout: Layout) -> str | None:
-    if job.experts and job.experts.count % layout.ep:
-        return f"ep does not divide experts = {job.experts.count}"
+    if job.shape.experts % layout.ep:
+        return f"ep does not divide experts = {job.shape.experts}"
     return None
 
 

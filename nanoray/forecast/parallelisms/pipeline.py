@@ -21,7 +21,7 @@ def talks(sender: Sender) -> list[Talk]:
         return []
     shape = job.shape
     # Every chunk of a stage has its own boundary, which each micro batch crosses.
-    sends = sender.accum * job.chunks
+    sends = sender.accum * job.config.chunks
     stream = 4.0 * sender.tokens * shape.n_embd
     if job.cuts_sequence(layout):
         stream /= layout.tp  # each tensor rank sends its own positions
@@ -42,9 +42,10 @@ def _words(config: Config, layout: Layout) -> dict[str, str]:
 
 def _refusal(job: Job, layout: Layout) -> str | None:
     # Each stage of an interleaved pipeline holds several chunks of layers.
-    parts = layout.pp * job.chunks if layout.pp > 1 else 1
+    chunks_of_stage = job.config.chunks
+    parts = layout.pp * chunks_of_stage if layout.pp > 1 else 1
     if job.shape.n_layer % parts:
-        chunks = f"*chunks = pp*{job.chunks}" if job.chunks > 1 else ""
+        chunks = f"*chunks = pp*{chunks_of_stage}" if chunks_of_stage > 1 else ""
         return f"pp{chunks} does not divide n_layer = {job.shape.n_layer}"
     return None
 

@@ -25,8 +25,8 @@ def talks(sender: Sender) -> list[Talk]:
     if layout.tp == 1:
         return []
     tokens = sender.tokens
-    experts = job.experts
-    has_shared = bool(experts and experts.shared)
+    shape = job.shape
+    has_shared = shape.shared_experts > 0
 
     blocks = sender.blocks
     sums = blocks * (3 if has_shared else 2)  # of a forward
@@ -39,7 +39,7 @@ def talks(sender: Sender) -> list[Talk]:
     else:
         first = sender.accum if sender.is_first else 0
         last = sender.accum if sender.is_last else 0
-        stream = tokens * job.shape.n_embd
+        stream = tokens * shape.n_embd
         width = (2 if job.half else 4) * stream
         sent = [
             Talk("tp", "all_reduce", "activations", sums, width, "forward"),
@@ -48,12 +48,12 @@ def talks(sender: Sender) -> list[Talk]:
             Talk("tp", "all_reduce", "embedding", first, 4 * stream, "forward"),
         ]
 
-    if experts:
-        gates = 4 * tokens * experts.per_token
+    if shape.experts:
+        gates = 4 * tokens * shape.experts_per_token
         sent.append(Talk("tp", "all_reduce", "gradients of gates", blocks, gates, "backward"))
         if job.cuts_sequence(layout):
             # Each rank routes its own positions, and all of them need every rating.
-            rated = 4 * tokens * experts.count
+            rated = 4 * tokens * shape.experts
             repeated = blocks if sender.repeats else 0
             sent += [
                 Talk("tp", "all_gather", "ratings of experts", blocks, rated, "forward"),
@@ -98,16 +98,14 @@ def _sequence(sender: Sender, sums: int, again: int) -> list[Talk]:
 def _partial_rows(sender: Sender) -> int:
     """Return the parameters, in rows of n_embd, whose gradients each tensor rank has a part of."""
     shape = sender.job.shape
-    experts = sender.job.experts
 
     # Of a block: two norms, the bias of proj and, without routed experts only, that of down.
     rows = 2
     if shape.bias:
         rows += 3
-        if experts is None or experts.shared:
+        if not shape.experts or shape.shared_experts:
             rows += 1
-    if experts:
-        rows += experts.count  # the router
+    rows += shape.experts  # the router
     rows *= layers_of(shape.n_layer, sender.layout.pp, sender.stage)
 
     if sender.is_first:
@@ -129,8 +127,8 @@ def _refusal(job: Job, layout: Layout) -> str | None:
         "4*n_embd": 4 * shape.n_embd,
         "the padded vocabulary": shape.padded_vocab,
     }
-    if job.experts:
-        cut["expert_hidden"] = job.experts.hidden  # ep divides the number of experts
+    if shape.experts:
+        cut["expert_hidden"] = shape.expert_hidden  # ep divides the number of experts
     for name, size in cut.items():
         if size % layout.tp:
             return f"tp does not divide {name} = {size}"
