@@ -221,9 +221,7 @@ class SpeedrunBenchmark(Benchmark):
         # Without nanoGPT's folder its own script is skipped, and the report says so.
         if OWN in arms and args.nanogpt is None:
             arms.remove(OWN)
-            report.rows.append(
-                Measurement(OWN, SECONDS, "s", (), skipped="--nanogpt names no folder")
-            )
+            report.add(OWN, SECONDS, "s", (), skipped="--nanogpt names no folder")
         # Before any clock
         info = prepare(load_config(preset=CPU_PRESET, overrides=dict(data_flags(args))))
         report.conditions["data"] = info.note

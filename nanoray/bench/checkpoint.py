@@ -35,7 +35,7 @@ from nanoray.bench.harness.figure import Figure, Panel, measured, whiskers
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import RankPool, describe
 from nanoray.bench.harness.ranks import Where
-from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.report import Report, Target, say
 from nanoray.bench.harness.table import (
     IN_TERMINAL,
     PAGE,
@@ -283,12 +283,6 @@ def add_rows(
 ) -> None:
     """Add each arm's rows, and its ratios to the sync save and the raw disk of the same round."""
 
-    def row(
-        arm: str, metric: str, unit: str, values: list[float], note: str = "", **more: Any
-    ) -> Measurement:
-        report.rows.append(Measurement(arm, metric, unit, tuple(values), note, **more))
-        return report.rows[-1]
-
     def shares(values: list[float], of: list[float]) -> list[float]:
         return [100 * value / whole for value, whole in zip(values, of, strict=False)]
 
@@ -300,32 +294,24 @@ def add_rows(
     # Rounds are paired: values of one round saw the same disk.
     for arm, events in found.items():
         note = f"{events[0]['bytes'] / 1e9:.3g} GB" if events else ""
-        row(arm, DONE, "s", [e["done_s"] for e in events], note, wrong=wrong.get(arm))
-        row(arm, RATE, "GB/s", rates(events))
+        done = [e["done_s"] for e in events]
+        report.add(arm, DONE, "s", done, note, wrong=wrong.get(arm))
+        report.add(arm, RATE, "GB/s", rates(events))
         if arm == RAW:
             continue
-        row(
-            arm,
-            OF_DISK,
-            "%",
-            shares(rates(events), rates(found[RAW])),
-            "paired by round, as the other shares",
-        )
+        note = "paired by round, as the other shares"
+        report.add(arm, OF_DISK, "%", shares(rates(events), rates(found[RAW])), note)
+        note = f"a step takes {1e3 * events[0]['step_s']:.1f} ms without a save" if events else ""
         stalls, lost = ([e[key] for e in events] for key in ("stall_s", "lost_s"))
-        row(arm, STALL, "s", stalls)
-        row(
-            arm,
-            LOST,
-            "s",
-            lost,
-            f"a step takes {1e3 * events[0]['step_s']:.1f} ms without a save" if events else "",
-        )
-        of_stall, of_lost = (
-            row(arm, m, "%", shares(v, sync)) for m, v in ((OF_STALL, stalls), (OF_LOST, lost))
-        )
-        if arm == ASYNC:
-            report.targets.append(Target(f"{ASYNC}: {OF_STALL}, %", of_stall, "<=", STALL_LIMIT))
-            report.targets.append(Target(f"{ASYNC}: {OF_LOST}, %", of_lost, "<=", LOST_LIMIT))
+        report.add(arm, STALL, "s", stalls)
+        report.add(arm, LOST, "s", lost, note)
+        for metric, seconds, limit in (
+            (OF_STALL, stalls, STALL_LIMIT),
+            (OF_LOST, lost, LOST_LIMIT),
+        ):
+            share = report.add(arm, metric, "%", shares(seconds, sync))
+            if arm == ASYNC:
+                report.targets.append(Target(f"{ASYNC}: {metric}, %", share, "<=", limit))
 
 
 # On the rank.

@@ -575,7 +575,7 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
     """Add the row of an event of rank 0, and print progress."""
     if "copy_gbps" in event:
         note = f"what each of {ranks} ranks copies per second while all copy: the limit of the machine's memory"
-        report.rows.append(Measurement(COPY, "copied", "GB/s", tuple(event["copy_gbps"]), note))
+        report.add(COPY, "copied", "GB/s", event["copy_gbps"], note)
         return
     op = event["op"]
     size = event["bytes"]
@@ -590,7 +590,7 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
     metric = "algbw" if factor is None else "busbw"
     if "blocking_us" not in event:
         texts = {"error": event.get("error", ""), "skipped": event.get("skipped", "")}
-        report.rows.append(Measurement(arm, metric, "GB/s", (), note, **texts, extra=keys))
+        report.add(arm, metric, "GB/s", (), note, **texts, extra=keys)
     else:
         # As in nccl-tests: the bandwidth from pipelined calls, the latency from blocking ones
         blocking = sorted(event["blocking_us"])
@@ -608,13 +608,11 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
             "share_of_copy": None if busbw is None else busbw / copy,
         }
         scale = 1.0 if factor is None else factor
-        values = tuple(scale * algbw_gbps(size, us / 1e6) for us in event["pipelined_us"])
+        values = [scale * algbw_gbps(size, us / 1e6) for us in event["pipelined_us"]]
         p50 = f"p50 {number(keys['time_us'])}"
         latencies = f"{len(blocking)} blocking calls: {p50}, {_tail(keys)} us"
         note = "; ".join(filter(None, (note, f"algbw {number(algbw)} GB/s", latencies)))
-        report.rows.append(
-            Measurement(arm, metric, "GB/s", values, note, wrong=event["wrong"], extra=keys)
-        )
+        report.add(arm, metric, "GB/s", values, note, wrong=event["wrong"], extra=keys)
     say(f"{arm}  {report.rows[-1].skipped or report.rows[-1].problem or 'ok'}")
 
 

@@ -22,15 +22,15 @@ from nanoray.bench.engine import (
     TIME_ENTRY,
     Found,
     collect,
+    each,
     note_of_sent,
     order_of,
-    row_per_round,
 )
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, dots, with_values
 from nanoray.bench.harness.plan import chosen
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Measurement, Report
+from nanoray.bench.harness.report import Report
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
@@ -192,33 +192,28 @@ class CompressionBenchmark(Benchmark):
 def _add_rows(report: Report, name: str, events: list[dict[str, Any]], ranks: int) -> None:
     """Add an arm's rows, and its ratios to the arm that sends float32, round by round."""
     if not events:
-        report.rows.append(Measurement(name, STEP, "ms", ()))
+        report.add(name, STEP, "ms", ())
         return
-
-    def row(metric: str, unit: str, values: Any, note: str = "", **more: Any) -> Measurement:
-        report.rows.append(Measurement(name, metric, unit, tuple(values), note, **more))
-        return report.rows[-1]
 
     # Bytes and memory are the same in every round, so the last one stands for all.
     last = events[-1]
     plain = report.row(PLAIN, LOSS)
     wrong = sum(digest != last["digests"][0] for digest in last["digests"])
-    report.rows += [
-        row_per_round(name, STEP, "ms", events, "step_ms", wrong=wrong),
-        row_per_round(name, BUSY, "ms", events, "busy_ms"),
-        row_per_round(name, EXPOSED, "ms", events, "exposed_ms"),
-    ]
-    step = report.rows[-3]
+    step = report.add(name, STEP, "ms", each(events, "step_ms"), wrong=wrong)
+    report.add(name, BUSY, "ms", each(events, "busy_ms"))
+    report.add(name, EXPOSED, "ms", each(events, "exposed_ms"))
     carried = _wire_mb(last["collectives"], ranks)
-    row(WIRE, "MB", (carried,), note_of_sent(last["collectives"]))
-    row(KEPT, "MiB", (last["kept"] / 2**20,), "error feedback, in a rank's memory")
+    report.add(name, WIRE, "MB", carried, note_of_sent(last["collectives"]))
+    report.add(name, KEPT, "MiB", last["kept"] / 2**20, "error feedback, in a rank's memory")
     means = (statistics.fmean(event["losses"]) for event in events)
-    loss = row(LOSS, "nat", means, f"mean of each round's steps; {last['trained']} in all")
+    note = f"mean of each round's steps; {last['trained']} in all"
+    loss = report.add(name, LOSS, "nat", means, note)
     # What follows compares with float32, round by round.
     if name == PLAIN or plain is None:
         return
     off = [a - b for a, b in zip(loss.values, plain.values, strict=False)]
-    row(OFF, "nat", off[-1:], f"of the last round, against {PLAIN}", extra={"by_round": off})
+    note = f"of the last round, against {PLAIN}"
+    report.add(name, OFF, "nat", off[-1:], note, extra={"by_round": off})
     report.compare(name, PLAIN, STEP, "paired by round")
     # A slower arm still pays where its saved bytes take longer than its work: below this speed of a
     # link.
@@ -227,14 +222,10 @@ def _add_rows(report: Report, name: str, events: list[dict[str, Any]], ranks: in
     if whole and sent:
         more = [a - b for a, b in zip(step.values, whole.values, strict=False)]
         speed = 1e3 * (sent.median - carried) / max(1e-9, statistics.median(more))
-        slower = statistics.median(more) > 0
-        row(
-            PAYS,
-            "MB/s",
-            (speed,) if slower else (),
-            "of a link",
-            skipped="" if slower else "faster here already",
-        )
+        if statistics.median(more) > 0:
+            report.add(name, PAYS, "MB/s", speed, "of a link")
+        else:
+            report.add(name, PAYS, "MB/s", (), "of a link", skipped="faster here already")
 
 
 def _wire_mb(collectives: dict[str, tuple[int, int]], ranks: int) -> float:

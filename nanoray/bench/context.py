@@ -17,15 +17,15 @@ from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import Figure, Panel, dots, with_values
 from nanoray.bench.harness.plan import add_settings_flag, settings_of
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Measurement, Report, Target
+from nanoray.bench.harness.report import Report, Target
 from nanoray.bench.harness.table import Cell, Table, TableColumn
 from nanoray.bench.strategies import (
     PEAK,
     PEAK_ERROR,
     PEAK_FORMULA,
     STATE,
+    add_memory_rows,
     configuration,
-    memory_rows,
 )
 from nanoray.config import Config
 from nanoray.errors import ConfigError
@@ -138,9 +138,8 @@ class ContextBenchmark(Benchmark):
         report.conditions["recipe"] = f"one sequence a step, preset {args.preset}, {sizes}"
         for (cp, tokens), config in configs.items():
             arm = name_of(cp, tokens)
-            rows = memory_rows(replace(where, workers=cp), order_of({arm: config}), arm)
-            # What the row is of, for the figure
-            report.rows += [replace(row, extra=row.extra | {"cp": cp, "T": tokens}) for row in rows]
+            there = replace(where, workers=cp)
+            add_memory_rows(report, there, order_of({arm: config}), arm, cp=cp, T=tokens)
         _add_target(report)
 
 
@@ -163,8 +162,7 @@ def _add_target(report: Report) -> None:
     if not rows:
         return
     furthest = max(rows, key=lambda row: abs(row.median))
-    distances = tuple(abs(value) for value in furthest.values)
-    worst = Measurement("worst arm", PEAK_ERROR, "%", distances, furthest.arm)
-    report.rows.append(worst)
+    distances = map(abs, furthest.values)
+    worst = report.add("worst arm", PEAK_ERROR, "%", distances, furthest.arm)
     text = f"peak of a step, measured against the formula, {furthest.arm}, %"
     report.targets.append(Target(text, worst, "<=", LIMIT))

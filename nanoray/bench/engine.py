@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.arm import MODELS, Arm
 from nanoray.bench.harness.plan import rotated
-from nanoray.bench.harness.report import Measurement, Report, say
+from nanoray.bench.harness.report import Report, say
 from nanoray.config import Config
 
 if TYPE_CHECKING:
@@ -72,11 +72,9 @@ def collect(events: Iterable[dict[str, Any]], report: Report, found: Found, more
         say(f"round {event['round']}  {event['arm']:<24} {times}")
 
 
-def row_per_round(
-    arm: str, metric: str, unit: str, events: Iterable[dict[str, Any]], key: str, **more: Any
-) -> Measurement:
-    """Return the row of what each event says under `key`."""
-    return Measurement(arm, metric, unit, tuple(event[key] for event in events), **more)
+def each(events: Iterable[dict[str, Any]], key: str) -> list[float]:
+    """Return what each event says under `key`: a value per round."""
+    return [event[key] for event in events]
 
 
 def note_of_sent(collectives: Mapping[str, tuple[int, int]]) -> str:

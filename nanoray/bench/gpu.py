@@ -46,7 +46,7 @@ from nanoray.bench.harness.plan import (
     settings_of,
 )
 from nanoray.bench.harness.processes import ChildFailed, scratch_folder
-from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.report import Report, Target, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.ladder import (
     LOSS,
@@ -349,7 +349,7 @@ def _measure_ladder(climb: GpuClimb, rungs: list[str], report: Report) -> None:
         why = _reason_to_skip(climb, settings)
         if why:
             arm = climb.ladder.arm(rung)
-            report.rows.append(Measurement(arm, TOKENS, "1/s", (), skipped=why))
+            report.add(arm, TOKENS, "1/s", (), skipped=why)
         else:
             _measure_rung(climb, rung, settings, report)
         # A run that is cut off keeps what it has measured.
@@ -380,9 +380,9 @@ def _measure_products(climb: GpuClimb, precision: str, dtype: str, report: Repor
         climb.peaks[precision] = sorted(values)[len(values) // 2]
     except ChildFailed as error:
         report.failures.append(f"{climb.ladder.arm(name)}: {error}")
-    found = tuple(value / 1e12 for value in values)
+    found = [value / 1e12 for value in values]
     note = f"matrices of {size} x {size}"
-    report.rows.append(Measurement(climb.ladder.arm(name), PRODUCTS, "TFLOP/s", found, note))
+    report.add(climb.ladder.arm(name), PRODUCTS, "TFLOP/s", found, note)
 
 
 def _time_blocks(climb: GpuClimb, process: RungProcesses, steps: int) -> list[dict[str, float]]:
@@ -458,10 +458,10 @@ def _measure_rung(climb: GpuClimb, rung: str, settings: Mapping[str, Any], repor
     except (ChildFailed, NanorayError) as error:
         if climb.gpu and "OutOfMemoryError" in str(error):
             why = f"does not fit in {climb.gpu.memory_bytes / 2**30:.0f} GiB"
-            report.rows.append(Measurement(arm, TOKENS, "1/s", (), skipped=why))
+            report.add(arm, TOKENS, "1/s", (), skipped=why)
             return
         report.failures.append(f"{arm}: {error}")
-        report.rows.append(Measurement(arm, TOKENS, "1/s", (), error=str(error).splitlines()[0]))
+        report.add(arm, TOKENS, "1/s", (), error=str(error).splitlines()[0])
         return
     # Tokens per second compare rungs with different batches; milliseconds would not.
     config = ladder.configs[rung]
@@ -471,23 +471,23 @@ def _measure_rung(climb: GpuClimb, rung: str, settings: Mapping[str, Any], repor
     note = f"{tokens} tokens a step"
     if "_chosen" in settings:
         note += f", {' '.join(settings['_chosen'])}"
-    report.rows.append(Measurement(arm, TOKENS, "1/s", tuple(rate), note))
+    report.add(arm, TOKENS, "1/s", rate, note)
 
     # Shares of the device's peak: of the data sheet's, and of the one measured with products
     flops = ladder.flops_per_token(rung)
     stated = peak_flops(climb.gpu, config.precision) if climb.gpu else None
     if stated:
-        shares = tuple(100 * flops * each / stated for each in rate)
-        report.rows.append(Measurement(arm, MFU, "%", shares, "of the data sheet"))
+        shares = [100 * flops * each / stated for each in rate]
+        report.add(arm, MFU, "%", shares, "of the data sheet")
     peak = climb.peaks.get(config.precision)
     if peak:
-        shares = tuple(100 * flops * each / peak for each in rate)
-        report.rows.append(Measurement(arm, PEAK, "%", shares, "as measured"))
+        shares = [100 * flops * each / peak for each in rate]
+        report.add(arm, PEAK, "%", shares, "as measured")
     if blocks[-1].get("peak_bytes"):
         mib = blocks[-1]["peak_bytes"] / 2**20
-        report.rows.append(Measurement(arm, MEMORY, "MiB", (mib,), "most allocated"))
+        report.add(arm, MEMORY, "MiB", mib, "most allocated")
     note = "process, imports, model, compiling, warm-up"
-    report.rows.append(Measurement(arm, READY, "s", (process.ready_s,), note))
+    report.add(arm, READY, "s", process.ready_s, note)
 
 
 def _train_babies(
@@ -513,7 +513,7 @@ def _train_babies(
     if gpu is None and BABY_GRAPHS in arms:
         arms = [arm for arm in arms if arm != BABY_GRAPHS]
         why = "compile = cuda_graphs is for GPUs"
-        report.rows.append(Measurement(BABY_GRAPHS, SECONDS, "s", (), skipped=why))
+        report.add(BABY_GRAPHS, SECONDS, "s", (), skipped=why)
 
     # Three seeds, because one run may reach the loss by luck. The arms take turns: where the budget
     # ends early, each has as many.
@@ -556,21 +556,19 @@ def _add_baby(
     """Add the rows of one arm's runs to the loss."""
     if not runs and not error:
         why = f"no time was left of budget_s = {args.budget_s:g}"
-        report.rows.append(Measurement(arm, SECONDS, "s", (), skipped=why))
+        report.add(arm, SECONDS, "s", (), skipped=why)
         return
     # A run that ends above the loss must not look fast.
     missed = sum(run.loss > target for run in runs)
     note = "from the command"
     if missed:
         note += f"; {missed} of {len(runs)} ended above the loss"
-    seconds = tuple(run.seconds for run in runs)
+    seconds = [run.seconds for run in runs]
     first_line = error.partition("\n")[0]
     extra = {"missed": missed, "text": text}
-    report.rows.append(Measurement(arm, SECONDS, "s", seconds, note, first_line, extra=extra))
+    report.add(arm, SECONDS, "s", seconds, note, error=first_line, extra=extra)
     if runs:
-        report.rows.append(
-            Measurement(arm, LOSS, "", tuple(run.loss for run in runs), "validation")
-        )
+        report.add(arm, LOSS, "", (run.loss for run in runs), "validation")
 
 
 def _add_targets(report: Report, presets: list[str]) -> None:

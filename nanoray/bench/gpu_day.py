@@ -35,7 +35,7 @@ from typing import Any
 from nanoray.base.atomic import write_json
 from nanoray.bench.gpu_bundle import FOLDER, NEEDED, ROOT, how_to_get, is_there, unpack
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
-from nanoray.bench.harness.report import Measurement, Report, conditions, load_average, say
+from nanoray.bench.harness.report import Report, conditions, load_average, say
 
 OLDEST_TORCH = (2, 11)
 LEAST_S = 15.0  # with less, no part begins
@@ -142,7 +142,7 @@ class Day:
             why = f"no time was left of budget_s = {self.args.budget_s:g}"
         if why:
             say(f"skipped  {part.name}: {why}")
-            self.report.rows.append(Measurement(part.name, SECONDS, "s", (), skipped=why))
+            self.report.add(part.name, SECONDS, "s", (), skipped=why)
             return
         say(f"== {part.name}, at most {limit_s:.0f} s")
         start = time.monotonic()
@@ -155,7 +155,7 @@ class Day:
             self.report.failures.append(f"{part.name}: {failure}")
             say(f"FAILED  {part.name}: {failure}")
         seconds = time.monotonic() - start
-        self.report.rows.append(Measurement(part.name, SECONDS, "s", (seconds,), note, error))
+        self.report.add(part.name, SECONDS, "s", seconds, note, error=error)
 
     def run_command(self, part: DayPart, limit_s: float) -> str:
         """Run a part's command to its end, and return the last line that it printed.

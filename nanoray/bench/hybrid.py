@@ -13,7 +13,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from nanoray.bench.engine import STEP, TIME_ENTRY, Found, collect, order_of
+from nanoray.bench.engine import STEP, TIME_ENTRY, Found, collect, each, order_of
 from nanoray.bench.harness.benchmark import Benchmark, Count
 from nanoray.bench.harness.figure import Figure, Panel, dots, with_values
 from nanoray.bench.harness.node import run_on_nodes
@@ -154,7 +154,7 @@ class HybridBenchmark(Benchmark):
             found: Found = {name: [] for name in arms}
             collect(answer["events"], report, found)
             for name, events in found.items():
-                times = tuple(event["step_ms"] for event in events)
+                times = each(events, "step_ms")
                 crossed = [event["crossed"] / args.steps / 1e6 for event in events if speed]
                 _add_rows(report, f"{name} at {link}", times, crossed, expected[name])
             _compare(report, arms, link)
@@ -186,18 +186,16 @@ def _expected_mb(config: Config, ranks: int) -> float:
 
 
 def _add_rows(
-    report: Report, arm: str, times: tuple[float, ...], crossed: list[float], expected: float
+    report: Report, arm: str, times: list[float], crossed: list[float], expected: float
 ) -> None:
     """Add the rows of an arm at a link."""
-    report.rows.append(Measurement(arm, STEP, "ms", times))
+    report.add(arm, STEP, "ms", times)
     if not crossed:
         return
-    errors = tuple(100 * (mb / expected - 1) for mb in crossed)
-    report.rows += [
-        Measurement(arm, BETWEEN, "MB", tuple(crossed), "of all ranks, both ways, with headers"),
-        Measurement(arm, FORMULA, "MB", (expected,)),
-        Measurement(arm, ERROR, "%", errors),
-    ]
+    errors = [100 * (mb / expected - 1) for mb in crossed]
+    report.add(arm, BETWEEN, "MB", crossed, "of all ranks, both ways, with headers")
+    report.add(arm, FORMULA, "MB", expected)
+    report.add(arm, ERROR, "%", errors)
     off = Measurement(arm, ERROR, "%", tuple(abs(error) for error in errors))
     report.targets.append(
         Target(f"{BETWEEN}, against the formula, {arm}, %", off, "<=", MOST_ERROR)

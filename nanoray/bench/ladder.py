@@ -100,8 +100,7 @@ class Ladder:
             if rung not in not_same and not config.dropout:
                 tolerance = SAME_LOSS[config.precision.partition(":")[0]]
                 wrong = int(not math.isclose(found[step], of_base[step], rel_tol=tolerance))
-            row = Measurement(self.arm(rung), LOSS, "", (found[step],), f"of step {step}")
-            report.rows.append(replace(row, wrong=wrong))
+            report.add(self.arm(rung), LOSS, "", found[step], f"of step {step}", wrong=wrong)
 
 
 class RungProcesses:

@@ -436,9 +436,7 @@ def _add_plan(
             extra = known | {"experiment": "plan", "fraction": share}
             arm = f"plan: {fit} × {part.profile}"
             metric = f"speed, {bound}-bound"
-            report.rows.append(
-                Measurement(arm, metric, "of the card", (fit * share,), note, extra=extra)
-            )
+            report.add(arm, metric, "of the card", fit * share, note, extra=extra)
 
 
 def _describe_slice(device: Device) -> str:
@@ -496,7 +494,7 @@ def add_rows(
 
     def add(metric: str, unit: str, values: list[float], note: str = "", **more: Any) -> None:
         keys = {"extra": extra} | more
-        report.rows.append(Measurement(arm.name, metric, unit, tuple(values), note, **keys))
+        report.add(arm.name, metric, unit, values, note, **keys)
 
     tokens = arm.ranks * config.global_batch_size * config.block_size
     rates = [1e3 * tokens / ms for ms in timed["step_ms"]]

@@ -17,12 +17,12 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from nanoray.bench.engine import BUSY, EXPOSED, STEP, Found, row_per_round
+from nanoray.bench.engine import BUSY, EXPOSED, STEP, Found, each
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Measurement, Report, ratio, say
+from nanoray.bench.harness.report import Measurement, Report, say
 from nanoray.bench.harness.table import (
     SPREAD,
     TEXT,
@@ -220,19 +220,17 @@ def _add_rows(report: Report, arm: str, events: list[dict[str, Any]], fact: dict
     note = ""
     if fact:
         note = f"{fact['buckets']} bucket(s) of at most {fact['largest'] / 1e6:.3g} MB"
-    own = row_per_round(arm, STEP, "ms", events, "step_ms", note=note, wrong=fact.get("wrong"))
-    report.rows.append(own)
+    times = each(events, "step_ms")
+    own = report.add(arm, STEP, "ms", times, note, wrong=fact.get("wrong"))
     if arm == NO_SYNC or not events:
         return
     bare = report.row(NO_SYNC, STEP)
     assert bare is not None
-    cost = tuple(a - b for a, b in zip(own.values, bare.values, strict=False))
-    report.rows += [
-        row_per_round(arm, BUSY, "ms", events, "busy_ms", note=note),
-        row_per_round(arm, EXPOSED, "ms", events, "exposed_ms", note=note),
-        Measurement(arm, COST, "ms", cost, "step - step under no_sync, paired by round"),
-        ratio(f"{arm} / {NO_SYNC}", STEP, own, bare),
-    ]
+    cost = [a - b for a, b in zip(own.values, bare.values, strict=False)]
+    report.add(arm, BUSY, "ms", each(events, "busy_ms"), note)
+    report.add(arm, EXPOSED, "ms", each(events, "exposed_ms"), note)
+    report.add(arm, COST, "ms", cost, "step - step under no_sync, paired by round")
+    report.compare(arm, NO_SYNC, STEP)
 
 
 def _median(report: Report, arm: str, metric: str) -> float:

@@ -19,13 +19,13 @@ from nanoray.bench.engine import (
     WAITING,
     Found,
     collect,
+    each,
     order_of,
-    row_per_round,
 )
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Measurement, Report
+from nanoray.bench.harness.report import Report
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
@@ -193,18 +193,16 @@ def _add_rows(
     kind = own["pp_schedule"]
     base = f"{BASE}, {own['grad_accum_steps']} micro"
     if not events:
-        report.rows.append(Measurement(name, STEP, "ms", ()))
+        report.add(name, STEP, "ms", ())
         return
-    losses = tuple(event["losses"][-1] for event in events)
+    losses = [event["losses"][-1] for event in events]
     pairs = list(zip(events, found[base], strict=False))
     wrong = sum(abs(a["losses"][-1] - b["losses"][-1]) > FAR for a, b in pairs)
     if kind != "interleaved":
         wrong += sum(a["digests"] != b["digests"] for a, b in pairs)
-    report.rows += [
-        row_per_round(name, STEP, "ms", events, "step_ms"),
-        row_per_round(name, WAIT, "%", events, "wait", note="mean over the stages"),
-        Measurement(name, THEORY, "%", (events[0]["theory"],)),
-        Measurement(name, LOSS, "nat", losses, f"against {base}", wrong=wrong),
-    ]
+    report.add(name, STEP, "ms", each(events, "step_ms"))
+    report.add(name, WAIT, "%", each(events, "wait"), "mean over the stages")
+    report.add(name, THEORY, "%", events[0]["theory"])
+    report.add(name, LOSS, "nat", losses, f"against {base}", wrong=wrong)
     if name != base:
         report.compare(name, base, STEP, "paired by round")

@@ -418,31 +418,27 @@ def _add_mode_rows(
         # Memory held and the formula's, side by side; the time is the median of each round.
         held = sum(run.held.values())
         formula = run.formula
-        report.rows += [
-            Measurement(name, STEP, "ms", tuple(times[name])),
-            Measurement(name, STATE, "MiB", (held / 2**20,), extra={"held": run.held}),
-            Measurement(name, STATE_FORMULA, "MiB", (formula["state"] / 2**20,)),
-            Measurement(name, KEPT, "MiB", (run.kept_for_backward() / 2**20,), "kept for backward"),
-            Measurement(
-                name,
-                KEPT_FORMULA,
-                "MiB",
-                (formula["batch"] / 2**20,),
-                "activations, copies and both logits",
-            ),
-            Measurement(
-                name,
-                LOSS,
-                "nat",
-                (statistics.mean(run.losses[-max(1, steps // 10) :]),),
-                "mean of the last tenth",
-            ),
-            Measurement(name, CURVE, "nat", tuple(run.losses[:: max(1, steps // 60)])),
-        ]
+        report.add(name, STEP, "ms", times[name])
+        report.add(name, STATE, "MiB", held / 2**20, extra={"held": run.held})
+        report.add(name, STATE_FORMULA, "MiB", formula["state"] / 2**20)
+        report.add(name, KEPT, "MiB", run.kept_for_backward() / 2**20, "kept for backward")
+        report.add(
+            name,
+            KEPT_FORMULA,
+            "MiB",
+            formula["batch"] / 2**20,
+            "activations, copies and both logits",
+        )
+        report.add(
+            name,
+            LOSS,
+            "nat",
+            statistics.mean(run.losses[-max(1, steps // 10) :]),
+            "mean of the last tenth",
+        )
+        report.add(name, CURVE, "nat", run.losses[:: max(1, steps // 60)])
         if run.scaler.enabled:
-            report.rows.append(
-                Measurement(name, SKIPPED, "steps", (float(run.scaler.values()["skipped"]),))
-            )
+            report.add(name, SKIPPED, "steps", run.scaler.values()["skipped"])
 
 
 def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -> None:
@@ -476,17 +472,12 @@ def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -
                         zeros.append(lost(half, exact, name))
                         small.append(subnormal(half, name))
         arm = f"loss × 2^-{k}"
-        report.rows += [
-            Measurement(arm, name, "%", tuple(values)) for name, values in found.items()
-        ]
-        report.rows.append(
-            Measurement(arm, "scale", "1", tuple(scales), "largest without an overflow, up to 2^24")
-        )
+        for name, values in found.items():
+            report.add(arm, name, "%", values)
+        report.add(arm, "scale", "1", scales, "largest without an overflow, up to 2^24")
     for name, both in layers.items():
         for metric, values in zip((LATE, SMALL), both, strict=True):
-            report.rows.append(
-                Measurement(f"layer {name}", metric, "%", tuple(values), "loss × 2^-8, no scale")
-            )
+            report.add(f"layer {name}", metric, "%", values, "loss × 2^-8, no scale")
 
 
 def updates(lab: Lab, report: Report, trained: dict[str, Any], steps: int) -> None:
@@ -497,16 +488,8 @@ def updates(lab: Lab, report: Report, trained: dict[str, Any], steps: int) -> No
         for name, settings in UPDATES.items():
             # The same update again and again, as in a long run with a small rate.
             stuck, went = move(lab, trained, lr, steps, **settings)
-            report.rows.append(
-                Measurement(
-                    f"lr {lr:.0e}", f"{STUCK}, {name}", "%", (stuck,), f"in {steps} updates"
-                )
-            )
-            report.rows.append(
-                Measurement(
-                    f"lr {lr:.0e}", f"{WENT}, {name}", "%", (went,), "100: as far as in float64"
-                )
-            )
+            report.add(f"lr {lr:.0e}", f"{STUCK}, {name}", "%", stuck, f"in {steps} updates")
+            report.add(f"lr {lr:.0e}", f"{WENT}, {name}", "%", went, "100: as far as in float64")
 
 
 def moments(report: Report) -> None:
@@ -516,10 +499,8 @@ def moments(report: Report) -> None:
     for exponent in EXPONENTS:
         plain, scaled = adam_in_fp16(10.0**exponent)
         arm = f"gradients of 1e{exponent}"
-        report.rows += [
-            Measurement(arm, PLAIN, "%", (plain,), "off by over a tenth"),
-            Measurement(arm, ROOT, "%", (scaled,)),
-        ]
+        report.add(arm, PLAIN, "%", plain, "off by over a tenth")
+        report.add(arm, ROOT, "%", scaled)
 
 
 def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
@@ -537,9 +518,7 @@ def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
     # Softmax's inputs overflow before the division by the root of the head's size.
     for size in HEADS:
         for how, bad in attention_overflow(size).items():
-            report.rows.append(
-                Measurement(f"q and k of {size:g}", f"not finite, {how}", "%", (bad,))
-            )
+            report.add(f"q and k of {size:g}", f"not finite, {how}", "%", bad)
     # Sums over ranks: of real gradients, not of random numbers.
     model = lab.model()
     batch = lab.batch(2000)
@@ -551,26 +530,22 @@ def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
     for ranks in RANKS:
         for how in MEANS:
             over, zero = compressed_mean(scaled, ranks, how)
-            report.rows += [
-                Measurement(f"{ranks} ranks", f"overflow, {how}", "%", (over,)),
-                Measurement(f"{ranks} ranks", f"zero, {how}", "%", (zero,)),
-            ]
+            report.add(f"{ranks} ranks", f"overflow, {how}", "%", over)
+            report.add(f"{ranks} ranks", f"zero, {how}", "%", zero)
     # A burst of overflows lowers the scale; gradients that are then zero are the price.
     for count in OVERFLOWS:
         scales = life_of_a_scale(count, 120, interval=20)
         low = gradients(model, batch, "fp16", min(scales))
         arm = f"{count} overflows"
-        report.rows += [
-            Measurement(arm, "lowest scale", "1", (min(scales),)),
-            Measurement(arm, LATE, "%", (lost(low, exact),), "at the lowest scale"),
-            Measurement(
-                arm,
-                "scale",
-                "1",
-                tuple(scales),
-                "after each of 120 steps; growth interval 20 in place of 1000",
-            ),
-        ]
+        report.add(arm, "lowest scale", "1", min(scales))
+        report.add(arm, LATE, "%", lost(low, exact), "at the lowest scale")
+        report.add(
+            arm,
+            "scale",
+            "1",
+            scales,
+            "after each of 120 steps; growth interval 20 in place of 1000",
+        )
 
 
 def eight_bits(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -> None:
@@ -583,29 +558,15 @@ def eight_bits(lab: Lab, report: Report, trained: dict[str, Any], batches: int) 
     for layers in DEPTHS:
         for kind in KINDS:
             error = stream_error(lab, layers, kind)
-            report.rows.append(
-                Measurement(
-                    f"{layers} layers",
-                    f"error, {kind}",
-                    "%",
-                    (error,),
-                    "residual stream, untrained",
-                )
+            report.add(
+                f"{layers} layers", f"error, {kind}", "%", error, "residual stream, untrained"
             )
     # Equal logits for all types, so that only the loss itself differs.
     model = lab.model()
     model.load_state_dict(trained, strict=False)
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
         errors = [loss_error(model, lab.batch(3000 + i), dtype) for i in range(batches)]
-        report.rows.append(
-            Measurement(
-                f"loss in {name}",
-                "error",
-                "nat",
-                tuple(errors),
-                "log-softmax and mean, equal logits",
-            )
-        )
+        report.add(f"loss in {name}", "error", "nat", errors, "log-softmax and mean, equal logits")
 
 
 def add_targets(report: Report) -> None:

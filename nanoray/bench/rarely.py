@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoray.base.atomic import read_json_lines
-from nanoray.bench.engine import STEP, TIME_ENTRY, order_of
+from nanoray.bench.engine import STEP, TIME_ENTRY, each, order_of
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.node import run_on_nodes
@@ -40,7 +40,7 @@ from nanoray.bench.harness.plan import (
 from nanoray.bench.harness.processes import ChildFailed, scratch_folder
 from nanoray.bench.harness.rank_pool import RankPool, describe
 from nanoray.bench.harness.ranks import Where
-from nanoray.bench.harness.report import Measurement, Report, number, say
+from nanoray.bench.harness.report import Report, number, say
 from nanoray.bench.harness.table import Cell, Table, TableColumn, names
 from nanoray.bench.harness.thin_links import LinkSpeed, why_not
 from nanoray.checkpoint.run import RunSpec
@@ -343,9 +343,7 @@ class RarelyBenchmark(Benchmark):
                 times = time_all(args, report, configs, speeds)
             elif reason:
                 for arm in arms:
-                    report.rows.append(
-                        Measurement(arm, f"{STEP}, {speeds[0]}", "ms", (), skipped=reason)
-                    )
+                    report.add(arm, f"{STEP}, {speeds[0]}", "ms", (), skipped=reason)
             add_equal_time_rows(report, curves, times, args.steps)
 
     def finding(self, report: Report) -> list[str]:
@@ -509,13 +507,12 @@ def tune(trainings: Trainings, report: Report, arms: Sequence[str], grid: Grid) 
                 # A rate at which training diverges is an answer, too.
                 losses.append(math.inf if isinstance(curve, str) else last_of(curve))
             means[name] = statistics.mean(losses)
-            finite = tuple(loss for loss in losses if loss < math.inf)
-            row = Measurement(
-                f"{arm}, {name}", TUNING, "nat", finite, "a value per seed that ended well"
-            )
-            if not finite:
-                row = Measurement(f"{arm}, {name}", TUNING, "nat", (), skipped="it diverged")
-            report.rows.append(row)
+            finite = [loss for loss in losses if loss < math.inf]
+            if finite:
+                note = "a value per seed that ended well"
+                report.add(f"{arm}, {name}", TUNING, "nat", finite, note)
+            else:
+                report.add(f"{arm}, {name}", TUNING, "nat", (), skipped="it diverged")
             say(f"tuning  {arm}, {name}: {means[name]:.4f}")
         return min(means, key=lambda name: means[name])
 
@@ -575,15 +572,13 @@ def add_loss_rows(report: Report, curves: Mapping[str, Sequence[Curve]]) -> None
     for arm, of_arm in curves.items():
         losses = [last_of(curve) for curve in of_arm]
         extra = {"curves": [{str(step): loss for step, loss in c.items()} for c in of_arm]}
-        report.rows.append(
-            Measurement(arm, LOSS, "nat", tuple(losses), "a value per seed", extra=extra)
-        )
+        report.add(arm, LOSS, "nat", losses, "a value per seed", extra=extra)
         base = report.row(DDP, LOSS)
         if arm != DDP and base is not None:
             # The same seed draws the same weights and samples for both.
             pairs = zip(losses, base.values, strict=False)
-            off = tuple(own - of_ddp for own, of_ddp in pairs)
-            report.rows.append(Measurement(arm, OFF, "nat", off, "paired by seed"))
+            off = [own - of_ddp for own, of_ddp in pairs]
+            report.add(arm, OFF, "nat", off, "paired by seed")
 
 
 def add_formula_rows(
@@ -602,7 +597,7 @@ def add_formula_rows(
         job = job_of(config, prepare(config).vocab_size, batch.global_size, on_gpus=False)
         talks = talks_of(job, layout, batch.micro, layout.pp - 1)
         sent = sum(talk.sent(layout.size_of(talk.axis)) for talk in talks)
-        report.rows.append(Measurement(arm, SENT_FORMULA, "kB", (sent / 1e3,), "without headers"))
+        report.add(arm, SENT_FORMULA, "kB", sent / 1e3, "without headers")
 
 
 # Time and bytes on thin links.
@@ -630,13 +625,11 @@ def time_all(
             continue
         # The first window has the first step, which allocates
         windows = [event for event in answer["events"] if "step_ms" in event][1:]
-        ms = tuple(window["step_ms"] for window in windows)
-        kb = tuple(window["crossed"] / steps / args.workers / 1e3 for window in windows)
+        ms = each(windows, "step_ms")
+        kb = [window["crossed"] / steps / args.workers / 1e3 for window in windows]
         note = f"windows of {steps} steps"
-        report.rows += [
-            Measurement(arm, f"{STEP}, {speed}", "ms", ms, note),
-            Measurement(arm, f"{SENT}, {speed}", "kB", kb, "a rank and step, all bytes"),
-        ]
+        report.add(arm, f"{STEP}, {speed}", "ms", ms, note)
+        report.add(arm, f"{SENT}, {speed}", "kB", kb, "a rank and step, all bytes")
         times[arm, str(speed)] = statistics.median(ms) / 1e3
         say(f"{speed!s:<20} {arm:<20} {statistics.median(ms):.1f} ms, {min(kb):.1f} kB")
     return times
@@ -654,12 +647,10 @@ def add_equal_time_rows(
         seconds = steps * min(own.values())
         for arm, step_s in own.items():
             done = min(float(steps), seconds / step_s)
-            losses = tuple(loss_at(curve, done) for curve in curves[arm])
+            losses = [loss_at(curve, done) for curve in curves[arm]]
             note = f"after {seconds:.0f} s it has done {done:.0f} of {steps} steps"
             extra = {"seconds": seconds, "steps": done}
-            report.rows.append(
-                Measurement(arm, f"{IN_TIME}, {link}", "nat", losses, note, extra=extra)
-            )
+            report.add(arm, f"{IN_TIME}, {link}", "nat", losses, note, extra=extra)
 
 
 def loss_at(curve: Curve, step: float) -> float:

@@ -377,7 +377,7 @@ class RecoveryBenchmark(Benchmark):
         for arm in ON_TORCHFT:
             if arm in arms and why:
                 arms.remove(arm)
-                report.rows.append(Measurement(arm, STANDSTILL, "s", (), skipped=why))
+                report.add(arm, STANDSTILL, "s", (), skipped=why)
                 say(f"skipped  {arm}: {why}")
         if not arms:
             return
@@ -568,13 +568,13 @@ def _measure_goodputs(
     # Each arm runs alone: the machine has room for one set of ranks.
     for arm in plan.arms:
         if arm in plan.broken:
-            report.rows.append(Measurement(arm, GOODPUT, "%", (), error=SEE_FAILED))
+            report.add(arm, GOODPUT, "%", (), error=SEE_FAILED)
             continue
         try:
             found, hits = _train_under_kills(plan, arm, kills, window_s)
         except ChildFailed as error:
             plan.fail(report, arm, error)
-            report.rows.append(Measurement(arm, GOODPUT, "%", (), error=SEE_FAILED))
+            report.add(arm, GOODPUT, "%", (), error=SEE_FAILED)
             continue
         say(f"goodput  {arm:<12}  {found.percent:.1f} %  {sum(hits)} of {len(kills)} kills hit")
 
@@ -583,10 +583,10 @@ def _measure_goodputs(
             "kills": [[at, rank, hit] for (at, rank), hit in zip(kills, hits, strict=True)]
         }
         note = f"{found.useful} new steps in {window_s:g} s, {found.clean_per_s:.1f} steps/s without kills"
-        report.rows.append(Measurement(arm, GOODPUT, "%", (found.percent,), note, extra=raw))
+        report.add(arm, GOODPUT, "%", found.percent, note, extra=raw)
         missed = "" if all(hits) else "the others met a rank that was down already"
-        report.rows.append(Measurement(arm, HITS, f"of {len(kills)}", (float(sum(hits)),), missed))
-        report.rows.append(Measurement(arm, REDONE, "steps", (float(found.repeated),)))
+        report.add(arm, HITS, f"of {len(kills)}", sum(hits), missed)
+        report.add(arm, REDONE, "steps", found.repeated)
 
 
 def _train_under_kills(
@@ -649,7 +649,7 @@ def _measure_drains(plan: BenchPlan, report: Report) -> None:
         say(f"FAILED  drained nodes: {error}")
         for arm in arms:
             if report.row(arm, DRAIN_STANDSTILL) is None:
-                report.rows.append(Measurement(arm, DRAIN_STANDSTILL, "s", (), error=SEE_FAILED))
+                report.add(arm, DRAIN_STANDSTILL, "s", (), error=SEE_FAILED)
 
 
 def _drain_once(

@@ -30,7 +30,7 @@ from typing import Any
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Measurement, Report, number, say, table
+from nanoray.bench.harness.report import Report, number, say, table
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.simulate import (
     LANES,
@@ -244,9 +244,8 @@ class ScalingBenchmark(Benchmark):
         try:
             most = RankPool(replace(where, workers=max(where.workers, *checks)))
         except PlacementError as error:
-            report.rows += [
-                Measurement(f"{n} ranks", MEASURED, "ms", (), skipped=str(error)) for n in checks
-            ]
+            for n in checks:
+                report.add(f"{n} ranks", MEASURED, "ms", (), skipped=str(error))
             most = RankPool(where)
             checks = []
         turns = 1 if args.quick else TURNS
@@ -283,35 +282,30 @@ def _sweep(pool: RankPool, report: Report, quick: bool) -> dict[str, Fit]:
     order: dict[str, Any] = {"algorithms": SWEEP, "dtype": "float32", "iters": 5 if quick else 25}
     order["sizes"] = [1 << 10, 1 << 16, 1 << 22] if quick else [4**i << 10 for i in range(8)]
     points: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    skipped: dict[str, str] = {}
+    skipped = set[str]()
     wrong: dict[str, int] = defaultdict(int)
     for event in pool.run("nanoray.bench.algorithms:sweep_rank", order):
         name = event["algorithm"]
         if "skipped" in event:
-            skipped[name] = event["skipped"]
+            if name not in skipped:
+                report.add(f"fit {name}", "alpha", "us", (), skipped=event["skipped"])
+            skipped.add(name)
             continue
         points[name].append((event["bytes"], 1e-6 * statistics.median(event["time_us"])))
         wrong[name] += event["wrong"]
-    report.rows += [
-        Measurement(f"fit {name}", "alpha", "us", (), skipped=why) for name, why in skipped.items()
-    ]
-
     ranks = len(pool.facts)
     fits = {name: fit(own, name, ranks) for name, own in points.items()}
     for name, fitted in fits.items():
         arm = f"fit {name}"
         alpha_us = 1e6 * fitted.alpha_s
         beta_us_per_mb = 1e12 * fitted.beta_s_per_byte
-        errors = tuple(100 * abs(residual) for residual in fitted.residuals)
+        errors = [100 * abs(residual) for residual in fitted.residuals]
         note = f"{ranks} ranks, {fitted.smallest_bytes} .. {fitted.largest_bytes} bytes"
-        extra: dict[str, Any] = asdict(fitted)
+        extra = asdict(fitted)
+        report.add(arm, "alpha", "us", alpha_us, note, wrong=wrong[name], extra=extra)
+        report.add(arm, "beta", "us/MB", beta_us_per_mb)
         sizes = {"points": points[name]}
-        residual = Measurement(arm, "residual", "%", errors, "one per size", extra=sizes)
-        report.rows += [
-            Measurement(arm, "alpha", "us", (alpha_us,), note, wrong=wrong[name], extra=extra),
-            Measurement(arm, "beta", "us/MB", (beta_us_per_mb,)),
-            residual,
-        ]
+        residual = report.add(arm, "residual", "%", errors, "one per size", extra=sizes)
         say(f"fit    {name:<19} alpha {alpha_us:.1f} us  residual {number(residual.median)} %")
     return fits
 
@@ -432,11 +426,9 @@ def _compare(report: Report, here: _MachineSteps, link: Fit) -> None:
     Targets apply to more ranks than the model was fitted at.
     """
     if here.cpu:
-        values = tuple(100 * abs(r) for r in here.cpu.residuals)
+        values = [100 * abs(r) for r in here.cpu.residuals]
         note = "CPU seconds of the backend's all-reduce, fitted in the same way"
-        report.rows.append(
-            Measurement("fit CPU", "residual", "%", values, note, extra=asdict(here.cpu))
-        )
+        report.add("fit CPU", "residual", "%", values, note, extra=asdict(here.cpu))
     for (ranks, batch, silent), events in here.steps.items():
         if silent:
             continue
@@ -507,9 +499,9 @@ def _predict(
                     algorithm: 1e3 * own[i].step_s for algorithm, own in points.items()
                 }
                 arm = f"{name} {mode} {point.ranks}"
-                percent = (100 * point.efficiency,)
+                percent = 100 * point.efficiency
                 note = f"best: {chosen}"
-                report.rows.append(Measurement(arm, "efficiency", "%", percent, note, extra=extra))
+                report.add(arm, "efficiency", "%", percent, note, extra=extra)
         say(f"predicted  {name}")
 
 

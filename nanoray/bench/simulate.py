@@ -63,12 +63,11 @@ def add_step_rows(
     """
     extra = extra or {}
     errors = [abs(p / m - 1) for p, m in zip(predicted_s, measured_s, strict=True)]
-    milliseconds = [tuple(1e3 * s for s in steps) for steps in (measured_s, predicted_s)]
+    milliseconds = [[1e3 * s for s in steps] for steps in (measured_s, predicted_s)]
     own = (extra, extra | (of_prediction or {}))
     for metric, ms, note, more in zip((MEASURED, PREDICTED), milliseconds, notes, own, strict=True):
-        report.rows.append(Measurement(arm, metric, "ms", ms, note, extra=more))
-    report.rows.append(Measurement(arm, ERROR, "ratio", tuple(errors), extra=extra))
-    return report.rows[-1]
+        report.add(arm, metric, "ms", ms, note, extra=more)
+    return report.add(arm, ERROR, "ratio", errors, extra=extra)
 
 
 def add_error_target(report: Report, error: Measurement, what: str) -> None:

@@ -40,7 +40,6 @@ from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import add_data_flags, data_flags, words
 from nanoray.bench.harness.processes import arm_environment, scratch_folder
 from nanoray.bench.harness.report import (
-    Measurement,
     Report,
     Target,
     aligned,
@@ -384,23 +383,21 @@ def _add_progress(report: Report, arm: str, training: ObservedRun, seconds: floa
         note = f"the command and {training.drivers - 1} more with --resume auto"
     else:
         note = "the command"
-    report.rows += [
-        Measurement(arm, WHOLE, "s", (round(seconds, 2),), note, extra=line),
-        Measurement(
-            arm,
-            RATE,
-            "step/s",
-            tuple(rates(seen, max(1, seen.points[-1][1]), PARTS)),
-            f"in {PARTS} parts of the run",
-        ),
-        Measurement(
-            arm,
-            LOST,
-            "s",
-            (round(sum(b - a for a, b in still), 2),),
-            f"{len(still)} gaps above {GAP_S:g} s",
-        ),
-    ]
+    report.add(arm, WHOLE, "s", round(seconds, 2), note, extra=line)
+    report.add(
+        arm,
+        RATE,
+        "step/s",
+        rates(seen, max(1, seen.points[-1][1]), PARTS),
+        f"in {PARTS} parts of the run",
+    )
+    report.add(
+        arm,
+        LOST,
+        "s",
+        round(sum(b - a for a, b in still), 2),
+        f"{len(still)} gaps above {GAP_S:g} s",
+    )
 
 
 def _compare_runs(report: Report, clean: Path | None, faulty: Path | None, steps: int) -> None:
@@ -429,15 +426,13 @@ def _compare_runs(report: Report, clean: Path | None, faulty: Path | None, steps
         other = getattr(ours, name)
         wrong = [key for key in one.keys() | other.keys() if key not in one or key not in other]
         wrong += [key for key in one.keys() & other.keys() if not torch.equal(one[key], other[key])]
-        report.rows.append(
-            Measurement(
-                FAULTY,
-                f"{name}: tensors",
-                "",
-                (float(len(one)),),
-                ", ".join(sorted(wrong)[:3]),
-                wrong=len(wrong),
-            )
+        report.add(
+            FAULTY,
+            f"{name}: tensors",
+            "",
+            len(one),
+            ", ".join(sorted(wrong)[:3]),
+            wrong=len(wrong),
         )
 
     # Then every logged value, without a tolerance as well. A resumed run also logs its first step:
@@ -448,9 +443,7 @@ def _compare_runs(report: Report, clean: Path | None, faulty: Path | None, steps
         first = f"first: {differ[0][1]} of step {differ[0][0]}"
     else:
         first = "losses, gradient norms, learning rates, tokens"
-    report.rows.append(
-        Measurement(FAULTY, "logged values", "", (float(len(logged[0])),), first, wrong=len(differ))
-    )
+    report.add(FAULTY, "logged values", "", len(logged[0]), first, wrong=len(differ))
 
 
 def _read_logged_values(run: Path) -> dict[tuple[int, str], float]:
@@ -485,42 +478,30 @@ def _add_faults(report: Report, training: ObservedRun, caused: list[FaultEvent])
     known = [r for r in reports if r["event"] == "fault"]
     how = Counter(r["recovery"] or "overtaken" for r in known)
     counts = Counter(fault.kind for fault in caused)
-    report.rows += [
-        Measurement(
-            FAULTY,
-            "faults",
-            "",
-            (float(len(caused)),),
-            _format_counts(counts),
-            extra={"faults": fault_records(caused)},
-        ),
-        Measurement(
-            FAULTY, "faults that the driver reports", "", (float(len(known)),), _format_counts(how)
-        ),
-        Measurement(
-            FAULTY,
-            "drivers",
-            "",
-            (float(training.drivers),),
-            _format_counts(Counter(training.ends)),
-        ),
-        Measurement(
-            FAULTY,
-            "steps repeated",
-            "",
-            (float(training.seen.repeated),),
-            "after restarts, from checkpoints",
-        ),
-    ]
+    report.add(
+        FAULTY,
+        "faults",
+        "",
+        len(caused),
+        _format_counts(counts),
+        extra={"faults": fault_records(caused)},
+    )
+    report.add(FAULTY, "faults that the driver reports", "", len(known), _format_counts(how))
+    report.add(FAULTY, "drivers", "", training.drivers, _format_counts(Counter(training.ends)))
+    report.add(
+        FAULTY,
+        "steps repeated",
+        "",
+        training.seen.repeated,
+        "after restarts, from checkpoints",
+    )
 
     # A fault that interrupted nothing, such as one after the last step, has no seconds.
     for kind in counts:
-        values = tuple(f.again_s for f in caused if f.kind == kind and f.again_s is not None)
+        values = [f.again_s for f in caused if f.kind == kind and f.again_s is not None]
         if values:
-            report.rows.append(
-                Measurement(
-                    kind, AGAIN, "s", values, "includes faults that came before it had recovered"
-                )
+            report.add(
+                kind, AGAIN, "s", values, "includes faults that came before it had recovered"
             )
     if not caused:
         report.failures.append(
@@ -534,11 +515,7 @@ def _format_counts(counts: Counter[str]) -> str:
 
 def _add_leftovers(report: Report, where: str, found: list[str], judged: bool = True) -> None:
     wrong = len(found) if judged else None
-    report.rows.append(
-        Measurement(
-            "left behind", where, "", (float(len(found)),), "; ".join(found[:3]), wrong=wrong
-        )
-    )
+    report.add("left behind", where, "", len(found), "; ".join(found[:3]), wrong=wrong)
 
 
 def _add_open_files(report: Report, training: ObservedRun) -> None:
@@ -559,11 +536,7 @@ def _add_open_files(report: Report, training: ObservedRun) -> None:
         most = counts[len(counts) // 5] + MOST_FDS
         grown = int(statistics.median(counts[-5:])) > most
         note = f"of {name}, which lived {len(counts)} s: {counts[len(counts) // 5]} early, {counts[-1]} at the end"
-        report.rows.append(
-            Measurement(
-                FAULTY, f"open files, {who}", "", (float(max(counts)),), note, wrong=int(grown)
-            )
-        )
+        report.add(FAULTY, f"open files, {who}", "", max(counts), note, wrong=int(grown))
 
 
 def _add_targets(report: Report) -> None:

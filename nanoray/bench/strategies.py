@@ -27,9 +27,9 @@ from nanoray.bench.engine import (
     TIME_ENTRY,
     Found,
     collect,
+    each,
     note_of_sent,
     order_of,
-    row_per_round,
 )
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
@@ -41,6 +41,7 @@ from nanoray.bench.harness.rank_pool import (
     describe,
     where_from,
 )
+from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Measurement, Report, Target, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.config import Config, load_config, make_config, resolve_batch
@@ -217,7 +218,7 @@ class StrategiesBenchmark(Benchmark):
             for arm, events in found.items():
                 first = next(other for other in arms if (EXPERTS in other) == (EXPERTS in arm))
                 reference = None if arm in ROUNDS else report.row(first, LOSS)
-                report.rows += _time_rows(arm, events, reference)
+                _add_time_rows(report, arm, events, reference)
 
         with part(report, add_time_rows), RankPool(where) as pool:
             describe(report, pool)
@@ -232,7 +233,7 @@ class StrategiesBenchmark(Benchmark):
         # Memory, on fresh ranks for every arm
         for arm, config in trained.items():
             order = order_of({arm: config}, model=args.model, mirrored=mirrored)
-            report.rows += memory_rows(where, order, arm)
+            add_memory_rows(report, where, order, arm)
         _add_targets(report, list(arms))
 
     def notes(self, report: Report) -> list[str]:
@@ -281,15 +282,16 @@ def _arms_of(args: argparse.Namespace, workers: int, report: Report) -> dict[str
     return arms
 
 
-def _time_rows(
-    arm: str, events: list[dict[str, Any]], first: Measurement | None
-) -> list[Measurement]:
-    """Return an arm's rows.
+def _add_time_rows(
+    report: Report, arm: str, events: list[dict[str, Any]], first: Measurement | None
+) -> None:
+    """Add an arm's rows.
 
     `first` is the final loss of the first arm with this model, which has seen the same batches.
     """
+    report.add(arm, STEP, "ms", each(events, "step_ms"))
     if not events:
-        return [Measurement(arm, STEP, "ms", ())]
+        return
     last = events[-1]
 
     # Times, and what they mean in samples and tokens (a resnet has no tokens)
@@ -297,41 +299,41 @@ def _time_rows(
     p95 = times[0]
     if len(times) > 1:
         p95 = statistics.quantiles(times, n=20, method="inclusive")[-1]
-    rows = [
-        row_per_round(arm, STEP, "ms", events, "step_ms"),
-        Measurement(arm, P95, "ms", (p95,), f"of {len(times)} steps"),
-    ]
+    report.add(arm, P95, "ms", p95, f"of {len(times)} steps")
     for metric in (SAMPLES, TOKENS):
         if last[metric]:
-            rates = tuple(1e3 * event[metric] / event["step_ms"] for event in events)
-            rows.append(Measurement(arm, metric, "1/s", rates))
-    rows.append(row_per_round(arm, BUSY, "ms", events, "busy_ms"))
-    rows.append(row_per_round(arm, EXPOSED, "ms", events, "exposed_ms"))
+            rates = [1e3 * event[metric] / event["step_ms"] for event in events]
+            report.add(arm, metric, "1/s", rates)
+    report.add(arm, BUSY, "ms", each(events, "busy_ms"))
+    report.add(arm, EXPOSED, "ms", each(events, "exposed_ms"))
 
     # Bytes of a step, the same in every round
     sent = {name: {"n": n, "bytes": size} for name, (n, size) in last["collectives"].items()}
     total = sum(each["bytes"] for each in sent.values()) / 1e6
     note = note_of_sent(last["collectives"])
-    rows.append(Measurement(arm, BYTES, "MB", (total,), note, extra={"collectives": sent}))
+    report.add(arm, BYTES, "MB", total, note, extra={"collectives": sent})
 
     loss = last["losses"][-1]
     differs = first is not None and not math.isclose(loss, first.median, rel_tol=SAME_LOSS)
     steps = f"after {last['trained']} steps"
-    rows.append(Measurement(arm, LOSS, "", (loss,), steps, wrong=int(differs)))
-    return rows
+    report.add(arm, LOSS, "", loss, steps, wrong=int(differs))
 
 
-def memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Measurement]:
-    """Measure one arm on fresh ranks: what another arm has freed would hide what this one takes."""
+def add_memory_rows(
+    report: Report, where: Where, order: dict[str, Any], arm: str, **extra: Any
+) -> None:
+    """Measure one arm on fresh ranks: what another arm has freed would hide what this one takes.
+
+    extra: what the rows are of.
+    """
     say(f"memory  {arm}")
     try:
         with RankPool(where) as pool:
             (event,) = pool.run(MEMORY_ENTRY, order)
     except RankFailed as error:
-        return [
-            Measurement(arm, STATE, "MiB", (), error=str(error)),
-            Measurement(arm, PEAK, "MiB", (), error=str(error)),
-        ]
+        report.add(arm, STATE, "MiB", (), error=str(error), extra=extra)
+        report.add(arm, PEAK, "MiB", (), error=str(error), extra=extra)
+        return
     # The formulas: the state is what stays between steps, the peak holds activations as well
     parts = event["formula"]
     state_bytes = sum(parts.get(name, 0) for name in KEPT)
@@ -346,21 +348,17 @@ def memory_rows(where: Any, order: dict[str, Any], arm: str) -> list[Measurement
     last = event["held"][-1]
     measured = " + ".join(f"{name} {size / 2**20:.3g}" for name, size in last.items())
 
-    def mib(sizes: Sequence[float]) -> tuple[float, ...]:
-        return tuple(size / 2**20 for size in sizes)
+    def add(metric: str, sizes: Sequence[float], expected: int, note: str, formula: str) -> None:
+        mib = [size / 2**20 for size in sizes]
+        percent_off = [100 * (size / expected - 1) for size in sizes]
+        more = extra | of_state if metric == STATE else extra
+        report.add(arm, metric, "MiB", mib, note, extra=more)
+        report.add(arm, f"{metric}, formula", "MiB", expected / 2**20, formula, extra=extra)
+        report.add(arm, f"{metric}, error", "%", percent_off, extra=extra)
 
-    def percent_off(sizes: Sequence[float], expected: float) -> tuple[float, ...]:
-        return tuple(100 * (size / expected - 1) for size in sizes)
-
-    extra = {"formula_bytes": parts, "held_bytes": last}
-    return [
-        Measurement(arm, STATE, "MiB", mib(states), measured, extra=extra),
-        Measurement(arm, STATE_FORMULA, "MiB", mib([state_bytes])),
-        Measurement(arm, STATE_ERROR, "%", percent_off(states, state_bytes)),
-        Measurement(arm, PEAK, "MiB", mib(peaks), event["what"]),
-        Measurement(arm, PEAK_FORMULA, "MiB", mib([peak_bytes]), formula),
-        Measurement(arm, PEAK_ERROR, "%", percent_off(peaks, peak_bytes)),
-    ]
+    of_state = {"formula_bytes": parts, "held_bytes": last}
+    add(STATE, states, state_bytes, measured, "")
+    add(PEAK, peaks, peak_bytes, event["what"], formula)
 
 
 def _add_targets(report: Report, arms: list[str]) -> None:
@@ -385,9 +383,9 @@ def _add_targets(report: Report, arms: list[str]) -> None:
 
         # The largest difference of all arms, step by step
         by_step = zip(*(row.values for row in rows), strict=True)
-        worst = tuple(max(abs(percent) for percent in percents) for percents in by_step)
+        worst = [max(abs(percent) for percent in percents) for percents in by_step]
         note = "largest difference of all arms, per step"
-        report.rows.append(Measurement(WORST, metric, "%", worst, note))
+        report.add(WORST, metric, "%", worst, note)
 
         # On a CPU the peak is resident memory, which also holds what libraries allocate
         largest = max((row.median for row in measured(report, arms, STATE)), default=0.0)

@@ -49,7 +49,7 @@ from nanoray.bench.harness.plan import (
     rotated,
 )
 from nanoray.bench.harness.processes import ChildFailed, python_in, session_members
-from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.report import Report, Target, say
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.ladder import Ladder, RungProcesses
 from nanoray.config import load_config
@@ -227,11 +227,7 @@ def _measure_idle_head(plan: BenchPlan, report: Report) -> None:
     seconds = time.monotonic() - start
     if after:
         busy = 100 * sum(after[pid] - before.get(pid, 0.0) for pid in after) / seconds
-        report.rows.append(
-            Measurement(
-                "idle Ray head", "CPU use", "% of a core", (busy,), "it runs beside every arm"
-            )
-        )
+        report.add("idle Ray head", "CPU use", "% of a core", busy, "it runs beside every arm")
 
 
 def _measure_launchers(plan: BenchPlan, report: Report) -> None:

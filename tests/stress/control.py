@@ -213,7 +213,7 @@ def _add(
     report: Report, part: str, n: int, metric: str, unit: str, values: list[float], **more: Any
 ) -> None:
     extra = {"part": part, "ranks": n}
-    report.rows.append(Measurement(_arm(part, n), metric, unit, tuple(values), extra=extra, **more))
+    report.add(_arm(part, n), metric, unit, values, extra=extra, **more)
     what = f"{number(report.rows[-1].median)} {unit}" if values else "FAILED"
     print(f"{_arm(part, n):<16} {metric:<24} {what}", file=sys.stderr, flush=True)
 

@@ -9,7 +9,7 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from importlib import metadata
@@ -206,6 +206,21 @@ class Report:
     def row(self, arm: str, metric: str) -> Measurement | None:
         """Return the row of that arm and metric, if it was measured or failed."""
         return next((r for r in self.rows if (r.arm, r.metric) == (arm, metric)), None)
+
+    def add(
+        self,
+        arm: str,
+        metric: str,
+        unit: str,
+        values: float | Iterable[float],
+        note: str = "",
+        **more: Any,
+    ) -> Measurement:
+        """Add a row and return it. values: one per round, or a number that all rounds share."""
+        if isinstance(values, int | float):
+            values = (float(values),)
+        self.rows.append(Measurement(arm, metric, unit, tuple(values), note, **more))
+        return self.rows[-1]
 
     def compare(self, upper: str, lower: str, metric: str, note: str = "") -> Measurement | None:
         """Add the row of ratios `upper` / `lower` of a metric, and return it.
