@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import json
 import os
-import platform
 import re
 import shutil
 import socket
@@ -25,6 +24,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from nanoray import __version__
 from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
@@ -150,7 +152,7 @@ def versions() -> dict[str, str | None]:
     """Return the versions of nanoray, Python, torch and ray, None for one that is not installed."""
     return {
         "nanoray": __version__,
-        "python": platform.python_version(),
+        "python": ".".join(map(str, sys.version_info[:3])),
         "torch": _installed_version("torch"),
         "ray": _installed_version("ray"),
     }
@@ -321,62 +323,38 @@ def _port_answers(address: str) -> bool:
 def version_problems(installed: dict[str, str | None]) -> Iterator[Problem]:
     """Compare the installed versions with the ranges in the metadata of the nanoray package."""
     try:
-        requirements = metadata.requires("nanoray") or []
-        python_range = str(metadata.metadata("nanoray")["Requires-Python"])
+        requirements = [Requirement(text) for text in metadata.requires("nanoray") or []]
+        pythons = SpecifierSet(metadata.metadata("nanoray")["Requires-Python"])
     except metadata.PackageNotFoundError:  # nanoray is on the path but not installed
         requirements = []
-        python_range = ""
+        pythons = SpecifierSet()
+    # A marker is that of an extra, such as `bench`, which wants less of the same package.
+    ranges = {one.name: one.specifier for one in requirements if one.marker is None}
 
     for name in ("torch", "ray"):
-        allowed = _range_of(name, requirements)
+        allowed = ranges.get(name, SpecifierSet())
         version = installed[name]
-        install = f"pip install '{name}{allowed}'"
+        install = f"pip install '{name}{_lowest_first(allowed)}'"
         if version is None:
             yield Problem(f"{name} is not installed", install, fatal=True)
-        elif not _is_within(version, allowed):
+        elif not allowed.contains(version, prereleases=True):
             what = (
-                f"{name} {version} is outside {allowed}, the versions that nanoray is tested with"
+                f"{name} {version} is outside {_lowest_first(allowed)}, the versions that nanoray "
+                "is tested with"
             )
             yield Problem(what, install, fatal=False)
 
-    if not _is_within(str(installed["python"]), python_range):
+    if not pythons.contains(str(installed["python"]), prereleases=True):
         yield Problem(
-            f"Python {installed['python']} is outside {python_range}",
+            f"Python {installed['python']} is outside {_lowest_first(pythons)}",
             "make the environment with another",
             fatal=True,
         )
 
 
-def _range_of(name: str, requirements: list[str]) -> str:
-    """Return the range of a requirement such as `ray[default]<3,>=2.50`, lowest version first.
-
-    Empty if there is none.
-    """
-    for requirement in requirements:
-        match = re.match(rf"{name}(?:\[\w+\])?([<>=][\w.,<>=]*)", requirement)
-        if match:
-            return ",".join(sorted(match[1].split(","), reverse=True))
-    return ""
-
-
-def _is_within(version: str, allowed: str) -> bool:
-    """Return whether a version is in a range such as ">=2.11,<3"; only numbers are compared."""
-    found = _numbers(version)
-    for operator, bound in re.findall(r"(>=|<)([\d.]+)", allowed):
-        limit = _numbers(bound)
-        is_below = found[: len(limit)] < limit
-        if is_below != (operator == "<"):
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return (2, 13, 0) of "2.13.0+cpu"; of a part such as "0rc1" its first digits."""
-    numbers: list[int] = []
-    for part in version.partition("+")[0].split("."):
-        digits = re.match(r"\d+", part)
-        numbers.append(int(digits[0]) if digits else 0)
-    return tuple(numbers)
+def _lowest_first(allowed: SpecifierSet) -> str:
+    """Return a range as people write it: >=2.50,<3."""
+    return ",".join(sorted(map(str, allowed), reverse=True))
 
 
 def gpu_problems(
