@@ -1,5 +1,5 @@
-"""`python -m nanoray.bench precision`: each claim of docs/precision.md at small size, and a real
-quick run.
+"""`python -m nanoray.bench precision`: each claim of docs/precision/measured.md at small size, and
+a real quick run.
 """
 
 from __future__ import annotations
