@@ -174,7 +174,9 @@ def test_dry_run_of_the_large_preset(tmp_path: Path) -> None:
 
 
 PAGES = {
-    "communication": ["collectives", "algorithms", "overlap", "scaling"],
+    "communication/algorithms": ["collectives", "algorithms"],
+    "communication/buckets": ["overlap"],
+    "communication/scaling": ["scaling"],
     "parallelism/context": ["context", "strategies-cp"],
     "parallelism/equal": ["equivalence"],
     "parallelism/layouts": ["layouts"],
