@@ -178,7 +178,7 @@ PAGES = {
     "communication/buckets": ["overlap"],
     "communication/scaling": ["scaling"],
     "parallelism/context": ["context", "strategies-cp"],
-    "parallelism/equal": ["equivalence"],
+    "parallelism/equal-measured": ["equivalence"],
     "parallelism/layouts": ["layouts"],
     "parallelism/local-sgd": ["strategies-rounds"],
     "parallelism/measured": ["strategies"],
