@@ -190,7 +190,7 @@ PAGES = {
     "reliability/speed": ["recovery", "recovery-drains"],
     "reliability/tested": ["control", "soak"],
     "speedrun": ["speedrun", "speedrun-changes", "speedrun-lower"],
-    "step": ["step", "step-pairs", "step-char", "step-threads", "step-gpt2"],
+    "step/measured": ["step", "step-pairs", "step-char", "step-threads", "step-gpt2"],
 }
 
 
@@ -206,6 +206,32 @@ def test_the_parts_of_the_way_to_the_first_step_are_those_that_were_measured() -
     ]
     assert len(last) == 5
     assert "\n".join(last) in page
+
+
+SUMMARY_OF_STEP = {  # the beginning of a row of docs/step.md -> the arms of its figures
+    "bf16, plain attention": ["bf16 + plain attention"] * 3,
+    "bf16, torch's fused attention": ["bf16"],
+    "float32, the other attention": ["plain attention", "fused attention", "plain attention"],
+    "`--compile`": ["compile"] * 3,
+    "`--loss_chunk 128`": ["chunked loss"] * 3,
+    "a rank per core": ["two ranks"] * 2,
+    "one core": ["one thread"] * 2,
+}
+
+
+@pytest.mark.parametrize(("row", "arms"), SUMMARY_OF_STEP.items())
+def test_the_summary_of_a_step_has_the_figures_of_its_tables(row: str, arms: list[str]) -> None:
+    """The tables themselves are compared with their JSON below."""
+    summary = (ROOT / "docs/step.md").read_text(encoding="utf-8")
+    tables = (ROOT / "docs/step/measured.md").read_text(encoding="utf-8")
+    (cell,) = re.findall(rf"^\| {re.escape(row)}[^|]*\| ([^|]+) \|", summary, re.M)
+    figures = re.findall(r"\d\.\d\d\b", cell)
+    assert len(figures) == len(arms)
+    presets = ("shakespeare-cpu", "shakespeare-char", "gpt2-124m")
+    for preset, arm, figure in zip(presets, arms, figures, strict=False):
+        name = re.escape(f"{preset}: {arm}")
+        measured = re.findall(rf"^\| {name} \|[^|]+\| ([\d.]+) \(", tables, re.M)
+        assert figure in {f"{float(ratio):.2f}" for ratio in measured}
 
 
 def benchmark_of(report: Report) -> Benchmark:
