@@ -1,14 +1,12 @@
 """Read nanoGPT's meta.pkl without running anything: only dictionaries of texts and whole numbers.
 
 A pickle is a program for a stack machine, and some of its instructions call any function that they
-name. So pickletools lists the instructions first, and only a program of those that build plain values is
-run; every other one is refused by name. torch's own safe reader reads only what torch.save wrote.
+name. Here pickletools takes it apart, and only the instructions that build plain values are carried
+out; every other one is refused by name. torch's own safe reader reads only what torch.save wrote.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import pickletools
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,16 @@ from typing import Any
 from nanoray.errors import DataError
 
 _LARGEST_BYTES = 64 << 20  # far more than any vocabulary of characters
-# Instructions that put a value into the memo, under a number, to be used again
-_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
-# Those that build dictionaries of texts and whole numbers
-_PLAIN = {
-    *("PROTO", "FRAME", "STOP", "MARK", "EMPTY_DICT", "DICT", "SETITEM", "SETITEMS"),
+# Instructions that do nothing to the values
+_IGNORED = {"PROTO", "FRAME"}
+# Instructions that push their argument, a whole number or a text
+_PUSHES = {
     *("INT", "LONG", "BININT", "BININT1", "BININT2", "LONG1", "LONG4"),
     *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
-    *("MEMOIZE", "GET", "BINGET", "LONG_BINGET", *_PUTS),
 }
+_PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
+_GETS = {"GET", "BINGET", "LONG_BINGET"}
+_MARK = object()
 
 
 class Refused(Exception):
@@ -52,34 +51,64 @@ def read_vocabulary(path: Path) -> dict[str, Any]:
         ) from None
 
 
-class _NothingNamed(pickle.Unpickler):
-    """Finds no class and no function."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise Refused(f"names {module}.{name}, which is no part of a plain dictionary")
-
-
 def _build(data: bytes) -> Any:
     """Return the value of a pickle that consists of dictionaries, texts and whole numbers."""
+    stack: list[Any] = []
+    memo: dict[int, Any] = {}
     try:
-        puts = 0
         for opcode, argument, _ in pickletools.genops(data):
-            if opcode.name not in _PLAIN:
-                raise Refused(
-                    f"has the instruction {opcode.name}, which is no part of a plain dictionary"
-                )
-            # The memo has room up to its largest number, which no pickle counts in leaps.
-            if opcode.name in _PUTS:
-                if int(argument or 0) > puts:
-                    raise ValueError("a number of the memo is out of order")
-                puts += 1
-        return _NothingNamed(io.BytesIO(data)).load()
-    except Refused:
-        raise
-    # An unknown instruction, too few values, a key that is a dictionary: of several classes
-    except Exception as error:
+            if opcode.name == "STOP":
+                break
+            _carry_out(opcode.name, argument, stack, memo)
+        (value,) = stack
+        return value
+    # An unknown instruction, too few values, a key that is a dictionary
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = str(error).partition("\n")[0]
         raise Refused(f"is no pickle, or a damaged one ({reason})") from None
+
+
+def _carry_out(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> None:
+    """Carry out one instruction. Raises Refused for one that builds no plain dictionary."""
+    if name in _IGNORED:
+        return
+    if name in _PUSHES:
+        stack.append(argument)
+    elif name == "MARK":
+        stack.append(_MARK)
+
+    # Values that are used again are stored in the memo, under a number.
+    elif name == "MEMOIZE":
+        memo[len(memo)] = stack[-1]
+    elif name in _PUTS:
+        memo[int(argument)] = stack[-1]
+    elif name in _GETS:
+        stack.append(memo[int(argument)])
+
+    # Dictionaries: empty, from pairs, and with more pairs.
+    elif name == "EMPTY_DICT":
+        stack.append({})
+    elif name == "DICT":
+        stack.append(_pop_pairs(stack))
+    elif name == "SETITEM":
+        value = stack.pop()
+        key = stack.pop()
+        stack[-1].update({key: value})
+    elif name == "SETITEMS":
+        pairs = _pop_pairs(stack)
+        stack[-1].update(pairs)
+    else:
+        raise Refused(f"has the instruction {name}, which is no part of a plain dictionary")
+
+
+def _pop_pairs(stack: list[Any]) -> dict[Any, Any]:
+    """Take the keys and values above the newest mark off the stack, and the mark."""
+    values = []
+    while stack[-1] is not _MARK:
+        values.append(stack.pop())
+    stack.pop()
+    values.reverse()
+    return dict(zip(values[::2], values[1::2], strict=True))
 
 
 def _tokenizer_of(meta: Any) -> dict[str, Any]:
