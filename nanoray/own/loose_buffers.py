@@ -51,7 +51,7 @@ class LooseBuffers(StepHook):
 
     def begin(self) -> None:
         self.undo()  # a step that broke
-        self._before = Undisturbed(self._model, side_effects=False)
+        self._before = Undisturbed(self._model)
 
     @torch.no_grad()
     def add_up(self) -> None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from nanoray.own.part import describe, part
 from nanoray.own.run import Run
 from nanoray.own.schedule import OwnSchedule
 from nanoray.own.shards import cut_optimizer, follow_parameters
+from nanoray.own.side_effects import undisturbed
 from nanoray.own.step_hooks import AfterUpdate, StepHooks
 from nanoray.own.trial import TrialSubject, try_model
 from nanoray.parallel.compress import Compressor
@@ -199,7 +201,7 @@ class OwnTask:
 
     @property
     def script(self) -> Script:
-        return Script((self._given.loss_fn,), self._step_hooks)
+        return Script(partial(undisturbed, code=(self._given.loss_fn,)), self._step_hooks)
 
     def _step_hooks(
         self,

@@ -3,7 +3,7 @@
 weights       compared with a copy afterwards: a forward may write them, also through `.data`
 gradients     those of before, usually None; and which weights require one
 generators    also those that modules have
-buffers, extra states, modes, side effects: state.modules.Undisturbed, as around every other pass
+buffers, extra states, modes, side effects: side_effects.py, as around every other pass
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nanoray.data.seeding import generators_kept
 from nanoray.mesh.memory import assign, equal_bits
-from nanoray.state.modules import Undisturbed
+from nanoray.own.side_effects import undisturbed
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
@@ -47,7 +47,7 @@ def untouched(model: nn.Module, device: torch.device, code: Iterable[Any] = ()) 
     generators = {name: (each, _state_of(each)) for name, each in _generators_of(model)}
     for p in model.parameters():
         p.grad = None
-    with generators_kept(device), Undisturbed(model, code):
+    with generators_kept(device), undisturbed(model, code):
         try:
             yield traces
         finally:

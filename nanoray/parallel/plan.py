@@ -291,7 +291,7 @@ class Plan:
         # nanoray's own models change nothing outside of a step.
         if self._script is None:
             return nullcontext()
-        return Undisturbed(self.model, self._script.code, keep_collected=keep_collected)
+        return self._script.undisturbed(self.model, keep_collected=keep_collected)
 
     def gradients_of(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Return the gradients of one micro batch, before any sum, by name; it sends nothing.
@@ -320,8 +320,7 @@ class Plan:
         # The last group may have broken between its update and what a script does after it.
         for hook in self._hooks:
             hook.sent()
-        code = self._script.code if self._script else ()
-        with Undisturbed(self.model, code):
+        with self.undisturbed() if self._script else Undisturbed(self.model):
             self.flow.warm_up(self._mode, x, y)
             self._mode.learn()
             self.zero_grad()

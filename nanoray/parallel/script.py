@@ -1,10 +1,11 @@
-"""What a step has of a script besides the model: its loss, and hooks that the Plan calls."""
+"""What a step has of a script besides the model: how passes leave no trace, and hooks of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 from torch import nn
 
@@ -19,12 +20,21 @@ from nanoray.parallel.mode import DataParallel
 MakeHooks = Callable[[nn.Module, DataParallel, Mesh, Axis, Compressor | None], list[StepHook]]
 
 
+class Undisturbing(Protocol):
+    """Makes a context that leaves a model, and what the script's code changes, as they were."""
+
+    def __call__(
+        self, model: nn.Module, *, keep_collected: bool = False
+    ) -> AbstractContextManager[object]:
+        """keep_collected: but for what the code puts into lists, dicts, sets and arrays."""
+
+
 @dataclass(frozen=True)
 class Script:
-    """Code of a script whose side effects the Plan undoes, and the hooks of its steps."""
+    """What the Plan knows of a script."""
 
-    code: Sequence[Any]
-    """what a forward calls besides the model, such as a loss"""
+    undisturbed: Undisturbing
+    """for passes that no step needs"""
 
     hooks: MakeHooks
     """makes the hooks of a model that a mode has prepared (all ranks)"""

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from nanoray.base.compat import transient_buffers
 from nanoray.errors import CheckpointError
 from nanoray.mesh.memory import assign
-from nanoray.state.side_effects import SideEffects
 from nanoray.state.values import Unsupported, put_together, take_apart
 
 EXTRA = "_extra_state"  # torch's name for the extra state of a module
@@ -171,23 +170,13 @@ def write_buffers(
 
 
 class Undisturbed:
-    """A model's buffers, extra states and modes, and side effects of its code, to be restored.
+    """A model's buffers, extra states and modes, to be restored.
 
-    It copies the buffers. As a context it restores them at the end.
+    It copies the buffers. As a context it restores them at the end. What else the code of a script
+    changes is undone by own/side_effects.py.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        code: Iterable[Any] = (),
-        side_effects: bool = True,
-        keep_collected: bool = False,
-    ) -> None:
-        """Copy what a forward may change, of the model and of `code` that is called with it.
-
-        side_effects: also attributes, variables and the like, see SideEffects; it takes a look at
-        each. keep_collected: but for what the code puts into lists, dicts, sets and arrays.
-        """
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules = [*model.modules()]
         self._modes = [module.training for module in self._modules]
@@ -205,11 +194,6 @@ class Undisturbed:
         # A module may return its own dict, so its values and tensors are copied.
         tensors, self._values = split(extra_states(model))
         self._tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-        # Last, because get_extra_state is code of the script, too.
-        self._effects: SideEffects | None = None
-        if side_effects:
-            self._effects = SideEffects(model, code, keep_collected)
 
     def __enter__(self) -> Undisturbed:
         return self
@@ -240,5 +224,3 @@ class Undisturbed:
             set_extra_states(self._model, states)
         for module, training in zip(self._modules, self._modes, strict=True):
             module.training = training
-        if self._effects is not None:
-            self._effects.undo()

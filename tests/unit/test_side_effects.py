@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import tests.harness.own_runs as other_module
+from nanoray.own.side_effects import SideEffects, undisturbed
 from nanoray.parallel.touch import touch
-from nanoray.state.modules import Undisturbed
-from nanoray.state.side_effects import SideEffects
 from nanoray.train.guard.bad_step import Probe
 
 GLOBAL = 0
@@ -129,7 +128,7 @@ def test_what_a_hook_changes_is_undone(kind: str) -> None:
     count, read = KINDS[kind]()
     model.register_forward_hook(lambda *_: count())
     before = read()
-    with Undisturbed(model):
+    with undisturbed(model):
         model(torch.ones(2))
         assert read() != before, "the hook was called"
     assert read() == before
@@ -149,7 +148,7 @@ def test_what_a_loss_or_a_gradient_hook_changes_is_undone(kind: str) -> None:
 
     model.weight.register_hook(lambda gradient: count())
     model.bias.register_post_accumulate_grad_hook(lambda p: count())
-    with Undisturbed(model):
+    with undisturbed(model):
         model(torch.ones(2)).sum().backward()
         assert read() != before
     assert read() == before
@@ -178,7 +177,7 @@ class Remembering(nn.Module):
 
 def test_attributes_of_a_module_are_undone_also_new_ones() -> None:
     model = Remembering()
-    with Undisturbed(model):
+    with undisturbed(model):
         model(torch.ones(2))
     assert model.read() == (0, None, [], None)
 
@@ -186,7 +185,7 @@ def test_attributes_of_a_module_are_undone_also_new_ones() -> None:
 def test_an_evaluation_keeps_what_it_collects_and_nothing_else() -> None:
     """Training must not depend on the counts of evaluations, but a script may read predictions."""
     model = Remembering()
-    with Undisturbed(model, keep_collected=True):
+    with undisturbed(model, keep_collected=True):
         model(torch.ones(2))
     calls, hidden, outputs, first = model.read()
     assert (calls, hidden, first) == (0, None, None)
@@ -201,12 +200,12 @@ def test_a_module_beside_the_model_is_undone_but_for_evaluations() -> None:
     with torch.no_grad():
         model.weight.add_(1)
     before = {name: tensor.clone() for name, tensor in average.state_dict().items()}
-    with Undisturbed(model):
+    with undisturbed(model):
         model(torch.ones(2)).sum().backward()
         assert average.n_averaged == 1
     after = average.state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
-    with Undisturbed(model, keep_collected=True):
+    with undisturbed(model, keep_collected=True):
         model(torch.ones(2)).sum().backward()
     assert average.n_averaged == 1
 
@@ -230,7 +229,7 @@ def test_a_hook_that_removes_itself_is_there_again() -> None:
     handles["sum"] = model.bias.register_post_accumulate_grad_hook(once("sum"))
     handles["all"] = nn.modules.module.register_module_forward_hook(once("all"))
     try:
-        with Undisturbed(model):
+        with undisturbed(model):
             model(torch.ones(2)).sum().backward()
             assert calls == dict.fromkeys(handles, 1)
         assert calls == {}
@@ -245,7 +244,7 @@ def test_hooks_of_libraries_stay_as_they_are() -> None:
     """torch's lazy modules remove theirs in the first forward, and nanoray adds some."""
     model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2))
     probe = Probe(model)
-    with Undisturbed(model):
+    with undisturbed(model):
         model(torch.ones(3))
         probe.__enter__()
     assert not model[0]._forward_pre_hooks
@@ -260,7 +259,7 @@ def test_objects_of_libraries_keep_what_they_have_done() -> None:
     model = nn.Linear(2, 2)
     model.register_forward_hook(lambda *_: logger.setLevel(logging.ERROR))
     logger.setLevel(logging.INFO)
-    with Undisturbed(model):
+    with undisturbed(model):
         model(torch.ones(2))
     assert logger.level == logging.ERROR
 
@@ -270,7 +269,7 @@ def test_the_models_own_weights_are_left_alone() -> None:
     model = nn.Linear(2, 2)
     kept = [model.weight]
     model.register_forward_hook(lambda *_: kept.append(model.weight))
-    with Undisturbed(model):
+    with undisturbed(model):
         with torch.no_grad():
             model.weight.add_(1)
         expected = model.weight.clone()

@@ -18,6 +18,7 @@ from nanoray.checkpoint.__main__ import main as checkpoint
 from nanoray.checkpoint.contents import is_listed, missing_from
 from nanoray.checkpoint.files import save
 from nanoray.mesh.memory import bytes_of
+from nanoray.own.side_effects import undisturbed
 from nanoray.own.storable import unstorable
 from nanoray.own.task import mode_notes
 from nanoray.state.modules import Undisturbed, extra_states, join, split
@@ -251,7 +252,7 @@ def test_counters_that_are_attributes_are_undone_as_well() -> None:
     model = nn.Linear(2, 2)
     model.calls = 3
     model.hidden = None
-    with Undisturbed(model):
+    with undisturbed(model):
         model.calls += 1
         model.hidden = torch.ones(1)
     assert model.calls == 3

@@ -22,6 +22,7 @@ import sys
 import sysconfig
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 import nanoray
 from nanoray.base.compat import global_module_hooks, gradient_hooks
 from nanoray.mesh.memory import assign, equal_bits, has_plain_memory
+from nanoray.state.modules import Undisturbed
 
 VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, Tensor)
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
@@ -52,6 +54,21 @@ _LIBRARIES = tuple(
         os.path.dirname(nanoray.__file__),
     )
 )
+
+
+@contextmanager
+def undisturbed(
+    model: nn.Module, code: Iterable[Any] = (), keep_collected: bool = False
+) -> Iterator[None]:
+    """Leave a model, and what its code and `code` change, as they were: see SideEffects."""
+    before = Undisturbed(model)
+    # Last, because get_extra_state is code of the script, too.
+    effects = SideEffects(model, code, keep_collected)
+    try:
+        yield
+    finally:
+        before.restore()
+        effects.undo()
 
 
 class SideEffects:
