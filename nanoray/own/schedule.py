@@ -13,7 +13,8 @@ from __future__ import annotations
 import gc
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,30 +69,28 @@ class OwnSchedule:
     def step(self, optimizers: Sequence[Optimizer]) -> None:
         if not self._by_step:
             return
-        before = _values_of_groups(self._optimizer)
-        for member in members_of(self._optimizer):
-            # In a sharded mode another optimizer has stepped, and torch would warn.
-            mark_as_stepped(member)
-        for scheduler in self._by_step:
-            scheduler.step()
-        self._pass_on(before, optimizers)
+        with self._passed_on(optimizers):
+            for member in members_of(self._optimizer):
+                # In a sharded mode another optimizer has stepped, and torch would warn.
+                mark_as_stepped(member)
+            for scheduler in self._by_step:
+                scheduler.step()
 
     def see_loss(self, loss: float, optimizers: Sequence[Optimizer]) -> None:
-        before = _values_of_groups(self._optimizer)
-        for scheduler in self._by_loss:
-            scheduler.step(loss)
-        self._pass_on(before, optimizers)
+        with self._passed_on(optimizers):
+            for scheduler in self._by_loss:
+                scheduler.step(loss)
 
-    def _pass_on(self, before: list[dict[str, Any]], optimizers: Sequence[Optimizer]) -> None:
-        """Copy what the schedulers have changed to the optimizers that train."""
-        for optimizer in optimizers:
-            if optimizer is self._optimizer:
-                continue
-            own_groups = self._optimizer.param_groups
-            for own, group, old in zip(own_groups, optimizer.param_groups, before, strict=True):
-                for key, value in own.items():
-                    if key != "params" and not _equal(value, old.get(key)):
-                        _set(group, key, value)
+    @contextmanager
+    def _passed_on(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Copy what the schedulers change inside to the optimizers that train, where these are others."""
+        others = [optimizer for optimizer in optimizers if optimizer is not self._optimizer]
+        before = group_values(self._optimizer) if others else []
+        yield
+        if others:
+            changed = changed_groups(self._optimizer, before)
+            for optimizer in others:
+                load_groups(optimizer, changed)
 
     def values(self) -> dict[str, Any]:
         states = []
@@ -126,32 +125,6 @@ def _name(scheduler: Any) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "no scheduler"
-
-
-def _values_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the values of all groups; tensors, which change in place, as copies."""
-    groups = []
-    for group in optimizer.param_groups:
-        values = {}
-        for key, value in group.items():
-            values[key] = value.clone() if isinstance(value, Tensor) else value
-        groups.append(values)
-    return groups
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
-    return a is b or bool(a == b)
-
-
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set a group's value; in a tensor, in place: a compiled step refers to this very tensor."""
-    present = group.get(key)
-    if isinstance(present, Tensor) and isinstance(value, Tensor):
-        present.copy_(value)
-    else:
-        group[key] = value
 
 
 # What a script gives.
