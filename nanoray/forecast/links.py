@@ -10,6 +10,7 @@ Pure arithmetic, for any number of ranks.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -155,7 +156,7 @@ def all_reduce(topology: Topology, algorithm: str, ranks: int, nbytes: int) -> C
     if algorithm == "two_level":
         inside = _flat("ring", local, nbytes, intra)
         among = min((_flat(name, nodes, nbytes, inter) for name in FLAT), key=lambda c: c.seconds)
-        return _add(inside, among)
+        return in_sequence([(1, inside), (1, among)])
 
     # Flat: some messages cross nodes, and the slowest link in use sets the pace of all bytes.
     messages, moved = coefficients(algorithm, ranks, nbytes)
@@ -183,9 +184,21 @@ def _flat(algorithm: str, ranks: int, nbytes: int, link: tuple[float, float]) ->
     return Cost(messages * link[0], moved * link[1])
 
 
-def _add(first: Cost, second: Cost) -> Cost:
-    """Return the cost of two phases that follow one another."""
-    return Cost(first.latency_s + second.latency_s, first.transfer_s + second.transfer_s)
+def in_sequence(costs: Iterable[tuple[float, Cost]]) -> Cost:
+    """Return collectives that follow one another as one, whose cores are the mean over its time.
+
+    `costs`: how often each of them comes.
+    """
+    latency_s = 0.0
+    transfer_s = 0.0
+    core_seconds = 0.0
+    for count, each in costs:
+        latency_s += count * each.latency_s
+        transfer_s += count * each.transfer_s
+        core_seconds += count * each.cpu * each.seconds
+    if not core_seconds:
+        return Cost(latency_s, transfer_s, 0.0)
+    return Cost(latency_s, transfer_s, core_seconds / (latency_s + transfer_s))
 
 
 # The other collectives. `nbytes` is the whole tensor: the result of an all-gather, or all that a
@@ -201,7 +214,7 @@ def all_gather(topology: Topology, ranks: int, nbytes: int) -> Cost:
     inside = _flat("ring", local, nbytes, intra)
     among = _flat("ring", math.ceil(ranks / local), nbytes, inter)
     flat = all_reduce(topology, "ring", ranks, nbytes)
-    ring = min(_add(inside, among), flat, key=lambda c: c.seconds)
+    ring = min(in_sequence([(1, inside), (1, among)]), flat, key=lambda c: c.seconds)
     return Cost(ring.latency_s / 2, ring.transfer_s / 2)
 
 

@@ -27,7 +27,7 @@ not hidden behind compute.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -40,6 +40,7 @@ from nanoray.forecast.links import (
     all_gather,
     all_reduce,
     all_to_all,
+    in_sequence,
     placed,
     seen_by,
     send,
@@ -251,7 +252,7 @@ def _predict_stage(
                 cost = exposed(talk)
                 costs.append((talk.times / accum, cost))
                 alone_s[talk.axis] += talk.times / accum * cost.seconds
-        waits[when] = _sum(costs)
+        waits[when] = in_sequence(costs)
     gathers_s = sum(
         _exposed_gather(price(talk), talk.times / accum, forward_s, backward_s)
         for talk in talks
@@ -297,20 +298,6 @@ def _predict_stage(
     return Prediction(layout, micro, accum, memory_of(job, layout, micro), talks, parts)
 
 
-def _sum(costs: Iterable[tuple[float, Cost]]) -> Cost:
-    """Return collectives that follow one another as one, whose cores are the mean over its time."""
-    latency_s = 0.0
-    transfer_s = 0.0
-    core_seconds = 0.0
-    for count, cost in costs:
-        latency_s += count * cost.latency_s
-        transfer_s += count * cost.transfer_s
-        core_seconds += count * cost.cpu * cost.seconds
-    if not core_seconds:
-        return Cost(latency_s, transfer_s, 0.0)
-    return Cost(latency_s, transfer_s, core_seconds / (latency_s + transfer_s))
-
-
 def _exposed_gather(cost: Cost, count: float, forward_s: float, backward_s: float) -> float:
     """Return the seconds that a pass waits for weights of units, each gathered while the one before
     computes.
@@ -354,7 +341,7 @@ def _buckets(
     buckets.append(SimulatedBucket(backward_s, 4 * (held + tensors[0].numel)))
 
     # A bucket's share of all gradients has the same share of their latency and of their transfer.
-    all_of_them = _sum([(talk.times / passes, price(talk)) for talk in beside])
+    all_of_them = in_sequence([(talk.times / passes, price(talk)) for talk in beside])
 
     def collective(nbytes: int) -> Cost:
         part = nbytes / (4 * total)

@@ -43,10 +43,11 @@ from nanoray.forecast.links import (
     all_reduce,
     all_to_all,
     coefficients,
+    in_sequence,
     load_topology,
     send,
 )
-from nanoray.forecast.simulate import NOTHING, SimulatedBucket, SimulatedStep, Step, simulate
+from nanoray.forecast.simulate import SimulatedBucket, SimulatedStep, Step, simulate
 from nanoray.mesh.layout import DIVISIONS
 from nanoray.trace.__main__ import read_steps
 from nanoray.trace.log import PAUSES
@@ -410,7 +411,7 @@ def ask(past: FittedRun, question: Question, topology: Topology) -> SimulatedSte
             all_gather(topology, ranks, bucket.nbytes).seconds for bucket in step.buckets
         )
         waits[0].append(Cost(max(0.0, gather_s - past.between_s), 0.0))
-    forward, backward, after = (_add_up(costs) for costs in waits)
+    forward, backward, after = (in_sequence((1, cost) for cost in costs) for costs in waits)
 
     def collective(nbytes: int) -> Cost:
         if past.mode == "ddp":
@@ -419,14 +420,6 @@ def ask(past: FittedRun, question: Question, topology: Topology) -> SimulatedSte
 
     step = replace(step, waits=(forward, backward), optimizer_s=step.optimizer_s + after.seconds)
     return simulate(step, collective, topology.lanes)
-
-
-def _add_up(costs: Sequence[Cost]) -> Cost:
-    """Return collectives that follow one another as one."""
-    total = NOTHING
-    for cost in costs:
-        total = Cost(*map(sum, zip(total, cost, strict=True)))
-    return total
 
 
 def lines(run: Path, questions: Sequence[Question], other: Callable[[Link], Topology]) -> list[str]:
