@@ -48,7 +48,7 @@ from nanoray.bench.harness.table import (
     wrong_of,
 )
 from nanoray.config import Config, load_config
-from nanoray.data.prepare import DatasetInfo
+from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.rendezvous import open_store
 

@@ -41,7 +41,7 @@ from nanoray import __version__
 from nanoray.base.atomic import json_mapping, replace_text, write_json
 from nanoray.base.environment import working_folder
 from nanoray.config import Config
-from nanoray.data.prepare import DatasetInfo
+from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.host.launchers import describe_start
 from nanoray.mesh.backends import reports_lost_peers

@@ -24,12 +24,9 @@ from nanoray.base.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
 from nanoray.data import cifar10, download
-from nanoray.data.dataset import DatasetInfo as DatasetInfo
-from nanoray.data.dataset import absolute, own_data, write
-from nanoray.data.dataset import cache_dir as cache_dir
+from nanoray.data.dataset import DatasetInfo, absolute, cache_dir, own_data, write
 from nanoray.data.download import FetchFailed, fetch
 from nanoray.data.token_folder import open_folder
-from nanoray.data.tokenizer import Tokenizer as Tokenizer
 from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.data.verify import verify
 from nanoray.errors import DataError

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from nanoray.config import Batch, Config
+from nanoray.data.dataset import DatasetInfo
 from nanoray.data.lengths import format_lengths
-from nanoray.data.prepare import DatasetInfo
 from nanoray.mesh.layout import Layout
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from nanoray.checkpoint.run import RunSpec, lock_run, new_folder, storage_clock,
 from nanoray.config import Config, Settings, read_yaml, recipe_of
 from nanoray.config.settings import OF_ONE_COMMAND, RUN, origin_of, with_origins
 from nanoray.config.weights.source import find
-from nanoray.data.prepare import DatasetInfo
+from nanoray.data.dataset import DatasetInfo
 
 
 def open_run(

@@ -19,7 +19,8 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.checkpoint.upload.fetch import fetch_fitting, fetch_named
 from nanoray.cli import Loaded, require_script
 from nanoray.config import Config, Settings, resolve_batch
-from nanoray.data.prepare import DatasetInfo, prepare
+from nanoray.data.dataset import DatasetInfo
+from nanoray.data.prepare import prepare
 from nanoray.forecast.dry_run import dry_run_lines
 from nanoray.host.choose import precision_of
 from nanoray.host.device import Device

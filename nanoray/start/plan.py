@@ -12,8 +12,8 @@ from nanoray.config.conflicts import refuse
 from nanoray.config.load import run_folder_of
 from nanoray.config.settings import lines_of
 from nanoray.config.sizes import require_divisible, require_groups
+from nanoray.data.dataset import DatasetInfo
 from nanoray.data.foreign_weights import describe_init
-from nanoray.data.prepare import DatasetInfo
 from nanoray.errors import ConfigError
 from nanoray.faults.plan import parse_plan
 from nanoray.mesh.layout import Layout

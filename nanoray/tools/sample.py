@@ -16,7 +16,7 @@ from nanoray.checkpoint.find import find_run
 from nanoray.checkpoint.foreign import load_weights
 from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.config.weights.source import find, is_foreign
-from nanoray.data.prepare import DatasetInfo
+from nanoray.data.dataset import DatasetInfo
 from nanoray.data.tokenizer import IdTokenizer, Tokenizer, tokenizer_from_json
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.models.gpt import GPT, ModelShape

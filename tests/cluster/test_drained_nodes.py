@@ -158,7 +158,7 @@ def test_a_rank_outside_of_its_slot_goes_back_when_a_new_node_joins(
 SPARES = """
 from pathlib import Path
 from nanoray.config import make_config
-from nanoray.data.prepare import DatasetInfo
+from nanoray.data.dataset import DatasetInfo
 from nanoray.launch.actors import ActorPool
 from nanoray.launch.placement import Placement
 from nanoray.checkpoint.run import RunSpec

@@ -442,7 +442,7 @@ SLICES = [f"MIG-{i:08d}-1111-2222-3333-444455556666" for i in range(3)]
 MIG_DRIVER = """
 from pathlib import Path
 from nanoray.config import make_config
-from nanoray.data.prepare import DatasetInfo
+from nanoray.data.dataset import DatasetInfo
 from nanoray.launch.actors import ActorPool
 from nanoray.launch.placement import Placement
 from nanoray.checkpoint.run import RunSpec

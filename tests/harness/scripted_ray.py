@@ -33,7 +33,7 @@ from ray.exceptions import (
 
 from nanoray.checkpoint.run import RunSpec, recovers_in_place
 from nanoray.config import load_config
-from nanoray.data.prepare import DatasetInfo
+from nanoray.data.dataset import DatasetInfo
 from nanoray.faults import exit_record
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.launch.actors import ActorPool

@@ -25,7 +25,7 @@ import ray
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import load_config
-from nanoray.data.prepare import DatasetInfo
+from nanoray.data.dataset import DatasetInfo
 from nanoray.faults import exit_record
 from nanoray.faults.cause import FailureCollector, read_reports
 from nanoray.faults.hang import Position, Watchdog

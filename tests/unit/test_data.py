@@ -28,7 +28,8 @@ from nanoray.config import make_config
 from nanoray.data import dataset as dataset_file
 from nanoray.data import download, tokenizer
 from nanoray.data import prepare as data
-from nanoray.data.prepare import DatasetInfo, cache_dir, prepare
+from nanoray.data.dataset import DatasetInfo, cache_dir
+from nanoray.data.prepare import prepare
 from nanoray.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,

@@ -37,7 +37,7 @@ from nanoray.checkpoint.manifest import (
 from nanoray.checkpoint.run import lock_run
 from nanoray.checkpoint.upload.records import LOCAL, NOT_SENT
 from nanoray.config import Settings, recipe_of
-from nanoray.data.prepare import DatasetInfo
+from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
 
 S = TypeVar("S", bound=Settings)
