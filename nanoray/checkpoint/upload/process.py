@@ -24,8 +24,7 @@ from nanoray.base.output import say
 from nanoray.base.storage.store import missing_package
 from nanoray.base.storage.url import join
 from nanoray.checkpoint.run import RunSpec
-from nanoray.checkpoint.upload.sender import steps_on_disk
-from nanoray.checkpoint.upload.worker import release
+from nanoray.checkpoint.upload.records import release, steps_on_disk
 from nanoray.errors import ConfigError
 
 PROBE_S = 30.0  # for the answer of the storage before a run starts

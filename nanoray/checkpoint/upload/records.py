@@ -1,17 +1,23 @@
-"""Which files of a run are sent beside its checkpoints, and when one of them is due again."""
+"""What a run's folder has to be sent: its checkpoints, and the files beside them that are due again."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from nanoray.checkpoint.manifest import STEP_NAME
 
 # Folders of the run's folder that are not sent: checkpoints go another way, trackers have their own.
 NOT_SENT = ("checkpoints", "wandb", "mlruns", ".aim")
 # Of this machine and this moment
 LOCAL = ("lock", "attempt")
 _LOCAL_ENDS = (".progress", ".exit.json", ".tmp")
+
+# With the id of a process, the folder of the run that holds what this process sends
+HOLD = ".upload-"
 
 LOOK_S = 15.0  # between two looks for what has changed: each asks for every file of the run
 EVERY_S = 60.0  # before a file is sent again
@@ -67,3 +73,19 @@ def pause_s(name: str, took_s: float) -> float:
     """Return the seconds until a file that took so long may be sent again."""
     least = LOGS_EVERY_S if name.startswith("logs/") else EVERY_S
     return max(least, took_s / SHARE)
+
+
+def steps_on_disk(folder: Path) -> list[str]:
+    """Return the names of committed checkpoints, newest first."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    steps = [name for name in names if STEP_NAME.fullmatch(name)]
+    return sorted(steps, key=lambda name: int(name.removeprefix("step_")), reverse=True)
+
+
+def release(run: Path) -> None:
+    """Remove what processes that upload hold of a run, also those that were killed."""
+    for folder in run.glob(f"{HOLD}[0-9]*"):
+        shutil.rmtree(folder, ignore_errors=True)

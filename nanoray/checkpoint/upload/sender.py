@@ -20,8 +20,14 @@ from pathlib import Path
 
 from nanoray.base.storage.store import StorageError, Store
 from nanoray.base.storage.url import local_folder
-from nanoray.checkpoint.manifest import MANIFEST, STEP_NAME, Damage, Sums, parse_manifest
-from nanoray.checkpoint.upload.records import SentVersion, pause_s, record_files, version_of
+from nanoray.checkpoint.manifest import MANIFEST, Damage, Sums, parse_manifest
+from nanoray.checkpoint.upload.records import (
+    SentVersion,
+    pause_s,
+    record_files,
+    steps_on_disk,
+    version_of,
+)
 
 
 class NotAllowed(Exception):
@@ -242,13 +248,3 @@ class RunSender:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def steps_on_disk(folder: Path) -> list[str]:
-    """Return the names of committed checkpoints, newest first."""
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return []
-    steps = [name for name in names if STEP_NAME.fullmatch(name)]
-    return sorted(steps, key=lambda name: int(name.removeprefix("step_")), reverse=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from nanoray.base.storage.store import StorageError, Store
 from nanoray.base.storage.url import join, scrub
 from nanoray.checkpoint.manifest import Damage
 from nanoray.checkpoint.run import read_attempt
+from nanoray.checkpoint.upload.records import HOLD, release
 from nanoray.checkpoint.upload.records import LOOK_S as RECORDS_LOOK_S
 from nanoray.checkpoint.upload.sender import NotAllowed, Removed, RunSender
 from nanoray.errors import CheckpointError
@@ -37,7 +37,6 @@ NICE = 19
 LOOK_S = 1.0  # between two looks at the run's folder
 BACK_OFF_S = 60.0  # the longest pause after failures in a row
 BACK_OFF_END_S = 2.0  # and when the run has ended
-HOLD = ".upload-"  # with this process's id, the folder of the run that holds what is being sent
 LOG = "logs/upload.log"
 
 
@@ -225,12 +224,6 @@ class UploadWorker:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
         with suppress(OSError), (self._run / LOG).open("a", encoding="utf-8") as file:
             file.write(f"{moment} {text}\n")
-
-
-def release(run: Path) -> None:
-    """Remove what processes of this kind hold of a run, also those that were killed."""
-    for folder in run.glob(f"{HOLD}[0-9]*"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def fence(run: Path, started: float, attempt: int | None) -> Callable[[], None]:
