@@ -203,8 +203,8 @@ class Here:
 
         from nanoray.forecast.job import Job
         from nanoray.forecast.predict import Speed, flops_of, predict
-        from nanoray.forecast.weights import tensors_of
         from nanoray.models.gpt import ModelShape
+        from nanoray.models.weights import weights_of
         from nanoray.parallel.ddp import default_bucket_mb
 
         # The job: sizes, micro batch and bucket of the run that is measured.
@@ -224,7 +224,7 @@ class Here:
         speed = Speed(
             forward / whole["forward_s"],
             backward / whole["backward_s"],
-            whole["update_s"] / sum(t.numel for t in tensors_of(job, Layout(), 0)),
+            whole["update_s"] / sum(t.numel for t in weights_of(job.shape, Layout(), 0)),
             uncut=min(1.0, max(0.0, 2 * ratio - 1)),  # ratio = uncut + (1 - uncut) / 2
             cores=available_cpus() / layout.world_size,
         )

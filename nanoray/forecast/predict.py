@@ -1,6 +1,6 @@
 """Predict the step of a GPT in a layout, by formulas: memory and seconds. Nothing is started.
 
-    weights.tensors_of()       parameters of a stage's rank            ─┐
+    weights_of()               parameters of a stage's rank            ─┐
     rank_memory.rank_memory()  the state and activations that it holds  ├─► predict(): a step by parts
     traffic.talks_of()         its collectives in a step, in bytes      │
     Network                    the seconds of each of them             ─┘
@@ -50,8 +50,9 @@ from nanoray.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.forecast.rank_memory import AssumedDevice, rank_memory
 from nanoray.forecast.simulate import NOTHING, SimulatedBucket, Step, simulate
 from nanoray.forecast.traffic import talks_of
-from nanoray.forecast.weights import Weights, layers_of, tensors_of
 from nanoray.mesh.layout import Layout
+from nanoray.models.costs import used_by_token
+from nanoray.models.weights import Weights, layers_of, weights_of
 from nanoray.parallel.schedules import waited
 
 # Simulated one by one; more are simulated in groups, each with the latency of its members
@@ -172,16 +173,9 @@ def flops_of(job: Job, layout: Layout, stage: int) -> tuple[float, float]:
     shape = job.shape
     width = shape.n_embd
 
-    # Two FLOPs for each weight that a token meets. Of the experts it meets per_token.
-    one_layer = replace(job, shape=replace(shape, n_layer=1))
-    met = 0
-    for tensor in tensors_of(one_layer, Layout(), 0):
-        if tensor.layer is None:
-            continue
-        if tensor.expert:
-            met += round(tensor.numel * shape.experts_per_token / shape.experts)
-        else:
-            met += tensor.numel
+    # Two FLOPs for each weight of a layer that a token meets.
+    tensors = weights_of(replace(shape, n_layer=1))
+    met = sum(used_by_token(shape, tensor) for tensor in tensors if tensor.layer is not None)
     attention = 4 * width * shape.block_size
     layers = layers_of(shape.n_layer, layout.pp, stage) * (2 * met + attention)
 
@@ -206,7 +200,7 @@ def _predict_stage(
 ) -> Prediction:
     accum = job.sequences // (layout.dp * micro)
     talks = talks_of(job, layout, micro, stage)
-    tensors = tensors_of(job, layout, stage)
+    tensors = weights_of(job.shape, layout, stage)
     mode = job.mode(layout)
 
     def price(talk: Talk) -> Cost:

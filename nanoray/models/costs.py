@@ -2,68 +2,42 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.models.gpt import ModelShape
 from nanoray.models.kernels import Kernels
+from nanoray.models.weights import Weights, weights_of
 
 # Parameters.
 
 
 def count_parameters(shape: ModelShape) -> int:
     """Return the parameters of GPT(shape); the tied embedding counts once, with its padding."""
-    C = shape.n_embd
-    norm = 2 * C if shape.bias else C
-
-    biases = 0  # of a block's linear layers
-    if shape.bias:
-        biases = (3 + 1) * C  # qkv, proj
-        if shape.experts:
-            biases += shape.experts * (shape.expert_hidden + C)  # up, down
-            if shape.shared_experts:
-                biases += shape.shared_experts * shape.expert_hidden + C
-        else:
-            biases += (4 + 1) * C  # up, down
-
-    positions = 0 if shape.rotary else shape.block_size * C
-    return scaling_parameters(shape) + positions + shape.n_layer * (biases + 2 * norm) + norm
+    return sum(tensor.numel for tensor in weights_of(shape))
 
 
+@lru_cache(maxsize=256)  # of the chunks of pipelines, which a search asks for again and again
 def scaling_parameters(shape: ModelShape) -> int:
     """Return nanochat's S, which sets the token budget: the blocks' matrices and lm_head.
 
     Here lm_head is the embedding, too.
     """
-    C = shape.n_embd
-    attention = (3 + 1) * C**2  # qkv, proj
-    if shape.experts:
-        router = shape.experts * C
-        experts = shape.experts + shape.shared_experts
-        mlp = router + 2 * experts * shape.expert_hidden * C  # up, down
-    else:
-        mlp = (4 + 4) * C**2  # up, down
-    return shape.n_layer * (attention + mlp) + shape.padded_vocab * C
+    return sum(tensor.numel for tensor in weights_of(shape) if tensor.matrix)
 
 
 def active_parameters(shape: ModelShape) -> int:
     """Return the parameters that one token uses: all, without the experts not chosen for it."""
-    # The router and the shared experts are used by every token.
-    idle = shape.experts - shape.experts_per_token
-    return count_parameters(shape) - shape.n_layer * idle * expert_parameters(shape)
+    return sum(used_by_token(shape, tensor) for tensor in weights_of(shape))
 
 
-def expert_parameters(shape: ModelShape) -> int:
-    """Return the parameters of one expert of one layer; 0 without experts."""
-    if not shape.experts:
-        return 0
-    hidden = shape.expert_hidden
-    C = shape.n_embd
-    matrices = 2 * C * hidden  # up, down
-    if shape.bias:
-        return matrices + hidden + C
-    return matrices
+def used_by_token(shape: ModelShape, tensor: Weights) -> int:
+    """Return the parameters of a tensor that one token uses: of the experts those chosen for it."""
+    if tensor.expert:
+        return tensor.numel * shape.experts_per_token // shape.experts
+    return tensor.numel
 
 
 def describe_experts(shape: ModelShape) -> str:

@@ -20,10 +20,10 @@ from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.forecast.parallelisms.record import Talk
 from nanoray.forecast.predict import OnTopology, Speed, memory_of, predict
 from nanoray.forecast.traffic import talks_of
-from nanoray.forecast.weights import tensors_of
 from nanoray.mesh.layout import Layout
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
+from nanoray.models.weights import weights_of
 from tests.harness.factorizations import factorizations
 
 SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)
@@ -97,7 +97,7 @@ def test_tensor_shards_and_stages_have_groups_of_their_own() -> None:
 def test_experts_that_every_rank_has_are_summed_with_the_rest() -> None:
     shape = replace(SHAPE, experts=4, experts_per_token=2, expert_hidden=32)
     some = replace(job(8, dp_mode="zero1"), shape=shape)
-    numel = sum(tensor.numel for tensor in tensors_of(some, Layout(), 0))
+    numel = sum(tensor.numel for tensor in weights_of(some.shape, Layout(), 0))
     layout = Layout(dp=8, replicas=2)
     assert sent_per_axis(talks_of(some, layout, 1, 0), layout) == {
         "shard": pytest.approx(2 * 4 * numel * 3 / 4),

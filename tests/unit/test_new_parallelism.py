@@ -275,7 +275,7 @@ def test_it_is_in_recovery_and_tools(answers: dict[str, Any]) -> None:
 ALLOWED = {
     "mesh/layout.py": "the one place: where the ranks of each axis stand",
     "models/costs.py": "the cut of a model's activations, an argument of its formulas",
-    "forecast/weights.py": "the cut of a model's weights, an argument of its formulas",
+    "models/weights.py": "the cut of a model's weights, an argument of its formulas",
 }
 
 

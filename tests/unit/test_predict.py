@@ -49,7 +49,7 @@ from nanoray.forecast.predict import (
     stage_memory,
 )
 from nanoray.forecast.traffic import talks_of
-from nanoray.forecast.weights import sizes_of, tensors_of
+from nanoray.forecast.weights import sizes_of
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
@@ -61,6 +61,7 @@ from nanoray.models.costs import (
     scaling_parameters,
 )
 from nanoray.models.gpt import GPT, ModelShape
+from nanoray.models.weights import weights_of
 from nanoray.parallel import ep
 from nanoray.parallel.schedules import in_flight
 from nanoray.parallel.tp import cut, names_of_partial
@@ -157,7 +158,7 @@ def cut_model(
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_tensors_are_those_of_a_model_that_is_cut(tp: int) -> None:
     model, _ = cut_model(tp)
-    tensors = tensors_of(job(), Layout(tp=tp), 0)
+    tensors = weights_of(job().shape, Layout(tp=tp), 0)
     assert [t.numel for t in tensors] == [p.numel() for p in model.parameters()]
     assert sizes_of(tensors) == Sizes.of(model)
 
@@ -176,7 +177,7 @@ def test_tensors_of_experts_are_those_of_a_model_that_is_cut(
         if split > 1:
             ep.cut(model, Axis("ep", tuple(range(split)), 0, None, mesh))
     some = replace(job(experts=Experts(4, 2, 24, shared)), shape=shape)
-    tensors = tensors_of(some, Layout(dp=2, tp=tp, ep=split), 0)
+    tensors = weights_of(some.shape, Layout(dp=2, tp=tp, ep=split), 0)
     assert [t.numel for t in tensors] == [p.numel() for p in model.parameters()]
     names = ep.names_of_experts(model)
     assert [t.expert for t in tensors] == [name in names for name, _ in model.named_parameters()]
@@ -187,9 +188,10 @@ def test_tensors_of_experts_are_those_of_a_model_that_is_cut(
 def test_stages_add_up_to_the_model(tp: int, pp: int) -> None:
     """But for the embedding, of which the last stage has a second copy."""
     stages = [
-        sum(t.numel for t in tensors_of(job(), Layout(tp=tp, pp=pp), stage)) for stage in range(pp)
+        sum(t.numel for t in weights_of(job().shape, Layout(tp=tp, pp=pp), stage))
+        for stage in range(pp)
     ]
-    whole = sum(t.numel for t in tensors_of(job(), Layout(tp=tp), 0))
+    whole = sum(t.numel for t in weights_of(job().shape, Layout(tp=tp), 0))
     assert sum(stages) == whole + (pp > 1) * SHAPE.padded_vocab * SHAPE.n_embd // tp
 
 
@@ -208,7 +210,7 @@ def test_experts_by_hand() -> None:
     """4 experts of 2 chosen: their weights are shared over ep, and two of them compute a token."""
     experts = Experts(count=4, per_token=2, hidden=128)
     some = job(experts=experts)
-    tensors = tensors_of(some, Layout(dp=4, ep=2), 0)
+    tensors = weights_of(some.shape, Layout(dp=4, ep=2), 0)
     routed = sum(t.numel for t in tensors if t.expert)
     assert routed == 4 * 2 * (2 * 64 * 128 + 128 + 64)  # 4 layers, 2 of the 4 experts
     forward, _ = flops_of(some, Layout(dp=4, ep=2), 0)
@@ -222,7 +224,7 @@ def test_experts_by_hand() -> None:
     assert there.sent(2) == there.times * there.nbytes / 2
     assert talks["gradients"].times * talks["gradients"].nbytes == 4 * routed
     layout = Layout(dp=4, tp=2, ep=2)
-    halved = sum(t.numel for t in tensors_of(some, layout, 0) if t.expert)
+    halved = sum(t.numel for t in weights_of(some.shape, layout, 0) if t.expert)
     assert halved == 4 * 2 * (2 * 64 * 64 + 64 + 64), (
         "tp cuts hidden units; down's biases are whole"
     )
@@ -457,7 +459,7 @@ def test_data_parallel_bytes_are_the_table_of_the_page(mode: str, accum: int, pa
     per micro batch; zero2 and fsdp send more with accumulation.
     """
     P = count_parameters(SHAPE)
-    outside = sum(t.numel for t in tensors_of(job(), Layout(), 0) if t.layer is None)
+    outside = sum(t.numel for t in weights_of(job().shape, Layout(), 0) if t.layer is None)
 
     def sent(accum: int) -> float:
         talks = talks_of(job(4 * accum, dp_mode=mode), Layout(dp=4), 1, 0)

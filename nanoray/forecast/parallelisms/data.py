@@ -12,8 +12,8 @@ from nanoray.config import Config
 from nanoray.config.mesh import SHARDS_STATE
 from nanoray.forecast.job import Job
 from nanoray.forecast.parallelisms.record import Parallelism, Sender, Talk, Tried, divisors
-from nanoray.forecast.weights import tensors_of
 from nanoray.mesh.layout import Layout
+from nanoray.models.weights import weights_of
 
 
 class Bytes(NamedTuple):
@@ -29,7 +29,7 @@ def bytes_of(sender: Sender) -> Bytes:
     dense = 0
     in_layers = 0
     routed = 0
-    for tensor in tensors_of(sender.job, sender.layout, sender.stage):
+    for tensor in weights_of(sender.job.shape, sender.layout, sender.stage):
         nbytes = 4 * tensor.numel
         if tensor.expert and sender.layout.ep > 1:
             routed += nbytes

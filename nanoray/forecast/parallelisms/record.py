@@ -27,11 +27,11 @@ from torch import nn
 from nanoray.config import Batch, Config
 from nanoray.forecast.job import Job
 from nanoray.forecast.memory import RankSizes
-from nanoray.forecast.weights import layers_of
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Coords, Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.gpt import ModelShape
+from nanoray.models.weights import layers_of
 
 
 class Sender(NamedTuple):

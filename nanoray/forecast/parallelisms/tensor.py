@@ -13,8 +13,8 @@ from nanoray.forecast.parallelisms.record import (
     axis_of,
     every_size,
 )
-from nanoray.forecast.weights import layers_of
 from nanoray.mesh.layout import Coords, Layout
+from nanoray.models.weights import layers_of
 from nanoray.parallel import tp
 
 
