@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoray.base.compat import foreach_mul_
+from nanoray.bench.held import held_bytes
 from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData
-from nanoray.forecast.memory import Sizes, held_bytes, state_memory
+from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.costs import activation_memory
 from nanoray.models.fp8 import use_fp8

@@ -15,24 +15,20 @@ each has its own buckets. With hybrid sharding (--replicas R) n is the ranks of 
 another group stands in for a mirror. A mirror of another rank's share (--mirror) costs 4/n of gradients, 8/n of
 optimizer and, with fsdp and of experts that no other rank has, 4/n of weights.
 
-`held_bytes` counts the real storages. Source of the table: Rajbhandari et al. 2020, ZeRO, figure 1.
+`held_bytes` (bench/held.py) counts the real storages. Source of the table: Rajbhandari et al. 2020, ZeRO, figure 1.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from torch import Tensor, UntypedStorage, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch import nn
 
 from nanoray.config import Config
 from nanoray.config.mesh import SHARDS_STATE
-from nanoray.mesh.pieces import Shard
 from nanoray.parallel.buckets import IN_FLIGHT
 from nanoray.parallel.compress import BLOCK
 from nanoray.parallel.ep import names_of_experts
@@ -380,58 +376,3 @@ def peak_memory(
         later = [(done, flying + ring) for done, flying in moments if done >= first_layer]
         moments = [*moments, (first_layer, ring), *later]
     return at_peak(state, kept, moments, growing, freed)
-
-
-# What there really is.
-
-
-def held_bytes(
-    model: nn.Module, gradients: Sequence[Tensor], optimizer: Optimizer
-) -> dict[str, int]:
-    """Return the bytes of the storages behind weights, gradients and optimizer state, by part.
-
-    `gradients`: those that no parameter holds. Call it between backward and zero_grad.
-    """
-    params = list(model.parameters())
-    of_params = [p.grad for p in params if p.grad is not None]
-    return {
-        "parameters": _bytes(params),
-        "gradients": _bytes([*gradients, *of_params]),
-        "optimizer": _bytes(_state_of(optimizer)),
-    }
-
-
-def held_by_mirror(model: nn.Module, shards: Sequence[Shard], optimizer: Optimizer) -> int:
-    """Return the bytes of a mirror: gradients, optimizer state, and weights that are not the
-    model's own.
-    """
-    own = {_storage(p).data_ptr() for p in model.parameters()}
-    tensors = _state_of(optimizer)
-    for shard in shards:
-        if shard.param.grad is not None:
-            tensors.append(shard.param.grad)
-        if _storage(shard.param).data_ptr() not in own:
-            tensors.append(shard.param)
-    return _bytes(tensors)
-
-
-def _state_of(optimizer: Optimizer) -> list[Tensor]:
-    return [tensor for kept in optimizer.state.values() for tensor in kept.values()]
-
-
-def _storage(tensor: Tensor) -> UntypedStorage:
-    return local_of(tensor).untyped_storage()
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of all storages of the tensors; views of one count once."""
-    sizes = {}
-    for tensor in tensors:
-        storage = _storage(tensor)
-        sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
-
-
-def local_of(tensor: Any) -> Any:
-    """Return a rank's own part of a tensor that is cut over ranks; other values are unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -46,3 +48,9 @@ def assign(tensor: Tensor, value: Tensor) -> None:
         tensor.copy_(value)
         return
     tensor.data = value.to(tensor.device, tensor.dtype, copy=True).contiguous()
+
+
+def local_of(tensor: Any) -> Any:
+    """Return a rank's own part of a tensor that is cut over ranks; other values are unchanged."""
+    # Asked in this way, because DTensor's import is slow.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import nanoray
-from nanoray.forecast.memory import held_bytes
+from nanoray.bench.held import held_bytes
 from nanoray.forecast.trial import trial_on_fakes
 from nanoray.own.dry_run import kept_per_element
 from nanoray.own.engine import RuntimeEngine

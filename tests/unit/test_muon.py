@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanoray.bench.held import held_bytes
 from nanoray.config import Config, load_config
-from nanoray.forecast.memory import Sizes, held_bytes, state_memory
+from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import step_unless

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nanoray.bench.held import held_bytes
 from nanoray.config import make_config
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.forecast.memory import Sizes, held_bytes, state_memory
+from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.host.choose import choose_precision
 from nanoray.mesh.pieces import whole_shards
 from nanoray.models.gpt import GPT, ModelShape

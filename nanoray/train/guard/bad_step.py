@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
-from nanoray.forecast.memory import local_of
+from nanoray.mesh.memory import local_of
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.gpt import LMHead
 from nanoray.parallel.plan import MicroBatch

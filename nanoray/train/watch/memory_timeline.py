@@ -44,8 +44,9 @@ from nanoray.base.compat import (
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config
 from nanoray.faults.progress import OUTSIDE
-from nanoray.forecast.memory import local_of, model_memory, peak_memory
+from nanoray.forecast.memory import model_memory, peak_memory
 from nanoray.forecast.rank_memory import stage_activations
+from nanoray.mesh.memory import local_of
 from nanoray.mesh.mesh import Mesh
 from nanoray.models import resnet_costs
 from nanoray.models.build import OwnShape, shape_of
