@@ -58,19 +58,14 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
 
     A plot below shows the largest load, the entropy and the dropped tokens.
     """
-    import matplotlib
-
-    # Without a display.
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure
 
     steps = [record["step"] for record in records]
     layers = len(records[0][LOADS])
     experts = len(records[0][LOADS][0])
-    figure, axes = pyplot.subplots(
-        layers + 1, 1, figsize=(8, 1.1 * layers + 2.2), sharex=True, layout="constrained"
-    )
+    figure = Figure(figsize=(8, 1.1 * layers + 2.2), layout="constrained")
+    axes = figure.subplots(layers + 1, 1, sharex=True)
 
     # White is the mean load, 1. All layers share one scale, which reaches at least to 2.
     largest = max(load for record in records for layer in record[LOADS] for load in layer)
@@ -116,7 +111,6 @@ def draw(records: list[dict[str, Any]], path: Path) -> None:
     below.grid(alpha=0.25)
     figure.suptitle("Load of the experts: white is the mean, red is more, blue is less", fontsize=9)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def column_edges(steps: list[int]) -> list[float]:

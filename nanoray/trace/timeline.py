@@ -149,17 +149,14 @@ HIDDEN = "#f0b27a"
 
 def draw(steps: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the phases and collectives of every rank in these steps, with a legend."""
-    import matplotlib
-
-    # Without a display.
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     all_ranks = len(steps[0]["phases"])
     ranks = min(all_ranks, MAX_RANKS)
     origin = steps[0]["origin_s"]
-    figure, axes = pyplot.subplots(figsize=(12, 1.9 + 0.9 * ranks), layout="constrained")
+    figure = Figure(figsize=(12, 1.9 + 0.9 * ranks), layout="constrained")
+    axes = figure.subplots()
 
     # Two bars per rank: its phases, and below them its collectives.
     for step in steps:
@@ -195,7 +192,6 @@ def draw(steps: Sequence[dict[str, Any]], path: Path) -> None:
     # Without a date, so that the same steps give the same file.
     metadata = {"Date": None} if path.suffix == ".svg" else None
     figure.savefig(path, metadata=metadata)
-    pyplot.close(figure)
 
 
 def _draw_phases(axes: Any, step: dict[str, Any], rank: int, shift_ms: float) -> None:

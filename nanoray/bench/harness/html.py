@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-
 from nanoray.base.atomic import replace_text
 from nanoray.bench.harness.report import Measurement, Section, cells, condition
+from nanoray.tools.report.html import render
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 STRIP = 0.5  # the spread is drawn from half of the median to one and a half
@@ -36,10 +35,8 @@ def write(path: Path, sections: Sequence[Section], texts: Mapping[str, str]) -> 
         if all(report.conditions.get(key) == value for report in reports):
             shared[key] = value
 
-    page = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    ).from_string(TEMPLATE.read_text(encoding="utf-8"))
-    html = page.render(
+    html = render(
+        TEMPLATE,
         title=reports[0].bench if len(sections) == 1 else "all",
         failed=[report.bench for report in reports if report.failed],
         shared=_format_conditions(shared),

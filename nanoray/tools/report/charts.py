@@ -322,10 +322,8 @@ def _svg(draw: Callable[[Any], None], title: str, wide: bool = False, is_copy: b
     `is_copy`: the page has the same picture in another shape, and screen readers skip this one.
     """
     # Importing matplotlib takes longer than the rest of the command.
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
     style: Any = {
         "svg.fonttype": "none",  # text stays text, which a reader can search
@@ -344,12 +342,12 @@ def _svg(draw: Callable[[Any], None], title: str, wide: bool = False, is_copy: b
     size_in = (9, 3.4) if wide else (4.4, 2.3)
     no_metadata = {"Date": None, "Creator": None}
     file = io.StringIO()
-    with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(figsize=size_in, layout="constrained")
+    with rc_context(style):
+        figure = Figure(figsize=size_in, layout="constrained")
+        axes = figure.subplots()
         axes.grid(lw=0.5)
         draw(axes)
         figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
-        pyplot.close(figure)  # pyplot keeps every open figure in memory
     label = f'role="img" aria-label="{title}"'
     if is_copy:
         label = 'aria-hidden="true"'
