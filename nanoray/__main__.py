@@ -1,4 +1,4 @@
-"""The `nanoray` command: `python -m nanoray.launch ...` is the same as `python -m nanoray.launch ...`."""
+"""The `nanoray` command: `nanoray launch ...` is the same as `python -m nanoray.launch ...`."""
 
 from __future__ import annotations
 

@@ -33,6 +33,13 @@ def json_mapping(text: str | bytes) -> dict[str, Any]:
     return value
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} where it is missing, or torn by a kill or a full disk."""
+    with suppress(OSError, ValueError):
+        return json_mapping(path.read_bytes())
+    return {}
+
+
 @contextmanager
 def one_at_a_time(lock: Path) -> Iterator[None]:
     """Let one process at a time do what runs share, such as making a database; the others wait.

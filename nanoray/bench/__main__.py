@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.base.atomic import write_json
+from nanoray.base.text import aligned
 from nanoray.bench.harness.benchmark import Benchmark, read_counts
-from nanoray.bench.harness.report import Report, Section, aligned, conditions, load_average
+from nanoray.bench.harness.report import Report, Section, conditions, load_average
 from nanoray.bench.registry import BENCHMARKS, Entry, is_there
 from nanoray.cli import Parser, name_program, take_output
 from nanoray.cli.parsers import DESCRIBE, SubcommandsFound

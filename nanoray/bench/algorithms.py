@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from nanoray.base.environment import environment
 from nanoray.base.metrics import algbw_gbps, busbw_factor
+from nanoray.base.text import aligned
 from nanoray.bench.collectives import exact_period, wrong_elements
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import Figure, Panel
@@ -34,7 +35,7 @@ from nanoray.bench.harness.rank_pool import (
     describe,
     where_from,
 )
-from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, number, say
+from nanoray.bench.harness.report import Measurement, Report, Target, markdown, number, say
 from nanoray.host.gpus import discover_gpus
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nanoray.base.metrics import algbw_gbps, busbw_factor
+from nanoray.base.text import aligned
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import chosen
@@ -31,7 +32,7 @@ from nanoray.bench.harness.rank_pool import (
     describe,
     where_from,
 )
-from nanoray.bench.harness.report import Measurement, Report, aligned, markdown, number, say
+from nanoray.bench.harness.report import Measurement, Report, markdown, number, say
 from nanoray.errors import ConfigError
 from nanoray.host.host import available_memory_bytes
 from nanoray.mesh.mesh import Mesh

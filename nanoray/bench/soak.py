@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nanoray.base.text import aligned
 from nanoray.bench.chaos import (
     FAST_HEALTH,
     WEIGHTS,
@@ -42,7 +43,6 @@ from nanoray.bench.harness.processes import arm_environment, scratch_folder
 from nanoray.bench.harness.report import (
     Report,
     Target,
-    aligned,
     number,
     say,
     table,

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanoray.base.atomic import json_mapping
+from nanoray.base.atomic import read_json
 from nanoray.base.storage.remote_run import is_run_name
 from nanoray.checkpoint.files import (
     MANIFEST,
@@ -185,7 +185,7 @@ def _sort_key(run_dir: Path) -> tuple[float, int, list[str]]:
     started = 0.0
     newest = 0
     try:
-        started = float(json_mapping((run_dir / "run.json").read_text(encoding="utf-8"))["started"])
+        started = float(read_json(run_dir / "run.json")["started"])
         newest = max(steps_in(run_dir / "checkpoints", []).values(), default=0)
     except (OSError, ValueError, KeyError, TypeError):
         # A run of an older version, or a broken one: its name begins with the time, in UTC.
@@ -242,13 +242,9 @@ def edited_by_hand(run_dir: Path) -> dict[str, str]:
 
 def _records(run_dir: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Return a run's config.json and run.json; None where one of them cannot be read."""
-    values = []
-    for name in ("config.json", "run.json"):
-        try:
-            values.append(json_mapping((run_dir / name).read_text(encoding="utf-8-sig")))
-        except (OSError, ValueError):
-            return None
-    return values[0], values[1]
+    config = read_json(run_dir / "config.json")
+    run = read_json(run_dir / "run.json")
+    return (config, run) if config and run else None
 
 
 def differences(

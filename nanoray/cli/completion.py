@@ -13,9 +13,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import shtab
 
@@ -31,8 +30,9 @@ from nanoray.cli.parsers import (
     build_parser,
     name_program,
     tool_parser,
+    words_of,
 )
-from nanoray.config import PRESET_DIR, Config
+from nanoray.config import Config, preset_names
 from nanoray.errors import ConfigError
 
 SHELLS = ("bash", "zsh", "fish")
@@ -150,22 +150,12 @@ def _parser_of_runs() -> argparse.ArgumentParser:
 def values_of(key: str) -> list[str]:
     """Return the words that a key can have; [] for a number, a name or a path."""
     if key == "preset":
-        return sorted(path.stem for path in PRESET_DIR.glob("*.yaml"))
+        return preset_names()
     if key == "topology":
         return sorted(path.stem for path in TOPOLOGIES.glob("*.yaml"))
     if key not in Config.model_fields:
         return []
-    return [*_words(Config.model_fields[key].annotation)]
-
-
-def _words(annotation: Any) -> Iterator[str]:
-    if annotation is bool:
-        yield from ("true", "false")
-    if get_origin(annotation) is Literal:
-        yield from (str(word) for word in get_args(annotation))
-    else:
-        for kind in get_args(annotation):
-            yield from _words(kind)
+    return words_of(Config.model_fields[key].annotation)
 
 
 def _complete_tools(action: argparse.Action) -> None:

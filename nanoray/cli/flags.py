@@ -15,9 +15,9 @@ from nanoray.base.storage.url import is_url, problem_of
 from nanoray.cli.help import Page, asked_for, format_help
 from nanoray.cli.parsers import COMMAND_FLAGS, SCALE_FLAGS, build_parser, flag_names
 from nanoray.config import (
-    PRESET_DIR,
     Settings,
     load_settings,
+    preset_names,
     read_yaml,
     refuse_unknown_key,
 )
@@ -152,7 +152,7 @@ def _flag_for(words: list[str]) -> str:
     # Without quotes the shell replaces a pattern by all files that it matches.
     if path.suffix in (".bin", ".npy"):
         return "give each flag one value, and quote a pattern, as in --dataset 'data/*.bin'"
-    if (PRESET_DIR / f"{word}.yaml").is_file():
+    if word in preset_names():
         return f"write --preset {word}"
     if path.suffix == ".py":
         return f"write --from_nanogpt {word}"

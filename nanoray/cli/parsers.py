@@ -193,7 +193,7 @@ def _add_flag(group: Any, key: str) -> None:
             names.insert(0, SHORT[key])
         group.add_argument(*names, metavar=_metavar(field.annotation), help=text)
         return
-    words = "|".join(["true", "false", *_literals(field.annotation)])
+    words = "|".join(words_of(field.annotation))
     group.add_argument(f"--{key}", metavar=words, nargs="?", const="true", help=text)
 
 
@@ -209,10 +209,10 @@ def _metavar(annotation: Any) -> str:
     return "NAME"
 
 
-def _literals(annotation: Any) -> list[str]:
-    """Return the words of the Literals in a union: what a flag takes beside true and false."""
-    words = []
-    for kind in get_args(annotation):
-        if get_origin(kind) is Literal:
-            words += [str(word) for word in get_args(kind)]
-    return words
+def words_of(annotation: Any) -> list[str]:
+    """Return the words that a type allows; [] for a number, a name or a path."""
+    if annotation is bool:
+        return ["true", "false"]
+    if get_origin(annotation) is Literal:
+        return [str(word) for word in get_args(annotation)]
+    return [word for kind in get_args(annotation) for word in words_of(kind)]

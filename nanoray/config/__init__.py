@@ -9,9 +9,9 @@ from nanoray.config.arithmetic import batch_for as batch_for
 from nanoray.config.arithmetic import resolve_batch as resolve_batch
 from nanoray.config.kube import Kube as Kube
 from nanoray.config.layers import DEFAULT_PRESET as DEFAULT_PRESET
-from nanoray.config.layers import PRESET_DIR as PRESET_DIR
 from nanoray.config.layers import load_config as load_config
 from nanoray.config.layers import load_settings as load_settings
+from nanoray.config.layers import preset_names as preset_names
 from nanoray.config.load import did_you_mean as did_you_mean
 from nanoray.config.load import make_config as make_config
 from nanoray.config.load import read_yaml as read_yaml

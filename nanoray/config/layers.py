@@ -29,12 +29,15 @@ PRESET_DIR = Path(__file__).resolve().parents[1] / "presets"
 DEFAULT_PRESET = "shakespeare-cpu"
 
 
+def preset_names() -> list[str]:
+    """Return the names of the presets, sorted."""
+    return sorted(path.stem for path in PRESET_DIR.glob("*.yaml"))
+
+
 def _read_preset(preset: str) -> dict[str, Any]:
-    path = PRESET_DIR / f"{preset}.yaml"
-    if not path.is_file():
-        names = sorted(file.stem for file in PRESET_DIR.glob("*.yaml"))
-        refuse_unknown(preset, names, f"preset (in {PRESET_DIR})")
-    return read_yaml(path)
+    if preset not in preset_names():
+        refuse_unknown(preset, preset_names(), f"preset (in {PRESET_DIR})")
+    return read_yaml(PRESET_DIR / f"{preset}.yaml")
 
 
 # ---- layers --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanoray.base.text import aligned
 from nanoray.cli import Scale
 from nanoray.config import Config, Settings, resolve_batch
 from nanoray.data.cifar10 import CLASSES
@@ -384,10 +385,5 @@ def _indented(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows as a table with the title before the first row."""
     if not rows:
         return []
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for number, row in enumerate(rows):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        label = title if number == 0 else ""
-        lines.append(f"{label:<10} {'  '.join(cells).rstrip()}")
-    return lines
+    first, *others = aligned(rows)
+    return [f"{title:<10} {first}", *(f"{'':<10} {line}" for line in others)]

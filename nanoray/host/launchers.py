@@ -98,14 +98,7 @@ TORCHRUN = Launcher(
     job=("TORCHELASTIC_RUN_ID",),
 )
 # RANK and WORLD_SIZE without torchrun: a StatefulSet, a Kubeflow job, DeepSpeed, a user's own script
-VARIABLES = Launcher(
-    "variables",
-    "",
-    rank="RANK",
-    world_size=("WORLD_SIZE",),
-    local_rank=("LOCAL_RANK",),
-    local_world_size=("LOCAL_WORLD_SIZE",),
-)
+VARIABLES = replace(TORCHRUN, name="variables", command="", job=())
 
 
 @dataclass(frozen=True)

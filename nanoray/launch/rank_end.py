@@ -17,7 +17,6 @@ import os
 import signal
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nanoray.base.atomic import json_mapping
+from nanoray.base.atomic import read_json
 from nanoray.base.proc import start_time
 from nanoray.checkpoint.run import RunSpec
 from nanoray.faults import exit_record
@@ -299,12 +298,9 @@ class RankEnd:
 
     def last_word(self) -> dict[str, Any]:
         """Return what the rank wrote before it ended without its driver: {} if it wrote nothing."""
-        with suppress(OSError, ValueError):
-            word = json_mapping(self.spec.last_word(self.slot).read_text(encoding="utf-8"))
-            # With another pid it is of an earlier process in this slot.
-            if word["pid"] == self.facts["pid"]:
-                return word
-        return {}
+        word = read_json(self.spec.last_word(self.slot))
+        # With another pid it is of an earlier process in this slot.
+        return word if word and word["pid"] == self.facts["pid"] else {}
 
     def by_our_silence(self, silent_s: float) -> Failure:
         """Return the failure of a rank that ended, and could not save, without its driver."""

@@ -6,8 +6,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoray.data.tokenizer import Tokenizer
 from nanoray.errors import ConfigError
 from nanoray.models.gpt import GPT, KVCache, ModelShape
+
+
+def write_text(model: GPT, tokenizer: Tokenizer, count: int, seed: int) -> str:
+    """Return what a model writes after its tokenizer's own prompt: the same for the same weights."""
+    device = next(model.parameters()).device
+    prompt = torch.tensor([tokenizer.start()], device=device)  # (1, T)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    # One token is too little work for several threads: waiting for each other takes longer.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        tokens = generate(model, prompt, count, temperature=0.8, top_k=200, generator=generator)
+    finally:
+        torch.set_num_threads(threads)
+    return tokenizer.decode(tokens[0].tolist()).strip("\n")
 
 
 @torch.no_grad()

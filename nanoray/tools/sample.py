@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,20 +22,6 @@ from nanoray.errors import CheckpointError, ConfigError
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.sampling import generate
 from nanoray.state.state_dict import StateDict
-
-# Sizes of a ModelShape that have the same names as keys of the configuration
-SIZES = (
-    "n_layer",
-    "n_head",
-    "n_embd",
-    "block_size",
-    "bias",
-    "gelu",
-    "experts",
-    "experts_per_token",
-    "expert_hidden",
-    "shared_experts",
-)
 
 
 def make_parser() -> Parser:
@@ -147,7 +133,7 @@ def load_foreign(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, str]
     """
     source = find(str(path))
     keys = source.keys
-    sizes: dict[str, Any] = {key: keys[key] for key in SIZES if key in keys}
+    sizes = {size.name: keys[size.name] for size in fields(ModelShape) if size.name in keys}
     shape = ModelShape(**sizes, vocab_size=source.vocab_size, rotary=keys["positions"] == "rotary")
     gpt = GPT(shape)
     load_weights(gpt, source)

@@ -11,15 +11,14 @@ So the accounts of a slot sum to the wall time of the command.
 
 from __future__ import annotations
 
-import json
 import os
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from nanoray.base.atomic import read_json
 from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import read_reports
@@ -272,12 +271,11 @@ def _exposed_share(folder: Path) -> float | None:
 
 def _end_of_command(folder: Path, started: float) -> float:
     """Return when the newest command ended, in Unix s; 0 without a summary of this command."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        path = folder / "summary.json"
-        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if os.stat(path).st_mtime >= started:
-            return started + float(summary["total_s"])
-    return 0.0
+    path = folder / "summary.json"
+    total_s = read_json(path).get("total_s")
+    if total_s is None or os.stat(path).st_mtime < started:
+        return 0.0
+    return started + float(total_s)
 
 
 def format_ledger(folder: Path) -> list[str]:

@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 from nanoray.base.environment import working_folder
+from nanoray.base.text import clock, short
 from nanoray.checkpoint.run import RunSpec, expected_loss
-from nanoray.train.watch.observers import clock, short
 
 _PROMPT = "To be"  # of the command that samples; a text without these letters has none
 

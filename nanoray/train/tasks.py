@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from nanoray.base.text import short
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config
 from nanoray.data.images import ImageData
@@ -21,12 +22,11 @@ from nanoray.models.build import build_model
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import autocast
 from nanoray.models.resnet import ResNetShape, loss_and_accuracy
-from nanoray.models.sampling import generate
+from nanoray.models.sampling import write_text
 from nanoray.models.weighted import LossValue
 from nanoray.parallel.script import Script
 from nanoray.state.rank_state import Schedule
 from nanoray.train.optim.groups import make_optimizer
-from nanoray.train.watch.observers import short
 from nanoray.train.workload import Workload
 
 Loss = Callable[[nn.Module, Tensor, Tensor], LossValue]
@@ -157,7 +157,10 @@ class TextTask(ConfiguredTask):
             return None
         model = model_of()
         assert isinstance(model, GPT)
-        return sample_text(model, self.spec)
+        # The tokenizer's own prompt is a newline where the vocabulary has one: it fits most texts.
+        tokenizer = tokenizer_from_json(self.spec.dataset.tokenizer)
+        config = self.spec.config
+        return write_text(model, tokenizer, config.sample_tokens, config.seed)
 
 
 class ImageTask(ConfiguredTask):
@@ -198,18 +201,3 @@ class ImageTask(ConfiguredTask):
             f"{batch.global_size} images/step      "
             f"model ResNet-{self.shape.resnet_depth}, {size / 1e6:.2f} M parameters",
         ]
-
-
-def sample_text(gpt: GPT, spec: RunSpec) -> str:
-    """Return generated text, the same for the same weights. (rank 0 only)"""
-    # A newline where the vocabulary has one: the prompt that fits most texts.
-    tokenizer = tokenizer_from_json(spec.dataset.tokenizer)
-    device = next(gpt.parameters()).device
-    prompt = torch.tensor([tokenizer.start()], device=device)  # (1, T)
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # one token is too little work for several threads
-    source = torch.Generator(device=device).manual_seed(spec.config.seed)
-    tokens = generate(
-        gpt, prompt, spec.config.sample_tokens, temperature=0.8, top_k=200, generator=source
-    )
-    return tokenizer.decode(tokens[0].tolist()).strip("\n")

@@ -27,10 +27,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from nanoray.base.text import aligned
 from nanoray.bench.__main__ import exit_code_of, run_one
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.plan import count_of
-from nanoray.bench.harness.report import Measurement, Report, Target, aligned, markdown, number
+from nanoray.bench.harness.report import Measurement, Report, Target, markdown, number
 from nanoray.bench.registry import Entry
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import Failure, FailureCollector, FaultReport

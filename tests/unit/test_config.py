@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from nanoray.cli import parse_args
 from nanoray.config import (
-    PRESET_DIR,
     Batch,
     Config,
     batch_for,
     load_config,
     make_config,
+    preset_names,
     resolve_batch,
 )
 from nanoray.config.spellings import FIXED, PARTS
@@ -40,7 +40,7 @@ def parse(*argv: str) -> Config:
 
 
 def test_presets_are_these_and_load() -> None:
-    assert sorted(p.stem for p in PRESET_DIR.glob("*.yaml")) == PRESETS
+    assert preset_names() == PRESETS
     for preset in PRESETS:
         assert load_config(preset=preset).name == preset
 

@@ -17,11 +17,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nanoray.base.metrics import METRICS, check_record, mfu_percent, to_markdown
+from nanoray.base.text import aligned, clock, short
 from nanoray.train.watch.observers import (
     Console,
     Observers,
-    clock,
-    short,
 )
 from nanoray.train.watch.record_files import JsonlWriter, TensorBoardWriter
 from tests.harness.ranks import make_spec
@@ -198,6 +197,8 @@ def test_console_prints_one_line_per_record() -> None:
 def test_numbers_for_people() -> None:
     assert [short(v) for v in (0.5, 32100, 4.5e6, 2e9)] == ["0.5", "32.1k", "4.5M", "2G"]
     assert [clock(s) for s in (4.4, 61.2, 3700)] == ["0:04", "1:01", "1:01:40"]
+    assert aligned([("name", "n"), ("x", "12")], right={1}) == ["name   n", "x     12"]
+    assert aligned([("name", "n"), ("x", "12")]) == ["name  n", "x     12"]
 
 
 def test_registry_is_complete_small_and_documented() -> None:

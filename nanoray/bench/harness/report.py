@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from nanoray import __version__
 from nanoray.base.atomic import replace_text
+from nanoray.base.text import aligned
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus, cpu_features, cpu_name
 from nanoray.mesh.rendezvous import runtime_nccl_version
@@ -436,18 +437,6 @@ def table(rows: Sequence[Measurement]) -> list[str]:
     if all(row.wrong is None for row in rows):
         lines = [line[:7] + line[8:] for line in lines]
     return aligned(lines, right={3, 6, *range(7, len(lines[0]) - 1)})
-
-
-def aligned(lines: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """Return a table as text; the columns in `right` are numbers, the last one is free text."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = []
-    for line in lines:
-        padded = []
-        for column, (cell, width) in enumerate(zip(line, widths, strict=True)):
-            padded.append(cell.rjust(width) if column in right else cell.ljust(width))
-        table.append("  ".join(padded).rstrip())
-    return table
 
 
 def number(value: float) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nanoray.bench.harness.report import Measurement, Report, aligned, markdown
+from nanoray.base.text import aligned
+from nanoray.bench.harness.report import Measurement, Report, markdown
 
 # Of report, arm and spread (see Report.cell)
 Cell = Callable[[Report, str, str], str]

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanoray.base.atomic import json_mapping
+from nanoray.base.atomic import read_json
 from nanoray.base.storage.remote_run import DamagedSettings, RunUrl, is_run_name
 from nanoray.base.storage.store import StorageError, Store
 from nanoray.base.storage.url import is_url, join
@@ -199,8 +199,7 @@ def _started_here(out_dir: Path, recipe: Mapping[str, Any]) -> float:
     for run in out_dir.glob("*"):
         has_steps = any((run / "checkpoints").glob("step_*"))
         if is_run_name(run.name) and has_steps and not other_recipe(run, recipe):
-            with suppress(OSError, ValueError):
-                newest = max(newest, _started(json_mapping((run / "run.json").read_text("utf-8"))))
+            newest = max(newest, _started(read_json(run / "run.json")))
     return newest
 
 

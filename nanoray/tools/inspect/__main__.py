@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from nanoray.base.atomic import replace_text
 from nanoray.checkpoint.run import newest_record
@@ -23,6 +23,7 @@ from nanoray.cli import (
     tool_parser,
     writing,
 )
+from nanoray.config.load import run_folder_of
 from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError
 
@@ -120,6 +121,7 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     from nanoray.tools.inspect.tree import dump
     from nanoray.tools.inspect.verify import verify
     from nanoray.tools.report.memory import read_memory
+    from nanoray.train.watch.dangers import FILE
 
     if args.world_size is not None and args.world_size < 1:
         raise ConfigError(
@@ -127,16 +129,17 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
             "out"
         )
 
-    # What is known without computing anything, then what each flag adds. A section that was not
-    # requested is None, so that the JSON always has the same keys.
+    # What is known without computing anything, then what the run's folder and each flag add.
     subject = find_subject(args.target, flags, args.world_size, args.function, args.verify)
-    description: dict[str, Any] = dump(subject)
-    description["verify"] = verify(subject, description) if args.verify else None
-    description["statistics"] = newest_statistics(args.target)
-    description["memory_timeline"] = []
-    for folder in folders_of(args.target):
-        description["memory_timeline"] += read_memory(folder)
-    description["against"] = against(subject.state, args.against) if args.against else None
+    description = dump(subject)
+    run = run_folder_of(args.target) if Path(args.target).expanduser().is_dir() else None
+    if run:
+        description["statistics"] = newest_record(run, FILE)
+        description["memory_timeline"] = read_memory(run)
+    if args.verify:
+        description["verify"] = verify(subject, description)
+    if args.against:
+        description["against"] = against(subject.state, args.against)
     print("\n".join(lines(description)))
     _write(
         args.json, lambda: json.dumps(plain(description, "dump"), indent=1, allow_nan=False) + "\n"
@@ -148,28 +151,7 @@ def _run(args: argparse.Namespace, flags: list[str]) -> int:
     return 1 if failed else 0
 
 
-def newest_statistics(target: str) -> dict[str, Any] | None:
-    """Return the newest statistics of the run that the folder belongs to; None without any."""
-    from nanoray.train.watch.dangers import FILE
-
-    for folder in folders_of(target):
-        record = newest_record(folder, FILE)
-        if record:
-            return record
-    return None
-
-
-def folders_of(target: str) -> list[Path]:
-    """Return the run's folder in a list, for a run's or a step's folder; empty for other targets."""
-    path = Path(target).expanduser()
-    # A step's folder is RUN/checkpoints/STEP.
-    for folder in (path, path.parent.parent):
-        if (folder / "config.json").is_file():
-            return [folder]
-    return []
-
-
-def _write(path: Path | None, text: Any) -> None:
+def _write(path: Path | None, text: Callable[[], str]) -> None:
     if path is None:
         return
     with writing(path, "give another path"):

@@ -12,14 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.atomic import json_mapping
+from nanoray.base.atomic import json_mapping, read_json
 from nanoray.base.proc import cpu_seconds, resident_bytes, stat_of
+from nanoray.base.text import aligned, clock
 from nanoray.checkpoint.run import newest_record, read_attempt
 from nanoray.errors import ConfigError
 from nanoray.faults.progress import ProgressFile
 from nanoray.host.gpus import gpu_loads
 from nanoray.train.guard.certificate import read
-from nanoray.train.watch.observers import clock, progress
+from nanoray.train.watch.observers import progress
 
 SAMPLE_S = 0.5  # over which CPU time is measured
 COLUMNS = ("rank", "step", "phase", "since", "pid", "memory", "cpu")
@@ -62,11 +63,11 @@ def lines(folder: Path, nvml: Any = None) -> list[str]:
     rows = [[*COLUMNS]]
     for path in files:
         rows.append(_rank_row(path, pids.get(path), earlier.get(path), passed_s))
-    report += _table(rows)
+    report += aligned(rows)
     if config.get("device") != "cpu":
         gpus = _gpus({_rank_of(path): pid for path, pid in pids.items()}, nvml)
         if gpus:
-            report += _table([[*GPU_COLUMNS], *gpus])
+            report += aligned([[*GPU_COLUMNS], *gpus])
     return report
 
 
@@ -102,15 +103,6 @@ def _rank_row(path: Path, pid: int | None, earlier: Any, passed_s: float) -> lis
     # The process may be on another host, or may have ended between the two readings.
     missing = len(COLUMNS) - len(row)
     return row + ["?"] * missing
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
 
 
 def _gpus(pids: dict[int, int], nvml: Any) -> list[list[str]]:
@@ -166,10 +158,8 @@ def _state(folder: Path, here: bool) -> str:
     # An older summary is of an earlier attempt.
     summary = folder / "summary.json"
     if summary.exists() and summary.stat().st_mtime >= begun:
-        try:
-            return f"ended: {json_mapping(summary.read_text(encoding='utf-8'))['exit_reason']}"
-        except (OSError, ValueError, KeyError):
-            return "ended, and its summary.json is damaged"
+        reason = read_json(summary).get("exit_reason")
+        return f"ended: {reason}" if reason else "ended, and its summary.json is damaged"
     return f"no process of it on this host{number}"
 
 

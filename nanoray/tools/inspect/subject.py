@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanoray.base.atomic import json_mapping
+from nanoray.base.atomic import read_json
 from nanoray.checkpoint.find import find_run
 from nanoray.cli import Parser, parse_args
-from nanoray.config import PRESET_DIR, Batch, Config, did_you_mean, resolve_batch
+from nanoray.config import Batch, Config, did_you_mean, preset_names, resolve_batch
+from nanoray.config.load import run_folder_of
 from nanoray.data.dataset import DatasetInfo, own_data
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
@@ -97,9 +98,7 @@ def find_subject(
         return _of_script(path, flags, world_size, function)
     what = "Dump a model"
     if path.is_dir():
-        if not any(
-            (folder / "config.json").is_file() for folder in (path, path.parent, path.parent.parent)
-        ):
+        if run_folder_of(target) is None:
             raise ConfigError(
                 f"{path} is no run and no checkpoint of one (no config.json); give a folder such "
                 "as runs/2026-..."
@@ -109,11 +108,10 @@ def find_subject(
     if path.is_file():
         config = parse_args(["--config", str(path), *flags], PROG, what).config
     else:
-        presets = sorted(p.stem for p in PRESET_DIR.glob("*.yaml"))
-        if target not in presets:
+        if target not in preset_names():
             raise ConfigError(
                 f"{target} is no folder of a run, no file and no preset; "
-                f"{did_you_mean(target, presets)}"
+                f"{did_you_mean(target, preset_names())}"
             )
         config = parse_args(["--preset", target, *flags], PROG, what).config
     if config.model == "own":
@@ -214,10 +212,8 @@ def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
 
 
 def _dataset_of_run(path: Path) -> DatasetInfo | None:
-    with suppress(OSError, ValueError, KeyError):
-        return DatasetInfo.from_dict(
-            json_mapping((path / "run.json").read_text(encoding="utf-8"))["dataset"]
-        )
+    with suppress(ValueError, KeyError):
+        return DatasetInfo.from_dict(read_json(path / "run.json")["dataset"])
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from nanoray.base.text import aligned, short
 from nanoray.tools.inspect.tree import format_ranks
 from nanoray.tools.report.memory import format_timeline
 from nanoray.train.watch.dangers import COLUMNS, table
@@ -16,10 +17,7 @@ def flops(count: int | None) -> str:
     """Return a number of FLOPs with a prefix: 1.23 G."""
     if count is None:
         return UNKNOWN
-    for power, unit in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if count >= 10**power:
-            return f"{count / 10**power:.3g} {unit}"
-    return str(count) if count else ""
+    return short(count, gap=" ") if count else ""
 
 
 def size(count: int | None) -> str:
@@ -32,9 +30,14 @@ def size(count: int | None) -> str:
     return f"{count} B" if count else ""
 
 
+def dims(shape: Sequence[int]) -> str:
+    """Return a shape: 6×64×128."""
+    return "×".join(map(str, shape))
+
+
 def shapes(tensors: Sequence[Any]) -> str:
     """Return shapes and dtypes: 6×64×128 float32."""
-    return ", ".join(f"{'×'.join(map(str, shape)) or 'scalar'} {dtype}" for shape, dtype in tensors)
+    return ", ".join(f"{dims(shape) or 'scalar'} {dtype}" for shape, dtype in tensors)
 
 
 def figures_of(description: dict[str, Any]) -> dict[str, str]:
@@ -75,47 +78,18 @@ def figures_of(description: dict[str, Any]) -> dict[str, str]:
     return facts
 
 
-def lines(description: dict[str, Any]) -> list[str]:
-    """Return the dump as lines."""
-    found = [f"{description['subject']}"]
-    found += [f"{label:<10} {text}" for label, text in figures_of(description).items()]
-    found += [f"{'note':<10} {note}" for note in description["notes"]]
-    found += [
-        "",
-        *_table(
-            (
-                "module",
-                "type",
-                "weights",
-                "returns",
-                "reads",
-                "parameters",
-                "forward",
-                "backward",
-                "kept",
-            ),
-            _tree(description),
-        ),
-    ]
-    found += ["", "layers, for one rank", *_table(LAYERS, _layers(description["layers"]))]
-    found += ["", "owners", *_table(OWNERS, owners(description))]
-    record = description.get("statistics")
-    if record:
-        found += [
-            "",
-            f"statistics of step {record['step']}, which took rank 0 {record['cost_ms']:.3g} ms",
-        ]
-        found += _table(("layer", *COLUMNS), table(record))
-    for timeline in description.get("memory_timeline") or ():
-        found += ["", *format_timeline(timeline)]
-    if description.get("verify"):
-        found += ["", *_verified(description["verify"])]
-    if description.get("against"):
-        found += ["", *_apart(description["against"])]
-    return found
-
-
-OWNERS = ("tensor", "shape", "dtype", "owner", "held by ranks", "updated by ranks")
+# The names of the columns, in the order of the rows below.
+TREE = (
+    "module",
+    "type",
+    "weights",
+    "returns",
+    "reads",
+    "parameters",
+    "forward",
+    "backward",
+    "kept",
+)
 LAYERS = (
     "layer",
     "parameters",
@@ -126,20 +100,44 @@ LAYERS = (
     "gradients",
     "optimizer",
 )
+OWNERS = ("tensor", "shape", "dtype", "owner", "held by ranks", "updated by ranks")
+MEASURED = ("layer", "activations", "measured", "ratio", "optimizer", "measured", "ratio")
+AGAINST = ("tensor", "shape", "RMS", "RMS of difference", "relative", "")
 
 
-def _layers(layers: list[dict[str, Any]]) -> list[list[str]]:
-    keys = ("kept", "weights", "gradients", "optimizer")
-    return [
-        [
-            row["name"],
-            f"{row['parameters']:,}",
-            flops(row["forward_flops"]),
-            flops(row["backward_flops"]),
-            *(size(row[k]) for k in keys),
+def lines(description: dict[str, Any]) -> list[str]:
+    """Return the dump as lines."""
+    found = [f"{description['subject']}"]
+    found += [f"{label:<10} {text}" for label, text in figures_of(description).items()]
+    found += [f"{'note':<10} {note}" for note in description["notes"]]
+    found += ["", *aligned([TREE, *_tree(description)])]
+    found += ["", "layers, for one rank", *aligned([LAYERS, *layers(description)])]
+    found += ["", "owners", *aligned([OWNERS, *owners(description)])]
+
+    record = description["statistics"]
+    if record:
+        found += [
+            "",
+            f"statistics of step {record['step']}, which took rank 0 {record['cost_ms']:.3g} ms",
+            *aligned([("layer", *COLUMNS), *table(record)]),
         ]
-        for row in layers
-    ]
+    for timeline in description["memory_timeline"]:
+        found += ["", *format_timeline(timeline)]
+    if description["verify"]:
+        found += ["", *_verified(description["verify"])]
+    if description["against"]:
+        found += ["", *_apart(description["against"])]
+    return found
+
+
+def layers(description: dict[str, Any]) -> list[list[str]]:
+    """Return for each layer its parameters, FLOPs and bytes."""
+    rows = []
+    for row in description["layers"]:
+        costs = [flops(row["forward_flops"]), flops(row["backward_flops"])]
+        costs += [size(row[key]) for key in ("kept", "weights", "gradients", "optimizer")]
+        rows.append([row["name"], f"{row['parameters']:,}", *costs])
+    return rows
 
 
 def alike(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -177,7 +175,7 @@ def _tree(description: dict[str, Any]) -> list[list[str]]:
             if row["name"] == row["layer"]:
                 found.append([place, f"as {same[row['layer']]}", *[""] * 7])
             continue
-        weights = " ".join(f"{key} {'×'.join(map(str, of))}" for key, of in row["weights"].items())
+        weights = " ".join(f"{key} {dims(of)}" for key, of in row["weights"].items())
         parameters = f"{row['parameters']:,}" if row["parameters"] else ""
         costs = [flops(row["forward_flops"]), flops(row["backward_flops"]), size(row["kept"])]
         found.append(
@@ -205,7 +203,7 @@ def owners(description: dict[str, Any]) -> list[list[str]]:
             " | ".join(format_ranks(of["ranks"]) for of in row.get(kind, ()))
             for kind in ("held", "updated")
         ]
-        rows.append([row["name"], "×".join(map(str, row["shape"])), row["dtype"], owner, *ranks])
+        rows.append([row["name"], dims(row["shape"]), row["dtype"], owner, *ranks])
     return rows
 
 
@@ -222,20 +220,17 @@ def measured(verified: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-MEASURED = ("layer", "activations", "measured", "ratio", "optimizer", "measured", "ratio")
-
-
 def _verified(verified: dict[str, Any]) -> list[str]:
     """Return the checks, and the measurements beside the predictions."""
     checks = [[c["check"], "ok" if c["ok"] else "WRONG", c["found"]] for c in verified["checks"]]
     found = [
         "verified: one batch, forward and backward, in one process on this CPU",
-        *_table((), checks),
+        *aligned(checks),
     ]
     zero = verified["gradients_of_zero"]
     if zero:
         found.append(f"gradients that are zero everywhere: {', '.join(zero)}")
-    return [*found, "", *_table(MEASURED, measured(verified))]
+    return [*found, "", *aligned([MEASURED, *measured(verified)])]
 
 
 def apart(compared: dict[str, Any]) -> list[list[str]]:
@@ -247,7 +242,7 @@ def apart(compared: dict[str, Any]) -> list[list[str]]:
             verdict = "equal"
         elif row["difference"] is None:
             verdict = "not there, or of another shape"
-        cells = [row["name"], "×".join(map(str, row["shape"]))]
+        cells = [row["name"], dims(row["shape"])]
         for key in ("rms", "difference", "relative"):
             cells.append("" if row[key] is None else f"{row[key]:.3g}")
         rows.append([*cells, verdict])
@@ -255,24 +250,10 @@ def apart(compared: dict[str, Any]) -> list[list[str]]:
 
 
 def _apart(compared: dict[str, Any]) -> list[str]:
-    names = ("tensor", "shape", "RMS", "RMS of difference", "relative", "")
     lines = [
         f"against {compared['path']}, step {compared['step']}",
-        *_table(names, apart(compared)),
+        *aligned([AGAINST, *apart(compared)]),
     ]
     if compared["only_there"]:
         lines.append(f"only there: {', '.join(compared['only_there'])}")
-    return lines
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows below their names, each column as wide as its widest cell."""
-    table = [*rows]
-    if names:
-        table.insert(0, names)
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for row in table:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
     return lines

@@ -106,6 +106,11 @@ def dump(subject: Subject) -> dict[str, Any]:
         "layers": [asdict(layer) for layer in layers],
         "totals": totals(layers),
         "notes": notes,
+        # Sections that a flag asks for, or that only a run has.
+        "verify": None,
+        "statistics": None,
+        "memory_timeline": [],
+        "against": None,
     }
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanoray.base.atomic import json_mapping, read_json_lines
+from nanoray.base.atomic import read_json, read_json_lines
+from nanoray.base.text import clock, short
 from nanoray.config import Config
 from nanoray.config.settings import public
 from nanoray.errors import ConfigError
@@ -22,7 +23,6 @@ from nanoray.tools.report.memory import read_memory
 from nanoray.trace.__main__ import read_steps
 from nanoray.trace.accounts import Accounts, accounts_of
 from nanoray.train.watch.dangers import FILE, PRECISION, dangers
-from nanoray.train.watch.observers import clock, short
 
 NONE = "–"
 
@@ -115,9 +115,9 @@ def read_run(folder: Path) -> RunFiles:
 
     return RunFiles(
         folder=folder,
-        config=_read_json(folder / "config.json"),
-        spec=_read_json(folder / "run.json"),
-        summary=_read_json(folder / "summary.json"),
+        config=read_json(folder / "config.json"),
+        spec=read_json(folder / "run.json"),
+        summary=read_json(folder / "summary.json"),
         records=read_json_lines(folder / "metrics.jsonl"),
         faults=faults,
         story=fault_lines,
@@ -126,13 +126,6 @@ def read_run(folder: Path) -> RunFiles:
         layers=read_json_lines(folder / FILE),
         memory=read_memory(folder),
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file, {} where it is missing or incomplete."""
-    with suppress(OSError, ValueError):
-        return json_mapping(path.read_text(encoding="utf-8"))
-    return {}
 
 
 class Fact(NamedTuple):

@@ -5,22 +5,21 @@ Imports no torch, so that a page is written within a second.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.atomic import json_mapping
+from nanoray.base.atomic import read_json
+from nanoray.base.text import aligned
 
 COLUMNS = ("category", "at the peak", "most", "formula", "most / formula")
 
 
 def read_memory(folder: Path) -> list[dict[str, Any]]:
     """Return the timelines of the newest recorded step, ordered by rank."""
-    timelines = []
-    for path in folder.glob("memory/rank*.json"):
-        # The run may be writing this file, or was killed while it did.
-        with suppress(OSError, ValueError):
-            timelines.append(json_mapping(path.read_text(encoding="utf-8")))
+    # The run may be writing one of the files, or was killed while it did.
+    timelines = [
+        timeline for path in folder.glob("memory/rank*.json") if (timeline := read_json(path))
+    ]
 
     # A rank that did not take part in the newest recorded step left the file of an older one.
     newest_step = max((timeline["step"] for timeline in timelines), default=0)
@@ -70,10 +69,4 @@ def category_rows(timeline: dict[str, Any]) -> list[list[str]]:
 
 def format_timeline(timeline: dict[str, Any]) -> list[str]:
     """Return a rank's peak and the table of its categories as lines."""
-    table = [[*COLUMNS], *category_rows(timeline)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [peak_line(timeline)]
-    for row in table:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+    return [peak_line(timeline), *aligned([COLUMNS, *category_rows(timeline)])]

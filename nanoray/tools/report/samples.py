@@ -9,6 +9,8 @@ from typing import NamedTuple
 from nanoray.errors import NanorayError
 from nanoray.tools.report.gather import RunFiles
 
+SEED = 1337  # of each checkpoint's text
+
 
 class SampleText(NamedTuple):
     """A text, and the losses of the step at which the model wrote it."""
@@ -45,27 +47,16 @@ def write_samples(run: RunFiles, tokens: int) -> list[SampleText]:
 
 
 def _write(folder: Path, tokens: int) -> str:
-    """Return what the model of a checkpoint writes after its tokenizer's first prompt."""
+    """Return what the model of a checkpoint writes after its tokenizer's own prompt."""
     import torch
 
     from nanoray.data.tokenizer import tokenizer_from_json
-    from nanoray.models.sampling import generate
+    from nanoray.models.sampling import write_text
     from nanoray.tools.sample import load_state, rebuild
 
     state, _ = load_state(folder)
     gpt, dataset = rebuild(state, torch.device("cpu"))
-    tokenizer = tokenizer_from_json(dataset.tokenizer)
-    prompt = torch.tensor([tokenizer.start()])  # (1, T)
-    generator = torch.Generator().manual_seed(1337)
-
-    # One token is too little work for several threads: waiting for each other takes longer.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        row = generate(gpt, prompt, tokens, temperature=0.8, top_k=200, generator=generator)[0]
-    finally:
-        torch.set_num_threads(threads)
-    return tokenizer.decode(row.tolist()).strip("\n")
+    return write_text(gpt, tokenizer_from_json(dataset.tokenizer), tokens, SEED)
 
 
 def _newest_at(run: RunFiles, metric: str, step: int) -> float | None:

@@ -7,7 +7,6 @@ observers are called by one thread alone.
 
 from __future__ import annotations
 
-import json
 import queue
 import threading
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from nanoray.base.atomic import write_json
+from nanoray.base.atomic import read_json, write_json
 from nanoray.base.metrics import METRICS, values_of
 from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import ConfigError
@@ -205,10 +204,7 @@ class Tracking:
 
     def _known_id(self) -> str:
         """Return the tracker's id of this run; "" for none yet."""
-        try:
-            return str(json.loads(self._id_file.read_text(encoding="utf-8"))["id"])
-        except (OSError, ValueError, KeyError, TypeError):  # none, or torn by a full disk
-            return ""
+        return str(read_json(self._id_file).get("id", ""))
 
     def _keep_id(self, run_id: str) -> None:
         """Write the tracker's id of this run, which a resume or the next rank 0 goes on with."""

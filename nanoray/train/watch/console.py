@@ -8,7 +8,8 @@ from math import nan
 from typing import IO, Any, cast
 
 from nanoray.base.output import STEPS, LastingStream, is_taken
-from nanoray.train.watch.observers import Console, short
+from nanoray.base.text import short
+from nanoray.train.watch.observers import Console
 
 
 def choose_console(max_steps: int, quiet: bool) -> Console:

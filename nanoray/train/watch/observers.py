@@ -12,6 +12,7 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 
 from nanoray.base.metrics import check_record
 from nanoray.base.output import LINES, STEPS, say
+from nanoray.base.text import clock, short
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config.settings import public
 from nanoray.train.track.tracking import TRACKERS, Tracking
@@ -341,21 +342,6 @@ def progress(record: dict[str, Any], max_steps: int) -> dict[str, str]:
         remaining_s = record["time/step_ms"] / 1e3 * (max_steps - record["step"])
         texts["eta"] = clock(remaining_s)
     return texts
-
-
-def short(value: float) -> str:
-    """Write 32100 as 32.1k."""
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit:.3g}{unit}"
-    return f"{value:.3g}"
-
-
-def clock(seconds: float) -> str:
-    """Write 61.2 seconds as 1:01, and 3,700 as 1:01:40."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def now() -> float:
