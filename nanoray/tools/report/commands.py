@@ -46,20 +46,12 @@ def first_command(spec: dict[str, Any]) -> Command | None:
     # Runs of earlier versions did not record their launcher.
     launcher = spec.get("launcher", {"by": "", "ranks": 1, "on_host": 1})
     by = launcher["by"]
-    ranks = launcher["ranks"]
-    if by in ("torchrun", "variables"):
-        return Command("torchrun", _join(*_torchrun(ranks, launcher["on_host"]), *words))
-    if needs_python:
+    if by == "variables":
+        by = "torchrun"
+    if needs_python and by != "torchrun":
         words = ["python", *words]
-    if by == "srun":
-        return Command("srun", _join("srun", "--ntasks", ranks, *words))
-    if by == "mpirun":
-        return Command("mpirun", _join("mpirun", "-np", ranks, *words))
-    if by == "ray job":
-        return Command("ray job", _join("ray", "job", "submit", "--working-dir", ".", "--", *words))
-    if by == "kuberay":
-        return Command("inside the KubeRay job's head pod", _join(*words))
-    return Command("as it was started", _join(*words))
+    how = {"": "as it was started", "kuberay": "inside the KubeRay job's head pod"}.get(by, by)
+    return Command(how, _join(*_starter(by, launcher["ranks"], launcher["on_host"]), *words))
 
 
 def _without_values(words: list[str]) -> list[str]:
@@ -90,35 +82,44 @@ def other_commands(folder: Path, config: dict[str, Any], ranks: int, device: str
     # Every flag overrides the file. A run that was resumed would go on where it ended.
     if config.get("resume", "none") != "none":
         words += ["--resume", "none"]
-    train = ["-m", "nanoray.train", *words, "--workers", str(ranks)]
-    launch = ["-m", "nanoray.launch", *words, "--workers", str(ranks)]
+    words += ["--workers", str(ranks)]
+    train = ["-m", "nanoray.train", *words]
+    launch = ["python", "-m", "nanoray.launch", *words]
 
     commands = []
     if ranks == 1:
         commands.append(Command("one process", _join("python", *train)))
     commands += [
-        Command("torchrun", _join(*_torchrun(ranks, ranks), *train)),
-        Command("srun", _join("srun", "--ntasks", ranks, "python", *train)),
-        Command("mpirun", _join("mpirun", "-np", ranks, "python", *train)),
-        Command("Ray", _join("python", *launch)),
-        Command(
-            "a job on a Ray cluster",
-            _join("ray", "job", "submit", "--working-dir", ".", "--", "python", *launch),
-        ),
+        Command("torchrun", _join(*_starter("torchrun", ranks, ranks), *train)),
+        Command("srun", _join(*_starter("srun", ranks), "python", *train)),
+        Command("mpirun", _join(*_starter("mpirun", ranks), "python", *train)),
+        Command("Ray", _join(*launch)),
+        Command("a job on a Ray cluster", _join(*_starter("ray job"), *launch)),
     ]
 
     # The pods of a job need a kind of device, where a machine finds its own.
     dataset = config.get("dataset", "auto")
     if dataset in _NAMED_DATA or dataset.startswith("/data/"):
-        submit = ["nanoray", "kube", "submit", *words, "--workers", str(ranks)]
+        submit = ["nanoray", "kube", "submit", *words]
         if config.get("device", "auto") == "auto":
             submit += ["--device", device]
         commands.append(Command("KubeRay", _join("python", "-m", *submit)))
     return commands
 
 
-def _torchrun(ranks: int, on_host: int) -> list[object]:
-    """Return the words that start these ranks, `on_host` of them on each host."""
+def _starter(by: str, ranks: int = 1, on_host: int = 1) -> list[object]:
+    """Return the words of a launcher before the program of its ranks, `on_host` on each host.
+
+    None for a program that is started by itself.
+    """
+    if by == "srun":
+        return ["srun", "--ntasks", ranks]
+    if by == "mpirun":
+        return ["mpirun", "-np", ranks]
+    if by == "ray job":
+        return ["ray", "job", "submit", "--working-dir", ".", "--"]
+    if by != "torchrun":
+        return []
     words: list[object] = ["torchrun"]
     hosts = -(-ranks // max(1, on_host))
     if hosts > 1:

@@ -158,8 +158,7 @@ def facts(run: RunFiles) -> dict[str, Fact]:
     max_steps = run.config.get("max_steps", 0)
     val_loss = run.last("val/loss")
     train_loss = summary.get("train_loss") or newest.get("train/loss")
-    step_ms = summary.get("step_ms")
-    first_step_s = summary.get("first_step_s")
+    _, peaks_gib = run.series("mem/peak_gib")
     precision = summary.get("precision") or run.config.get("precision", NONE)
     dataset = summary.get("dataset_note") or run.spec.get("dataset", {}).get("note", NONE)
 
@@ -169,14 +168,14 @@ def facts(run: RunFiles) -> dict[str, Fact]:
         "validation loss": Fact(_validation_loss(run), val_loss),
         "training loss": Fact(_format_loss(train_loss), train_loss),
         "speed": _speed(run),
-        "time per step": Fact(_format_known("{:.3g} ms", step_ms), step_ms),
-        "MFU": Fact(_format_known("{:.1f} %", run.last("perf/mfu")), run.last("perf/mfu")),
+        "time per step": _known("{:.3g} ms", summary.get("step_ms")),
+        "MFU": _known("{:.1f} %", run.last("perf/mfu")),
         "goodput": _goodput(run),
-        "time to the first step": Fact(_format_known("{:.2f} s", first_step_s), first_step_s),
+        "time to the first step": _known("{:.2f} s", summary.get("first_step_s")),
         "time of the last command": _total_time(summary),
         "ranks": Fact(_ranks(summary)),
         "precision": Fact(str(precision)),
-        "peak memory of rank 0": _peak_memory(run),
+        "peak memory of rank 0": _known("{:.2f} GiB", max(peaks_gib, default=None)),
         "faults": Fact(_faults(run)),
         "dataset": Fact(str(dataset)),
         "resumed from": Fact(str(summary.get("resumed_from") or NONE)),
@@ -184,11 +183,11 @@ def facts(run: RunFiles) -> dict[str, Fact]:
     }
 
 
-def _format_known(template: str, value: float | None) -> str:
-    """Format a value, or return a dash for one that is unknown or zero (not measured)."""
+def _known(template: str, value: float | None) -> Fact:
+    """Return a figure; a dash for one that is unknown or zero (not measured)."""
     if not value:
-        return NONE
-    return template.format(value)
+        return Fact(NONE)
+    return Fact(template.format(value), value)
 
 
 def _format_loss(value: float | None) -> str:
@@ -235,13 +234,6 @@ def _ranks(summary: dict[str, Any]) -> str:
     if not summary.get("world_size"):
         return NONE
     return f"{summary['world_size']} x {summary['device']}, {summary['backend']}"
-
-
-def _peak_memory(run: RunFiles) -> Fact:
-    _, peaks_gib = run.series("mem/peak_gib")
-    if not peaks_gib:
-        return Fact(NONE)
-    return Fact(f"{max(peaks_gib):.2f} GiB", max(peaks_gib))
 
 
 def _faults(run: RunFiles) -> str:
