@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from nanoray.base.atomic import read_json
 from nanoray.base.metrics import METRICS, check_record, mfu_percent, to_markdown
 from nanoray.base.text import aligned, clock, short
 from nanoray.train.watch.observers import (
@@ -192,6 +193,16 @@ def test_console_prints_one_line_per_record() -> None:
         "step  200/2000 | loss 66.7667 | val 2.5000 | lr 1.0e-03 | gnorm 1.00 | 24 ms | 32k tok/s "
         "| eta 30:00"
     )
+
+
+def test_a_file_that_is_missing_or_torn_has_no_values(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    assert read_json(path) == {}
+    for text in ('{"steps": 3', "[3]", "", "[" * 100_000):
+        path.write_text(text)
+        assert read_json(path) == {}
+    path.write_text('{"steps": 3}', encoding="utf-8-sig")
+    assert read_json(path) == {"steps": 3}
 
 
 def test_numbers_for_people() -> None:
