@@ -34,7 +34,7 @@ import argparse
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,6 @@ from nanoray.bench.ladder import (
     product_flops,
     product_lines,
     products,
-    random_tokens,
     skipped_lines,
 )
 from nanoray.bench.to_loss import RunToLoss, run_to_loss
@@ -244,28 +243,18 @@ class GPUBenchmark(Benchmark):
         # Runs, caches of compilers and tokens live in a folder that is deleted afterwards.
         with scratch_folder() as folder:
             for name in presets if arms != babies else []:
-                # No evaluation, checkpoint or TensorBoard: the ladder is about the step.
-                values = {
-                    **LADDERS[name],
-                    "out_dir": str(folder),
-                    "max_steps": 10**6,
-                    "eval_every": 0,
-                    "log_every": 5,
-                    "checkpoint_every": 0,
-                    "tensorboard": False,
-                    "device": "cuda" if gpu else "cpu",
-                    **data_flags(args),
-                }
-                # GPT-2's vocabulary matters for speed, its text does not: random tokens do.
-                if name == GPT2:
-                    values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
-                config = load_config(preset=name, overrides=values | overrides)
+                # No TensorBoard: the ladder is about the step. GPT-2's vocabulary matters for speed,
+                # its text does not: random tokens do.
+                settings = LADDERS[name] | {"log_every": 5, "tensorboard": False} | overrides
                 env = environment_of(folder, name, gpu.uuid if gpu else "")
-                device = "cuda" if gpu else "cpu"
-                ladder = Ladder(name, config, prepare(config), folder, env, device)
-                climb = GpuClimb(args, ladder, gpu)
-                with part(report, lambda climb=climb: _end_ladder(climb, report)):  # type: ignore[misc]
-                    _measure_ladder(climb, [arm for arm in BY_VALUE if arm in arms], report)
+                where = (folder, env, "cuda" if gpu else "cpu")
+                vocab_size = GPT2_TOKENS if name == GPT2 else 0
+                climb = GpuClimb.of_preset(
+                    args, report, name, *where, settings, vocab_size=vocab_size
+                )
+                climb.gpu = gpu
+                with part(report, lambda climb=climb: _end_ladder(climb)):  # type: ignore[misc]
+                    _measure_ladder(climb, [arm for arm in BY_VALUE if arm in arms])
             if babies and CHAR in presets:
                 _train_babies(args, babies, gpu, overrides, folder, report)
         _add_targets(report, presets)
@@ -284,15 +273,11 @@ class GPUBenchmark(Benchmark):
 
 
 @dataclass
-class GpuClimb:
+class GpuClimb(Ladder):
     """A ladder that is climbed rung by rung."""
 
-    args: argparse.Namespace
-    ladder: Ladder
-    gpu: Device | None  # None: the CPU
-
-    def __post_init__(self) -> None:
-        self.peaks: dict[str, float] = {}  # FLOP/s of products, by precision
+    gpu: Device | None = None  # None: the CPU
+    peaks: dict[str, float] = field(default_factory=dict)  # FLOP/s of products, by precision
 
     @property
     def left_s(self) -> float:
@@ -331,7 +316,7 @@ def before(rungs: list[str]) -> dict[str, str]:
     return {rung: of[-1] for rung, of in zip(rungs, kept, strict=True) if of}
 
 
-def _measure_ladder(climb: GpuClimb, rungs: list[str], report: Report) -> None:
+def _measure_ladder(climb: GpuClimb, rungs: list[str]) -> None:
     """Measure products of matrices in each precision, then the rungs in this order; add their rows."""
     # What the device reaches with large products is the peak that a step can be compared with.
     for precision, dtype in (("bf16", "bfloat16"), ("tf32", "float32"), ("fp32", "float32")):
@@ -340,49 +325,48 @@ def _measure_ladder(climb: GpuClimb, rungs: list[str], report: Report) -> None:
         # The aims are in bf16, and each product takes the start of a process.
         if precision != "bf16" and math.isfinite(climb.args.budget_s):
             continue
-        _measure_products(climb, precision, dtype, report)
+        _measure_products(climb, precision, dtype)
 
     for rung in rungs:
         settings = settings_at(rung)
         if settings.get("_best"):
-            settings |= _best_settings(climb, report)
+            settings |= _best_settings(climb)
         why = _reason_to_skip(climb, settings)
         if why:
-            arm = climb.ladder.arm(rung)
-            report.add(arm, TOKENS, "1/s", (), skipped=why)
+            climb.add(rung, TOKENS, "1/s", (), skipped=why)
         else:
-            _measure_rung(climb, rung, settings, report)
+            _measure_rung(climb, rung, settings)
         # A run that is cut off keeps what it has measured.
         if climb.args.json:
-            report.write(climb.args.json)
+            climb.report.write(climb.args.json)
 
 
-def _end_ladder(climb: GpuClimb, report: Report) -> None:
+def _end_ladder(climb: GpuClimb) -> None:
     """Compare the losses of the rungs that have run, and sort the rows."""
     # Only for the same model and batch
     other = [rung for rung in RUNGS if settings_at(rung).keys() & OTHER_SIZES]
-    climb.ladder.compare_losses(report, BASE, not_same=other)
+    climb.compare_losses(BASE, not_same=other)
     # The rungs ran by value; a reader climbs from the base.
-    place = {climb.ladder.arm(rung): number for number, rung in enumerate(RUNGS)}
-    report.rows.sort(key=lambda row: place.get(row.arm, -1))
+    place = {climb.arm(rung): number for number, rung in enumerate(RUNGS)}
+    climb.report.rows.sort(key=lambda row: place.get(row.arm, -1))
 
 
-def _measure_products(climb: GpuClimb, precision: str, dtype: str, report: Report) -> None:
+def _measure_products(climb: GpuClimb, precision: str, dtype: str) -> None:
     """Add the speed of large products; where they fail the ladder goes on without this peak."""
-    size = SIZES[climb.ladder.device]
+    size = SIZES[climb.device]
     name = f"{PRODUCTS} {precision}"
     values: list[float] = []
     try:
         order = products(size, dtype, tf32=precision == "tf32")
-        with RungProcesses(climb.ladder, name, [order], climb.timeout_s) as process:
+        with RungProcesses(climb, name, [order], climb.timeout_s) as process:
             blocks = _time_blocks(climb, process, 20)
         values = [product_flops(size) / block["step_ms"] * 1e3 for block in blocks]
         climb.peaks[precision] = sorted(values)[len(values) // 2]
     except ChildFailed as error:
-        report.failures.append(f"{climb.ladder.arm(name)}: {error}")
+        climb.report.failures.append(f"{climb.arm(name)}: {error}")
     found = [value / 1e12 for value in values]
     note = f"matrices of {size} x {size}"
-    report.add(climb.ladder.arm(name), PRODUCTS, "TFLOP/s", found, note)
+    climb.add(name, PRODUCTS, "TFLOP/s", found, note)
 
 
 def _time_blocks(climb: GpuClimb, process: RungProcesses, steps: int) -> list[dict[str, float]]:
@@ -395,14 +379,14 @@ def _time_blocks(climb: GpuClimb, process: RungProcesses, steps: int) -> list[di
     return [process.block(steps, climb.timeout_s) for _ in range(climb.args.rounds)]
 
 
-def _best_settings(climb: GpuClimb, report: Report) -> dict[str, Any]:
+def _best_settings(climb: GpuClimb) -> dict[str, Any]:
     """Return the fastest batch, and the changes that gained on `+ compile`; {} if that has no speed.
 
     fp8 and larger heads are left out: they are another arithmetic, and another model.
     """
     speeds = {}
     for rung in RUNGS:
-        row = report.row(climb.ladder.arm(rung), TOKENS)
+        row = climb.report.row(climb.arm(rung), TOKENS)
         if row and row.values:
             speeds[rung] = row.median
     if COMPILED not in speeds:
@@ -423,7 +407,7 @@ def _reason_to_skip(climb: GpuClimb, settings: Mapping[str, Any]) -> str | None:
     if settings.get("_best") and "_chosen" not in settings:
         return f"{COMPILED} has no speed to choose by"
     # Options that a device does not have are skipped by name, not measured as something else.
-    if climb.ladder.device == "cpu":
+    if climb.device == "cpu":
         for key, of_gpus in (
             ("precision", "tf32"),
             ("precision", "fp8"),
@@ -435,59 +419,58 @@ def _reason_to_skip(climb: GpuClimb, settings: Mapping[str, Any]) -> str | None:
                 return f"{key} = {of_gpus} is for GPUs"
     elif climb.gpu and not climb.gpu.bf16 and settings["precision"] in ("tf32", "bf16"):
         return f"a GPU older than compute capability 8 has no {settings['precision']}"
-    why = cannot_compile(climb.ladder.device) if settings["compile"] else None
+    why = cannot_compile(climb.device) if settings["compile"] else None
     return f"compile = true {why}" if why else None
 
 
-def _measure_rung(climb: GpuClimb, rung: str, settings: Mapping[str, Any], report: Report) -> None:
+def _measure_rung(climb: GpuClimb, rung: str, settings: Mapping[str, Any]) -> None:
     """Run one rung and add its rows. Its failure is recorded, and the other rungs continue."""
-    ladder = climb.ladder
     times = settings.get("_batch", 1)
-    whole = ladder.config.global_batch_size
-    micro = ladder.config.micro_batch_size or whole
+    whole = climb.config.global_batch_size
+    micro = climb.config.micro_batch_size or whole
     accum = settings.get("_accum", whole // micro)
     sizes = {"micro_batch_size": times * micro, "global_batch_size": accum * times * micro}
-    sizes["n_head"] = ladder.config.n_head // settings.get("_larger", 1)
+    sizes["n_head"] = climb.config.n_head // settings.get("_larger", 1)
     name = rung.strip("+ ()").replace(" ", "-")
-    arm = ladder.arm(rung)
+    arm = climb.arm(rung)
     # The rung trains with the real engine, in a process that answers how long blocks of steps take.
     try:
-        order = ladder.open(rung, {**settings, **sizes}, f"{ladder.name}-{name}")
-        with RungProcesses(ladder, rung, [order], climb.timeout_s) as process:
+        order = climb.open(rung, {**settings, **sizes}, f"{climb.name}-{name}")
+        with RungProcesses(climb, rung, [order], climb.timeout_s) as process:
             blocks = _time_blocks(climb, process, 3)
     except (ChildFailed, NanorayError) as error:
         if climb.gpu and "OutOfMemoryError" in str(error):
             why = f"does not fit in {climb.gpu.memory_bytes / 2**30:.0f} GiB"
-            report.add(arm, TOKENS, "1/s", (), skipped=why)
+            climb.add(rung, TOKENS, "1/s", (), skipped=why)
             return
-        report.failures.append(f"{arm}: {error}")
-        report.add(arm, TOKENS, "1/s", (), error=str(error).splitlines()[0])
+        climb.report.failures.append(f"{arm}: {error}")
+        climb.add(rung, TOKENS, "1/s", (), error=str(error).splitlines()[0])
         return
     # Tokens per second compare rungs with different batches; milliseconds would not.
-    config = ladder.configs[rung]
+    config = climb.configs[rung]
     tokens = config.global_batch_size * config.block_size
     rate = [1e3 * tokens / block["step_ms"] for block in blocks]
     say(f"{arm:<38} {blocks[-1]['step_ms']:.2f} ms, {rate[-1]:,.0f} tokens/s")
     note = f"{tokens} tokens a step"
     if "_chosen" in settings:
         note += f", {' '.join(settings['_chosen'])}"
-    report.add(arm, TOKENS, "1/s", rate, note)
+    climb.add(rung, TOKENS, "1/s", rate, note)
 
     # Shares of the device's peak: of the data sheet's, and of the one measured with products
-    flops = ladder.flops_per_token(rung)
+    flops = climb.flops_per_token(rung)
     stated = peak_flops(climb.gpu, config.precision) if climb.gpu else None
     if stated:
         shares = [100 * flops * each / stated for each in rate]
-        report.add(arm, MFU, "%", shares, "of the data sheet")
+        climb.add(rung, MFU, "%", shares, "of the data sheet")
     peak = climb.peaks.get(config.precision)
     if peak:
         shares = [100 * flops * each / peak for each in rate]
-        report.add(arm, PEAK, "%", shares, "as measured")
+        climb.add(rung, PEAK, "%", shares, "as measured")
     if blocks[-1].get("peak_bytes"):
         mib = blocks[-1]["peak_bytes"] / 2**20
-        report.add(arm, MEMORY, "MiB", mib, "most allocated")
+        climb.add(rung, MEMORY, "MiB", mib, "most allocated")
     note = "process, imports, model, compiling, warm-up"
-    report.add(arm, READY, "s", process.ready_s, note)
+    climb.add(rung, READY, "s", process.ready_s, note)
 
 
 def _train_babies(

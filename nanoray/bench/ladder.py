@@ -16,17 +16,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoray.base.atomic import read_json_lines
 from nanoray.bench.harness.figure import Panel, bars
-from nanoray.bench.harness.plan import add_data_flags, add_settings_flag
+from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, data_flags
 from nanoray.bench.harness.processes import Child, arm_environment
 from nanoray.bench.harness.report import Measurement, Report
-from nanoray.config import Config, make_config
+from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
+from nanoray.data.prepare import prepare
 from nanoray.host.host import available_cpus
 from nanoray.start.folder import open_run
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 TOKENS = "tokens"
 MEMORY = "memory"
@@ -40,6 +44,8 @@ SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2, "fp8": 5e-2}
 class Ladder:
     """One preset on one device, and the runs of its rungs."""
 
+    args: argparse.Namespace
+    report: Report
     name: str  # of the preset
     config: Config
     data: DatasetInfo
@@ -48,6 +54,35 @@ class Ladder:
     device: str  # cpu or cuda
     configs: dict[str, Config] = field(default_factory=dict)  # of the rungs that were opened
     runs: dict[str, Path] = field(default_factory=dict)  # and the folders of their runs
+
+    @classmethod
+    def of_preset(
+        cls,
+        args: argparse.Namespace,
+        report: Report,
+        name: str,
+        folder: Path,
+        env: Mapping[str, str],
+        device: str,
+        settings: Mapping[str, Any],
+        preset: str = "",
+        vocab_size: int = 0,
+    ) -> Self:
+        """Return a ladder with its configuration and data; `args` has --dataset and --data_dir.
+
+        vocab_size: of random tokens in the place of that dataset; 0: there are none.
+        """
+        # No rung may stop, evaluate or save by itself: a run lasts as long as its blocks of steps.
+        values: dict[str, Any] = {"out_dir": str(folder), "max_steps": 10**6, "device": device}
+        values |= {"eval_every": 0, "checkpoint_every": 0} | data_flags(args)
+        if vocab_size:
+            values["dataset"] = str(random_tokens(folder / "random-tokens", vocab_size))
+        config = load_config(preset=preset or name, overrides=values | dict(settings))
+        return cls(args, report, name, config, prepare(config), folder, env, device)
+
+    def add(self, rung: str, *row: Any, **more: Any) -> None:
+        """Add a row of a rung to the report: metric, unit, values and note."""
+        self.report.add(self.arm(rung), *row, **more)
 
     @property
     def threads(self) -> int:
@@ -82,7 +117,7 @@ class Ladder:
         return {r["step"]: r["train/loss"] for r in records if "train/loss" in r}
 
     def compare_losses(
-        self, report: Report, base: str, most: float = math.inf, not_same: Sequence[str] = ()
+        self, base: str, most: float = math.inf, not_same: Sequence[str] = ()
     ) -> None:
         """Add each rung's loss at the last step, up to `most`, that it and the base have logged.
 
@@ -100,7 +135,7 @@ class Ladder:
             if rung not in not_same and not config.dropout:
                 tolerance = SAME_LOSS[config.precision.partition(":")[0]]
                 wrong = int(not math.isclose(found[step], of_base[step], rel_tol=tolerance))
-            report.add(self.arm(rung), LOSS, "", found[step], f"of step {step}", wrong=wrong)
+            self.report.add(self.arm(rung), LOSS, "", found[step], f"of step {step}", wrong=wrong)
 
 
 class RungProcesses:

@@ -46,7 +46,7 @@ from nanoray.bench.harness.plan import (
     rotated,
 )
 from nanoray.bench.harness.processes import Child, ChildFailed, python_in
-from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.report import Report, Target, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names, wrong_of
 from nanoray.bench.killed import (
     DRAINED_WORLD,
@@ -381,7 +381,7 @@ class RecoveryBenchmark(Benchmark):
                 say(f"skipped  {arm}: {why}")
         if not arms:
             return
-        with planned(args, arms, slots) as (plan, stack):
+        with planned(args, report, arms, slots) as (plan, stack):
             report.conditions["recipe"] = (
                 f"preset {args.preset}, {slots.workers} ranks on {slots.kind}, a record every step, a "
                 "checkpoint every "
@@ -391,15 +391,15 @@ class RecoveryBenchmark(Benchmark):
                 between = f"one SIGKILL between steps {first} and {last}, seed {args.seed}"
                 report.conditions["kills"] = f"{kills} round(s) of {args.steps} steps, {between}"
             if kills or window_s:
-                plan.start_head(report, [arm for arm in arms if arm != TORCHRUN], stack)
+                plan.start_head([arm for arm in arms if arm != TORCHRUN], stack)
             if kills:
-                _measure_standstills(plan, report, (first, last))
+                _measure_standstills(plan, (first, last))
             if window_s:
                 report.conditions["plan of kills"] = (
                     f"{len(plan_of_kills)} in {window_s:g} s, "
                     + ", ".join(f"rank {rank} at {at:.1f} s" for at, rank in plan_of_kills)
                 )
-                _measure_goodputs(plan, report, plan_of_kills, window_s)
+                _measure_goodputs(plan, plan_of_kills, window_s)
             # The head of the other parts would take a share of the machine.
             stack.close()
             plan.head = None
@@ -409,7 +409,7 @@ class RecoveryBenchmark(Benchmark):
                     f"announced after step {args.drain_at}, killed {args.notice_s:g} s later, and "
                     f"watched for {args.watch_s:g} s more"
                 )
-                _measure_drains(plan, report)
+                _measure_drains(plan)
         _add_targets(report)
 
 
@@ -429,11 +429,10 @@ def _parse_between(args: argparse.Namespace) -> tuple[int, int]:
 
 def _repeat(
     plan: BenchPlan,
-    report: Report,
     what: str,
     rounds: int,
     once: Callable[[str, int], Kill | Drain],
-    rows_of: Callable[[BenchPlan, str, Sequence[Any]], list[Measurement]],
+    add_rows_of: Callable[[BenchPlan, str, Sequence[Any]], None],
 ) -> None:
     """Cause one fault in every arm once per round, and add the rows, however that ends.
 
@@ -443,9 +442,9 @@ def _repeat(
 
     def add_rows() -> None:
         for arm in plan.arms:
-            report.rows += rows_of(plan, arm, [] if arm in plan.broken else found[arm])
+            add_rows_of(plan, arm, [] if arm in plan.broken else found[arm])
 
-    with part(report, add_rows):
+    with part(plan.report, add_rows):
         for turn in range(rounds):
             for arm in rotated(plan.arms, turn):
                 if arm in plan.broken:
@@ -453,7 +452,7 @@ def _repeat(
                 try:
                     fault = once(arm, turn)
                 except ChildFailed as error:
-                    plan.fail(report, arm, error)
+                    plan.fail(arm, error)
                     continue
                 found[arm].append(fault)
                 say(
@@ -463,34 +462,34 @@ def _repeat(
                 )
 
 
-def _rows_of_faults(
+def _add_standstills(
     plan: BenchPlan, arm: str, faults: Sequence[Kill | Drain], key: str, metric: str, note: str
-) -> Measurement:
-    """Return the row of an arm's standstills, with all that is known of each fault."""
+) -> None:
+    """Add the row of an arm's standstills, with all that is known of each fault."""
     wrong = sum(fault.wrong for fault in faults) if faults else None
     raw = {key: [fault._asdict() for fault in faults]}
     seconds = [fault.standstill_s for fault in faults]
-    return plan.row(arm, metric, "s", seconds, note, wrong=wrong, extra=raw)
+    plan.add(arm, metric, "s", seconds, note, wrong=wrong, extra=raw)
 
 
 # Part one: single kills.
 
 
-def _measure_standstills(plan: BenchPlan, report: Report, between: tuple[int, int]) -> None:
+def _measure_standstills(plan: BenchPlan, between: tuple[int, int]) -> None:
     """Kill a rank of every arm once per round, and add the rows."""
 
     # Losses of a run without kills, which every later run must repeat.
-    reference = _train_reference(plan, report)
+    reference = _train_reference(plan)
 
     def once(arm: str, turn: int) -> Kill:
         # The same moment and rank for all arms of a round
         moment = random.Random(f"{plan.args.seed}/{turn}").uniform(*between)
         return _kill_once(plan, arm, turn, (moment, turn % plan.slots.workers), reference)
 
-    _repeat(plan, report, "kill", plan.args.kills, once, _rows_of_kills)
+    _repeat(plan, "kill", plan.args.kills, once, _add_kills)
 
 
-def _train_reference(plan: BenchPlan, report: Report) -> dict[int, float]:
+def _train_reference(plan: BenchPlan) -> dict[int, float]:
     """Return step -> loss of a run without kills, by the first arm that completes one."""
     for arm in plan.arms:
         if arm in plan.broken:
@@ -500,7 +499,7 @@ def _train_reference(plan: BenchPlan, report: Report) -> dict[int, float]:
                 run.finish(plan.args.timeout_s)
                 return run.losses()
         except ChildFailed as error:
-            plan.fail(report, arm, error)
+            plan.fail(arm, error)
             shutil.rmtree(plan.folder / "reference")
     return {}
 
@@ -546,35 +545,31 @@ def _kill_once(
     return Kill(turn, rank, back.step, back.standstill_s, noticed_s, back.repeated, wrong)
 
 
-def _rows_of_kills(plan: BenchPlan, arm: str, kills: Sequence[Kill]) -> list[Measurement]:
-    note = "kill to the next new step"
-    rows = [_rows_of_faults(plan, arm, kills, "kills", STANDSTILL, note)]
+def _add_kills(plan: BenchPlan, arm: str, kills: Sequence[Kill]) -> None:
+    _add_standstills(plan, arm, kills, "kills", STANDSTILL, "kill to the next new step")
     if kills:
         noticed = [kill.noticed_s for kill in kills if kill.noticed_s is not None]
         skipped = "" if noticed else "its log does not say"
-        rows.append(plan.row(arm, NOTICED, "s", noticed, skipped=skipped))
-        rows.append(plan.row(arm, REPEATED, "steps", [float(kill.repeated) for kill in kills]))
-    return rows
+        plan.add(arm, NOTICED, "s", noticed, skipped=skipped)
+        plan.add(arm, REPEATED, "steps", [float(kill.repeated) for kill in kills])
 
 
 # Part two: a plan of kills.
 
 
-def _measure_goodputs(
-    plan: BenchPlan, report: Report, kills: list[tuple[float, int]], window_s: float
-) -> None:
+def _measure_goodputs(plan: BenchPlan, kills: list[tuple[float, int]], window_s: float) -> None:
     """Run every arm once under the same plan of kills, and add the rows."""
 
     # Each arm runs alone: the machine has room for one set of ranks.
     for arm in plan.arms:
         if arm in plan.broken:
-            report.add(arm, GOODPUT, "%", (), error=SEE_FAILED)
+            plan.add(arm, GOODPUT, "%", ())
             continue
         try:
             found, hits = _train_under_kills(plan, arm, kills, window_s)
         except ChildFailed as error:
-            plan.fail(report, arm, error)
-            report.add(arm, GOODPUT, "%", (), error=SEE_FAILED)
+            plan.fail(arm, error)
+            plan.add(arm, GOODPUT, "%", ())
             continue
         say(f"goodput  {arm:<12}  {found.percent:.1f} %  {sum(hits)} of {len(kills)} kills hit")
 
@@ -583,10 +578,10 @@ def _measure_goodputs(
             "kills": [[at, rank, hit] for (at, rank), hit in zip(kills, hits, strict=True)]
         }
         note = f"{found.useful} new steps in {window_s:g} s, {found.clean_per_s:.1f} steps/s without kills"
-        report.add(arm, GOODPUT, "%", found.percent, note, extra=raw)
+        plan.add(arm, GOODPUT, "%", found.percent, note, extra=raw)
         missed = "" if all(hits) else "the others met a rank that was down already"
-        report.add(arm, HITS, f"of {len(kills)}", sum(hits), missed)
-        report.add(arm, REDONE, "steps", found.repeated)
+        plan.add(arm, HITS, f"of {len(kills)}", sum(hits), missed)
+        plan.add(arm, REDONE, "steps", found.repeated)
 
 
 def _train_under_kills(
@@ -621,7 +616,7 @@ def _train_under_kills(
 # Part three: drained nodes.
 
 
-def _measure_drains(plan: BenchPlan, report: Report) -> None:
+def _measure_drains(plan: BenchPlan) -> None:
     """Take a node away from every arm once per round, after a notice, and add the rows."""
     args = plan.args
     arms = [arm for arm in DRAINED_ARMS if arm in plan.arms]
@@ -643,13 +638,13 @@ def _measure_drains(plan: BenchPlan, report: Report) -> None:
             def once(arm: str, turn: int) -> Drain:
                 return _drain_once(there, cluster, arm, turn, reference)
 
-            _repeat(there, report, "drain", args.drains, once, _rows_of_drains)
+            _repeat(there, "drain", args.drains, once, _add_drains)
     except ChildFailed as error:
-        report.failures.append(f"drained nodes: {error}")
+        plan.report.failures.append(f"drained nodes: {error}")
         say(f"FAILED  drained nodes: {error}")
         for arm in arms:
-            if report.row(arm, DRAIN_STANDSTILL) is None:
-                report.add(arm, DRAIN_STANDSTILL, "s", (), error=SEE_FAILED)
+            if plan.report.row(arm, DRAIN_STANDSTILL) is None:
+                plan.report.add(arm, DRAIN_STANDSTILL, "s", (), error=SEE_FAILED)
 
 
 def _drain_once(
@@ -667,14 +662,13 @@ def _drain_once(
     return Drain(turn, rank, pause.step, pause.seconds, pause.repeated, pause.end, wrong)
 
 
-def _rows_of_drains(plan: BenchPlan, arm: str, drains: Sequence[Drain]) -> list[Measurement]:
+def _add_drains(plan: BenchPlan, arm: str, drains: Sequence[Drain]) -> None:
     note = "longest time without a new step, from the notice on"
-    rows = [_rows_of_faults(plan, arm, drains, "drains", DRAIN_STANDSTILL, note)]
+    _add_standstills(plan, arm, drains, "drains", DRAIN_STANDSTILL, note)
     if drains:
-        rows.append(plan.row(arm, DRAIN_REPEATED, "steps", [float(d.repeated) for d in drains]))
+        plan.add(arm, DRAIN_REPEATED, "steps", [float(d.repeated) for d in drains])
         over = "from the notice to the end of the standstill"
-        rows.append(plan.row(arm, DRAIN_AFTER, "s", [drain.after_s for drain in drains], over))
-    return rows
+        plan.add(arm, DRAIN_AFTER, "s", [drain.after_s for drain in drains], over)
 
 
 def _add_targets(report: Report) -> None:

@@ -39,12 +39,11 @@ from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, with_values
 from nanoray.bench.harness.plan import (
     chosen,
-    data_flags,
     rotated,
     settings_of,
 )
 from nanoray.bench.harness.processes import Child, ChildFailed, scratch_folder
-from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.report import Report, Target, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.ladder import (
     LOSS,
@@ -61,12 +60,9 @@ from nanoray.bench.ladder import (
     product_flops,
     product_lines,
     products,
-    random_tokens,
     skipped_lines,
 )
 from nanoray.bench.peers.nanogpt import NanoGPT
-from nanoray.config import load_config
-from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 from nanoray.host.choose import BF16_UNITS, cannot_compile
 from nanoray.host.host import available_cpus, available_memory_bytes, cpu_features
@@ -223,11 +219,11 @@ class StepBenchmark(Benchmark):
         # not fit.
         for name in presets:
             with scratch_folder() as folder, ExitStack() as stack:
-                climb = Climb(args, _ladder_of(args, name, overrides, folder))
+                climb = _prepare(args, report, name, overrides, folder)
                 wanted = [arm for arm in LADDERS[name].rungs if arm in arms]
-                with part(report, lambda climb=climb: _add_rows(climb, report)):  # type: ignore[misc]
-                    _start_all(climb, wanted, report, stack)
-                    _run_rounds(climb, report)
+                with part(report, lambda climb=climb: _add_rows(climb)):  # type: ignore[misc]
+                    _start_all(climb, wanted, stack)
+                    _run_rounds(climb)
 
     def notes(self, report: Report) -> list[str]:
         """Return the products, the ratios to two ranks, and the arms that were left out."""
@@ -244,11 +240,9 @@ class StepBenchmark(Benchmark):
 
 
 @dataclass
-class Climb:
-    """What one ladder has started and found."""
+class Climb(Ladder):
+    """A ladder of which all rungs stay alive, with what was started and found."""
 
-    args: argparse.Namespace
-    ladder: Ladder
     ranks: dict[str, RungProcesses] = field(default_factory=dict)
     ready_s: dict[str, list[float]] = field(default_factory=dict)
     step_ms: dict[str, list[float]] = field(default_factory=dict)
@@ -258,61 +252,42 @@ class Climb:
 
     @property
     def rungs(self) -> tuple[str, ...]:
-        return LADDERS[self.ladder.name].rungs
+        return LADDERS[self.name].rungs
 
-    def fail(self, report: Report, arm: str, error: Exception) -> None:
+    def fail(self, arm: str, error: Exception) -> None:
         """Note that an arm has failed, and end it; the others go on."""
-        self.failed[arm] = f"{self.ladder.arm(arm)}: {error}"
-        report.failures.append(self.failed[arm])
+        self.failed[arm] = f"{self.arm(arm)}: {error}"
+        self.report.failures.append(self.failed[arm])
         if arm in self.ranks:
             self.ranks.pop(arm).end()
 
-    def row(
-        self, arm: str, metric: str, unit: str, values: list[float], note: str = "", **extra: Any
-    ) -> Measurement:
-        """Return a row of an arm, with the reason where it failed or was skipped."""
-        failed = self.failed.get(arm, "")
-        return Measurement(
-            self.ladder.arm(arm),
-            metric,
-            unit,
-            tuple(values),
-            note,
-            error=failed,
-            skipped="" if failed else self.skipped.get(arm, ""),
-            extra=extra,
-        )
+    def add(self, rung: str, *row: Any, **more: Any) -> None:
+        """Add a row of a rung, with the reason where it failed or was skipped."""
+        more["error"] = self.failed.get(rung, "")
+        if not more["error"]:
+            more["skipped"] = self.skipped.get(rung, "")
+        super().add(rung, *row, **more)
 
 
-def _ladder_of(
-    args: argparse.Namespace, name: str, overrides: dict[str, str], folder: Path
-) -> Ladder:
+def _prepare(
+    args: argparse.Namespace, report: Report, name: str, overrides: dict[str, str], folder: Path
+) -> Climb:
     """Return the ladder of one preset, with its configuration and data."""
-
-    # No arm may stop, evaluate or save by itself: a run lasts as long as its blocks of steps
-    # need. Random tokens log every step, because so large a model does only a few of them.
+    # Random tokens log every step, because so large a model does only a few of them.
     own = LADDERS[name]
-    fixed = {"out_dir": str(folder), "max_steps": 10**6, "eval_every": 0, "checkpoint_every": 0}
-    fixed |= {"log_every": 1 if own.tokens else 5}
-    fixed |= {"device": "cpu", "precision": "fp32", "hash_every": 0, "tensorboard": False}
-
-    # The flags of the command line come last and win.
-    values = {**own.settings, **fixed, **data_flags(args), **overrides}
-    if own.tokens:
-        values["dataset"] = str(random_tokens(folder / "random-tokens", own.tokens))
-    config = load_config(preset=name, overrides=values)
-
+    settings = {**own.settings, "precision": "fp32", "log_every": 1 if own.tokens else 5}
+    settings |= {"hash_every": 0, "tensorboard": False} | overrides
     # No arm may see a GPU.
     env = environment_of(folder, name)
-    return Ladder(name, config, prepare(config), folder, env, "cpu")
+    return Climb.of_preset(args, report, name, folder, env, "cpu", settings, vocab_size=own.tokens)
 
 
-def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) -> None:
+def _start_all(climb: Climb, arms: list[str], stack: ExitStack) -> None:
     """Start every arm, and the products; wait until each is ready for its first step."""
 
     # Skip the ladder before the machine swaps: a swapping arm measures the disk. With --set the
     # model may be any size, and this estimate says nothing about it.
-    name = climb.ladder.name
+    name = climb.name
     need = GIB_PER_ARM * len({*arms} - {PEER}) if LADDERS[name].tokens else 0.0
     free = available_memory_bytes() / 2**30
     if need > free and not climb.args.settings:
@@ -324,7 +299,7 @@ def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) 
 
     # The ceiling of `of peak`.
     for dtype in ("float32", "bfloat16"):
-        _start(climb, report, stack, f"{PRODUCTS} {dtype}", [products(_size_of(dtype), dtype)])
+        _start(climb, stack, f"{PRODUCTS} {dtype}", [products(_size_of(dtype), dtype)])
 
     # Only what this machine can run is started; the rest appears in the report with its
     # reason.
@@ -340,12 +315,12 @@ def _start_all(climb: Climb, arms: list[str], report: Report, stack: ExitStack) 
         if reason:
             climb.skipped[arm] = f"compile = true {reason}"
             continue
-        say(f"start  {climb.ladder.arm(arm)}")
-        _start(climb, report, stack, arm, _orders_of(climb, arm))
+        say(f"start  {climb.arm(arm)}")
+        _start(climb, stack, arm, _orders_of(climb, arm))
         # Once more, from the cache that the first start has left
         if arm == "compile" and arm in climb.ranks:
             climb.ranks.pop(arm).end()
-            _start(climb, report, stack, arm, _orders_of(climb, arm))
+            _start(climb, stack, arm, _orders_of(climb, arm))
 
 
 def _size_of(dtype: str) -> int:
@@ -359,7 +334,7 @@ def _orders_of(climb: Climb, arm: str) -> list[dict[str, Any]]:
     # `compile` opens a second run, which needs a name of its own.
     name = arm.replace(" + ", "-").replace(" ", "-") + f"-{len(climb.ready_s.get(arm, []))}"
     ranks = how.get("_ranks", 1)
-    order = climb.ladder.open(arm, how, name) | {"world": ranks}
+    order = climb.open(arm, how, name) | {"world": ranks}
     order |= {"pinned": how.get("_pinned"), "keep_memory": how.get("_keep")}
     if how.get("_eager"):
         order["arm"] = "plain"
@@ -368,29 +343,26 @@ def _orders_of(climb: Climb, arm: str) -> list[dict[str, Any]]:
     return [order | {"rank": rank} for rank in range(ranks)]
 
 
-def _start(
-    climb: Climb, report: Report, stack: ExitStack, arm: str, orders: list[dict[str, Any]]
-) -> None:
+def _start(climb: Climb, stack: ExitStack, arm: str, orders: list[dict[str, Any]]) -> None:
     """Start the processes of an arm; record the seconds until they are ready for a step."""
     try:
-        ranks = RungProcesses(climb.ladder, arm, orders, climb.args.timeout_s)
+        ranks = RungProcesses(climb, arm, orders, climb.args.timeout_s)
     except ChildFailed as error:
-        climb.fail(report, arm, error)
+        climb.fail(arm, error)
         return
     climb.ranks[arm] = stack.enter_context(ranks)
     climb.ready_s.setdefault(arm, []).append(ranks.ready_s)
 
 
-def _run_rounds(climb: Climb, report: Report) -> None:
+def _run_rounds(climb: Climb) -> None:
     """Let all arms run one block after the other, round by round in rotating order."""
 
     # nanoGPT's script cannot run block by block: it starts anew in each round and warms up by
     # itself.
     args = climb.args
-    ladder = climb.ladder
     peer = None
     if args.nanogpt and PEER in climb.rungs and PEER in chosen(args.arms, ARMS):
-        peer = NanoGPT(args.nanogpt, ladder.config, ladder.data, ladder.folder)
+        peer = NanoGPT(args.nanogpt, climb.config, climb.data, climb.folder)
 
     # An arm that fails leaves the rotation, and the others go on.
     arms = [*climb.ranks, *([PEER] if peer else [])]
@@ -403,11 +375,11 @@ def _run_rounds(climb: Climb, report: Report) -> None:
             try:
                 if peer and arm == PEER:
                     steps = max(LEAST_OF_PEER, climb.steps)
-                    ms = peer.step_ms(steps, ladder.env, args.timeout_s)
+                    ms = peer.step_ms(steps, climb.env, args.timeout_s)
                 else:
                     ms = _time_block(climb, arm)
             except ChildFailed as error:
-                climb.fail(report, arm, error)
+                climb.fail(arm, error)
                 continue
             settled = ms if arm == BASE else settled
             if turn >= 0:
@@ -417,7 +389,7 @@ def _run_rounds(climb: Climb, report: Report) -> None:
         # same for all arms, so that a slow minute of the machine hits all of them.
         if turn < 0 and settled and not args.quick:
             climb.steps = max(1, round(BLOCK_MS / settled))
-        say(f"round {turn + 1}/{args.rounds}  {ladder.name}  {BASE} {settled:.1f} ms")
+        say(f"round {turn + 1}/{args.rounds}  {climb.name}  {BASE} {settled:.1f} ms")
 
 
 def _time_block(climb: Climb, arm: str) -> float:
@@ -440,18 +412,17 @@ def _peak_resident_bytes(child: Child) -> int:
     return 0
 
 
-def _add_rows(climb: Climb, report: Report) -> None:
+def _add_rows(climb: Climb) -> None:
     """Add the rows and targets of one ladder, while its processes live."""
-    ladder = climb.ladder
     # The FLOP/s that the products reached on this machine.
     peaks: dict[str, list[float]] = {}
     for precision, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
         arm = f"{PRODUCTS} {dtype}"
         size = _size_of(dtype)
         peaks[precision] = [product_flops(size) / ms / 1e6 for ms in climb.step_ms.get(arm, [])]
-        note = f"matrices of {size} x {size}, {ladder.threads} thread(s)"
-        report.rows.append(climb.row(arm, PRODUCTS, "GFLOP/s", peaks[precision], note))
-    config = ladder.config
+        note = f"matrices of {size} x {size}, {climb.threads} thread(s)"
+        climb.add(arm, PRODUCTS, "GFLOP/s", peaks[precision], note)
+    config = climb.config
     tokens = config.global_batch_size * config.block_size
     what = f"{config.global_batch_size} sequences of {config.block_size} tokens, blocks of {climb.steps}"
 
@@ -460,28 +431,28 @@ def _add_rows(climb: Climb, report: Report) -> None:
         if arm not in (*climb.step_ms, *climb.failed, *climb.skipped):
             continue
         rate = [1e3 * tokens / ms for ms in climb.step_ms.get(arm, [])]
-        report.rows.append(climb.row(arm, TOKENS, "1/s", rate, what))
+        climb.add(arm, TOKENS, "1/s", rate, what)
         if not rate:
             continue
         precision = str(RUNGS.get(arm, {}).get("precision", "fp32"))
-        flops = ladder.flops_per_token(BASE)
+        flops = climb.flops_per_token(BASE)
         of_peak = zip(rate, peaks[precision], strict=False)
         shares = [100 * flops * each / (1e9 * peak) for each, peak in of_peak]
-        report.rows.append(climb.row(arm, PEAK, "%", shares, f"of products in {precision}"))
+        climb.add(arm, PEAK, "%", shares, f"of products in {precision}")
 
         # nanoGPT runs once per round and is gone at the end: it has no memory and no start to
         # report.
         if arm in climb.ranks:
             mib = sum(map(_peak_resident_bytes, climb.ranks[arm].children)) / 2**20
-            report.rows.append(climb.row(arm, MEMORY, "MiB", [mib], "most resident, all ranks"))
+            climb.add(arm, MEMORY, "MiB", mib, "most resident, all ranks")
             cold, *again = climb.ready_s[arm]
             note = f"from a cache {again[0]:.1f} s" if again else "process, imports, model, warm-up"
             cached = {"cached_s": again[0]} if again else {}
-            report.rows.append(climb.row(arm, READY, "s", [cold], note, **cached))
+            climb.add(arm, READY, "s", cold, note, extra=cached)
 
     # The base has the samples of all arms; only the order of sums differs.
-    ladder.compare_losses(report, BASE, LOSS_STEP)
-    add_targets(report, [ladder.name])
+    climb.compare_losses(BASE, LOSS_STEP)
+    add_targets(climb.report, [climb.name])
 
 
 def add_targets(report: Report, presets: list[str]) -> None:

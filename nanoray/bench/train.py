@@ -44,7 +44,6 @@ from nanoray.bench.harness.plan import (
     BenchPlan,
     add_training_flags,
     chosen,
-    data_flags,
     planned,
     rotated,
 )
@@ -52,8 +51,6 @@ from nanoray.bench.harness.processes import ChildFailed, python_in, session_memb
 from nanoray.bench.harness.report import Report, Target, say
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.ladder import Ladder, RungProcesses
-from nanoray.config import load_config
-from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
@@ -194,25 +191,25 @@ class TrainBenchmark(Benchmark):
 
         # All arms get the same devices, chosen once, so that no launcher can choose better ones.
         slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
-        with planned(args, arms, slots) as (plan, stack):
+        with planned(args, report, arms, slots) as (plan, stack):
             recipe = (
                 f"preset {args.preset}, {args.steps} steps, {slots.workers} rank(s), {plan.note}"
             )
             report.conditions["recipe"] = recipe
-            plan.start_head(report, [arm for arm in arms if arm in ON_CLUSTER], stack)
+            plan.start_head([arm for arm in arms if arm in ON_CLUSTER], stack)
 
             # The parts run one after the other and never beside one another: they share the
             # cores.
-            _measure_idle_head(plan, report)
-            _measure_launchers(plan, report)
-            _measure_loops(plan, report, NARROW, {})
-            _measure_loops(plan, report, WIDE, WIDTH_384)
-            _measure_loops(plan, report, tuple(TRACED), {})
-            _add_communication_rows(plan, report)
+            _measure_idle_head(plan)
+            _measure_launchers(plan)
+            _measure_loops(plan, NARROW, {})
+            _measure_loops(plan, WIDE, WIDTH_384)
+            _measure_loops(plan, tuple(TRACED), {})
+            _add_communication_rows(plan)
         _add_targets(report)
 
 
-def _measure_idle_head(plan: BenchPlan, report: Report) -> None:
+def _measure_idle_head(plan: BenchPlan) -> None:
     """Measure what the Ray head costs when it has nothing to do."""
     if plan.head is None:
         return
@@ -227,10 +224,10 @@ def _measure_idle_head(plan: BenchPlan, report: Report) -> None:
     seconds = time.monotonic() - start
     if after:
         busy = 100 * sum(after[pid] - before.get(pid, 0.0) for pid in after) / seconds
-        report.add("idle Ray head", "CPU use", "% of a core", busy, "it runs beside every arm")
+        plan.add("idle Ray head", "CPU use", "% of a core", busy, "it runs beside every arm")
 
 
-def _measure_launchers(plan: BenchPlan, report: Report) -> None:
+def _measure_launchers(plan: BenchPlan) -> None:
     """Run the launchers, round by round, and add their rows."""
     arms = [arm for arm in plan.arms if arm in LAUNCHERS]
     steps = plan.args.steps
@@ -240,7 +237,7 @@ def _measure_launchers(plan: BenchPlan, report: Report) -> None:
     recipe = plan.recipe({"max_steps": steps, "checkpoint_every": 0, "log_every": 10})
 
     # Rounds in rotating order: a slow minute of the machine, or a cold cache, hits no arm always.
-    with part(report, lambda: _add_launcher_rows(plan, report, found)):
+    with part(plan.report, lambda: _add_launcher_rows(plan, found)):
         for turn in range(plan.args.rounds):
             for arm in rotated(arms, turn):
                 if arm in plan.broken:
@@ -248,9 +245,8 @@ def _measure_launchers(plan: BenchPlan, report: Report) -> None:
                 argv = command(
                     arm, plan.slots.workers, recipe, plan.address, python_in(plan.folder)
                 )
-                head = plan.head
+                head = plan.head if arm in ON_CLUSTER else None
                 try:
-                    head = head if arm in ON_CLUSTER else None
                     run = run_once(
                         argv,
                         plan.env,
@@ -260,7 +256,7 @@ def _measure_launchers(plan: BenchPlan, report: Report) -> None:
                         head,
                     )
                 except ChildFailed as error:
-                    plan.fail(report, arm, error)
+                    plan.fail(arm, error)
                     continue
                 found[arm].append(run)
                 say(
@@ -271,7 +267,7 @@ def _measure_launchers(plan: BenchPlan, report: Report) -> None:
                 )
 
 
-def _add_launcher_rows(plan: BenchPlan, report: Report, found: dict[str, list[Moments]]) -> None:
+def _add_launcher_rows(plan: BenchPlan, found: dict[str, list[Moments]]) -> None:
     """Add the rows of the rounds that all launchers have run."""
     # A broken arm keeps only the rows that carry its error.
     for name, (metric, unit) in METRICS.items():
@@ -283,7 +279,7 @@ def _add_launcher_rows(plan: BenchPlan, report: Report, found: dict[str, list[Mo
                     # Without the value of one round the other rounds would no longer pair up
                     values = []
                     reason = TOO_SHORT if unit == "ms" else NOT_LOGGED
-                report.rows.append(plan.row(arm, metric, unit, values, skipped=reason))
+                plan.add(arm, metric, unit, values, skipped=reason)
 
     # All launchers train the same recipe with the same seed, so their losses must agree.
     last = {
@@ -292,14 +288,12 @@ def _add_launcher_rows(plan: BenchPlan, report: Report, found: dict[str, list[Mo
     for arm, loss in last.items():  # wrong results, fast, are no results
         reference = next(iter(last.values()))
         if abs(loss - reference) > SAME_LOSS * abs(reference):
-            report.failures.append(
+            plan.report.failures.append(
                 f"{arm}: wrong: loss {loss:.4f} after {plan.args.steps} steps, others {reference:.4f}"
             )
 
 
-def _measure_loops(
-    plan: BenchPlan, report: Report, group: tuple[str, ...], shape: dict[str, int]
-) -> None:
+def _measure_loops(plan: BenchPlan, group: tuple[str, ...], shape: dict[str, int]) -> None:
     """Run blocks of steps of each arm of a group in turn, and add their step times."""
     arms = [arm for arm in plan.arms if arm in group]
     if not arms:
@@ -321,7 +315,7 @@ def _measure_loops(
                 found[arm] = [_time_block(ranks[arm], 5 if not shape else 1, timeout_s)]
                 say(f"warm  {arm:<13} {found[arm][0][0]:.1f} ms")
             except ChildFailed as error:
-                plan.fail(report, arm, error)
+                plan.fail(arm, error)
 
         # A block of the fastest arm takes about a second; all arms do as many steps.
         fastest_ms = min((values[0][0] for values in found.values() if values), default=1000.0)
@@ -339,24 +333,22 @@ def _measure_loops(
             for arm in arms:
                 counted = found[arm][1 + settle :]
                 times = [step for step, _ in counted]
-                report.rows.append(plan.row(arm, "compute: step", "ms", times, note))
+                plan.add(arm, "compute: step", "ms", times, note)
                 if traced:
                     cpu = [cpu for _, cpu in counted]
-                    report.rows.append(
-                        plan.row(arm, CPU_TIME, "ms", cpu, "all threads of both ranks")
-                    )
+                    plan.add(arm, CPU_TIME, "ms", cpu, "all threads of both ranks")
 
-        with part(report, add_rows):
+        with part(plan.report, add_rows):
             for turn in range(-settle, blocks):
                 for arm in rotated(arms, turn):
                     try:
                         if arm not in plan.broken:
                             found[arm].append(_time_block(ranks[arm], steps, timeout_s))
                     except ChildFailed as error:
-                        plan.fail(report, arm, error)
+                        plan.fail(arm, error)
 
 
-def _add_communication_rows(plan: BenchPlan, report: Report) -> None:
+def _add_communication_rows(plan: BenchPlan) -> None:
     """Add what the traced arms found out about their collectives: one value per record of the run."""
     for arm in TRACED:
         if arm == "untraced" or arm not in plan.arms or arm in plan.broken:
@@ -368,31 +360,23 @@ def _add_communication_rows(plan: BenchPlan, report: Report) -> None:
         for metric, (name, unit) in COMM.items():
             values = [r[metric] for r in records if metric in r]
             if values:  # a short run has no A/B comparison
-                report.rows.append(
-                    plan.row(arm, name, unit, values, "of a step, as the run itself recorded it")
-                )
+                plan.add(arm, name, unit, values, "of a step, as the run itself recorded it")
 
 
 def _start_arm(plan: BenchPlan, arm: str, shape: dict[str, int]) -> RungProcesses:
     """Start the processes of an arm, ready for their first step. Raises ChildFailed."""
     world = 2 if arm in ("engine-2", *TRACED) else 1
 
-    # Neither evaluation nor checkpoint, and no end: the blocks decide how long a run lasts.
-    values = {
-        "out_dir": str(plan.folder),
-        "max_steps": 10**6,
-        "eval_every": 0,
-        "checkpoint_every": 0,
-    }
-    values |= {"log_every": 10, "device": "cpu", "timeout_s": plan.args.timeout_s} | shape
     # As the baseline's: loops are compared here, number formats in `bench step`
-    values |= {"precision": "fp32"}
-    values |= data_flags(plan.args) | {"comm_trace": TRACED.get(arm, "off")}
-    config = load_config(preset=plan.args.loop_preset, overrides=values)
+    values = {"precision": "fp32", "log_every": 10, "timeout_s": plan.args.timeout_s} | shape
+    values["comm_trace"] = TRACED.get(arm, "off")
 
     # No arm sees a GPU.
     env = plan.env | {"CUDA_VISIBLE_DEVICES": ""}
-    ladder = Ladder("loops", config, prepare(config), plan.folder, env, "cpu")
+    where = (plan.folder, env, "cpu")
+    ladder = Ladder.of_preset(
+        plan.args, plan.report, "loops", *where, values, plan.args.loop_preset
+    )
     order = ladder.open(arm, {}, arm) | {"world": world}
     if arm.startswith("baseline"):
         order["arm"] = "plain"

@@ -32,7 +32,7 @@ from nanoray.bench.gpu import (
     settings_at,
 )
 from nanoray.bench.harness.report import Measurement, Report
-from nanoray.bench.ladder import LOSS, PRODUCTS, TOKENS, Ladder
+from nanoray.bench.ladder import LOSS, PRODUCTS, TOKENS
 from nanoray.errors import ConfigError
 
 TINY = "n_layer=1,n_head=2,n_embd=16,block_size=16,dropout=0.0,target_loss=9.0,max_steps=40,eval_every=20,compile=false"
@@ -193,24 +193,23 @@ def test_what_cannot_be_measured_is_refused(
     assert re.search(re.escape(message), capsys.readouterr().err)
 
 
-def ladder_of(budget_s: float = 1e9) -> gpu.GpuClimb:
+def ladder_of(report: Report, budget_s: float = 1e9) -> gpu.GpuClimb:
     now = time.monotonic()
     args = argparse.Namespace(deadline=now + budget_s, budget_s=budget_s, json=None)
     anything: Any = None
-    ladder = Ladder("gpt2-124m", anything, anything, Path(), {}, "cpu")
-    return gpu.GpuClimb(args, ladder, None)
+    return gpu.GpuClimb(args, report, "gpt2-124m", anything, anything, Path(), {}, "cpu")
 
 
 def test_the_best_rung_has_the_fastest_batch_and_what_gained() -> None:
     report = Report("gpu", {"device": "NVIDIA H100 80GB HBM3"})
-    assert gpu._best_settings(ladder_of(), report) == {}
+    assert gpu._best_settings(ladder_of(report)) == {}
     speeds = {COMPILED: 100.0, CUDNN: 104.0, GRAPHS: 100.5, "+ batch x 2": 120.0}
     for rung, speed in speeds.items():
         report.rows.append(Measurement(f"gpt2-124m: {rung}", TOKENS, "1/s", (speed,) * 5))
     report.rows.append(
         Measurement("gpt2-124m: + batch x 4", TOKENS, "1/s", (), skipped="does not fit")
     )
-    assert gpu._best_settings(ladder_of(), report) == {
+    assert gpu._best_settings(ladder_of(report)) == {
         "_batch": 2,
         "attention": "cudnn",
         "_chosen": ["+ batch x 2", CUDNN],
@@ -218,9 +217,9 @@ def test_the_best_rung_has_the_fastest_batch_and_what_gained() -> None:
 
 
 def test_a_rung_without_time_left_is_skipped_by_name() -> None:
-    why = gpu._reason_to_skip(ladder_of(0), settings_at(BASE))
-    assert why == "no time was left of budget_s = 0"
     report = Report("gpu", {"device": "cpu"})
+    why = gpu._reason_to_skip(ladder_of(report, 0), settings_at(BASE))
+    assert why == "no time was left of budget_s = 0"
     gpu._add_baby(BABY, [], "", 1.47, "shakespeare", argparse.Namespace(budget_s=0), report)
     assert report.rows[0].skipped == "no time was left of budget_s = 0"
     assert not report.failed

@@ -18,7 +18,8 @@ BASE = {"micro_batch_size": 2, "device": "cuda", "dropout": 0.0}
 def climbed(folder: Path, rungs: dict[str, tuple[dict[str, Any], dict[int, float]]]) -> Ladder:
     """Return a ladder whose rungs have logged these losses by step."""
     anything: Any = None
-    ladder = Ladder("tiny", make_config(BASE), anything, folder, {}, "cuda")
+    report = Report("gpu", {})
+    ladder = Ladder(anything, report, "tiny", make_config(BASE), anything, folder, {}, "cuda")
     for rung, (settings, losses) in rungs.items():
         ladder.configs[rung] = make_config(BASE | settings)
         ladder.runs[rung] = folder / rung
@@ -39,8 +40,9 @@ def test_a_loss_that_is_not_the_bases_is_wrong_to_what_the_precision_allows(tmp_
         "dropped": ({"precision": "fp32", "dropout": 0.1}, {5: 9.0}),
         "plain loop": ({"precision": "fp32"}, {}),
     }
-    report = Report("step", {})
-    climbed(tmp_path, rungs).compare_losses(report, "base", most=12, not_same=["larger"])
+    ladder = climbed(tmp_path, rungs)
+    ladder.compare_losses("base", most=12, not_same=["larger"])
+    report = ladder.report
     assert {row.arm: (row.median, row.note, row.wrong) for row in report.rows} == {
         "tiny: base": (2.0, "of step 10", 0),
         "tiny: far": (2.01, "of step 10", 1),
@@ -54,8 +56,9 @@ def test_a_loss_that_is_not_the_bases_is_wrong_to_what_the_precision_allows(tmp_
 
 
 def test_without_a_base_nothing_is_compared(tmp_path: Path) -> None:
-    report = Report("step", {})
-    climbed(tmp_path, {"bf16": ({}, {5: 3.0})}).compare_losses(report, "base")
+    ladder = climbed(tmp_path, {"bf16": ({}, {5: 3.0})})
+    ladder.compare_losses("base")
+    report = ladder.report
     assert not report.rows
 
 

@@ -285,8 +285,8 @@ def test_a_line_per_arm() -> None:
 def test_an_interrupted_benchmark_keeps_the_kills_of_before(tmp_path: Path) -> None:
     """An arm that has failed reports its error, and none of the kills that it survived."""
     slots = Slots("cpu", (), 2, "ranks on CPUs")
-    plan = BenchPlan(argparse.Namespace(), ["in_place", "restart"], slots, tmp_path, {})
     report = Report("recovery", {"command": "c"})
+    plan = BenchPlan(argparse.Namespace(), report, ["in_place", "restart"], slots, tmp_path, {})
 
     def once(arm: str, turn: int) -> Kill:
         if turn == 2:
@@ -296,7 +296,7 @@ def test_an_interrupted_benchmark_keeps_the_kills_of_before(tmp_path: Path) -> N
         return Kill(turn, 0, 10, 2.0 + turn, None, 0, 0)
 
     with pytest.raises(KeyboardInterrupt):
-        recovery._repeat(plan, report, "kill", 5, once, recovery._rows_of_kills)
+        recovery._repeat(plan, "kill", 5, once, recovery._add_kills)
     in_place, restart = (report.row(arm, STANDSTILL) for arm in plan.arms)
     assert in_place is not None
     assert in_place.values == (2.0, 3.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from nanoray.bench.harness.processes import (
     ray_head,
     scratch_folder,
 )
-from nanoray.bench.harness.report import Measurement, Report, say
+from nanoray.bench.harness.report import Report, say
 from nanoray.config import load_config, refuse_unknown
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
@@ -103,6 +103,7 @@ class BenchPlan:
     """What one call of a benchmark is going to do, and what it has started for that."""
 
     args: argparse.Namespace  # with the flags of `add_training_flags`
+    report: Report
     arms: list[str]
     slots: Slots
     folder: Path  # of all runs
@@ -122,24 +123,31 @@ class BenchPlan:
         }
         return words(own | data_flags(self.args) | dict(flags))
 
-    def fail(self, report: Report, arm: str, error: Exception) -> None:
+    def fail(self, arm: str, error: Exception) -> None:
         """Record that an arm has failed, and print it; the other arms continue."""
         self.broken.add(arm)
         text = f"{arm}: {error}"
         if self.head and self.head.process.poll() is not None:
             text += f"\nthe Ray head is gone, exit code {self.head.process.returncode}\n{self.head.tail()}"
-        report.failures.append(text)
+        self.report.failures.append(text)
         say(f"FAILED  {text}")
 
-    def row(
-        self, arm: str, metric: str, unit: str, values: Sequence[float], note: str = "", **more: Any
-    ) -> Measurement:
-        """Return a row of an arm, without values if the arm has failed."""
+    def add(
+        self,
+        arm: str,
+        metric: str,
+        unit: str,
+        values: float | Iterable[float],
+        note: str = "",
+        **more: Any,
+    ) -> None:
+        """Add a row of an arm, without values if the arm has failed."""
         if arm in self.broken:
-            return Measurement(arm, metric, unit, (), note, SEE_FAILED, **more)
-        return Measurement(arm, metric, unit, tuple(values), note, **more)
+            values = ()
+            more["error"] = SEE_FAILED
+        self.report.add(arm, metric, unit, values, note, **more)
 
-    def start_head(self, report: Report, users: Sequence[str], stack: ExitStack) -> None:
+    def start_head(self, users: Sequence[str], stack: ExitStack) -> None:
         """Start the Ray head that the arms `users` share, if there are any; it ends with `stack`."""
         if not users:
             return
@@ -148,12 +156,12 @@ class BenchPlan:
             self.address, self.head = stack.enter_context(head)
         except (ChildFailed, OSError) as error:
             for arm in users:
-                self.fail(report, arm, error)
+                self.fail(arm, error)
 
 
 @contextmanager
 def planned(
-    args: argparse.Namespace, arms: list[str], slots: Slots
+    args: argparse.Namespace, report: Report, arms: list[str], slots: Slots
 ) -> Iterator[tuple[BenchPlan, ExitStack]]:
     """Yield a plan with a scratch folder and a prepared dataset; remove the folder at the end.
 
@@ -162,4 +170,4 @@ def planned(
     with scratch_folder() as folder, ExitStack() as stack:
         note = prepare(load_config(preset=args.preset, overrides=dict(data_flags(args)))).note
         env = arm_environment() | {"TMPDIR": str(folder / "tmp")}
-        yield BenchPlan(args, arms, slots, folder, env, note), stack
+        yield BenchPlan(args, report, arms, slots, folder, env, note), stack
