@@ -24,12 +24,19 @@ from typing import TYPE_CHECKING, Any, TextIO
 from nanoray.base.environment import environment
 from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.base.text import aligned
-from nanoray.bench.collectives import exact_period, wrong_elements
-from nanoray.bench.harness.benchmark import Benchmark
+from nanoray.bench.collectives import (
+    agree,
+    data_of,
+    exact_period,
+    finish,
+    p99_of,
+    start_together,
+    wrong_elements,
+)
+from nanoray.bench.harness.benchmark import Benchmark, part
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import (
-    RankFailed,
     RankPool,
     add_where_flags,
     describe,
@@ -91,7 +98,6 @@ def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]
     or skipped. One warm-up turn is checked and not timed.
     """
     import torch
-    import torch.distributed as dist
 
     common = {"ranks": mesh.world_size}
     skipped = {}
@@ -107,7 +113,11 @@ def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]
             emit(common | {"algorithm": name, "bytes": size, "skipped": why})
         if not names:
             continue
-        source, expected = _exact_data(mesh, size, order["dtype"])
+        kind = getattr(torch, order["dtype"])
+        ranks = mesh.world_size
+        shape = (exact_period(order["dtype"], ranks), max(1, size // kind.itemsize))
+        source = data_of([mesh.rank], *shape, kind, mesh.device)
+        expected = data_of(range(ranks), *shape, kind, mesh.device)
         data = torch.empty_like(source)
         time_us: dict[str, list[float]] = {name: [] for name in names}
         wrong = dict.fromkeys(names, 0)
@@ -115,7 +125,10 @@ def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]
         for turn in range(-1, order["iters"]):
             for name in rotated(names, turn):
                 data.copy_(source)
-                elapsed_us = _once(mesh, runs[name], data)
+                start = start_together(mesh)
+                runs[name](data)
+                finish(mesh)
+                elapsed_us = (time.perf_counter() - start) * 1e6
                 wrong[name] += wrong_elements(data, expected)
                 if turn >= 0:
                     time_us[name].append(elapsed_us)
@@ -124,11 +137,9 @@ def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]
                         f"{algo} {proto}" for _, algo, proto in parse_tuning_log(log.read())
                     }
         for name in names:
-            slowest = torch.tensor(time_us[name])
-            bad = torch.tensor(wrong[name])
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=mesh.control_group)
-            dist.all_reduce(bad, group=mesh.control_group)
-            found = {"time_us": slowest.tolist(), "wrong": int(bad), "ran": sorted(ran[name])}
+            slowest = agree(mesh, time_us[name], "max")
+            (bad,) = agree(mesh, [wrong[name]], "sum")
+            found = {"time_us": slowest, "wrong": int(bad), "ran": sorted(ran[name])}
             emit(common | {"algorithm": name, "bytes": data.nbytes} | found)
 
 
@@ -174,43 +185,6 @@ def _reductions(names: list[str], mesh: Mesh) -> dict[str, Callable[[Tensor], An
         else:
             runs[name] = dist.all_reduce
     return runs
-
-
-def _exact_data(mesh: Mesh, size: int, dtype: str) -> tuple[Tensor, Tensor]:
-    """Return this rank's data and the expected sum.
-
-    The data are small whole numbers, so every order of additions gives the same bits.
-    """
-    import torch
-
-    kind = getattr(torch, dtype)
-    ranks = mesh.world_size
-    count = max(1, size // kind.itemsize)
-    period = exact_period(dtype, ranks)
-    steps = torch.arange(period)
-
-    def fill(values: Tensor) -> Tensor:
-        return values.to(kind).repeat(math.ceil(count / period))[:count].to(mesh.device)
-
-    return fill((steps + mesh.rank) % period), fill(
-        sum((steps + r) % period for r in range(1, ranks)) + steps
-    )
-
-
-def _once(mesh: Mesh, reduce: Callable[[Tensor], Any], data: Tensor) -> float:
-    """Return the microseconds of one blocking call that starts at a barrier. (all ranks)"""
-    import torch
-    import torch.distributed as dist
-
-    cuda = data.is_cuda
-    if cuda:
-        torch.cuda.synchronize()
-    dist.barrier(group=mesh.control_group)
-    start = time.perf_counter()
-    reduce(data)
-    if cuda:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e6
 
 
 def _own_log() -> TextIO | None:
@@ -299,23 +273,20 @@ class AlgorithmsBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Sweep sizes and algorithms. A rank that dies leaves the rows that were there, and a failure."""
         where = where_from(args)
-        try:
-            with _nccl_tells(), RankPool(where) as pool:
-                describe(report, pool)
-                arms = [BACKEND, *BY_HAND, *(FORCED if pool.backend == "nccl" else ())]
-                order = {
-                    "algorithms": arms,
-                    "sizes": QUICK_SIZES if args.quick else SIZES,
-                    "dtype": args.dtype,
-                }
-                for event in pool.run(ENTRY, order | {"iters": 4 if args.quick else 25}):
-                    report.rows.append(row_of(event, args.dtype))
-                    row = report.rows[-1]
-                    result = row.problem or row.skipped or f"{number(row.median)} us"
-                    say(f"{row.arm:<20}{row.metric:>8}  {result}")
-                _add_targets(report, len(pool.facts), pool.backend)
-        except RankFailed as failed:
-            report.failures.append(str(failed))
+        with part(report, lambda: None), _nccl_tells(), RankPool(where) as pool:
+            describe(report, pool)
+            arms = [BACKEND, *BY_HAND, *(FORCED if pool.backend == "nccl" else ())]
+            order = {
+                "algorithms": arms,
+                "sizes": QUICK_SIZES if args.quick else SIZES,
+                "dtype": args.dtype,
+            }
+            for event in pool.run(ENTRY, order | {"iters": 4 if args.quick else 25}):
+                report.rows.append(row_of(event, args.dtype))
+                row = report.rows[-1]
+                result = row.problem or row.skipped or f"{number(row.median)} us"
+                say(f"{row.arm:<20}{row.metric:>8}  {result}")
+            _add_targets(report, len(pool.facts), pool.backend)
 
     def format_text(self, report: Report) -> list[str]:
         """Return a table of medians: one line per size, one column per algorithm."""
@@ -380,20 +351,20 @@ def row_of(event: dict[str, Any], dtype: str) -> Measurement:
         return Measurement(name, _label(size), "us", (), skipped=event["skipped"], extra=keys)
     ran = event["ran"]
     error = ""
-    times = sorted(event["time_us"])
+    times = event["time_us"]
     if name in FORCED and {words.split()[0] for words in ran} != {FORCED[name]}:
         error = f"asked for {FORCED[name]}, NCCL's log says {', '.join(ran) or 'nothing'}"
     algbw = algbw_gbps(size, statistics.median(times) / 1e6)
     keys |= {
         "time_us": statistics.median(times),
-        "p99_us": times[math.ceil(0.99 * len(times)) - 1],
+        "p99_us": p99_of(times),
         "ran": ran,
     }
     factor = busbw_factor("all_reduce", ranks)  # None for one rank
     keys |= {"algbw_gbps": algbw, "busbw_gbps": algbw * factor if factor else 0.0}
     note = f"ran {', '.join(ran)}" if ran else ""
     return Measurement(
-        name, _label(size), "us", tuple(event["time_us"]), note, error, event["wrong"], extra=keys
+        name, _label(size), "us", tuple(times), note, error, event["wrong"], extra=keys
     )
 
 

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.base.text import aligned
-from nanoray.bench.harness.benchmark import Benchmark
+from nanoray.bench.harness.benchmark import Benchmark, part
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import chosen
 from nanoray.bench.harness.rank_pool import (
-    RankFailed,
     RankPool,
     add_where_flags,
     describe,
@@ -38,6 +37,7 @@ from nanoray.host.host import available_memory_bytes
 from nanoray.mesh.mesh import Mesh
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 ENTRY = "nanoray.bench.collectives:measure_rank"
@@ -107,7 +107,53 @@ def elements(op: str, size: int, itemsize: int, ranks: int) -> tuple[int, int]:
     return count * parts * itemsize, count
 
 
-# The ranks' side.
+def p99_of(latencies: Sequence[float]) -> float:
+    """Return the 99th percentile, or of fewer than a hundred the slowest."""
+    return sorted(latencies)[math.ceil(0.99 * len(latencies)) - 1]
+
+
+# The ranks' side. What is not of a class is used by bench/algorithms.py, too.
+
+
+def data_of(
+    ranks: Iterable[int], period: int, length: int, kind: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return the sum over `ranks` of their data, which every order of additions gives.
+
+    A rank's data are whole numbers below the period, shifted by the rank.
+    """
+    import torch
+
+    numbers = torch.arange(period, device=device)
+    total = sum(((numbers + 31 * rank) % period for rank in ranks), torch.zeros_like(numbers))
+    return total.to(kind).repeat(math.ceil(length / period))[:length]
+
+
+def agree(mesh: Mesh, values: Sequence[float], how: str) -> list[float]:
+    """Return the max, min or sum over all ranks of each value. (all ranks)"""
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor(values, dtype=torch.float64)
+    if mesh.world_size > 1:
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, how.upper()), group=mesh.control_group)
+    return tensor.tolist()
+
+
+def start_together(mesh: Mesh) -> float:
+    """Wait for all ranks; return the time. (all ranks)"""
+    finish(mesh)
+    mesh.barrier()
+    return time.perf_counter()
+
+
+def finish(mesh: Mesh, works: Iterable[Any] = ()) -> None:
+    """Wait for these calls, and on CUDA for the device."""
+    from nanoray.trace.recorder import wait_for
+
+    for work in works:
+        work.wait()
+    wait_for(mesh.device)
 
 
 def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
@@ -128,18 +174,16 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, An
 class _Case:
     """One collective with its buffers."""
 
-    # Each buffer with its values before the call; None: -1, which no result contains
-    buffers: list[tuple[Tensor, Callable[[], Tensor] | None]]
-    call: Callable[[], list[Any]]  # starts it, returns what to wait for
-    out: Tensor
+    source: Tensor
+    out: Tensor  # the source itself, or a part of it, in place
+    own: Callable[[], Tensor] | None  # what this rank's source holds; None: nothing
     expected: Callable[[], Tensor]
+    call: Callable[[], list[Any]]  # starts it, returns what to wait for
 
     def fill(self) -> None:
-        for buffer, values in self.buffers:
-            if values is None:
-                buffer.fill_(-1)
-            else:
-                buffer.copy_(values())
+        self.out.fill_(-1)  # which no result contains
+        if self.own:
+            self.source.copy_(self.own())
 
 
 class _Bench:
@@ -162,32 +206,6 @@ class _Bench:
         self.group: Any = None
         self.renew_group()
 
-    def agree(self, values: Sequence[float], how: str) -> list[float]:
-        """Return the max, min or sum over all ranks of each value."""
-        import torch
-        import torch.distributed as dist
-
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if self.n > 1:
-            op = getattr(dist.ReduceOp, how.upper())
-            dist.all_reduce(tensor, op=op, group=self.mesh.control_group)
-        return tensor.tolist()
-
-    def start_together(self) -> float:
-        """Wait for all ranks; return the time."""
-        self.finish()
-        self.mesh.barrier()
-        return time.perf_counter()
-
-    def finish(self, works: Iterable[Any] = ()) -> None:
-        """Wait for these calls, and on CUDA for the device."""
-        import torch
-
-        for work in works:
-            work.wait()
-        if self.mesh.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def free_bytes(self) -> int:
         """Return the bytes that the rank with the least memory may still allocate. (all ranks)
 
@@ -200,7 +218,7 @@ class _Bench:
             unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             free = torch.cuda.mem_get_info()[0] + unused
         sharing = self.order["sharing"][self.mesh.rank]
-        (least,) = self.agree([0.9 * free / sharing], "min")
+        (least,) = agree(self.mesh, [0.9 * free / sharing], "min")
         return int(least)
 
     def copy_gbps(self) -> list[float]:
@@ -212,11 +230,11 @@ class _Bench:
         target = torch.empty_like(source).copy_(source)
         rates = []
         for _ in range(self.order["rounds"]):
-            start = self.start_together()
+            start = start_together(self.mesh)
             for _ in range(4):
                 target.copy_(source)
-            self.finish()
-            (seconds,) = self.agree([time.perf_counter() - start], "max")
+            finish(self.mesh)
+            (seconds,) = agree(self.mesh, [time.perf_counter() - start], "max")
             rates.append(algbw_gbps(4 * size, seconds))
         return rates
 
@@ -250,7 +268,7 @@ class _Bench:
         try:
             case = self.prepare(op, name, in_place, count)
             case.fill()
-            self.finish(case.call())
+            finish(self.mesh, case.call())
         except Exception as raised:
             own_error = f"{type(raised).__name__}: {' '.join(str(raised).split())[:200]}"
 
@@ -266,16 +284,16 @@ class _Bench:
         # Time it, and check the result of one more call
         blocking, pipelined = self.time(case)
         case.fill()
-        self.finish(case.call())
-        (wrong,) = self.agree([wrong_elements(case.out, case.expected())], "sum")
+        finish(self.mesh, case.call())
+        (wrong,) = agree(self.mesh, [wrong_elements(case.out, case.expected())], "sum")
         return result | {"blocking_us": blocking, "pipelined_us": pipelined, "wrong": int(wrong)}
 
     def time(self, case: _Case) -> tuple[list[float], list[float]]:
         """Return the microseconds of each blocking call, and per round of a pipelined call."""
         # One call shows how many fit into the budget
-        start = self.start_together()
-        self.finish(case.call())
-        (seconds,) = self.agree([time.perf_counter() - start], "max")
+        start = start_together(self.mesh)
+        finish(self.mesh, case.call())
+        (seconds,) = agree(self.mesh, [time.perf_counter() - start], "max")
         guess = max(1e-6, seconds)
         budget_s = self.order["budget_s"]
         rounds = self.order["rounds"]
@@ -283,19 +301,19 @@ class _Bench:
         # Blocking: a barrier before each call
         blocking = []
         for _ in range(min(200, max(5, int(budget_s / guess)))):
-            start = self.start_together()
-            self.finish(case.call())
+            start = start_together(self.mesh)
+            finish(self.mesh, case.call())
             blocking.append(1e6 * (time.perf_counter() - start))
 
         # Pipelined: start `depth` calls, then wait once
         pipelined = []
         depth = min(50, max(2, int(budget_s / rounds / guess)))
         for _ in range(rounds):
-            start = self.start_together()
+            start = start_together(self.mesh)
             works = [work for _ in range(depth) for work in case.call()]
-            self.finish(works)
+            finish(self.mesh, works)
             pipelined.append(1e6 * (time.perf_counter() - start) / depth)
-        return self.agree(blocking, "max"), self.agree(pipelined, "max")
+        return agree(self.mesh, blocking, "max"), agree(self.mesh, pipelined, "max")
 
     def renew_group(self) -> None:
         """Replace the process group.
@@ -324,78 +342,60 @@ class _Bench:
         # `whole` holds the parts of all ranks where there are any; `part` is this rank's
         parts = n if op in PER_RANK else 1
         whole = torch.empty(count * parts, dtype=kind, device=self.mesh.device)  # (parts * count,)
-        if in_place:
-            part = whole[rank * count : (rank + 1) * count]
-        else:
-            part = torch.empty_like(whole[:count])
+        mine = slice(rank * count, (rank + 1) * count)
+        part = whole[mine] if in_place else torch.empty_like(whole[:count])
+        everyone = range(n)
 
         def data(ranks: Iterable[int], length: int = count) -> Tensor:
-            """Return the sum over `ranks` of their data.
+            return data_of(ranks, period, length, kind, self.mesh.device)
 
-            A rank's data are whole numbers below the period, shifted by the rank.
-            """
-            numbers = torch.arange(period, device=self.mesh.device)
-            total = sum(((numbers + 31 * r) % period for r in ranks), torch.zeros_like(numbers))
-            return total.to(kind).repeat(math.ceil(length / period))[:length]
+        def own() -> Tensor:
+            return data([rank])
 
         def call(collective: Callable[..., Any], *values: Any) -> Callable[[], list[Any]]:
             return lambda: [collective(*values, group=self.group, async_op=True)]
 
         if op == "all_reduce":
-            return _Case(
-                [(whole, lambda: data([rank]))],
-                call(dist.all_reduce, whole),
-                whole,
-                lambda: data(range(n)),
-            )
+            summed = call(dist.all_reduce, whole)
+            return _Case(whole, whole, own, lambda: data(everyone), summed)
         if op == "broadcast":
-            own = None if rank else lambda: data([0])
-            return _Case(
-                [(whole, own)],
-                call(partial(dist.broadcast, src=0), whole),
-                whole,
-                lambda: data([0]),
-            )
+            sent = call(partial(dist.broadcast, src=0), whole)
+            return _Case(whole, whole, None if rank else own, lambda: data([0]), sent)
         if op == "reduce_scatter":
+            scattered = call(dist.reduce_scatter_tensor, part, whole)
+            length = n * count
             return _Case(
-                [(part, None), (whole, lambda: data([rank], n * count))],
-                call(dist.reduce_scatter_tensor, part, whole),
+                whole,
                 part,
-                lambda: data(range(n), n * count)[rank * count : (rank + 1) * count],
+                lambda: data([rank], length),
+                lambda: data(everyone, length)[mine],
+                scattered,
             )
         if op == "all_gather":
+            gathered = call(dist.all_gather_into_tensor, whole, part)
             return _Case(
-                [(whole, None), (part, lambda: data([rank]))],
-                call(dist.all_gather_into_tensor, whole, part),
-                whole,
-                lambda: torch.cat([data([r]) for r in range(n)]),
+                part, whole, own, lambda: torch.cat([data([r]) for r in everyone]), gathered
             )
         other = torch.empty_like(whole)
         if op == "all_to_all":
             return _Case(
-                [
-                    (other, None),
-                    (whole, lambda: torch.cat([data([rank + n * to]) for to in range(n)])),
-                ],
-                call(dist.all_to_all_single, other, whole),
+                whole,
                 other,
-                lambda: torch.cat([data([sender + n * rank]) for sender in range(n)]),
+                lambda: torch.cat([data([rank + n * to]) for to in everyone]),
+                lambda: torch.cat([data([sender + n * rank]) for sender in everyone]),
+                call(dist.all_to_all_single, other, whole),
             )
 
         # sendrecv: every rank sends to the next one of a ring
         to = (rank + 1) % n
         source = (rank - 1) % n
-        return _Case(
-            [(other, None), (whole, lambda: data([rank]))],
-            lambda: dist.batch_isend_irecv(
-                [
-                    dist.P2POp(dist.isend, whole, to, self.group),
-                    dist.P2POp(dist.irecv, other, source, self.group),
-                ]
-            ),
-            other,
-            lambda: data([source]),
-        )
+
+        def exchange() -> list[Any]:
+            send = dist.P2POp(dist.isend, whole, to, self.group)
+            receive = dist.P2POp(dist.irecv, other, source, self.group)
+            return dist.batch_isend_irecv([send, receive])
+
+        return _Case(whole, other, own, lambda: data([source]), exchange)
 
 
 # The driver's side.
@@ -472,32 +472,29 @@ class CollectivesBenchmark(Benchmark):
             raise ConfigError(
                 f"max_bytes = {args.max_bytes} is below the smallest size, {KB}; raise it"
             )
-        try:
-            with RankPool(where) as pool:
-                describe(report, pool)
-                if args.max_bytes:
-                    largest = args.max_bytes
-                elif args.quick:
-                    largest = 1024 * KB
-                elif pool.facts[0]["device"] == "cpu":
-                    largest = 64 * KB * KB
-                else:
-                    largest = GIB
-                # Ranks share the memory of a host, or of one GPU of it
-                shares = [(f["host"], f["uuid"]) for f in pool.facts]
-                order = {
-                    "ops": ops,
-                    "dtypes": dtypes,
-                    "sizes": sizes(largest, args.quick),
-                    "sharing": [Counter(shares)[share] for share in shares],
-                    "budget_s": 0.03 if args.quick else 0.25,
-                    "rounds": 3 if args.quick else 7,
-                    "timeout_s": where.timeout_s,
-                }
-                for event in pool.run(ENTRY, order):
-                    _add(report, event, len(pool.facts), pool.backend)
-        except RankFailed as failed:
-            report.failures.append(str(failed))
+        with part(report, lambda: None), RankPool(where) as pool:
+            describe(report, pool)
+            if args.max_bytes:
+                largest = args.max_bytes
+            elif args.quick:
+                largest = 1024 * KB
+            elif pool.facts[0]["device"] == "cpu":
+                largest = 64 * KB * KB
+            else:
+                largest = GIB
+            # Ranks share the memory of a host, or of one GPU of it
+            shares = [(f["host"], f["uuid"]) for f in pool.facts]
+            order = {
+                "ops": ops,
+                "dtypes": dtypes,
+                "sizes": sizes(largest, args.quick),
+                "sharing": [Counter(shares)[share] for share in shares],
+                "budget_s": 0.03 if args.quick else 0.25,
+                "rounds": 3 if args.quick else 7,
+                "timeout_s": where.timeout_s,
+            }
+            for event in pool.run(ENTRY, order):
+                _add(report, event, len(pool.facts), pool.backend)
 
     def format_text(self, report: Report) -> list[str]:
         """Return one table per operation: nccl-tests' columns, and further ones to their right."""
@@ -594,14 +591,14 @@ def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> Non
         report.add(arm, metric, "GB/s", (), note, **texts, extra=keys)
     else:
         # As in nccl-tests: the bandwidth from pipelined calls, the latency from blocking ones
-        blocking = sorted(event["blocking_us"])
+        blocking = event["blocking_us"]
         pipelined_us = statistics.median(event["pipelined_us"])
         algbw = algbw_gbps(size, pipelined_us / 1e6)
         busbw = None if factor is None else factor * algbw
         copy = next(row.median for row in report.rows if row.arm == COPY)
         keys |= {
             "time_us": statistics.median(blocking),
-            "p99_us": blocking[math.ceil(0.99 * len(blocking)) - 1],
+            "p99_us": p99_of(blocking),
             "latencies": len(blocking),
             "pipelined_us": pipelined_us,
             "algbw_gbps": algbw,
