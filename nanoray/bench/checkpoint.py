@@ -43,9 +43,8 @@ from nanoray.bench.harness.table import (
     TEXT,
     Table,
     TableColumn,
-    count_of_rounds,
     names,
-    wrong_of,
+    remarks_on,
 )
 from nanoray.config import Config, load_config
 from nanoray.data.dataset import DatasetInfo
@@ -99,11 +98,6 @@ def _draw_rates(axes: Any, report: Report) -> None:
     _draw_bars(axes, report, ARMS, RATE, 0, "")
 
 
-def _why(report: Report, arm: str, spread: str) -> str:
-    row = report.row(arm, DONE)
-    return row.problem or row.note if row else ""
-
-
 class CheckpointBenchmark(Benchmark):
     """Measure what a checkpoint costs training."""
 
@@ -122,9 +116,7 @@ class CheckpointBenchmark(Benchmark):
                 TableColumn("on disk after, s", DONE, SPREAD),
                 TableColumn("GB/s", RATE, IN_TERMINAL),
                 TableColumn("of raw disk, %", OF_DISK, IN_TERMINAL),
-                replace(count_of_rounds(DONE), only=TEXT),
-                replace(wrong_of(DONE), only=TEXT),
-                TableColumn("", _why, only=TEXT, left=True),
+                *remarks_on(DONE),
             ),
         ),
     )

@@ -15,7 +15,7 @@ from typing import Any
 from nanoray.bench.engine import order_of
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import Figure, Panel, dots, with_values
-from nanoray.bench.harness.plan import add_settings_flag, settings_of
+from nanoray.bench.harness.plan import add_settings_flag, numbers_of, settings_of
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report, Target
 from nanoray.bench.harness.table import Cell, Table, TableColumn
@@ -121,13 +121,13 @@ class ContextBenchmark(Benchmark):
                 "torchrun, and give --cp"
             )
         lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
-        ranks = _numbers(args.cp, "cp")
+        ranks = sorted(set(numbers_of(args.cp, "cp", RANKS, int)))
         base = {"preset": args.preset, "model": "gpt"}
         base["overrides"] = MODEL | {"global_batch_size": 1} | settings_of(args)
         # What cannot be trained is known before a rank is started
         configs: dict[tuple[int, int], Config] = {}
         for cp in ranks:
-            for tokens in _numbers(lengths, "lengths"):
+            for tokens in sorted(set(numbers_of(lengths, "lengths", LENGTHS, int))):
                 own = {"cp": cp, "block_size": tokens}
                 configs[cp, tokens] = configuration(base, own, cp)
 
@@ -146,14 +146,6 @@ class ContextBenchmark(Benchmark):
 def name_of(cp: int, tokens: int) -> str:
     """Return the name of an arm."""
     return f"cp {cp}, {tokens} tokens"
-
-
-def _numbers(text: str, flag: str) -> list[int]:
-    """Return the numbers of a flag, rising. Raises ConfigError."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdigit() and int(word) > 0 for word in words):
-        raise ConfigError(f"{flag} = {text}: not numbers above 0; write for example 1,2,4")
-    return sorted({int(word) for word in words})
 
 
 def _add_target(report: Report) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
-from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.plan import numbers_of, rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
@@ -107,7 +107,7 @@ class LayoutsBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Fit links and compute at 2 ranks, and measure and predict every layout, in each round."""
         where = replace(where_from(args), workers=BASE)
-        ranks = _parse_ranks(args.ranks)
+        ranks = sorted(set(numbers_of(args.ranks, "ranks", "2,4,8", int, BASE - 1)))
         steps = args.steps
         if args.workers not in (None, BASE) or where.launcher == "torchrun":
             raise ConfigError(
@@ -155,16 +155,6 @@ class LayoutsBenchmark(Benchmark):
                         found[event["arm"]].append((predicted_s, event["step_s"]))
                         times = f"{1e3 * event['step_s']:.1f} ms, predicted {1e3 * predicted_s:.1f}"
                         say(f"round {turn}  {event['arm']:<30} {times}")
-
-
-def _parse_ranks(text: str) -> list[int]:
-    try:
-        ranks = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        ranks = []
-    if not ranks or min(ranks) < BASE:
-        raise ConfigError(f"ranks = {text}; give numbers of ranks from {BASE} on: 2,4,8")
-    return ranks
 
 
 def arms_of(config: Config, ranks: int) -> dict[str, dict[str, Any]]:

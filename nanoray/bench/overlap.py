@@ -10,17 +10,15 @@ microsecond per parameter, in all arms.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from nanoray.bench.engine import BUSY, EXPOSED, STEP, Found, each
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
-from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.plan import numbers_of, rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Measurement, Report, say
 from nanoray.bench.harness.table import (
@@ -28,9 +26,8 @@ from nanoray.bench.harness.table import (
     TEXT,
     Table,
     TableColumn,
-    count_of_rounds,
     names,
-    wrong_of,
+    remarks_on,
 )
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
@@ -42,12 +39,6 @@ NO_SYNC = "no_sync"
 SAME_GRADIENT = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
 CPU_BUCKETS = "0.1,0.25,0.5,1,2,4"
 GPU_BUCKETS = "1,5,12.5,25,50,100,500"
-
-
-def _why(report: Report, arm: str, spread: str) -> str:
-    row = report.row(arm, STEP)
-    assert row
-    return row.note if row.values else row.problem
 
 
 def _swept(report: Report) -> list[Measurement]:
@@ -99,9 +90,7 @@ class OverlapBenchmark(Benchmark):
                 TableColumn("busy, ms", BUSY, SPREAD),
                 TableColumn("exposed, ms", EXPOSED, SPREAD),
                 TableColumn("A/B cost, ms", COST, SPREAD),
-                replace(count_of_rounds(STEP), only=TEXT),
-                replace(wrong_of(STEP), only=TEXT),
-                TableColumn("", _why, only=TEXT, left=True),
+                *remarks_on(STEP),
             ),
         ),
     )
@@ -198,18 +187,7 @@ class OverlapBenchmark(Benchmark):
 
 
 def _parse_sizes(text: str) -> list[float]:
-    try:
-        sizes = sorted({float(part) for part in text.split(",")})
-    except ValueError:
-        raise ConfigError(
-            f"buckets = {text}: not numbers; write MB,MB like {CPU_BUCKETS}"
-        ) from None
-    if not all(0 < size < math.inf for size in sizes):
-        raise ConfigError(
-            f"buckets = {text}: a bucket needs a size above 0 and below infinity, like "
-            f"{CPU_BUCKETS}"
-        )
-    return sizes
+    return sorted(set(numbers_of(text, "buckets", CPU_BUCKETS)))
 
 
 def _arm_name(mb: float) -> str:

@@ -25,6 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nanoray.base.atomic import read_json_lines
 from nanoray.bench.engine import STEP, TIME_ENTRY, each, order_of
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
@@ -35,6 +37,7 @@ from nanoray.bench.harness.plan import (
     add_settings_flag,
     chosen,
     data_flags,
+    numbers_of,
     settings_of,
 )
 from nanoray.bench.harness.processes import ChildFailed, scratch_folder
@@ -295,8 +298,8 @@ class RarelyBenchmark(Benchmark):
         # Each arm is compared with ddp.
         arms = [DDP, *(arm for arm in chosen(args.arms, list(ARMS)) if arm != DDP)]
         speeds = parse_links(args.links)
-        lrs = _parse_numbers(args.lrs, "lrs")
-        rare_lrs = _parse_numbers(args.rare_lrs, "rare_lrs")
+        lrs = numbers_of(args.lrs, "lrs", LRS)
+        rare_lrs = numbers_of(args.rare_lrs, "rare_lrs", RARE_LRS)
         outers = _parse_outers(args.outers)
         if args.quick:
             lrs = lrs[:1]
@@ -388,16 +391,6 @@ def parse_links(text: str) -> list[LinkSpeed]:
     if text == "none":
         return []
     return [LinkSpeed.parse(each, text, LINKS) for each in text.split(",")]
-
-
-def _parse_numbers(text: str, flag: str) -> list[float]:
-    try:
-        numbers = [float(each) for each in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{flag} = {text}: not numbers; write for example {LRS}") from None
-    if not all(0 < each < math.inf for each in numbers):
-        raise ConfigError(f"{flag} = {text}: a learning rate is above 0; write for example {LRS}")
-    return numbers
 
 
 def _parse_outers(text: str) -> list[tuple[float, float]]:
@@ -655,13 +648,8 @@ def add_equal_time_rows(
 
 def loss_at(curve: Curve, step: float) -> float:
     """Return the loss of a curve at a step, on straight lines between its points."""
-    points = sorted(curve.items())
-    if step <= points[0][0]:
-        return points[0][1]
-    for (left, loss), (right, next_loss) in itertools.pairwise(points):
-        if step <= right:
-            return loss + (next_loss - loss) * (step - left) / (right - left)
-    return points[-1][1]
+    steps = sorted(curve)
+    return float(np.interp(step, steps, [curve[each] for each in steps]))
 
 
 # On every rank.

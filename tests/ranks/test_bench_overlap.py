@@ -61,11 +61,11 @@ def test_a_real_sweep(
     [
         (["--workers", "1"], "one rank has nothing to hide"),
         (["--buckets", "1,x"], "buckets = 1,x: not numbers"),
-        (["--buckets", ""], "buckets = : not numbers; write MB,MB like 0.1,0.25"),
+        (["--buckets", ""], "buckets = : not numbers above 0; write for example 0.1,0.25"),
         *(
             (
                 [f"--buckets={size},1"],
-                f"buckets = {size},1: a bucket needs a size above 0 and below infinity, like 0.1",
+                f"buckets = {size},1: not numbers above 0; write for example 0.1",
             )
             for size in ("0", "-2", "nan", "inf")
         ),

@@ -72,6 +72,16 @@ else:
 """
 
 
+def test_bytes_are_counted_between_two_moments(tmp_path: Path) -> None:
+    """A sample counts from its moment on: it says what all ranks have sent by then."""
+    links = ThinLinks(2, LinkSpeed(0.0, 1.0), tmp_path)
+    links.samples = [(10.0, 0), (11.0, 300), (12.0, 500)]
+    assert links.sent_between(10.0, 12.0) == 500
+    assert links.sent_between(11.0, 11.9) == 0
+    assert links.sent_between(11.5, 99.0) == 200
+    assert links.sent_between(0.0, 11.0) == 300
+
+
 @pytest.mark.full
 @needs_links
 def test_a_link_delays_and_carries_what_it_should() -> None:
@@ -165,11 +175,11 @@ def test_arms_are_tuned_and_trained_in_turn(
         (["--links", "1-100"], "links = 1-100: 1-100 is no MS/MBIT; write for example 0.1/1000"),
         (["--links", "1/0"], "links = 1/0: 1/0 is no link; a delay is at least 0 ms"),
         (["--links", "nan/1"], "nan/1 is no link"),
-        (["--lrs", "1e-3,x"], "lrs = 1e-3,x: not numbers; write for example 6e-3"),
-        (["--lrs", "0"], "lrs = 0: a learning rate is above 0"),
+        (["--lrs", "1e-3,x"], "lrs = 1e-3,x: not numbers above 0; write for example 6e-3"),
+        (["--lrs", "0"], "lrs = 0: not numbers above 0"),
         (["--outers", "0.7"], "outers = 0.7: 0.7 is no LR:MOMENTUM; write for example 1:0"),
         (["--steps", "0"], "steps = 0, seeds = 1, tuning_seeds = 2; 1 is the least"),
-        (["--rare_lrs=-1"], "rare_lrs = -1: a learning rate is above 0"),
+        (["--rare_lrs=-1"], "rare_lrs = -1: not numbers above 0"),
         (["--settings", "n_embd=33"], "n_embd"),
     ],
 )

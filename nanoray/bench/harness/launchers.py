@@ -5,7 +5,6 @@ They are read from the run's files and, for CPU time, from /proc.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import json
 import re
@@ -17,6 +16,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from nanoray.bench.harness.processes import Child, ChildFailed, all_processes, free_port
 
@@ -166,16 +167,11 @@ class CpuTime:
             return None
         first = inside[0]
         last = inside[-1]
-        steps = _steps_at(last[0], done) - _steps_at(first[0], done)
+        # How many steps were done at these moments, which lie between two records
+        at, counts = zip(*done, strict=True)
+        before, after = np.interp([first[0], last[0]], at, counts)
+        steps = float(after - before)
         return 1e3 * (last[1] - first[1]) / steps, 1e3 * (last[2] - first[2]) / steps
-
-
-def _steps_at(at: float, done: Sequence[tuple[float, int]]) -> float:
-    """Return how many steps were done at a moment, which lies between two records."""
-    after = max(1, bisect.bisect_left(done, (at, 0)))
-    (t0, s0) = done[after - 1]
-    (t1, s1) = done[after]
-    return s0 + (s1 - s0) * (at - t0) / (t1 - t0)
 
 
 def moments(

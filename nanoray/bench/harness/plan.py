@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,21 @@ def chosen(text: str, known: Sequence[str], what: str = "arm") -> list[str]:
         if name not in known:
             refuse_unknown(name, list(known), what)
     return [name for name in known if name in names]
+
+
+def numbers_of(
+    text: str, flag: str, example: str, kind: Callable[[str], float] = float, above: float = 0
+) -> list[Any]:
+    """Return the numbers of a comma-separated flag, in its order. Raises ConfigError."""
+    try:
+        numbers = [kind(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(above < number < math.inf for number in numbers):
+        raise ConfigError(
+            f"{flag} = {text}: not numbers above {above:g}; write for example {example}"
+        )
+    return numbers
 
 
 def count_of(given: int | None, quick: bool, few: int, usual: int) -> int:
@@ -137,15 +153,15 @@ class BenchPlan:
         arm: str,
         metric: str,
         unit: str,
-        values: float | Iterable[float],
-        note: str = "",
+        values: float | Sequence[float],
+        *note: str,
         **more: Any,
     ) -> None:
         """Add a row of an arm, without values if the arm has failed."""
         if arm in self.broken:
             values = ()
             more["error"] = SEE_FAILED
-        self.report.add(arm, metric, unit, values, note, **more)
+        self.report.add(arm, metric, unit, values, *note, **more)
 
     def start_head(self, users: Sequence[str], stack: ExitStack) -> None:
         """Start the Ray head that the arms `users` share, if there are any; it ends with `stack`."""

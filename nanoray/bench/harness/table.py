@@ -7,7 +7,7 @@ into pages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanoray.base.text import aligned
 from nanoray.bench.harness.report import Measurement, Report, markdown
@@ -79,6 +79,13 @@ def count_of_rounds(metric: str) -> TableColumn:
 def wrong_of(metric: str) -> TableColumn:
     """Return the column of the wrong elements that a metric's row counts."""
     return _of_row("wrong", metric, lambda row: "" if row.wrong is None else str(row.wrong))
+
+
+def remarks_on(metric: str) -> tuple[TableColumn, ...]:
+    """Return the last columns of a table in the terminal: n, wrong, and a row's problem or note."""
+    remark = _of_row("", metric, lambda row: row.problem or row.note)
+    last = (count_of_rounds(metric), wrong_of(metric), replace(remark, left=True))
+    return tuple(replace(column, only=TEXT) for column in last)
 
 
 def _of_row(head: str, metric: str, write: Callable[[Measurement], str]) -> TableColumn:

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -143,12 +144,9 @@ class ThinLinks:
         """Return the bytes that all ranks together sent between two moments, in Unix seconds."""
 
         def by(moment: float) -> int:
-            sent = 0
-            for at, total in self.samples:
-                if at > moment:
-                    break
-                sent = total
-            return sent
+            """Return the bytes of the last sample until a moment."""
+            after = bisect_right(self.samples, moment, key=lambda sample: sample[0])
+            return self.samples[after - 1][1] if after else 0
 
         return by(end) - by(start)
 
