@@ -15,14 +15,13 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from nanoray.base.atomic import write_json
 from nanoray.base.text import aligned
 from nanoray.bench.harness.benchmark import Benchmark, read_counts
+from nanoray.bench.harness.processes import interruptible
 from nanoray.bench.harness.report import Report, Section, conditions, load_average
 from nanoray.bench.registry import BENCHMARKS, Entry, is_there
 from nanoray.cli import Parser, name_program, take_output
@@ -364,28 +363,6 @@ def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> ar
                 f"cannot write {path}: its folder is missing or read-only; make it first"
             )
     return args
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into KeyboardInterrupt(signal).
-
-    Later signals are ignored while processes are ended.
-    """
-
-    def interrupt(signum: int, frame: Any) -> None:
-        for each in old:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt(signum)
-
-    old = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
-    for each in old:
-        signal.signal(each, interrupt)
-    try:
-        yield
-    finally:
-        for each, handler in old.items():
-            signal.signal(each, handler)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.arm import MODELS, Arm
 from nanoray.bench.harness.plan import rotated
+from nanoray.bench.harness.processes import resident_bytes
 from nanoray.bench.harness.report import Report, say
 from nanoray.config import Config
 
@@ -187,7 +188,7 @@ def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) 
     if mesh.device.type == "cpu":
         return_freed_memory()
     on_gpu = mesh.device.type == "cuda"
-    resident = 0 if on_gpu else _resident("VmRSS")
+    resident = 0 if on_gpu else resident_bytes("VmRSS")
 
     # A first step loads code and generates kernels for these shapes, which are not an arm's memory
     (first,) = _arms_of(mesh, order, traced=False).values()
@@ -202,11 +203,11 @@ def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) 
     else:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    before = torch.cuda.memory_allocated() if on_gpu else _resident("VmRSS")
+    before = torch.cuda.memory_allocated() if on_gpu else resident_bytes("VmRSS")
     libraries = f"libraries took {(before - resident) / 2**20:.3g} in a first step"
 
     def peak() -> int:
-        highest = torch.cuda.max_memory_allocated() if on_gpu else _resident("VmHWM")
+        highest = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes("VmHWM")
         return highest - before
 
     # The second arm is the measured one
@@ -242,9 +243,3 @@ def _steps(arm: Arm, count: int, peak: Callable[[], int]) -> Iterator[tuple[dict
             held["rounds"] = sum(tensor.nbytes for tensor in kept)
         yield held, peak()
         arm.plan.zero_grad()
-
-
-def _resident(key: str) -> int:
-    """Return this process's resident memory (VmRSS) or its peak (VmHWM) in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])

@@ -23,18 +23,21 @@ import argparse
 import importlib.metadata
 import os
 import re
-import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nanoray.base.atomic import write_json
 from nanoray.bench.gpu_bundle import FOLDER, NEEDED, ROOT, how_to_get, is_there, unpack
-from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
+from nanoray.bench.harness.processes import (
+    Child,
+    ChildFailed,
+    arm_environment,
+    interruptible,
+    scratch_folder,
+)
 from nanoray.bench.harness.report import Report, conditions, load_average, say
 
 OLDEST_TORCH = (2, 11)
@@ -276,20 +279,6 @@ def lacking_torch() -> str | None:
     if numbers < OLDEST_TORCH:
         return f"torch {version} is older than 2.11, the oldest that nanoray runs on; install a newer one"
     return None
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Turn SIGTERM into KeyboardInterrupt, so that children are ended; the report is on disk."""
-
-    def interrupt(signum: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

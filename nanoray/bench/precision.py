@@ -452,8 +452,8 @@ def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -
     layers: dict[str, tuple[list[float], list[float]]] = {
         name: ([], []) for name in pieces_of(late)
     }
-    for k in WEIGHTS:
-        found: dict[str, list[float]] = {name: [] for name in (NO_SCALE, SCALED, LATE, LATE_SCALED)}
+    for k, arm in zip(WEIGHTS, LOSS_WEIGHTS, strict=True):
+        found: dict[str, list[float]] = {name: [] for name in LOST}
         scales = []
         for number in range(batches):
             batch = lab.batch(1000 + number)
@@ -471,7 +471,6 @@ def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -
                     for name, (zeros, small) in layers.items():
                         zeros.append(lost(half, exact, name))
                         small.append(subnormal(half, name))
-        arm = f"loss × 2^-{k}"
         for name, values in found.items():
             report.add(arm, name, "%", values)
         report.add(arm, "scale", "1", scales, "largest without an overflow, up to 2^24")
@@ -484,21 +483,20 @@ def updates(lab: Lab, report: Report, trained: dict[str, Any], steps: int) -> No
     """Repeat one update of trained weights; count those that do not move."""
     from nanoray.bench.precision_lab import move
 
-    for lr in RATES:
+    for lr, arm in zip(RATES, LEARNING_RATES, strict=True):
         for name, settings in UPDATES.items():
             # The same update again and again, as in a long run with a small rate.
             stuck, went = move(lab, trained, lr, steps, **settings)
-            report.add(f"lr {lr:.0e}", f"{STUCK}, {name}", "%", stuck, f"in {steps} updates")
-            report.add(f"lr {lr:.0e}", f"{WENT}, {name}", "%", went, "100: as far as in float64")
+            report.add(arm, f"{STUCK}, {name}", "%", stuck, f"in {steps} updates")
+            report.add(arm, f"{WENT}, {name}", "%", went, "100: as far as in float64")
 
 
 def moments(report: Report) -> None:
     """Compare AdamW's first updates with fp16 state with exact ones, by size of the gradient."""
     from nanoray.bench.precision_lab import adam_in_fp16
 
-    for exponent in EXPONENTS:
+    for exponent, arm in zip(EXPONENTS, GRADIENTS, strict=True):
         plain, scaled = adam_in_fp16(10.0**exponent)
-        arm = f"gradients of 1e{exponent}"
         report.add(arm, PLAIN, "%", plain, "off by over a tenth")
         report.add(arm, ROOT, "%", scaled)
 
@@ -516,9 +514,9 @@ def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
     )
 
     # Softmax's inputs overflow before the division by the root of the head's size.
-    for size in HEADS:
+    for size, arm in zip(HEADS, SIZES, strict=True):
         for how, bad in attention_overflow(size).items():
-            report.add(f"q and k of {size:g}", f"not finite, {how}", "%", bad)
+            report.add(arm, f"not finite, {how}", "%", bad)
     # Sums over ranks: of real gradients, not of random numbers.
     model = lab.model()
     batch = lab.batch(2000)
@@ -527,11 +525,11 @@ def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
     flat = torch.cat([g.flatten() for g in exact.values()])
     # As dynamic scaling leaves them: the largest near fp16's limit
     scaled = flat * (2.0**14 / flat.abs().max())
-    for ranks in RANKS:
+    for ranks, arm in zip(RANKS, RANK_COUNTS, strict=True):
         for how in MEANS:
             over, zero = compressed_mean(scaled, ranks, how)
-            report.add(f"{ranks} ranks", f"overflow, {how}", "%", over)
-            report.add(f"{ranks} ranks", f"zero, {how}", "%", zero)
+            report.add(arm, f"overflow, {how}", "%", over)
+            report.add(arm, f"zero, {how}", "%", zero)
     # A burst of overflows lowers the scale; gradients that are then zero are the price.
     for count in OVERFLOWS:
         scales = life_of_a_scale(count, 120, interval=20)
@@ -555,12 +553,10 @@ def eight_bits(lab: Lab, report: Report, trained: dict[str, Any], batches: int) 
     from nanoray.bench.precision_lab import loss_error, stream_error
 
     # An untrained model is enough: rounding in the stream does not depend on the weights' meaning.
-    for layers in DEPTHS:
+    for layers, arm in zip(DEPTHS, LAYERS, strict=True):
         for kind in KINDS:
             error = stream_error(lab, layers, kind)
-            report.add(
-                f"{layers} layers", f"error, {kind}", "%", error, "residual stream, untrained"
-            )
+            report.add(arm, f"error, {kind}", "%", error, "residual stream, untrained")
     # Equal logits for all types, so that only the loss itself differs.
     model = lab.model()
     model.load_state_dict(trained, strict=False)

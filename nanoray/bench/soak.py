@@ -74,29 +74,23 @@ GRACE_S = 300.0  # on top of twice the minutes, until a run without an end has f
 JUDGED_S = 120.0  # a clean run that is shorter says little of its rate
 COMPARED = ("train/loss", "train/grad_norm", "train/lr", "train/tokens", "val/loss")
 RECIPE = {
-    **{
-        "n_layer": 2,
-        "n_head": 2,
-        "n_embd": 64,
-        "block_size": 32,
-        "global_batch_size": 12,
-        "dropout": 0.1,
-    },
-    **{
-        "log_every": 50,
-        "eval_samples": 24,
-        "keep_checkpoints": 3,
-        "sample_tokens": 0,
-        "cpus_per_worker": 1,
-    },
-    **{
-        "max_failures": 100000,
-        "hang_timeout": 5,
-        "timeout_s": 30,
-        "init_timeout_s": 30,
-        "replace_timeout": 60,
-    },
-    **{"placement_timeout_s": 30},
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 64,
+    "block_size": 32,
+    "global_batch_size": 12,
+    "dropout": 0.1,
+    "log_every": 50,
+    "eval_samples": 24,
+    "keep_checkpoints": 3,
+    "sample_tokens": 0,
+    "cpus_per_worker": 1,
+    "max_failures": 100000,
+    "hang_timeout": 5,
+    "timeout_s": 30,
+    "init_timeout_s": 30,
+    "replace_timeout": 60,
+    "placement_timeout_s": 30,
 }
 
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from nanoray.bench.harness.plan import (
     rotated,
     settings_of,
 )
-from nanoray.bench.harness.processes import Child, ChildFailed, scratch_folder
+from nanoray.bench.harness.processes import ChildFailed, resident_bytes, scratch_folder
 from nanoray.bench.harness.report import Report, Target, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.ladder import (
@@ -404,14 +404,6 @@ def _time_block(climb: Climb, arm: str) -> float:
     return ranks.block(steps, climb.args.timeout_s)["step_ms"]
 
 
-def _peak_resident_bytes(child: Child) -> int:
-    """Return the most bytes that a living child has had resident, 0 where there is no /proc."""
-    with suppress(OSError, StopIteration):
-        lines = Path(f"/proc/{child.process.pid}/status").read_text(encoding="utf-8").splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
-    return 0
-
-
 def _add_rows(climb: Climb) -> None:
     """Add the rows and targets of one ladder, while its processes live."""
     # The FLOP/s that the products reached on this machine.
@@ -443,7 +435,8 @@ def _add_rows(climb: Climb) -> None:
         # nanoGPT runs once per round and is gone at the end: it has no memory and no start to
         # report.
         if arm in climb.ranks:
-            mib = sum(map(_peak_resident_bytes, climb.ranks[arm].children)) / 2**20
+            pids = (child.process.pid for child in climb.ranks[arm].children)
+            mib = sum(resident_bytes("VmHWM", pid) for pid in pids) / 2**20
             climb.add(arm, MEMORY, "MiB", mib, "most resident, all ranks")
             cold, *again = climb.ready_s[arm]
             note = f"from a cache {again[0]:.1f} s" if again else "process, imports, model, warm-up"

@@ -59,6 +59,8 @@ class Child:
     ) -> None:
         """Start `command`; its output goes to `log`, or with `pipes` only stderr does."""
         self.log = log
+        self._rest = b""  # after the last complete line of a child with pipes
+        self._answers: list[dict[str, Any]] = []
         pipe = subprocess.PIPE if pipes else None
         with log.open("wb") as stream:
             self.started = time.time()  # wall clock, as the children's records are
@@ -115,20 +117,30 @@ class Child:
         Raises ChildFailed when none comes in time.
         """
         assert self.process.stdout is not None
-        line = b""
         deadline = time.monotonic() + timeout_s
-        while not line.endswith(b"\n"):
+        while not self._answers:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self.process.stdout], [], [], left)[0]:
                 raise ChildFailed(f"no answer within {timeout_s:g} s\n{self.tail()}")
-            part = os.read(self.process.stdout.fileno(), 65536)
-            if not part:
-                self.process.wait(GRACE_S)
-                raise ChildFailed(
-                    f"exit code {self.process.returncode} before it answered\n{self.tail()}"
-                )
-            line += part
-        return json.loads(line)
+            self._answers += self.read()
+        return self._answers.pop(0)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the JSON lines that have come from a child with pipes, or wait for more of them.
+
+        Raises ChildFailed when it has ended.
+        """
+        assert self.process.stdout is not None
+        part = os.read(self.process.stdout.fileno(), 1 << 16)
+        if not part:
+            code = self.process.wait(GRACE_S)
+            if code < 0:
+                how = f"was ended by {signal.Signals(-code).name}"
+            else:
+                how = f"ended with exit code {code}"
+            raise ChildFailed(f"it {how}\n{self.tail()}")
+        *lines, self._rest = (self._rest + part).split(b"\n")
+        return [json.loads(line) for line in lines]
 
     def tail(self) -> str:
         """Return the last lines of the log."""
@@ -191,6 +203,15 @@ def all_processes() -> dict[int, tuple[int, float]]:
     return processes
 
 
+def resident_bytes(key: str, pid: int | str = "self") -> int:
+    """Return a process's resident memory (VmRSS) or its peak (VmHWM); 0 where Linux gives none."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith(key):
+                return 1024 * int(line.split()[1])
+    return 0
+
+
 @contextmanager
 def scratch_folder(prefix: str = "nrb-") -> Iterator[Path]:
     """Yield a folder for the runs of a benchmark, and remove it.
@@ -221,6 +242,28 @@ def arm_environment() -> dict[str, str]:
     env["RAY_USAGE_STATS_ENABLED"] = "0"
     env["PYTHONUNBUFFERED"] = "1"
     return env
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Turn the first SIGINT or SIGTERM into KeyboardInterrupt(signal).
+
+    Later signals are ignored while processes are ended.
+    """
+
+    def interrupt(signum: int, frame: Any) -> None:
+        for each in old:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt(signum)
+
+    old = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    for each in old:
+        signal.signal(each, interrupt)
+    try:
+        yield
+    finally:
+        for each, handler in old.items():
+            signal.signal(each, handler)
 
 
 def answers_only() -> Callable[[dict[str, Any]], None]:

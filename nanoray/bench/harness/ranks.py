@@ -18,7 +18,6 @@ import platform
 import secrets
 import select
 import shutil
-import signal
 import sys
 import tempfile
 import traceback
@@ -27,11 +26,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nanoray import __version__
 from nanoray.bench.harness.processes import (
-    GRACE_S,
     TAIL_LINES,
     Child,
     ChildFailed,
@@ -150,20 +148,36 @@ def main() -> None:
 # The driver's side of the three launchers.
 
 
-class RankChannel(Protocol):
+class RankChannel:
     """How a pool talks to the ranks that a launcher starts."""
 
     ranks: range
 
-    def start(self) -> None: ...
-    def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None: ...
-    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]: ...
-    def everyone(self, values: list[dict[str, Any]]) -> list[dict[str, Any]]: ...
-    def tail(self, rank: int) -> str: ...
-    def end(self) -> None: ...
+    def start(self) -> None:
+        """Start the ranks."""
+        raise NotImplementedError
+
+    def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
+        """Order a rank to call a method."""
+        raise NotImplementedError
+
+    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+        """Return the messages that have come, each with its rank."""
+        raise NotImplementedError
+
+    def everyone(self, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the values of all ranks, from those of the ranks of this process."""
+        return values
+
+    def tail(self, rank: int) -> str:
+        """Return the last lines of a rank's log, where it has one."""
+        return ""
+
+    def end(self) -> None:
+        """End the ranks."""
 
 
-class _Processes:
+class _Processes(RankChannel):
     """Ranks as children of this process.
 
     Orders go to their stdin, answers come from their stdout, one JSON line each.
@@ -199,8 +213,7 @@ class _Processes:
                 slot |= {"gpu": device.parent_uuid, "uuid": device.uuid, "device": "cuda:0"}
             self._slots.append(slot)
         self._children: list[Child] = []
-        # File descriptor -> rank, and the bytes after the last complete line
-        self._open: dict[int, tuple[int, bytearray]] = {}
+        self._open: dict[Any, int] = {}  # stdout of each rank that still lives
         self._logs: Path | None = None
 
     def start(self) -> None:
@@ -210,8 +223,7 @@ class _Processes:
             command = [sys.executable, "-m", "nanoray.bench.harness.ranks", json.dumps(slot)]
             child = Child(command, env, self._logs / f"rank{slot['rank']}.log", pipes=True)
             self._children.append(child)
-            assert child.process.stdout is not None
-            self._open[child.process.stdout.fileno()] = (slot["rank"], bytearray())
+            self._open[child.process.stdout] = slot["rank"]
 
     def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
         with suppress(ChildFailed):  # the end of its stdout is reported, with the reason
@@ -219,20 +231,14 @@ class _Processes:
 
     def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
         messages: list[tuple[int, dict[str, Any]]] = []
-        for fd in select.select(list(self._open), [], [], timeout_s)[0]:
-            rank, rest = self._open[fd]
-            part = os.read(fd, 1 << 16)
-            if not part:  # the child has closed its stdout
-                del self._open[fd]
-                ending = _ending(self._children[rank])
-                messages.append((rank, {"died": f"{ending}\n{self.tail(rank)}"}))
-            *lines, last = (rest + part).split(b"\n")
-            rest[:] = last
-            messages += [(rank, json.loads(line)) for line in lines]
+        for stdout in select.select(list(self._open), [], [], timeout_s)[0]:
+            rank = self._open[stdout]
+            try:
+                messages += [(rank, message) for message in self._children[rank].read()]
+            except ChildFailed as ending:
+                del self._open[stdout]
+                messages.append((rank, {"died": str(ending)}))
         return messages
-
-    def everyone(self, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return values
 
     def tail(self, rank: int) -> str:
         return self._children[rank].tail()
@@ -244,15 +250,7 @@ class _Processes:
             shutil.rmtree(self._logs, ignore_errors=True)
 
 
-def _ending(child: Child) -> str:
-    """Return how a child has ended that closed its stdout."""
-    code = child.process.wait(GRACE_S)
-    if code < 0:
-        return f"it was ended by {signal.Signals(-code).name}"
-    return f"it ended with exit code {code}"
-
-
-class _Actors:
+class _Actors(RankChannel):
     """Ranks as Ray actors: one per slot of a cluster, or of a local Ray that leaves nothing behind."""
 
     def __init__(self, where: Where) -> None:
@@ -332,12 +330,6 @@ class _Actors:
                 messages.append((rank, {"error": str(error), "collective": False}))
         return messages
 
-    def everyone(self, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return values
-
-    def tail(self, rank: int) -> str:
-        return ""
-
     def end(self) -> None:
         import ray
 
@@ -376,10 +368,11 @@ class _Actor(Rank):
         return [self._queue.popleft() for _ in range(len(self._queue))]
 
 
-class _TorchrunRank:
+class _TorchrunRank(RankChannel):
     """This process is one rank of torchrun.
 
-    A call runs when it is sent; its events are read afterwards.
+    A call runs when it is sent; its events are read afterwards. Nothing ends with a pool: the next
+    one of this process uses the same group, and torchrun ends it.
     """
 
     def __init__(self, rendezvous: Rendezvous, where: Where) -> None:
@@ -446,12 +439,6 @@ class _TorchrunRank:
         ]
         self._rank.store.set(keys[self.ranks[0]], json.dumps(values[0]))
         return [json.loads(self._rank.store.get(key)) for key in keys]
-
-    def tail(self, rank: int) -> str:
-        return ""
-
-    def end(self) -> None:
-        """Keep the group for the next pool of this process, which torchrun ends."""
 
 
 @functools.cache

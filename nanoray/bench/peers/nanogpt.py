@@ -64,37 +64,26 @@ class NanoGPT:
     def flags(self, **others: object) -> list[str]:
         """Return the flags of train.py, for the recipe of the configuration."""
         c = self._config
-        values: dict[str, object] = {
-            **{
-                "device": "cpu",
-                "compile": False,
-                "dataset": "bench",
-                "out_dir": "out",
-                "log_interval": 1,
-            },
-            # Its default, for GPUs, is a 16-bit type that it does not use on a CPU
-            **{"dtype": "float32"},
-            **{
-                "always_save_checkpoint": False,
-                "wandb_log": False,
-                "gradient_accumulation_steps": 1,
-            },
-            **{
-                "batch_size": c.global_batch_size,
-                "max_iters": c.max_steps,
-                "lr_decay_iters": c.max_steps,
-            },
-            **{
-                "learning_rate": c.lr,
-                "min_lr": c.min_lr,
-                "beta2": c.beta2,
-                "weight_decay": c.weight_decay,
-            },
-            **{
-                key: getattr(c, key)
-                for key in ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
-            },
-            **{"warmup_iters": c.warmup_steps},
+        shape = ("block_size", "n_layer", "n_head", "n_embd", "dropout", "bias")
+        values: dict[str, object] = {key: getattr(c, key) for key in shape}
+        values |= {
+            "device": "cpu",
+            "compile": False,
+            "dataset": "bench",
+            "out_dir": "out",
+            "log_interval": 1,
+            "dtype": "float32",  # its default, for GPUs, is a type of 16 bits
+            "always_save_checkpoint": False,
+            "wandb_log": False,
+            "gradient_accumulation_steps": 1,
+            "batch_size": c.global_batch_size,
+            "max_iters": c.max_steps,
+            "lr_decay_iters": c.max_steps,
+            "learning_rate": c.lr,
+            "min_lr": c.min_lr,
+            "beta2": c.beta2,
+            "weight_decay": c.weight_decay,
+            "warmup_iters": c.warmup_steps,
         }
         return [f"--{key}={value}" for key, value in (values | others).items()]
 
