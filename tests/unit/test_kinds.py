@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 TESTS = Path(__file__).resolve().parents[1]
-KINDS: list[dict[str, Any]] = yaml.safe_load((TESTS / "kinds.yaml").read_text(encoding="utf-8"))
 # They measure; what they are about is in docs/performance.md.
 BENCHMARKS = ("test_bench_", "test_gpu_day", "test_soak", "test_speedrun")
 FULL = "pytest.mark.full"
 
 
+@cache
+def kinds() -> list[dict[str, Any]]:
+    """Return the rows. Every worker collects this file, so it is not read at its top."""
+    rows: list[dict[str, Any]] = yaml.safe_load((TESTS / "kinds.yaml").read_text(encoding="utf-8"))
+    return rows
+
+
+@cache
 def marks_of_tests() -> dict[str, bool]:
     """Return each test, and whether `make test` leaves it out as a whole."""
     found = {}
@@ -32,21 +39,19 @@ def marks_of_tests() -> dict[str, bool]:
     return found
 
 
-IS_FULL = marks_of_tests()
-
-
-@pytest.mark.parametrize("row", KINDS, ids=lambda row: str(row["kind"]))
-def test_a_kind_has_an_everyday_test(row: dict[str, Any]) -> None:
-    assert row["everyday"]
-    assert [name for name in row["everyday"] if IS_FULL.get(name, True)] == [], "full, or gone"
-    assert [name for name in row["full"] if not IS_FULL.get(name, False)] == [], (
-        "not marked, or gone"
-    )
+def test_a_kind_has_an_everyday_test() -> None:
+    is_full = marks_of_tests()
+    for row in kinds():
+        assert row["everyday"], row["kind"]
+        wrong = [name for name in row["everyday"] if is_full.get(name, True)]
+        assert wrong == [], f"{row['kind']}: full, or gone"
+        wrong = [name for name in row["full"] if not is_full.get(name, False)]
+        assert wrong == [], f"{row['kind']}: not marked, or gone"
 
 
 def test_each_test_that_is_left_out_belongs_to_a_kind() -> None:
-    listed = {name for row in KINDS for name in row["full"]}
-    left_out = {name for name, is_full in IS_FULL.items() if is_full}
+    listed = {name for row in kinds() for name in row["full"]}
+    left_out = {name for name, is_full in marks_of_tests().items() if is_full}
     missing = [
         name
         for name in sorted(left_out - listed)
