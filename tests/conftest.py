@@ -8,10 +8,12 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from hypothesis import HealthCheck, settings
 
 from nanoray.base.output import as_command
 from nanoray.bench.harness import leaks, processes
+from nanoray.config.weights import outlines
 from tests.harness import commands
 from tests.harness.cluster import commands_end_here
 from tests.harness.forked_python import forked_python
@@ -59,6 +62,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # The ranks of a benchmark, too, need not import torch again
 processes.start_process = commands.start_process
+# Nor need the reader of a file of torch.save
+outlines.subprocess = SimpleNamespace(  # type: ignore[assignment]
+    run=commands.run_script, TimeoutExpired=subprocess.TimeoutExpired
+)
 # On a busy machine an example, and drawing it, may take long.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
