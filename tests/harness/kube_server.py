@@ -246,16 +246,20 @@ class ApiServer:
         assert process.stdout
         assert process.stderr
         sent = 0
-        with suppress(ConnectionError):  # of a client that has gone
-            while out := await process.stdout.read(30000):
-                await socket.send_bytes(b"\x01" + out[: self.exec_limit])
-                sent += len(out)
-                if self.exec_limit is not None and sent >= self.exec_limit:
-                    process.kill()
-                    await socket.close()
-                    return socket
-            await socket.send_bytes(b"\x02" + await process.stderr.read())
-        await process.wait()
+        try:
+            with suppress(ConnectionError):  # of a client that has gone
+                while out := await process.stdout.read(30000):
+                    await socket.send_bytes(b"\x01" + out[: self.exec_limit])
+                    sent += len(out)
+                    if self.exec_limit is not None and sent >= self.exec_limit:
+                        await socket.close()
+                        return socket
+                await socket.send_bytes(b"\x02" + await process.stderr.read())
+            await process.wait()
+        finally:
+            # It ends the process. Else that is left to the garbage collection, which complains of
+            # the closed loop in the midst of another test.
+            process._transport.close()  # type: ignore[attr-defined]
         causes = [{"reason": "ExitCode", "message": str(process.returncode)}]
         end: dict[str, Any] = {"status": "Success"}
         if process.returncode:
