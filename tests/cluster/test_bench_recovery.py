@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import ray.train
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import recovery
 from nanoray.bench.harness.launchers import RANK_PID
 from nanoray.bench.harness.processes import session_members
 from nanoray.bench.killed import longest_pause, wrong_among
-from nanoray.bench.peers import ray_train
 from nanoray.bench.peers.torchft import missing
 from nanoray.bench.recovery import (
     ARMS,
@@ -158,6 +156,11 @@ def test_losses_are_compared_up_to_the_last_step_of_both() -> None:
 
 
 def test_a_peer_asks_for_notices_only_where_ray_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not at the top, which each worker imports for its list of tests: it takes seconds
+    import ray.train
+
+    from nanoray.bench.peers import ray_train
+
     settings = ray_train.preemption_settings()
     assert settings == {"max_preemption_failures": -1, "preemption_grace_s": 0.0}
     assert ray.train.FailureConfig(**settings).max_preemption_failures == -1
