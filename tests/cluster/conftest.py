@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanoray.base import proc
+from nanoray.bench import killed
 from nanoray.bench.harness import plan
-from tests.harness.cluster import Cluster, ray_head
+from tests.harness.cluster import Cluster, processes_of_session, ray_head
 
 
 @pytest.hookimpl(wrapper=True)
@@ -37,22 +39,27 @@ def cluster() -> Iterator[Cluster]:
         yield head
 
 
-@pytest.fixture(scope="package")
-def plain_cluster() -> Iterator[Cluster]:
-    """A Ray head whose workers belong to its session, as a benchmark expects of its own."""
-    with ray_head(forked=False) as head:
-        yield head
-
-
 @pytest.fixture
-def shared_head(plain_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let benchmarks that start a Ray head use one of the tests."""
-    process = SimpleNamespace(pid=plain_cluster.session, poll=lambda: None)
+def shared_head(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let benchmarks that start a Ray head use one of the tests.
+
+    A benchmark knows the ranks of a Ray by its session. Those that were forked for it have sessions
+    of their own, and are told to belong to it.
+    """
+
+    def stat_of(pid: int) -> list[str]:
+        fields = proc.stat_of(pid)
+        if fields and pid in processes_of_session(cluster.session):
+            fields[3] = str(cluster.session)
+        return fields
+
+    monkeypatch.setattr(killed, "stat_of", stat_of)
+    process = SimpleNamespace(pid=cluster.session, poll=lambda: None)
     head = SimpleNamespace(process=process, tail=str, log=Path("/nowhere/ray.log"))
     env = {
         key: value
-        for key, value in plain_cluster.env.items()
+        for key, value in cluster.env.items()
         if key not in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")
     }
-    monkeypatch.setattr(plan, "ray_head", lambda *_: nullcontext((plain_cluster.address, head)))
+    monkeypatch.setattr(plan, "ray_head", lambda *_: nullcontext((cluster.address, head)))
     monkeypatch.setattr(plan, "arm_environment", lambda: env | {"PYTHONUNBUFFERED": "1"})

@@ -6,8 +6,8 @@
                        worker of another pid, which it tells the raylet when it registers, as one in a container does
 
 When the raylet ends the process that it has started, the worker ends. But what freezes a raylet's
-children has to look for the worker with `workers_of`, too. Workers with a runtime environment, as
-those of jobs, start as Ray starts them.
+children has to look for the worker with `workers_of`, too. Workers with files of their own, as those
+of jobs, start as Ray starts them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,11 @@ def hand_over(path: str, command: list[str]) -> None:
 if "NANORAY_TEST_RAY_WORKERS" in os.environ:
     words = sys.orig_argv
     for at, word in enumerate(words):
-        # Those with an environment of their own, as jobs have, start by themselves.
+        # Variables of its own are set by a process that then executes this command anew. A worker
+        # with files of its own, as those of jobs, starts by itself: its modules may be others.
         own = any(w.startswith("--runtime-env-hash=") and not w.endswith("=0") for w in words)
-        if word.endswith("/ray/_private/workers/default_worker.py") and not own:
+        unset = own and any(w.startswith("--serialized-runtime-env-context=") for w in words)
+        has_files = own and "/runtime_resources/" in os.environ.get("PYTHONPATH", "")
+        is_worker = word.endswith("/ray/_private/workers/default_worker.py")
+        if is_worker and not unset and not has_files:
             hand_over(os.environ["NANORAY_TEST_RAY_WORKERS"], words[at:])
