@@ -360,7 +360,7 @@ def test_the_console_script_knows_its_commands(capsys: pytest.CaptureFixture[str
     assert "unknown command lunch; did you mean launch?" in capsys.readouterr().err
     script = Path(sys.executable).parent / "nanoray"
     done = subprocess.run(
-        [str(script), "train", "--n_layr", "1"], capture_output=True, text=True, timeout=200
+        [str(script), "launch", "--n_layr", "1"], capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 2
     assert "did you mean --n_layer?" in done.stderr
