@@ -20,6 +20,7 @@ class PackedScript:
     """A user's function that trains, as bytes of its program."""
 
     name: str
+    module: str  # of the program's class: a process that waits for its task imports it beforehand
     pickled: bytes
 
     @classmethod
@@ -27,7 +28,7 @@ class PackedScript:
         """Pickle a program. Raises ConfigError for a function that cannot leave this process."""
         name = program.name
         try:
-            return cls(name, cloudpickle.dumps(program))
+            return cls(name, type(program).__module__, cloudpickle.dumps(program))
         except Exception as error:  # whatever the objects raise that it refers to
             raise ConfigError(
                 f"{name} cannot be sent to the ranks ({one_line(error)}): it refers to an object of "

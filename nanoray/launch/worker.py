@@ -132,7 +132,8 @@ class Worker:
         try:
             # Collecting garbage among modules, which stay anyway, is a sixth of an import's time.
             gc.disable()
-            importlib.import_module("nanoray.train.recipe")
+            program = self._script.module if self._script else "nanoray.train.recipe"
+            importlib.import_module(program)
             gc.freeze()
             gc.enable()
             if self._rehearsal:

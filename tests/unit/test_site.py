@@ -194,7 +194,7 @@ def test_search_works_without_a_server(site: Path, tab: Tab) -> None:
     found = tab.wait_for(f"({hits}).length > 3 && ({hits})")
     pages = {Path(unquote(urlsplit(url).path)) for url in found}
     assert all(page.is_file() for page in pages)
-    assert site / "reliability.html" in pages
+    assert site / "reliability" / "every-fault.html" in pages
     assert not any("source" in page.parts for page in pages)
 
 

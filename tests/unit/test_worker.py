@@ -23,6 +23,7 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import CheckpointError, ConfigError, RendezvousError, StateDiverged
 from nanoray.faults.cause import CAUSES
 from nanoray.faults.progress import ProgressFile
+from nanoray.launch.script import PackedScript
 from nanoray.launch.silence import HEADLESS_S
 from nanoray.launch.worker import DRIVER_SILENT_S, LostPeer, Worker
 from nanoray.mesh.mesh import _MEETINGS
@@ -47,7 +48,11 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSpec]:
 
 
 def worker(
-    train: Train | None = None, rank: int | None = 1, gpus: tuple[str, ...] = (), head: str = ""
+    train: Train | None = None,
+    rank: int | None = 1,
+    gpus: tuple[str, ...] = (),
+    head: str = "",
+    script: PackedScript | None = None,
 ) -> Worker:
     context = SimpleNamespace(
         get_node_id=lambda: "node1", get_actor_id=lambda: "actor1", gcs_address=head
@@ -57,10 +62,21 @@ def worker(
         get_runtime_context=lambda: context,
         util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"),
     )
-    return Worker("a-run", rank, train=train, api=api)
+    return Worker("a-run", rank, train=train, script=script, api=api)
 
 
 R = Rendezvous(rank=1, world_size=2, backend="gloo")
+
+
+def test_what_a_script_needs_is_imported_before_its_task_comes(
+    spec: RunSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by a rank that replaces a lost one: the others wait for it."""
+    (tmp_path / "module_of_a_program.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    waiting = worker(script=PackedScript("main", "module_of_a_program", b""))
+    waiting._importing.join(60)
+    assert sys.modules.pop("module_of_a_program", None)
 
 
 # Orders to abort.
