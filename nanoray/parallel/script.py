@@ -31,7 +31,7 @@ class Undisturbing(Protocol):
 
 @dataclass(frozen=True)
 class Script:
-    """What the Plan knows of a script."""
+    """What a Plan needs from a script."""
 
     undisturbed: Undisturbing
     """for passes that no step needs"""
