@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import itertools
 import os
 import random
@@ -69,6 +71,23 @@ outlines.subprocess = SimpleNamespace(  # type: ignore[assignment]
 # On a busy machine an example, and drawing it, may take long.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    """Before all workers of a whole run import all files, each imports its share of them.
+
+    In a fresh checkout pytest compiles each file at its first import. Workers that go through them in
+    the same order would each compile them all.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    if worker and session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        files = sorted(Path(__file__).parent.glob("*/test_*.py"))
+        for path in files[int(worker[2:]) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]:
+            # What is wrong with a file, or skips it, shows when it is collected
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(f"tests.{path.parent.name}.{path.stem}")
+    return (yield)
 
 
 def pytest_collection_finish() -> None:
