@@ -29,7 +29,7 @@ from nanoray.bench.harness.plan import (
     settings_of,
 )
 from nanoray.bench.harness.processes import ChildFailed, arm_environment, scratch_folder
-from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.report import Measurement, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.peers.nanogpt import NanoGPT
 from nanoray.bench.to_loss import RunToLoss, children_cpu_s, run_to_loss
@@ -354,6 +354,6 @@ def _add_targets(report: Report, arms: list[str]) -> None:
             report.compare(arm, first, CPU_TIME)
             row = report.compare(arm, first, SECONDS)
             if row and arm in RECORDS:
-                report.targets.append(Target(f"{SECONDS}, {row.arm}", row, "<=", 1 / 3))
+                report.add_target(f"{SECONDS}, {row.arm}", row, "<=", 1 / 3)
     for before, arm in pairwise(own):
         report.compare(arm, before, SECONDS)

@@ -42,7 +42,7 @@ from nanoray.bench.harness.rank_pool import (
     describe,
     where_from,
 )
-from nanoray.bench.harness.report import Measurement, Report, Target, markdown, number, say
+from nanoray.bench.harness.report import Emit, Measurement, Record, Report, markdown, number, say
 from nanoray.host.gpus import discover_gpus
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def parse_tuning_log(text: str) -> list[tuple[int, str, str]]:
 # What a rank does.
 
 
-def sweep_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+def sweep_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Time every algorithm at every size and emit one event per pair. (all ranks)
 
     The order of the algorithms rotates from turn to turn. order: algorithms, sizes (bytes), dtype,
@@ -338,7 +338,7 @@ class AlgorithmsBenchmark(Benchmark):
         ]
 
 
-def row_of(event: dict[str, Any], dtype: str) -> Measurement:
+def row_of(event: Record, dtype: str) -> Measurement:
     """Return the row of an event of rank 0.
 
     A forced algorithm that NCCL's log does not confirm is an error.
@@ -389,7 +389,7 @@ def _add_targets(report: Report, ranks: int, backend: str) -> None:
     for upper, lower, size, relation, limit in wanted:
         row = report.compare(upper, lower, size)
         if row:
-            report.targets.append(Target(f"{size}: {row.arm}", row, relation, limit, excuse))
+            report.add_target(f"{size}: {row.arm}", row, relation, limit, excuse)
 
 
 def _timed(report: Report) -> dict[str, dict[int, Measurement]]:

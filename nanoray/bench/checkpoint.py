@@ -35,7 +35,7 @@ from nanoray.bench.harness.figure import Figure, Panel, measured, whiskers
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import RankPool, describe
 from nanoray.bench.harness.ranks import Where
-from nanoray.bench.harness.report import Report, Target, say
+from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.bench.harness.table import (
     IN_TERMINAL,
     PAGE,
@@ -211,7 +211,7 @@ class CheckpointBenchmark(Benchmark):
             "window_s": 0.2 if args.quick else 1.0,
             "threads": args.threads,
         }
-        found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+        found: dict[str, list[Record]] = {arm: [] for arm in ARMS}
         wrong: dict[str, int | None] = {}
         # One rank saves; its folder is deleted with all that was written.
         where = Where(1, "processes", args.device, timeout_s=args.timeout_s)
@@ -270,15 +270,13 @@ def file_system(folder: Path) -> str:
     return "{1} at {2}".format(*max(holding)) if holding else "file system unknown"
 
 
-def add_rows(
-    report: Report, found: dict[str, list[dict[str, Any]]], wrong: dict[str, int | None]
-) -> None:
+def add_rows(report: Report, found: dict[str, list[Record]], wrong: dict[str, int | None]) -> None:
     """Add each arm's rows, and its ratios to the sync save and the raw disk of the same round."""
 
     def shares(values: list[float], of: list[float]) -> list[float]:
         return [100 * value / whole for value, whole in zip(values, of, strict=False)]
 
-    def rates(events: list[dict[str, Any]]) -> list[float]:
+    def rates(events: list[Record]) -> list[float]:
         return [e["bytes"] / e["done_s"] / 1e9 for e in events]
 
     # Nanoray's own synchronous save is what the shares refer to.
@@ -303,7 +301,7 @@ def add_rows(
         ):
             share = report.add(arm, metric, "%", shares(seconds, sync))
             if arm == ASYNC:
-                report.targets.append(Target(f"{ASYNC}: {metric}, %", share, "<=", limit))
+                report.add_target(f"{ASYNC}: {metric}, %", share, "<=", limit)
 
 
 # On the rank.
@@ -318,13 +316,13 @@ class SavingArm(NamedTuple):
 
     # Save the state as of a step; the result says whether it is on disk
     begin: Callable[[int], Callable[[], bool]]
-    read: Callable[[int], dict[str, Any]] | None  # read it back: tensors by name
+    read: Callable[[int], Record] | None  # read it back: tensors by name
     # Wait until the state has been copied and may be updated
     copied: Callable[[], object] = no_wait
     close: Callable[[], object] = no_wait
 
 
-def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+def measure_rank(mesh: Any, order: Record, emit: Emit) -> None:
     """Run the rounds.
 
     Emits a description of the state, the number of wrong tensors of each arm, and one event per arm
@@ -450,7 +448,7 @@ def make_step(device: Any) -> Callable[..., float]:
 
 def make_arms(
     mesh: Any, preset: str, folder: Path
-) -> tuple[dict[str, SavingArm], Callable[[], dict[str, Any]]]:
+) -> tuple[dict[str, SavingArm], Callable[[], Record]]:
     """Return the arms, and a function that returns the state that all of them save to `folder`."""
     import torch
     import torch.distributed.checkpoint as dcp
@@ -486,7 +484,7 @@ def make_arms(
         future: Any = dcp.async_save(tree(), checkpoint_id=folder / "dcp", no_dist=True)
         return lambda: future.done() and bool(future.result())  # raises what went wrong
 
-    def dcp_read(step: int) -> dict[str, Any]:
+    def dcp_read(step: int) -> Record:
         back = {name: torch.empty_like(tensor) for name, tensor in tree().items()}
         dcp.load(back, checkpoint_id=folder / "dcp", no_dist=True)
         return back
@@ -517,10 +515,10 @@ def make_arms(
 
 
 def _staged(
-    tree: Callable[[], dict[str, Any]],
+    tree: Callable[[], Record],
     folder: Path,
     device: Any,
-    read: Callable[[int], dict[str, Any]],
+    read: Callable[[int], Record],
     process: bool,
 ) -> SavingArm:
     """Return the arm of a DefaultStager with every option that the device supports.
@@ -574,7 +572,7 @@ def _staged(
     return SavingArm(begin, read, lambda: begun[0].staging_completion.result(), close)
 
 
-def _flat(model: dict[str, Any], optimizer: dict[str, Any]) -> dict[str, Any]:
+def _flat(model: Record, optimizer: Record) -> Record:
     return {f"model.{name}": t for name, t in model.items()} | {
         f"optimizer.{name}": t for name, t in optimizer.items()
     }
@@ -607,7 +605,7 @@ def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> 
 
         return done
 
-    def read(step: int) -> dict[str, Any]:
+    def read(step: int) -> Record:
         state = load(spec.checkpoints / f"step_{step:08d}")
         return _flat(state.model, state.optimizer)
 
@@ -629,7 +627,7 @@ def saved_state(gpt: Any, optimizer: Any, step: int) -> StateDict:
     )
 
 
-def _write_raw(tensors: dict[str, Any], folder: Path) -> None:
+def _write_raw(tensors: Record, folder: Path) -> None:
     import torch
 
     with open(folder / "raw", "wb", buffering=0) as file:
@@ -642,7 +640,7 @@ def _write_raw(tensors: dict[str, Any], folder: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _torch_save(tensors: dict[str, Any], folder: Path) -> None:
+def _torch_save(tensors: Record, folder: Path) -> None:
     import torch
 
     torch.save(tensors, folder / "whole.tmp")

@@ -31,7 +31,7 @@ from nanoray.bench.harness.rank_pool import (
     describe,
     where_from,
 )
-from nanoray.bench.harness.report import Measurement, Report, markdown, number, say
+from nanoray.bench.harness.report import Emit, Measurement, Record, Report, markdown, number, say
 from nanoray.errors import ConfigError
 from nanoray.host.host import available_memory_bytes
 from nanoray.mesh.mesh import Mesh
@@ -156,7 +156,7 @@ def finish(mesh: Mesh, works: Iterable[Any] = ()) -> None:
     wait_for(mesh.device)
 
 
-def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+def measure_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Measure the copy limit, then every case of the order; emit one dict per case. (all ranks)"""
     bench = _Bench(mesh, order)
     emit({"copy_gbps": bench.copy_gbps()})
@@ -192,7 +192,7 @@ class _Bench:
     All ranks must call the methods that communicate.
     """
 
-    def __init__(self, mesh: Mesh, order: dict[str, Any]) -> None:
+    def __init__(self, mesh: Mesh, order: Record) -> None:
         import torch.distributed as dist
 
         self.mesh = mesh
@@ -238,14 +238,14 @@ class _Bench:
             rates.append(algbw_gbps(4 * size, seconds))
         return rates
 
-    def case(self, op: str, name: str, in_place: bool, asked: int) -> dict[str, Any]:
+    def case(self, op: str, name: str, in_place: bool, asked: int) -> Record:
         """Measure and check one case. (all ranks)
 
         Returns {"skipped": why} for a size that does not fit, or an operation that the backend
         lacks.
         """
         size, count = elements(op, asked, DTYPES[name][1], self.n)
-        result: dict[str, Any] = {"bytes": size, "count": count}
+        result: Record = {"bytes": size, "count": count}
 
         # Skip what cannot run here
         if op == "sendrecv" and self.n == 1:
@@ -569,7 +569,7 @@ def sizes(largest: int, quick: bool = False) -> list[int]:
     return steps
 
 
-def _add(report: Report, event: dict[str, Any], ranks: int, backend: str) -> None:
+def _add(report: Report, event: Record, ranks: int, backend: str) -> None:
     """Add the row of an event of rank 0, and print progress."""
     if "copy_gbps" in event:
         note = f"what each of {ranks} ranks copies per second while all copy: the limit of the machine's memory"
@@ -647,7 +647,7 @@ def _line(op: str, rows: dict[bool, Measurement]) -> tuple[str, ...]:
             remarks.append(f"{placement} skipped: {row.skipped}")
 
     # The latencies are those of the first placement that has any: out of place, else in place
-    timed: dict[str, Any] = next((row.extra for _, row in sorted(rows.items()) if row.values), {})
+    timed: Record = next((row.extra for _, row in sorted(rows.items()) if row.values), {})
     if timed:
         line += [number(timed["time_us"]), _tail(timed).removeprefix("p99 ")]
         line.append(str(timed["latencies"]))
@@ -656,18 +656,18 @@ def _line(op: str, rows: dict[bool, Measurement]) -> tuple[str, ...]:
     return (*line, _percent(timed.get("share_of_copy")), "; ".join(remarks))
 
 
-def _tail(timed: dict[str, Any]) -> str:
+def _tail(timed: Record) -> str:
     """Return the 99th percentile of the latencies, or of fewer than a hundred the slowest."""
     name = "p99" if timed["latencies"] >= 100 else "max"
     return f"{name} {number(timed['p99_us'])}"
 
 
-def _curves(report: Report) -> dict[str, list[dict[str, Any]]]:
+def _curves(report: Report) -> dict[str, list[Record]]:
     """Return the rows of the first dtype by operation and size.
 
     They are out of place where an operation has both placements.
     """
-    curves: dict[str, list[dict[str, Any]]] = {}
+    curves: dict[str, list[Record]] = {}
     by_case = _rows_by_case(report)
     first = next((dtype for _, dtype, _ in by_case), "")
     for (op, dtype, _), rows in by_case.items():

@@ -28,7 +28,7 @@ from nanoray.bench.engine import (
 )
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, dots, with_values
-from nanoray.bench.harness.plan import chosen
+from nanoray.bench.harness.plan import add_arms_flag, chosen
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Report
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
@@ -137,9 +137,7 @@ class CompressionBenchmark(Benchmark):
             default="ddp",
             help="of all arms [%(default)s]",
         )
-        parser.add_argument(
-            "--arms", default="all", help=f"some of {', '.join(ARMS)} [%(default)s]"
-        )
+        add_arms_flag(parser, ARMS)
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train all arms in turn on the same ranks, and fill the report."""

@@ -15,12 +15,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.processes import answers_only
+from nanoray.bench.harness.report import Emit, Record
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.data.dataset import DatasetInfo
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
     from nanoray.mesh.pieces import Shard
 
-Say = Callable[[dict[str, Any]], None]
-
 
 class Gate:
     """Run a loop in blocks of steps: the loop calls it before each step.
@@ -46,7 +45,7 @@ class Gate:
     the most it had allocated. The end of stdin ends the process.
     """
 
-    def __init__(self, say: Say, device: str = "cpu") -> None:
+    def __init__(self, say: Emit, device: str = "cpu") -> None:
         self._say = say
         self._left = 0
         self._asked = 0
@@ -153,7 +152,7 @@ def plain_loop(cfg: Config, data: DatasetInfo, threads: int) -> Iterator[nn.Modu
         step += 1
 
 
-def run_engine(spec: RunSpec, gate: Gate, order: Mapping[str, Any], say: Say) -> None:
+def run_engine(spec: RunSpec, gate: Gate, order: Mapping[str, Any], say: Emit) -> None:
     """Train with nanoray as rank `order["rank"]` of `order["world"]`.
 
     Rank 0 of several first reports the port at which it serves the store.
@@ -196,7 +195,7 @@ def run_engine(spec: RunSpec, gate: Gate, order: Mapping[str, Any], say: Say) ->
 
 def main() -> int:
     """Run the arm of one JSON order from the command line until stdin ends."""
-    order: dict[str, Any] = json.loads(sys.argv[1])
+    order: Record = json.loads(sys.argv[1])
     say = answers_only()
     if order.get("pinned"):  # before torch starts its threads
         cores = sorted(os.sched_getaffinity(0))

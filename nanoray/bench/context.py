@@ -17,7 +17,7 @@ from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import Figure, Panel, dots, with_values
 from nanoray.bench.harness.plan import add_settings_flag, numbers_of, settings_of
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Report, Target
+from nanoray.bench.harness.report import Report
 from nanoray.bench.harness.table import Cell, Table, TableColumn
 from nanoray.bench.strategies import (
     PEAK,
@@ -157,4 +157,4 @@ def _add_target(report: Report) -> None:
     distances = map(abs, furthest.values)
     worst = report.add("worst arm", PEAK_ERROR, "%", distances, furthest.arm)
     text = f"peak of a step, measured against the formula, {furthest.arm}, %"
-    report.targets.append(Target(text, worst, "<=", LIMIT))
+    report.add_target(text, worst, "<=", LIMIT)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nanoray.bench.arm import MODELS, Arm
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.processes import resident_bytes
-from nanoray.bench.harness.report import Report, say
+from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.config import Config
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ STEP = "step"
 BUSY = "collectives busy"
 EXPOSED = "exposed"
 
-Found = dict[str, list[dict[str, Any]]]  # the events of each arm, one per round
+Found = dict[str, list[Record]]  # the events of each arm, one per round
 
 
 # The driver's side.
@@ -49,7 +49,7 @@ def order_of(
     measures: Iterable[str] = (),
     model: str = "gpt",
     mirrored: Iterable[str] = (),
-) -> dict[str, Any]:
+) -> Record:
     """Return the order of `time_rank` and `memory_rank`: arms by name, and what to do with them.
 
     mirrored: the arms whose shards another rank keeps as well.
@@ -61,7 +61,7 @@ def order_of(
     return {"arms": arms, "model": model, "measures": list(measures), **counts}
 
 
-def collect(events: Iterable[dict[str, Any]], report: Report, found: Found, more: str = "") -> None:
+def collect(events: Iterable[Record], report: Report, found: Found, more: str = "") -> None:
     """Sort the events of `time_rank` by arm as they come; the recipe, and `more`, is a condition."""
     for event in events:
         if "recipe" in event:
@@ -73,7 +73,7 @@ def collect(events: Iterable[dict[str, Any]], report: Report, found: Found, more
         say(f"round {event['round']}  {event['arm']:<24} {times}")
 
 
-def each(events: Iterable[dict[str, Any]], key: str) -> list[float]:
+def each(events: Iterable[Record], key: str) -> list[float]:
     """Return what each event says under `key`: a value per round."""
     return [event[key] for event in events]
 
@@ -88,7 +88,7 @@ def note_of_sent(collectives: Mapping[str, tuple[int, int]]) -> str:
 # On every rank.
 
 
-def _arms_of(mesh: Mesh, order: dict[str, Any], traced: bool) -> dict[str, Arm]:
+def _arms_of(mesh: Mesh, order: Record, traced: bool) -> dict[str, Arm]:
     make = MODELS[order["model"]]
     return {
         name: Arm(mesh, Config(**own["config"]), make, traced, own["mirrored"])
@@ -96,7 +96,7 @@ def _arms_of(mesh: Mesh, order: dict[str, Any], traced: bool) -> dict[str, Arm]:
     }
 
 
-def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
+def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Run the rounds; emit one event per arm and round, times of the slowest rank. (all ranks)"""
     import torch
 
@@ -146,7 +146,7 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
             moments = [clock.seconds(mark) for mark in marks]
             times = [1e3 * (end - begin) for begin, end in pairwise(moments)]
             step_ms, *times = worst([step_ms, *times])
-            event: dict[str, Any] = {
+            event: Record = {
                 "arm": name,
                 "round": turn,
                 "step_ms": step_ms,
@@ -176,7 +176,7 @@ def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) ->
         arm.plan.close()
 
 
-def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
+def memory_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Train a few steps of one arm; emit predicted and measured memory. (all ranks)
 
     The measured memory is that of the rank that held the most.
@@ -214,7 +214,7 @@ def memory_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) 
     (arm,) = _arms_of(mesh, order, traced=False).values()
     held, peaks = zip(*_steps(arm, MEMORY_STEPS, peak), strict=True)
     arm.plan.close()
-    memory: dict[str, Any] = {"formula": arm.formula, "at_peak": arm.at_peak}
+    memory: Record = {"formula": arm.formula, "at_peak": arm.at_peak}
     memory |= {"held": held, "peak": peaks}
     everyone = mesh.gather(memory)
     if everyone is not None:

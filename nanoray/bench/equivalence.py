@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.arm import Arm, Case
 from nanoray.bench.harness.benchmark import Benchmark, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Measurement, Report, say
+from nanoray.bench.harness.report import Emit, Measurement, Record, Report, say
 from nanoray.bench.harness.table import Cell, Table, TableColumn, names
 from nanoray.bench.strategies import MODES, ROUNDS_OF_ONE
 from nanoray.config import Config, make_config
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 ENTRY = "nanoray.bench.equivalence:measure_rank"
 SGD = {"optimizer": "sgd", "grad_clip": 0.0, "lr": 0.1}
 ADAMW = {"optimizer": "adamw", "grad_clip": 0.1, "lr": 1e-3}
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, Record] = {
     "SGD": {"accum": 1, "settings": SGD},
     "SGD, 2 micro batches": {"accum": 2, "settings": SGD},
     "AdamW, clipped": {"accum": 1, "settings": ADAMW},
@@ -190,7 +189,7 @@ class EquivalenceBenchmark(Benchmark):
             )
             # Each case has an optimizer and a number of micro batches; the arms are the modes.
             for case, how in CASES.items():
-                found: dict[str, list[dict[str, Any]]] = {}
+                found: dict[str, list[Record]] = {}
                 run = {}
                 for arm, own in arms.items():
                     if fits(own, how["accum"]) and trains_alike(own, how["settings"]):
@@ -214,7 +213,7 @@ def samples_for(ranks: int) -> int:
     return 840 if ranks % 5 == 0 else 168
 
 
-def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, Any]]:
+def arms_for(workers: int, checkpointing: bool = True) -> dict[str, Record]:
     """Return the settings of every arm on `ranks` ranks: all modes, cp, tp, pp, and experts."""
     # Data parallelism alone, in every mode.
     arms = dict(MODES)
@@ -289,12 +288,12 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, dict[str, An
     }
 
 
-def fits(own: dict[str, Any], accum: int) -> bool:
+def fits(own: Record, accum: int) -> bool:
     """Return whether an arm supports `accum` micro batches."""
     return own.get("pp_schedule") != "interleaved" or accum % own["pp"] == 0
 
 
-def trains_alike(own: dict[str, Any], settings: dict[str, Any]) -> bool:
+def trains_alike(own: Record, settings: Record) -> bool:
     """Return whether an arm should have the weights of one process with this optimizer.
 
     Averaged weights are those of averaged gradients where an update is a multiple of the gradient.
@@ -303,7 +302,7 @@ def trains_alike(own: dict[str, Any], settings: dict[str, Any]) -> bool:
 
 
 def _make_rows(
-    case: str, how: dict[str, Any], arm: str, ranks: list[Any], found: dict[str, list[Any]]
+    case: str, how: Record, arm: str, ranks: list[Any], found: dict[str, list[Any]]
 ) -> list[Measurement]:
     def row(metric: str, limit: float, values: list[float]) -> Measurement:
         # NaN compares as neither larger nor smaller, so it would pass a limit.
@@ -359,7 +358,7 @@ def largest(values: list[float]) -> float:
     return max(values, key=lambda value: (math.isnan(value), value))
 
 
-def must_equal(arm: str, how: dict[str, Any]) -> list[str]:
+def must_equal(arm: str, how: Record) -> list[str]:
     """Return the arms whose weights an arm's must equal to the bit in a case.
 
     Not among them: torch's DDP, which sums in another order; zero2 with accumulation, which sums
@@ -423,7 +422,7 @@ def small_gpt(mesh: Mesh, config: Config, precision: str, micro: int) -> Case:
     return Case(model, batch, micro, config.block_size, {}, "")
 
 
-def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> dict[str, Any]:
+def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> Record:
     """Train on this rank; return losses, norms, weights and what this rank keeps. (all ranks)
 
     samples: of a step, of all ranks together.
@@ -496,7 +495,7 @@ def whole_weights(arm: Arm) -> list[Tensor]:
             n: [piece.to_json(), own[n].reshape(-1)]
             for n, piece in whole_pieces(arm.case.model).items()
         }
-        everyone: list[dict[str, Any]] = arm.mesh.all_gather(mine)
+        everyone: list[Record] = arm.mesh.all_gather(mine)
         everyone.append(mine)  # of the pieces that others have as well, this rank's own
         for name in {name for of in everyone for name in of}:
             found = {str(of[name][0]): of[name] for of in everyone if name in of}
@@ -505,7 +504,7 @@ def whole_weights(arm: Arm) -> list[Tensor]:
     return [own[name] for name in sorted(own)]
 
 
-def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
+def measure_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Train every arm in every case of the order; emit for each what all ranks found. (all ranks)
 
     With "alone" rank 0 also trains the whole batch by itself: how far a rank's weights are from
@@ -518,7 +517,7 @@ def measure_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None])
     samples = samples_for(mesh.world_size)
     for case in order["cases"]:
         settings = case["settings"]
-        alone_of = dict[str, Any]()
+        alone_of: Record = {}
         for arm, own in order["arms"].items():
             found = train(mesh, case["accum"], samples, **settings | own)
             weights = found.pop("weights")

@@ -46,7 +46,7 @@ from nanoray.bench.harness.plan import (
     settings_of,
 )
 from nanoray.bench.harness.processes import ChildFailed, scratch_folder
-from nanoray.bench.harness.report import Report, Target, say
+from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.ladder import (
     LOSS,
@@ -86,7 +86,7 @@ GRAPHS = "(CUDA graphs)"
 CHUNKED = "(chunked loss)"
 BEST = "+ best of these"
 LONG = "+ accumulation"
-RUNGS: dict[str, dict[str, Any]] = {  # what each adds; keys with "_" are not the configuration's
+RUNGS: dict[str, Record] = {  # what each adds; keys with "_" are not the configuration's
     BASE: {
         "precision": "fp32",
         "attention": "plain",
@@ -132,7 +132,7 @@ BY_VALUE = (
 assert sorted(BY_VALUE) == sorted(RUNGS)
 BATCHES = (COMPILED, "+ batch x 2", "+ batch x 4")
 GAIN = 1.01  # over "+ compile", from which on a change is one of the best
-LADDERS: dict[str, dict[str, Any]] = {
+LADDERS: dict[str, Record] = {
     CHAR: {},
     GPT2: {"tokenizer": "auto", "micro_batch_size": 12, "global_batch_size": 12},
 }
@@ -143,7 +143,7 @@ BABIES = {BABY: "true", BABY_GRAPHS: "cuda_graphs"}  # --compile of each
 BABY_SEEDS = 3
 BABY_LOSS = 1.47
 BABY_S = 60.0
-BABY_FLAGS: dict[str, Any] = {
+BABY_FLAGS: Record = {
     "preset": CHAR,
     "eval_every": 250,
     "sample_tokens": 0,
@@ -290,10 +290,10 @@ class GpuClimb(Ladder):
         return min(self.args.timeout_s, max(10.0, self.left_s))
 
 
-def settings_at(rung: str) -> dict[str, Any]:
+def settings_at(rung: str) -> Record:
     """Return the settings of a rung: its own, and those of all before it that are kept."""
     # Alternatives in brackets are left out of the rungs after them.
-    settings: dict[str, Any] = {}
+    settings: Record = {}
     for name, own in RUNGS.items():
         if name == rung or not _is_alternative(name):
             settings |= own
@@ -379,7 +379,7 @@ def _time_blocks(climb: GpuClimb, process: RungProcesses, steps: int) -> list[di
     return [process.block(steps, climb.timeout_s) for _ in range(climb.args.rounds)]
 
 
-def _best_settings(climb: GpuClimb) -> dict[str, Any]:
+def _best_settings(climb: GpuClimb) -> Record:
     """Return the fastest batch, and the changes that gained on `+ compile`; {} if that has no speed.
 
     fp8 and larger heads are left out: they are another arithmetic, and another model.
@@ -392,7 +392,7 @@ def _best_settings(climb: GpuClimb) -> dict[str, Any]:
     if COMPILED not in speeds:
         return {}
     fastest = max((rung for rung in BATCHES if rung in speeds), key=lambda rung: speeds[rung])
-    best: dict[str, Any] = {"_batch": RUNGS[fastest].get("_batch", 1), "_chosen": [fastest]}
+    best: Record = {"_batch": RUNGS[fastest].get("_batch", 1), "_chosen": [fastest]}
     for rung in (CUDNN, GRAPHS, CHUNKED):
         if speeds.get(rung, 0.0) > GAIN * speeds[COMPILED]:
             best |= RUNGS[rung]
@@ -574,11 +574,11 @@ def _add_targets(report: Report, presets: list[str]) -> None:
     fastest = max(rows, key=lambda row: row.median, default=None)
     mfu = report.row(fastest.arm, MFU) if fastest else None
     if fastest and mfu:
-        report.targets.append(Target(f"MFU, {fastest.arm}, %", mfu, ">=", MFU_AIM, other))
+        report.add_target(f"MFU, {fastest.arm}, %", mfu, ">=", MFU_AIM, other)
     babies = measured(report, list(BABIES), SECONDS)
     baby = min(babies, key=lambda row: row.median, default=None)
     if baby and report.conditions["device"] != "cpu":
         excuse = "a run ended above the loss" if baby.extra["missed"] else other
         if baby.extra["text"] != "shakespeare":
             excuse = f"the loss is tiny Shakespeare's, and the text is {baby.extra['text']}"
-        report.targets.append(Target(f"{baby.arm}, s", baby, "<=", BABY_S, excuse))
+        report.add_target(f"{baby.arm}, s", baby, "<=", BABY_S, excuse)

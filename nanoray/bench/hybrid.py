@@ -17,11 +17,11 @@ from nanoray.bench.engine import STEP, TIME_ENTRY, Found, collect, each, order_o
 from nanoray.bench.harness.benchmark import Benchmark, Count
 from nanoray.bench.harness.figure import Figure, Panel, dots, with_values
 from nanoray.bench.harness.node import run_on_nodes
-from nanoray.bench.harness.plan import add_settings_flag, chosen, settings_of
+from nanoray.bench.harness.plan import add_arms_flag, add_settings_flag, chosen, settings_of
 from nanoray.bench.harness.processes import ChildFailed
-from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.report import Measurement, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, arms_with, names
-from nanoray.bench.harness.thin_links import LinkSpeed, why_not
+from nanoray.bench.harness.thin_links import parse_links, why_not
 from nanoray.bench.strategies import HYBRID, MODES, configuration
 from nanoray.config import Config, resolve_batch
 from nanoray.errors import ConfigError
@@ -109,9 +109,7 @@ class HybridBenchmark(Benchmark):
             "--preset", default="shakespeare-cpu", help="a gpt's sizes and batch [%(default)s]"
         )
         add_settings_flag(parser, "the preset's")
-        parser.add_argument(
-            "--arms", default="all", help=f"some of {', '.join(ARMS)} [%(default)s]"
-        )
+        add_arms_flag(parser, ARMS)
         parser.add_argument(
             "--links",
             metavar="MS/MBIT,...",
@@ -129,7 +127,7 @@ class HybridBenchmark(Benchmark):
                 f"ranks_per_node = {args.ranks_per_node}; 2 is the least: a group of one rank shards "
                 "nothing"
             )
-        links = parse_links(args.links)
+        links = parse_links(args.links, LINKS)
         if any(links) and (reason := why_not()):
             raise ConfigError(f"links = {args.links}: {reason}; use --links none")
         # Refuse impossible settings now, before a rank is started
@@ -160,17 +158,6 @@ class HybridBenchmark(Benchmark):
             _compare(report, arms, link)
 
 
-def parse_links(text: str) -> list[LinkSpeed | None]:
-    """Return the links of MS/MBIT,...; None is one node. Raises ConfigError."""
-    speeds: list[LinkSpeed | None] = []
-    for part in text.split(","):
-        if part == "none":
-            speeds.append(None)
-            continue
-        speeds.append(LinkSpeed.parse(part, text, LINKS))
-    return speeds
-
-
 def _expected_mb(config: Config, ranks: int) -> float:
     """Return the MB that cross the link in a step, both ways, by formula."""
     from nanoray.bench.simulate import VOCAB
@@ -197,9 +184,7 @@ def _add_rows(
     report.add(arm, FORMULA, "MB", expected)
     report.add(arm, ERROR, "%", errors)
     off = Measurement(arm, ERROR, "%", tuple(abs(error) for error in errors))
-    report.targets.append(
-        Target(f"{BETWEEN}, against the formula, {arm}, %", off, "<=", MOST_ERROR)
-    )
+    report.add_target(f"{BETWEEN}, against the formula, {arm}, %", off, "<=", MOST_ERROR)
 
 
 def _compare(report: Report, arms: list[str], link: str) -> None:

@@ -22,7 +22,7 @@ from nanoray.base.atomic import read_json_lines
 from nanoray.bench.harness.figure import Panel, bars
 from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, data_flags
 from nanoray.bench.harness.processes import Child, arm_environment
-from nanoray.bench.harness.report import Measurement, Report
+from nanoray.bench.harness.report import Measurement, Record, Report
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
@@ -73,7 +73,7 @@ class Ladder:
         vocab_size: of random tokens in the place of that dataset; 0: there are none.
         """
         # No rung may stop, evaluate or save by itself: a run lasts as long as its blocks of steps.
-        values: dict[str, Any] = {"out_dir": str(folder), "max_steps": 10**6, "device": device}
+        values: Record = {"out_dir": str(folder), "max_steps": 10**6, "device": device}
         values |= {"eval_every": 0, "checkpoint_every": 0} | data_flags(args)
         if vocab_size:
             values["dataset"] = str(random_tokens(folder / "random-tokens", vocab_size))
@@ -92,7 +92,7 @@ class Ladder:
         """Return a rung's name in the report."""
         return f"{self.name}: {rung}"
 
-    def open(self, rung: str, settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    def open(self, rung: str, settings: Mapping[str, Any], name: str) -> Record:
         """Open a run for a rung; return the order of its one rank. Raises a NanorayError."""
         own = {key: value for key, value in settings.items() if not key.startswith("_")}
         config = make_config(self.config.model_dump() | own | {"name": name})
@@ -145,7 +145,7 @@ class RungProcesses:
     """
 
     def __init__(
-        self, ladder: Ladder, rung: str, orders: Sequence[dict[str, Any]], timeout_s: float
+        self, ladder: Ladder, rung: str, orders: Sequence[Record], timeout_s: float
     ) -> None:
         """Start a process for each order (compute.py), and wait for all. Raises ChildFailed."""
         begin = time.monotonic()
@@ -213,7 +213,7 @@ def add_ladder_flags(parser: argparse.ArgumentParser, presets: Sequence[str], ar
     parser.add_argument("--timeout_s", type=float, default=300, help=late)
 
 
-def products(size: int, dtype: str, tf32: bool = False) -> dict[str, Any]:
+def products(size: int, dtype: str, tf32: bool = False) -> Record:
     """Return the order of a process whose step is a product of two square matrices."""
     return {"arm": "products", "size": size, "dtype": dtype, "tf32": tf32}
 

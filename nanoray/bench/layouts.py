@@ -31,7 +31,7 @@ from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.plan import numbers_of, rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Report, say
+from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
 from nanoray.bench.simulate import (
     LANES,
@@ -157,7 +157,7 @@ class LayoutsBenchmark(Benchmark):
                         say(f"round {turn}  {event['arm']:<30} {times}")
 
 
-def arms_of(config: Config, ranks: int) -> dict[str, dict[str, Any]]:
+def arms_of(config: Config, ranks: int) -> dict[str, Record]:
     """Return the layouts and modes of `ranks` ranks for which the model can be cut."""
     arms = {}
     # A layout needs a whole number of replicas and of heads.
@@ -234,7 +234,7 @@ class Here:
         return "; ".join([*links, *parts])
 
 
-def _fit_machine(events: list[dict[str, Any]], config: Config) -> Here:
+def _fit_machine(events: list[Record], config: Config) -> Here:
     """Fit links and compute to the events of `fit_rank`.
 
     A reduce-scatter or all-gather is fitted as a ring of its own.
@@ -266,7 +266,7 @@ def _add_rows(report: Report, found: dict[str, list[tuple[float, float]]]) -> No
 # The ranks' side.
 
 
-def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+def fit_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Emit the seconds and CPU seconds of each collective, and of compute alone. (all ranks)"""
     import torch
 
@@ -321,7 +321,7 @@ def fit_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]],
             emit({"tp": tp} | min(turns, key=lambda parts: sum(parts.values())))
 
 
-def _make_work(order: dict[str, Any]) -> Callable[[], Any]:
+def _make_work(order: Record) -> Callable[[], Any]:
     """Return what a rank computes between two collectives: the MLP of a block."""
     import torch
 
@@ -333,7 +333,7 @@ def _make_work(order: dict[str, Any]) -> Callable[[], Any]:
     return torch.no_grad()(lambda: mlp(x))
 
 
-def _time_compute(mesh: Mesh, order: dict[str, Any], tp: int) -> dict[str, float]:
+def _time_compute(mesh: Mesh, order: Record, tp: int) -> dict[str, float]:
     """Return the median seconds of forward, backward and update of a model without collectives."""
     import torch
     from torch.nn.utils import get_total_norm
@@ -377,7 +377,7 @@ def _time_compute(mesh: Mesh, order: dict[str, Any], tp: int) -> dict[str, float
     return dict(zip(_PARTS, medians, strict=True))
 
 
-def time_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Run the arms in turns and emit the fastest turn's median step. (all ranks)
 
     A step takes as long as on its slowest rank.

@@ -19,8 +19,7 @@ import os
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from nanoray.base.environment import environment
@@ -30,7 +29,7 @@ from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
 from nanoray.bench.harness.plan import SEE_FAILED
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where
-from nanoray.bench.harness.report import Measurement, Report, say
+from nanoray.bench.harness.report import Emit, Measurement, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
@@ -65,9 +64,9 @@ class Experiment:
     skipped: str = ""
 
     @property
-    def extra(self) -> dict[str, Any]:
+    def extra(self) -> Record:
         """Return the keys that its rows have in the JSON file."""
-        keys: dict[str, Any] = {
+        keys: Record = {
             "experiment": self.experiment,
             "ranks": self.ranks,
             "uuids": [device.uuid for device in self.devices],
@@ -136,7 +135,7 @@ def _over(backend: str, arm: Experiment, nccl: tuple[int, int, int] | None) -> E
     )
 
 
-def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+def step_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Time blocks of training steps. (all ranks)
 
     Emits step_ms (one per block, slowest rank), the SMs of rank 0's device, and in `wrong` how many
@@ -373,17 +372,15 @@ class MIGBenchmark(Benchmark):
                 arms.append(Experiment("stand-in", name, ranks, shared))
 
         for arm in arms:
-            blank = Measurement(
-                arm.name, THROUGHPUT, "tok/s", (), skipped=arm.skipped, extra=arm.extra
-            )
+            blank = (arm.name, THROUGHPUT, "tok/s", ())
             if arm.skipped:
-                report.rows.append(blank)
+                report.add(*blank, skipped=arm.skipped, extra=arm.extra)
                 continue
             try:
                 _run(arm, args, report, config)
             except RankFailed as error:
                 report.failures.append(f"{arm.name}: {error}")
-                report.rows.append(replace(blank, error=SEE_FAILED))
+                report.add(*blank, error=SEE_FAILED, extra=arm.extra)
             say(f"{arm.name}  {report.cell(arm.name, THROUGHPUT, 'none')} tok/s")
         _compare(report)
 
@@ -479,7 +476,7 @@ def add_rows(
     report: Report,
     arm: Experiment,
     config: Config,
-    events: list[dict[str, Any]],
+    events: list[Record],
     backend: dict[str, str],
 ) -> None:
     """Add the rows of one arm: steps, copies, all-reduces.

@@ -20,7 +20,7 @@ from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
 from nanoray.bench.harness.plan import numbers_of, rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Measurement, Report, say
+from nanoray.bench.harness.report import Emit, Measurement, Record, Report, say
 from nanoray.bench.harness.table import (
     SPREAD,
     TEXT,
@@ -133,7 +133,7 @@ class OverlapBenchmark(Benchmark):
         if args.preset:
             load_config(preset=args.preset)  # refuses one that is not known
         found: Found = {}
-        facts: dict[str, dict[str, Any]] = {}
+        facts: dict[str, Record] = {}
 
         def add_rows() -> None:
             for arm, events in found.items():
@@ -194,7 +194,7 @@ def _arm_name(mb: float) -> str:
     return f"{mb:g} MB"
 
 
-def _add_rows(report: Report, arm: str, events: list[dict[str, Any]], fact: dict[str, Any]) -> None:
+def _add_rows(report: Report, arm: str, events: list[Record], fact: Record) -> None:
     note = ""
     if fact:
         note = f"{fact['buckets']} bucket(s) of at most {fact['largest'] / 1e6:.3g} MB"
@@ -220,7 +220,7 @@ def _median(report: Report, arm: str, metric: str) -> float:
 # On every rank.
 
 
-def _make_recipe(mesh: Any, preset: str) -> tuple[Any, Any, Callable[[Any], Any], dict[str, Any]]:
+def _make_recipe(mesh: Any, preset: str) -> tuple[Any, Any, Callable[[Any], Any], Record]:
     """Return a preset's model, optimizer, forward function and description. (all ranks)"""
     import torch
 
@@ -258,7 +258,7 @@ def _make_recipe(mesh: Any, preset: str) -> tuple[Any, Any, Callable[[Any], Any]
     return gpt, make_optimizer(gpt, cfg), forward, description
 
 
-def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+def measure_rank(mesh: Any, order: Record, emit: Emit) -> None:
     """Run the rounds; emit one event per arm and round: ms, the slowest rank's. (all ranks)"""
     import torch
 
@@ -266,7 +266,7 @@ def measure_rank(mesh: Any, order: dict[str, Any], emit: Callable[[dict[str, Any
     from nanoray.trace.recorder import Collective, CommRecorder, account, wait_for
 
     gpt, optimizer, forward, description = _make_recipe(mesh, order["preset"])
-    plain: dict[str, Any] = {_arm_name(mb): apply_ddp(gpt, mesh, mb) for mb in order["sizes"]}
+    plain: Record = {_arm_name(mb): apply_ddp(gpt, mesh, mb) for mb in order["sizes"]}
     recorders = {arm: CommRecorder(mesh, every=1, profile=False) for arm in plain}
     noted = {
         _arm_name(mb): apply_ddp(gpt, mesh, mb, recorders[_arm_name(mb)].hook)

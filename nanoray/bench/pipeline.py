@@ -25,7 +25,7 @@ from nanoray.bench.engine import (
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Report
+from nanoray.bench.harness.report import Record, Report
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
@@ -166,7 +166,7 @@ class PipelineBenchmark(Benchmark):
         ]
 
 
-def arms_of(stages: int, counts: list[int], layers: int) -> dict[str, dict[str, Any]]:
+def arms_of(stages: int, counts: list[int], layers: int) -> dict[str, Record]:
     """Return the settings of every schedule with each number of micro batches and layers."""
     return {
         f"{kind}, {m} micro": {"pp": stages, "pp_schedule": kind, "grad_accum_steps": m}
@@ -176,7 +176,7 @@ def arms_of(stages: int, counts: list[int], layers: int) -> dict[str, dict[str, 
     }
 
 
-def configuration(args: argparse.Namespace, own: dict[str, Any]) -> Config:
+def configuration(args: argparse.Namespace, own: Record) -> Config:
     """Return what an arm trains. Raises ConfigError for a key or value that cannot be."""
     size = {"micro_batch_size": args.micro_batch_size, "global_batch_size": 0}
     return load_config(preset=args.preset, overrides=size | own)
@@ -185,8 +185,8 @@ def configuration(args: argparse.Namespace, own: dict[str, Any]) -> Config:
 def _add_rows(
     report: Report,
     name: str,
-    own: dict[str, Any],
-    events: list[dict[str, Any]],
+    own: Record,
+    events: list[Record],
     found: Found,
 ) -> None:
     """Add an arm's rows, and its ratio to 1f1b with the same number of micro batches."""

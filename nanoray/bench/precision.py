@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import add_settings_flag, settings_of
-from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.report import Measurement, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.config import load_config
 from nanoray.data.prepare import prepare
@@ -26,28 +26,28 @@ from nanoray.errors import ConfigError
 if TYPE_CHECKING:
     from nanoray.bench.precision_lab import Lab, Training
 
-MODES: dict[str, dict[str, Any]] = {
+MODES: dict[str, Record] = {
     name: {"precision": name} for name in ("fp32", "bf16", "fp16", "bf16_pure")
 }
 MODES["bf16_pure, stochastic"] = {"precision": "bf16_pure", "rounding": "stochastic"}
 MODES["bf16_pure, fp32 masters"] = {"precision": "bf16_pure", "master_weights": "fp32"}
 MODES["fp16_pure"] = {"precision": "fp16_pure"}
 MODES["fp16_pure, fp32 masters"] = {"precision": "fp16_pure", "master_weights": "fp32"}
-FP8: dict[str, dict[str, Any]] = {
+FP8: dict[str, Record] = {
     f", per {how}": {"precision": "fp8", "fp8_scaling": how} for how in ("tensor", "row")
 }
 MODES |= {f"fp8 emulated{how}": of for how, of in FP8.items()}
 ON_GPUS = {name: of for name, of in MODES.items() if of["precision"] != "fp8"} | {
     "tf32": {"precision": "tf32"}
 }
-SETTINGS: dict[str, Any] = {
+SETTINGS: Record = {
     "n_layer": 2,
     "n_head": 4,
     "n_embd": 64,
     "block_size": 32,
     "global_batch_size": 4,
 }
-TINY: dict[str, Any] = SETTINGS | {
+TINY: Record = SETTINGS | {
     "n_layer": 2,
     "n_embd": 32,
     "block_size": 16,
@@ -68,9 +68,7 @@ LATE = "lost, trained"
 LATE_SCALED = "lost, trained, scaled"
 SMALL = "subnormal, trained"
 RATES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-UPDATES: dict[str, dict[str, Any]] = {
-    name: of for name, of in MODES.items() if name.endswith("_pure")
-}
+UPDATES: dict[str, Record] = {name: of for name, of in MODES.items() if name.endswith("_pure")}
 UPDATES |= {name: of for name, of in MODES.items() if name.startswith("bf16_pure, ")}
 STUCK = "never moved"
 WENT = "went"
@@ -386,7 +384,7 @@ def study(lab: Lab, report: Report, steps: int, rounds: int, quick: bool) -> Non
     eight_bits(lab, report, trained, 2 if quick else 5)
 
 
-def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> dict[str, Any]:
+def train_modes(lab: Lab, report: Report, steps: int, rounds: int) -> Record:
     """Train every mode on the same batches, in turn; return float32's weights."""
     from nanoray.bench.precision_lab import Training, rounds_of
     from nanoray.models.fp8 import in_hardware
@@ -441,7 +439,7 @@ def _add_mode_rows(
             report.add(name, SKIPPED, "steps", run.scaler.values()["skipped"])
 
 
-def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -> None:
+def underflow(lab: Lab, report: Report, trained: Record, batches: int) -> None:
     """Count gradients that fp16 makes zero: by loss scale, before and after training, by layer."""
     from nanoray.bench.precision_lab import gradients, largest_scale, lost, pieces_of, subnormal
 
@@ -479,7 +477,7 @@ def underflow(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -
             report.add(f"layer {name}", metric, "%", values, "loss × 2^-8, no scale")
 
 
-def updates(lab: Lab, report: Report, trained: dict[str, Any], steps: int) -> None:
+def updates(lab: Lab, report: Report, trained: Record, steps: int) -> None:
     """Repeat one update of trained weights; count those that do not move."""
     from nanoray.bench.precision_lab import move
 
@@ -501,7 +499,7 @@ def moments(report: Report) -> None:
         report.add(arm, ROOT, "%", scaled)
 
 
-def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
+def overflow(lab: Lab, report: Report, trained: Record) -> None:
     """Let attention's logits, sums over ranks, and whole steps overflow."""
     import torch
 
@@ -546,7 +544,7 @@ def overflow(lab: Lab, report: Report, trained: dict[str, Any]) -> None:
         )
 
 
-def eight_bits(lab: Lab, report: Report, trained: dict[str, Any], batches: int) -> None:
+def eight_bits(lab: Lab, report: Report, trained: Record, batches: int) -> None:
     """Measure what 16 bits in the residual stream and in the loss do to their values."""
     import torch
 
@@ -575,4 +573,4 @@ def add_targets(report: Report) -> None:
         # Memory is a number without spread, so five equal values satisfy the rule of five rounds.
         off = abs(held.median / formula.median - 1)
         row = Measurement(mode, "state, error", "1", (off,) * 5, "one number: memory has no spread")
-        report.targets.append(Target(f"{mode}: state held beside the formula", row, "<=", 0.01))
+        report.add_target(f"{mode}: state held beside the formula", row, "<=", 0.01)

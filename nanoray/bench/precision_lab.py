@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoray.base.compat import foreach_mul_
+from nanoray.bench.harness.plan import rotated
 from nanoray.bench.held import held_bytes
 from nanoray.config import Config, make_config
 from nanoray.data.tokens import TokenData
@@ -36,8 +37,6 @@ from nanoray.train.optim.optim16 import EPS, FP16_FACTOR
 from nanoray.train.watch.precision_stats import SMALLEST, layer_of
 
 CPU = torch.device("cpu")
-FP16_MAX = 65504.0
-HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass
@@ -361,9 +360,8 @@ def rounds_of(
     runs: dict[str, Training], steps: int, rounds: int
 ) -> Iterator[tuple[str, list[float]]]:
     """Train all runs in turn; yield the milliseconds of a run's steps in each round."""
-    names = list(runs)
     for turn in range(rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in rotated(list(runs), turn):
             yield name, [runs[name].step() for _ in range(steps // rounds)]
 
 

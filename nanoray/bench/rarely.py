@@ -20,7 +20,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.node import run_on_nodes
 from nanoray.bench.harness.plan import (
+    add_arms_flag,
     add_data_flags,
     add_settings_flag,
     chosen,
@@ -43,9 +44,9 @@ from nanoray.bench.harness.plan import (
 from nanoray.bench.harness.processes import ChildFailed, scratch_folder
 from nanoray.bench.harness.rank_pool import RankPool, describe
 from nanoray.bench.harness.ranks import Where
-from nanoray.bench.harness.report import Report, number, say
+from nanoray.bench.harness.report import Emit, Record, Report, number, say
 from nanoray.bench.harness.table import Cell, Table, TableColumn, names
-from nanoray.bench.harness.thin_links import LinkSpeed, why_not
+from nanoray.bench.harness.thin_links import LinkSpeed, parse_links, why_not
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config, load_config, resolve_batch
 from nanoray.data.prepare import prepare
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 DDP = "ddp"
 AVERAGED = {"outer_lr": 1.0, "outer_momentum": 0.0}
 # An arm without a rate of its own takes the tuned ones.
-ARMS: dict[str, dict[str, Any]] = {
+ARMS: dict[str, Record] = {
     DDP: {},
     "ddp int8": {"grad_compress": "int8"},
     "H 1 averaged": {"sync_every": 1} | AVERAGED,
@@ -255,9 +256,7 @@ class RarelyBenchmark(Benchmark):
         parser.add_argument(
             "--preset", default="shakespeare-cpu", help="the recipe of all arms [%(default)s]"
         )
-        parser.add_argument(
-            "--arms", default="all", metavar="A,B", help=f"some of {', '.join(ARMS)} [%(default)s]"
-        )
+        add_arms_flag(parser, ARMS)
         parser.add_argument(
             "--links",
             metavar="MS/MBIT,...",
@@ -297,7 +296,7 @@ class RarelyBenchmark(Benchmark):
             )
         # Each arm is compared with ddp.
         arms = [DDP, *(arm for arm in chosen(args.arms, list(ARMS)) if arm != DDP)]
-        speeds = parse_links(args.links)
+        speeds = [link for link in parse_links(args.links, LINKS) if link]
         lrs = numbers_of(args.lrs, "lrs", LRS)
         rare_lrs = numbers_of(args.rare_lrs, "rare_lrs", RARE_LRS)
         outers = _parse_outers(args.outers)
@@ -386,13 +385,6 @@ class RarelyBenchmark(Benchmark):
 # What is asked.
 
 
-def parse_links(text: str) -> list[LinkSpeed]:
-    """Return the links of MS/MBIT,... in the order from fast to thin. Raises ConfigError."""
-    if text == "none":
-        return []
-    return [LinkSpeed.parse(each, text, LINKS) for each in text.split(",")]
-
-
 def _parse_outers(text: str) -> list[tuple[float, float]]:
     outers = []
     for pair in text.split(","):
@@ -460,7 +452,7 @@ class Trainings:
     """Trains on ranks that stay alive from one training to the next."""
 
     pool: RankPool
-    recipe: dict[str, Any]
+    recipe: Record
     folder: Path
 
     def train(self, arm: str, more: Mapping[str, Any]) -> Curve | str:
@@ -489,7 +481,7 @@ def tune(trainings: Trainings, report: Report, arms: Sequence[str], grid: Grid) 
     with it the outer optimizer for each H. What has only one value is not tried.
     """
 
-    def lowest(arm: str, tried: Mapping[str, dict[str, Any]], more: Mapping[str, Any]) -> str:
+    def lowest(arm: str, tried: Mapping[str, Record], more: Mapping[str, Any]) -> str:
         if len(tried) == 1:
             return next(iter(tried))
         means = {}
@@ -509,7 +501,7 @@ def tune(trainings: Trainings, report: Report, arms: Sequence[str], grid: Grid) 
             say(f"tuning  {arm}, {name}: {means[name]:.4f}")
         return min(means, key=lambda name: means[name])
 
-    def with_lr(lrs: Sequence[float]) -> dict[str, dict[str, Any]]:
+    def with_lr(lrs: Sequence[float]) -> dict[str, Record]:
         return {f"lr {lr:g}": {"lr": lr, "min_lr": lr / 10} for lr in lrs}
 
     ddp_lr = with_lr(grid.lrs)
@@ -655,7 +647,7 @@ def loss_at(curve: Curve, step: float) -> float:
 # On every rank.
 
 
-def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -> None:
+def train_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Train as `python -m nanoray.train` does, in the group of the pool; emit the curve. (all
     ranks)
     """
@@ -669,7 +661,7 @@ def train_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[Any], None]) -
     every = max(1, steps // EVALUATIONS)
     settings |= QUIET | {"eval_every": every, "log_every": every, "out_dir": order["folder"]}
     # Rank 0 opens the folder of the run.
-    opened: dict[str, Any] = {}
+    opened: Record = {}
     if mesh.rank == 0:
         config = configuration(settings, {})
         opened = open_run(config, prepare(config), time.time()).to_dict()

@@ -39,6 +39,7 @@ from nanoray.bench.harness.launchers import SAME_LOSS, command
 from nanoray.bench.harness.plan import (
     SEE_FAILED,
     BenchPlan,
+    add_arms_flag,
     add_training_flags,
     chosen,
     count_of,
@@ -46,7 +47,7 @@ from nanoray.bench.harness.plan import (
     rotated,
 )
 from nanoray.bench.harness.processes import Child, ChildFailed, python_in
-from nanoray.bench.harness.report import Report, Target, say
+from nanoray.bench.harness.report import Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names, wrong_of
 from nanoray.bench.killed import (
     DRAINED_WORLD,
@@ -252,9 +253,7 @@ class RecoveryBenchmark(Benchmark):
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
-        parser.add_argument(
-            "--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]"
-        )
+        add_arms_flag(parser, ARMS)
         parser.add_argument(
             "--kills",
             type=int,
@@ -682,4 +681,4 @@ def _add_targets(report: Report) -> None:
         else:
             row = report.compare(PEER, arm, STANDSTILL, f"how many times faster {arm} is")
         if row and arm in ("in_place", "spare"):
-            report.targets.append(Target(f"{STANDSTILL}, {row.arm}", row, ">=", TIMES_FASTER))
+            report.add_target(f"{STANDSTILL}, {row.arm}", row, ">=", TIMES_FASTER)

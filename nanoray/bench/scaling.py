@@ -20,7 +20,6 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -30,7 +29,7 @@ from typing import Any
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Report, number, say, table
+from nanoray.bench.harness.report import Emit, Record, Report, number, say, table
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.simulate import (
     LANES,
@@ -279,7 +278,7 @@ def _checks(text: str | None, base: int) -> list[int]:
 
 def _sweep(pool: RankPool, report: Report, quick: bool) -> dict[str, Fit]:
     """Measure every all-reduce at the pool's ranks; add the rows of what could be fitted."""
-    order: dict[str, Any] = {"algorithms": SWEEP, "dtype": "float32", "iters": 5 if quick else 25}
+    order: Record = {"algorithms": SWEEP, "dtype": "float32", "iters": 5 if quick else 25}
     order["sizes"] = [1 << 10, 1 << 16, 1 << 22] if quick else [4**i << 10 for i in range(8)]
     points: dict[str, list[tuple[int, float]]] = defaultdict(list)
     skipped = set[str]()
@@ -320,7 +319,7 @@ class _MachineSteps:
     threads: int = 1
     lanes: int = 1
     # (ranks, sequences of each, silent) -> one per round
-    steps: dict[tuple[int, int, bool], list[dict[str, Any]]] = field(
+    steps: dict[tuple[int, int, bool], list[Record]] = field(
         default_factory=lambda: defaultdict(list)
     )
     cpu: Fit | None = None  # CPU seconds of an all-reduce on each rank
@@ -356,7 +355,7 @@ class _MachineSteps:
         )
 
 
-def _step(parts: dict[str, Any]) -> Step:
+def _step(parts: Record) -> Step:
     buckets = tuple(map(SimulatedBucket, parts["ready_s"], parts["nbytes"]))
     return Step(parts["forward_s"], parts["backward_s"], parts["optimizer_s"], buckets)
 
@@ -438,7 +437,7 @@ def _compare(report: Report, here: _MachineSteps, link: Fit) -> None:
         plans = [here.predict(ranks, batch, turn, link) for turn in range(len(events))]
 
         # The row keeps one schedule: that of the median step
-        extra: dict[str, Any] = {"mode": mode, "ranks": ranks, "sequences": batch}
+        extra: Record = {"mode": mode, "ranks": ranks, "sequences": batch}
         middle = sorted(plans, key=lambda plan: plan.step_s)[len(plans) // 2]
         shares = {
             "exposed_ms": 1e3 * middle.exposed_s,
@@ -493,7 +492,7 @@ def _predict(
 
             for i, point in enumerate(points["best"]):
                 chosen = best(topology, point.ranks, largest)
-                extra: dict[str, Any] = {"topology": name, "mode": mode, "algorithm": chosen}
+                extra: Record = {"topology": name, "mode": mode, "algorithm": chosen}
                 extra |= point._asdict()
                 extra["step_ms"] = {
                     algorithm: 1e3 * own[i].step_s for algorithm, own in points.items()
@@ -508,7 +507,7 @@ def _predict(
 # The ranks' side.
 
 
-def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
+def step_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     """Run rounds of the arms [ranks, batch, silent]. (all ranks)
 
     Emits the CPU time of communication, then the times of each arm. A round is several turns of all
@@ -544,7 +543,7 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
 
     # Steps: of each round the fastest turn counts
     for _ in range(order["rounds"]):
-        fastest: dict[Any, dict[str, Any]] = {}
+        fastest: dict[Any, Record] = {}
         for _ in range(order["turns"]):
             for arm in arms:
                 mesh.barrier()
@@ -563,9 +562,9 @@ def step_rank(mesh: Mesh, order: dict[str, Any], emit: Callable[[dict[str, Any]]
             emit(event)
 
 
-def _across(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def _across(ranks: list[Record]) -> Record:
     """Join the times of the ranks: the slowest step, and the mean of each part."""
-    joined: dict[str, Any] = {}
+    joined: Record = {}
     for key in ("forward_s", "backward_s", "optimizer_s"):
         joined[key] = statistics.fmean(times[key] for times in ranks)
     by_bucket = zip(*(times["ready_s"] for times in ranks), strict=True)
@@ -581,9 +580,7 @@ class _Arm:
     Losses mean nothing here: the tokens are random.
     """
 
-    def __init__(
-        self, mesh: Mesh, shape: dict[str, Any], group: Any, batch: int, silent: bool
-    ) -> None:
+    def __init__(self, mesh: Mesh, shape: Record, group: Any, batch: int, silent: bool) -> None:
         import torch
         from torch.nn.parallel import DistributedDataParallel
 
@@ -631,7 +628,7 @@ class _Arm:
         event.record()
         return event
 
-    def run(self, steps: int) -> dict[str, Any]:
+    def run(self, steps: int) -> Record:
         """Run steps; return the median step and the medians of its parts.
 
         The moments of buckets count from the end of forward.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanoray.bench.harness.figure import dots, with_values
-from nanoray.bench.harness.report import Measurement, Report, Target
+from nanoray.bench.harness.report import Measurement, Report
 from nanoray.config import Config
 from nanoray.data.tokenizer import VOCAB as VOCAB
 from nanoray.forecast.fit import Fit
@@ -73,7 +73,7 @@ def add_step_rows(
 def add_error_target(report: Report, error: Measurement, what: str) -> None:
     """Add the target that a prediction has to reach."""
     text = f"error of the predicted step, {what}"
-    report.targets.append(Target(text, error, "<=", ERROR_LIMIT))
+    report.add_target(text, error, "<=", ERROR_LIMIT)
 
 
 def percent_of_error(report: Report, arm: str, spread: str) -> str:

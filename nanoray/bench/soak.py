@@ -42,7 +42,6 @@ from nanoray.bench.harness.plan import add_data_flags, data_flags, words
 from nanoray.bench.harness.processes import arm_environment, scratch_folder
 from nanoray.bench.harness.report import (
     Report,
-    Target,
     number,
     say,
     table,
@@ -539,7 +538,7 @@ def _add_targets(report: Report) -> None:
     row = report.compare(FAULTY, CLEAN, RATE, "the same part of the steps in both runs")
     clean = report.row(CLEAN, WHOLE)
     if row and clean and clean.median >= JUDGED_S:
-        report.targets.append(
-            Target("steps per second while it trains, of the clean run's", row, ">=", GOODPUT)
+        report.add_target(
+            "steps per second while it trains, of the clean run's", row, ">=", GOODPUT
         )
     report.compare(CLEAN, FAULTY, WHOLE, "of the time under faults, what a run without any takes")

@@ -43,7 +43,7 @@ from nanoray.bench.harness.plan import (
     settings_of,
 )
 from nanoray.bench.harness.processes import ChildFailed, resident_bytes, scratch_folder
-from nanoray.bench.harness.report import Report, Target, say
+from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.ladder import (
     LOSS,
@@ -75,7 +75,7 @@ BEST = "bf16 + plain attention"
 PLAIN = "plain attention"
 FUSED = "fused attention"
 # Settings of the run; those with "_" are not the configuration's
-RUNGS: dict[str, dict[str, Any]] = {
+RUNGS: dict[str, Record] = {
     BASE: {},
     PLAIN: {"attention": "plain"},
     FUSED: {"attention": "flash"},
@@ -328,7 +328,7 @@ def _size_of(dtype: str) -> int:
     return SIZE if dtype == "float32" or cpu_features() & BF16_UNITS else SIZE // 2
 
 
-def _orders_of(climb: Climb, arm: str) -> list[dict[str, Any]]:
+def _orders_of(climb: Climb, arm: str) -> list[Record]:
     """Open a run for an arm; return the order of each of its ranks."""
     how = RUNGS[arm]
     # `compile` opens a second run, which needs a name of its own.
@@ -343,7 +343,7 @@ def _orders_of(climb: Climb, arm: str) -> list[dict[str, Any]]:
     return [order | {"rank": rank} for rank in range(ranks)]
 
 
-def _start(climb: Climb, stack: ExitStack, arm: str, orders: list[dict[str, Any]]) -> None:
+def _start(climb: Climb, stack: ExitStack, arm: str, orders: list[Record]) -> None:
     """Start the processes of an arm; record the seconds until they are ready for a step."""
     try:
         ranks = RungProcesses(climb, arm, orders, climb.args.timeout_s)
@@ -485,4 +485,4 @@ def add_targets(report: Report, presets: list[str]) -> None:
             if row is None:
                 row = report.compare(upper, lower, TOKENS)
             if row:
-                report.targets.append(Target(f"tokens/s, {row.arm}", row, ">=", limit, why))
+                report.add_target(f"tokens/s, {row.arm}", row, ">=", limit, why)

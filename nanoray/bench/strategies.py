@@ -33,7 +33,7 @@ from nanoray.bench.engine import (
 )
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
-from nanoray.bench.harness.plan import add_settings_flag, chosen, settings_of
+from nanoray.bench.harness.plan import add_arms_flag, add_settings_flag, chosen, settings_of
 from nanoray.bench.harness.rank_pool import (
     RankFailed,
     RankPool,
@@ -42,14 +42,14 @@ from nanoray.bench.harness.rank_pool import (
     where_from,
 )
 from nanoray.bench.harness.ranks import Where
-from nanoray.bench.harness.report import Measurement, Report, Target, say
+from nanoray.bench.harness.report import Measurement, Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.config import Config, load_config, make_config, resolve_batch
 from nanoray.config.mesh import CUTS_MODEL, IN_REPLICA
 from nanoray.errors import ConfigError
 from nanoray.mesh.layout import Layout
 
-MODES: dict[str, dict[str, Any]] = {
+MODES: dict[str, Record] = {
     mode: {"dp_mode": mode} for mode in ("ddp", "ddp_by_hand", "zero1", "zero2")
 }
 MODES |= {f"fsdp {how}": {"dp_mode": "fsdp", "fsdp_reshard": how} for how in ("full", "grad_op")}
@@ -58,18 +58,18 @@ DATA_ARMS = MODES | {
     f"{mode} mirrored": MODES[mode] | {"mirrored": True} for mode in ("zero1", "zero2", "fsdp full")
 }
 # Hybrid sharding: two groups of ranks that each hold the whole state, and shard it
-HYBRID: dict[str, dict[str, Any]] = {
+HYBRID: dict[str, Record] = {
     f"{mode} hybrid": MODES[mode] | {"replicas": 2} for mode in ("zero1", "zero2", "fsdp full")
 }
 # Replicas that average their weights: in each step here, so that each step is like the others
-ROUNDS_OF_ONE: dict[str, Any] = {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
-ROUNDS: dict[str, dict[str, Any]] = {
+ROUNDS_OF_ONE: Record = {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+ROUNDS: dict[str, Record] = {
     "rounds": ROUNDS_OF_ONE,
     "rounds 8 bits": ROUNDS_OF_ONE | {"sync_bits": 8},
 }
 EXPERTS = "experts"
 _EXPERTS = {"dp_mode": "ddp_by_hand", "experts": 4}
-AXES: dict[str, dict[str, Any]] = {
+AXES: dict[str, Record] = {
     "cp 2": {"cp": 2},
     "cp 2 gathered": {"cp": 2, "cp_attention": "all_gather"},
     "cp 2 zero1": {"cp": 2, "dp_mode": "zero1"},
@@ -186,9 +186,7 @@ class StrategiesBenchmark(Benchmark):
             help="a gpt's sizes, batch and optimizer [shakespeare-cpu; on GPU gpt2-124m]",
         )
         add_settings_flag(parser, "the preset's")
-        parser.add_argument(
-            "--arms", default="all", help=f"some of {', '.join(ARMS)} [%(default)s]"
-        )
+        add_arms_flag(parser, ARMS)
         how = "activation checkpointing of every arm's second run, of a gpt [%(default)s; none: no second runs]"
         parser.add_argument(
             "--checkpointing", choices=("block", "selective", "none"), default="block", help=how
@@ -242,7 +240,7 @@ class StrategiesBenchmark(Benchmark):
         return [f"{row.arm}: {row.note}" for row in rows if " + " not in row.arm]
 
 
-def _arms_of(args: argparse.Namespace, workers: int, report: Report) -> dict[str, dict[str, Any]]:
+def _arms_of(args: argparse.Namespace, workers: int, report: Report) -> dict[str, Record]:
     """Return the settings of every arm that the flags ask for. Raises ConfigError.
 
     The condition "left out" lists what `--arms all` cannot run on `workers` ranks.
@@ -283,7 +281,7 @@ def _arms_of(args: argparse.Namespace, workers: int, report: Report) -> dict[str
 
 
 def _add_time_rows(
-    report: Report, arm: str, events: list[dict[str, Any]], first: Measurement | None
+    report: Report, arm: str, events: list[Record], first: Measurement | None
 ) -> None:
     """Add an arm's rows.
 
@@ -319,9 +317,7 @@ def _add_time_rows(
     report.add(arm, LOSS, "", loss, steps, wrong=int(differs))
 
 
-def add_memory_rows(
-    report: Report, where: Where, order: dict[str, Any], arm: str, **extra: Any
-) -> None:
+def add_memory_rows(report: Report, where: Where, order: Record, arm: str, **extra: Any) -> None:
     """Measure one arm on fresh ranks: what another arm has freed would hide what this one takes.
 
     extra: what the rows are of.
@@ -373,7 +369,7 @@ def _add_targets(report: Report, arms: list[str]) -> None:
             continue
         row = report.compare(arm, base_of(arm), STEP, "paired by round")
         if row and arm in limits:
-            report.targets.append(Target(f"{row.arm}, step", row, "<=", limits[arm]))
+            report.add_target(f"{row.arm}, step", row, "<=", limits[arm])
     gpu = "(cuda)" in str(report.conditions.get("devices"))
     for metric in (STATE_ERROR, PEAK_ERROR):
         judged = [arm for arm in arms if gpu or metric == STATE_ERROR or EXPERTS not in arm]
@@ -395,7 +391,7 @@ def _add_targets(report: Report, arms: list[str]) -> None:
                 f"with less than {LARGE_MIB} MiB of state, buffers of libraries are the larger part"
             )
         text = f"{metric.partition(',')[0]} memory, measured against the formula, {WORST}, %"
-        report.targets.append(Target(text, report.rows[-1], "<=", 10.0, excuse))
+        report.add_target(text, report.rows[-1], "<=", 10.0, excuse)
 
 
 def _fits(mode: str, model: str, workers: int) -> bool:
@@ -405,7 +401,7 @@ def _fits(mode: str, model: str, workers: int) -> bool:
     return workers % ranks == 0 and (model == "gpt" or mode not in ONLY_GPT)
 
 
-def configuration(order: dict[str, Any], own: dict[str, Any], workers: int) -> Config:
+def configuration(order: Record, own: Record, workers: int) -> Config:
     """Return the configuration of an arm on `workers` ranks.
 
     Raises ConfigError for a key or value that is impossible there. A pipeline gets two micro

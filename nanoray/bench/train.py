@@ -42,13 +42,14 @@ from nanoray.bench.harness.launchers import (
 )
 from nanoray.bench.harness.plan import (
     BenchPlan,
+    add_arms_flag,
     add_training_flags,
     chosen,
     planned,
     rotated,
 )
 from nanoray.bench.harness.processes import ChildFailed, python_in, session_members
-from nanoray.bench.harness.report import Report, Target, say
+from nanoray.bench.harness.report import Report, say
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.ladder import Ladder, RungProcesses
 from nanoray.errors import ConfigError
@@ -176,9 +177,7 @@ class TrainBenchmark(Benchmark):
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
-        parser.add_argument(
-            "--arms", default="all", metavar="A,B", help=f"which of {', '.join(ARMS)} [all]"
-        )
+        add_arms_flag(parser, ARMS)
         add_training_flags(parser, preset="shakespeare-cpu", timeout_s=600)
         loops = "recipe of the arms that run on CPU always: baseline, engine, untraced, ... [%(default)s]"
         parser.add_argument("--loop_preset", default="shakespeare-cpu", metavar="NAME", help=loops)
@@ -414,4 +413,4 @@ def _add_targets(report: Report) -> None:
     for upper, lower, metric, relation, limit, excuse in pairs:
         row = report.compare(upper, lower, metric)
         if row and relation:
-            report.targets.append(Target(f"{metric}, {row.arm}", row, relation, limit, excuse))
+            report.add_target(f"{metric}, {row.arm}", row, relation, limit, excuse)

@@ -10,8 +10,8 @@ import pytest
 import nanoray.bench.__main__ as bench
 from nanoray.bench import hybrid
 from nanoray.bench.harness.report import Measurement, Report
-from nanoray.bench.harness.thin_links import LinkSpeed, why_not
-from nanoray.bench.hybrid import ARMS, BETWEEN, FORMULA, STEP, HybridBenchmark, parse_links
+from nanoray.bench.harness.thin_links import LinkSpeed, parse_links, why_not
+from nanoray.bench.hybrid import ARMS, BETWEEN, FORMULA, STEP, HybridBenchmark
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_links_by_hand() -> None:
-    assert parse_links("none,0.5/100") == [None, LinkSpeed(0.5, 100)]
+    assert parse_links("none,0.5/100", "1/100") == [None, LinkSpeed(0.5, 100)]
 
 
 def test_a_line_per_link_and_mode() -> None:

@@ -14,7 +14,7 @@ import nanoray.bench.__main__ as bench
 from nanoray.bench import rarely
 from nanoray.bench.harness.processes import Child, arm_environment, free_port, scratch_folder
 from nanoray.bench.harness.report import Measurement, Report
-from nanoray.bench.harness.thin_links import LinkSpeed, ThinLinks, address_of, why_not
+from nanoray.bench.harness.thin_links import LinkSpeed, ThinLinks, address_of, parse_links, why_not
 from nanoray.bench.rarely import (
     ARMS,
     DDP,
@@ -27,7 +27,6 @@ from nanoray.bench.rarely import (
     RarelyBenchmark,
     Rates,
     loss_at,
-    parse_links,
 )
 from nanoray.errors import ConfigError
 
@@ -192,11 +191,11 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_links_are_read_from_fast_to_thin() -> None:
-    assert parse_links("none") == []
-    assert parse_links("1/100,100/10") == [LinkSpeed(1, 100), LinkSpeed(100, 10)]
+    assert parse_links("none", "1/100") == [None]
+    assert parse_links("1/100,100/10", "1/100") == [LinkSpeed(1, 100), LinkSpeed(100, 10)]
     assert str(LinkSpeed(0.1, 1000)) == "0.1 ms / 1000 Mbit/s"
     with pytest.raises(ConfigError):
-        parse_links("")
+        parse_links("", "1/100")
 
 
 def test_a_loss_between_two_evaluations_lies_on_a_line() -> None:

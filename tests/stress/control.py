@@ -31,7 +31,7 @@ from nanoray.base.text import aligned
 from nanoray.bench.__main__ import exit_code_of, run_one
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.plan import count_of
-from nanoray.bench.harness.report import Measurement, Report, Target, markdown, number
+from nanoray.bench.harness.report import Measurement, Report, markdown, number
 from nanoray.bench.registry import Entry
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import Failure, FailureCollector, FaultReport
@@ -232,9 +232,7 @@ def _exponent(report: Report, part: str, metric: str, few: int, many: int) -> No
     note = f"from {few} to {many} ranks: 1 is linear, 2 quadratic"
     row = Measurement(f"{part}, exponent", metric, "", tuple(values), note, extra={"part": part})
     report.rows.append(row)
-    report.targets.append(
-        Target(f"{part}: growth of {metric!r}, {few} to {many} ranks", row, "<=", LINEAR)
-    )
+    report.add_target(f"{part}: growth of {metric!r}, {few} to {many} ranks", row, "<=", LINEAR)
 
 
 # The decision alone.

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from nanoray.bench.harness.processes import (
     Child,
@@ -22,6 +21,7 @@ from nanoray.bench.harness.processes import (
     free_port,
     scratch_folder,
 )
+from nanoray.bench.harness.report import Record
 from nanoray.bench.harness.thin_links import DEVICE, LinkSpeed, ThinLinks, address_of
 from nanoray.host.host import available_cpus
 
@@ -31,9 +31,9 @@ def run_on_nodes(
     ranks: int,
     speed: LinkSpeed | None,
     function: str,
-    order: dict[str, Any],
+    order: Record,
     timeout_s: float,
-) -> dict[str, Any]:
+) -> Record:
     """Run "module:function" on `ranks` ranks of each of `nodes` nodes; return rank 0's answer.
 
     It has facts, backend and events. An event with `began` and `ended` also gets `crossed`: the
@@ -64,7 +64,7 @@ def run_on_nodes(
             child = Child(command, arm_environment(), folder / f"node{node}.log", pipes=True)
             children.append(stack.enter_context(child))
 
-        answer: dict[str, Any] = children[0].answer(timeout_s)
+        answer: Record = children[0].answer(timeout_s)
         for event in answer["events"]:
             if links and "began" in event:
                 event["crossed"] = links.sent_between(event["began"], event["ended"])
@@ -83,7 +83,7 @@ class NodeOrder:
     interface: str  # that gloo uses
     timeout_s: float
     function: str  # "module:function", see RankPool
-    order: dict[str, Any]
+    order: Record
 
     def command(self) -> list[str]:
         """Return the command line of the node."""

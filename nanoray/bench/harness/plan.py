@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,12 @@ from nanoray.host.slots import Slots
 
 Name = TypeVar("Name")
 SEE_FAILED = "see FAILED below"
+
+
+def add_arms_flag(parser: argparse.ArgumentParser, known: Iterable[str]) -> None:
+    """Add --arms, which `chosen` reads."""
+    which = f"which of {', '.join(known)} [%(default)s]"
+    parser.add_argument("--arms", default="all", metavar="A,B", help=which)
 
 
 def chosen(text: str, known: Sequence[str], what: str = "arm") -> list[str]:

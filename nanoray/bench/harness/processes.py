@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.base.proc import cpu_seconds, stat_of
+from nanoray.bench.harness.report import Emit, Record
 from nanoray.host.host import available_cpus
 from nanoray.host.slots import Slots
 
@@ -60,7 +61,7 @@ class Child:
         """Start `command`; its output goes to `log`, or with `pipes` only stderr does."""
         self.log = log
         self._rest = b""  # after the last complete line of a child with pipes
-        self._answers: list[dict[str, Any]] = []
+        self._answers: list[Record] = []
         pipe = subprocess.PIPE if pipes else None
         with log.open("wb") as stream:
             self.started = time.time()  # wall clock, as the children's records are
@@ -111,7 +112,7 @@ class Child:
         except OSError:
             raise ChildFailed(f"it is gone\n{self.tail()}") from None
 
-    def answer(self, timeout_s: float) -> dict[str, Any]:
+    def answer(self, timeout_s: float) -> Record:
         """Return the next JSON line of a child with pipes.
 
         Raises ChildFailed when none comes in time.
@@ -125,7 +126,7 @@ class Child:
             self._answers += self.read()
         return self._answers.pop(0)
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Record]:
         """Return the JSON lines that have come from a child with pipes, or wait for more of them.
 
         Raises ChildFailed when it has ended.
@@ -266,7 +267,7 @@ def interruptible() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def answers_only() -> Callable[[dict[str, Any]], None]:
+def answers_only() -> Emit:
     """Keep stdout for JSON lines, and return the function that writes one.
 
     Everything else that is printed goes to stderr.
@@ -274,7 +275,7 @@ def answers_only() -> Callable[[dict[str, Any]], None]:
     stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def write(message: dict[str, Any]) -> None:
+    def write(message: Record) -> None:
         stream.write(json.dumps(message) + "\n")
         stream.flush()
 

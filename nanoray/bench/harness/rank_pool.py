@@ -20,7 +20,7 @@ from typing import Any
 
 from nanoray.bench.harness.processes import GRACE_S
 from nanoray.bench.harness.ranks import LAUNCHERS, START_S, RankChannel, Where, open_link
-from nanoray.bench.harness.report import Report
+from nanoray.bench.harness.report import Record, Report
 from nanoray.errors import ConfigError, WorkerFailed
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
@@ -143,7 +143,7 @@ class RankPool:
         """
         self.where = where
         # Per rank: rank, host, pid, device, name, uuid, threads
-        self.facts: list[dict[str, Any]] = []
+        self.facts: list[Record] = []
         self.backend = "none"
         self.backend_reason = ""
         self.nccl: str | None = None
@@ -173,7 +173,7 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self._link.end()
 
-    def run(self, function: str, order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def run(self, function: str, order: Record) -> Iterator[Record]:
         """Call "module:function" on every rank and yield the events of rank 0.
 
         The call begins when the iterator is read. Raises RankFailed when a rank dies or raises; the
@@ -184,7 +184,7 @@ class RankPool:
 
     def _all(
         self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float
-    ) -> list[dict[str, Any]]:
+    ) -> list[Record]:
         """Run `method` on all ranks, and return the result of each."""
         phase = {"hello": "start", "meet": "join"}[method]
         for _ in self._events(method, arguments, silence_s, phase):
@@ -193,7 +193,7 @@ class RankPool:
 
     def _events(
         self, method: str, arguments: dict[int, tuple[Any, ...]], silence_s: float, phase: str
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[Record]:
         """Run `method` on all ranks, yield rank 0's events, keep the results. Raises RankFailed."""
         if self._pending:
             raise RuntimeError(
@@ -250,7 +250,7 @@ class RankPool:
         fact = self.facts[rank]
         return f" (pid {fact['pid']}, {fact['device']})"
 
-    def _rendezvous(self, hellos: list[dict[str, Any]]) -> list[Rendezvous]:
+    def _rendezvous(self, hellos: list[Record]) -> list[Rendezvous]:
         """Choose the backend, and make the record of each rank."""
         cards = [RankDevice(h["kind"], h["node"], h["gpu"]) for h in hellos]
         version = hellos[0]["nccl"]
@@ -277,7 +277,7 @@ class RankPool:
         ]
 
 
-def _distance_from_cause(message: dict[str, Any]) -> int:
+def _distance_from_cause(message: Record) -> int:
     """Return how far a failure is from the root cause: a death, an exception, a failed collective."""
     if "died" in message:
         return 0

@@ -36,6 +36,7 @@ from nanoray.bench.harness.processes import (
     answers_only,
     arm_environment,
 )
+from nanoray.bench.harness.report import Record
 from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.faults.cause import is_collective_error
@@ -66,14 +67,14 @@ class Where:
 class Rank:
     """One rank in any process: reports where it is, joins the others, and runs functions."""
 
-    def __init__(self, slot: dict[str, Any], emit: Callable[[dict[str, Any]], Any]) -> None:
+    def __init__(self, slot: Record, emit: Callable[[Record], object]) -> None:
         """`slot`: rank, workers, kind, node, gpu, device, uuid, addr, threads, timeout_s."""
         self.slot = slot
         self._emit = emit if slot["rank"] == 0 else _drop
         self.store: Any = None
         self._mesh: Mesh | None = None
 
-    def answer(self, method: str, arguments: Any) -> dict[str, Any]:
+    def answer(self, method: str, arguments: Any) -> Record:
         """Call hello, meet or run, and return {"done": ...} or {"error": ...}.
 
         The parent compares the errors of several ranks, so an exception becomes data.
@@ -85,19 +86,19 @@ class Rank:
             text = f"{type(error).__name__}: {error}\n{trace}"
             return {"error": text, "collective": is_collective_error(error)}
 
-    def hello(self) -> dict[str, Any]:
+    def hello(self) -> Record:
         """Return the slot, the NCCL in force, and on rank 0 the port of the store that it serves."""
         from nanoray.mesh.rendezvous import open_store, runtime_nccl_version
 
         slot = self.slot
         if slot["workers"] > 1 and slot["rank"] == 0 and self.store is None:
             self.store = open_store(slot["addr"], slot["workers"], START_S)
-        answer = {"secret": secrets.token_hex(16)} | slot
+        answer: Record = {"secret": secrets.token_hex(16)} | slot
         answer["nccl"] = None if slot["kind"] == "cpu" else runtime_nccl_version()
         answer["port"] = self.store.port if self.store else 0
         return answer
 
-    def meet(self, record: dict[str, Any]) -> dict[str, Any]:
+    def meet(self, record: Record) -> Record:
         """Join the others; return this rank's facts. (all ranks)"""
         import torch
 
@@ -122,7 +123,7 @@ class Rank:
             "threads": r.threads,
         }
 
-    def run(self, function: str, order: dict[str, Any]) -> None:
+    def run(self, function: str, order: Record) -> None:
         """Call "module:function". (all ranks)"""
         import torch
 
@@ -132,7 +133,7 @@ class Rank:
         getattr(importlib.import_module(module), name)(self._mesh, order, self._emit)
 
 
-def _drop(event: dict[str, Any]) -> None:
+def _drop(event: Record) -> None:
     pass
 
 
@@ -161,11 +162,11 @@ class RankChannel:
         """Order a rank to call a method."""
         raise NotImplementedError
 
-    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+    def receive(self, timeout_s: float) -> list[tuple[int, Record]]:
         """Return the messages that have come, each with its rank."""
         raise NotImplementedError
 
-    def everyone(self, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def everyone(self, values: list[Record]) -> list[Record]:
         """Return the values of all ranks, from those of the ranks of this process."""
         return values
 
@@ -193,7 +194,7 @@ class _Processes(RankChannel):
         self.ranks = range(where.workers)
         threads = max(1, int(available_cpus()) // where.workers)
         devices: list[Device | None] = list(slots.devices) or [None]
-        self._slots: list[dict[str, Any]] = []
+        self._slots: list[Record] = []
         for rank in self.ranks:
             device = devices[rank % len(devices)]
             slot = {
@@ -229,8 +230,8 @@ class _Processes(RankChannel):
         with suppress(ChildFailed):  # the end of its stdout is reported, with the reason
             self._children[rank].ask(json.dumps([method, arguments]))
 
-    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
-        messages: list[tuple[int, dict[str, Any]]] = []
+    def receive(self, timeout_s: float) -> list[tuple[int, Record]]:
+        messages: list[tuple[int, Record]] = []
         for stdout in select.select(list(self._open), [], [], timeout_s)[0]:
             rank = self._open[stdout]
             try:
@@ -310,12 +311,12 @@ class _Actors(RankChannel):
     def send(self, rank: int, method: str, arguments: tuple[Any, ...]) -> None:
         self._pending[self._actors[rank].answer.remote(method, arguments)] = rank
 
-    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+    def receive(self, timeout_s: float) -> list[tuple[int, Record]]:
         import ray
         from ray.exceptions import RayActorError, RayError
 
         ready, _ = ray.wait(list(self._pending), num_returns=1, timeout=timeout_s)
-        messages: list[tuple[int, dict[str, Any]]] = []
+        messages: list[tuple[int, Record]] = []
         with suppress(RayError):  # a dead rank 0 is reported below
             poll = self._actors[0].poll.options(concurrency_group="control").remote()
             messages += [(0, {"event": event}) for event in ray.get(poll, timeout=START_S)]
@@ -343,7 +344,7 @@ class _Actors(RankChannel):
 class _Actor(Rank):
     """A rank in a Ray actor. `answer` runs on the main lane, `poll` beside it on the control lane."""
 
-    def __init__(self, slot: dict[str, Any]) -> None:
+    def __init__(self, slot: Record) -> None:
         import ray
 
         from nanoray.launch.worker import bound_devices, raise_priority
@@ -360,10 +361,10 @@ class _Actor(Rank):
             "gpu": "" if slot["kind"] == "mig" else devices,
             "uuid": slice_or_uuid,
         }
-        self._queue: deque[dict[str, Any]] = deque()
+        self._queue: deque[Record] = deque()
         super().__init__(slot, self._queue.append)
 
-    def poll(self) -> list[dict[str, Any]]:
+    def poll(self) -> list[Record]:
         """Return what this rank emitted since the last call."""
         return [self._queue.popleft() for _ in range(len(self._queue))]
 
@@ -389,7 +390,7 @@ class _TorchrunRank(RankChannel):
         self._rendezvous = rendezvous
         self._secret = f"nanoray/{rendezvous.public}/pool"
         self._round = 0
-        self._messages: list[tuple[int, dict[str, Any]]] = []
+        self._messages: list[tuple[int, Record]] = []
         kind = "cpu"
         card_uuid = ""
         if gpus and slices:
@@ -412,7 +413,7 @@ class _TorchrunRank(RankChannel):
         }
         self._rank = Rank(slot, lambda event: self._messages.append((0, {"event": event})))
         # A later pool of this process uses the same group: ranks join once
-        self._results: dict[str, Any] = {}
+        self._results: Record = {}
 
     def start(self) -> None:
         if self._rank.store is None and self._rendezvous.world_size > 1:
@@ -424,12 +425,12 @@ class _TorchrunRank(RankChannel):
             self._results[method] = answer
         self._messages.append((rank, answer))
 
-    def receive(self, timeout_s: float) -> list[tuple[int, dict[str, Any]]]:
+    def receive(self, timeout_s: float) -> list[tuple[int, Record]]:
         messages = self._messages
         self._messages = []
         return messages
 
-    def everyone(self, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def everyone(self, values: list[Record]) -> list[Record]:
         """Exchange one value per rank through the store. (all ranks)"""
         if self._rank.store is None:
             return values

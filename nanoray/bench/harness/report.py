@@ -9,7 +9,7 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from importlib import metadata
@@ -23,6 +23,10 @@ from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus, cpu_features, cpu_name
 from nanoray.mesh.rendezvous import runtime_nccl_version
 
+# Names and values, as JSON has them: an event of a rank, its order, the settings of an arm
+Record = dict[str, Any]
+# What a function on the ranks calls with each event; those of rank 0 arrive at the benchmark
+Emit = Callable[[Record], None]
 # What a column of wrong elements counts, where a benchmark does not count something else
 WRONG_ELEMENTS = "elements that differ from the exact result"
 # A target is judged and a finding drawn from this many rounds on; fewer only show a direction.
@@ -46,7 +50,7 @@ class Measurement:
     error: str = ""
     wrong: int | None = None
     skipped: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: Record = field(default_factory=dict)
 
     @property
     def problem(self) -> str:
@@ -85,7 +89,7 @@ class Measurement:
             return "slower than"
         return "as fast as"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Return the row as it is written in the JSON file.
 
         Without values it has `error` or `skipped`, and the median is null.
@@ -118,7 +122,7 @@ class Measurement:
         return row
 
     @classmethod
-    def from_dict(cls, row: dict[str, Any]) -> Measurement:
+    def from_dict(cls, row: Record) -> Measurement:
         """Read `to_dict` back; keys that are no field's are `extra`."""
         names = {f.name for f in fields(cls)}
         own = {key: value for key, value in row.items() if key in names}
@@ -182,7 +186,7 @@ class Target:
     def failed(self) -> bool:
         return self.verdict in ("MISSED", "not measured")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         return {
             "target": self.text,
             "relation": self.relation,
@@ -198,7 +202,7 @@ class Report:
     """Everything one benchmark found."""
 
     bench: str
-    conditions: dict[str, Any]
+    conditions: Record
     rows: list[Measurement] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -234,6 +238,12 @@ class Report:
             return None
         self.rows.append(ratio(f"{upper} / {lower}", metric, above, below, note))
         return self.rows[-1]
+
+    def add_target(
+        self, text: str, row: Measurement, relation: str, limit: float, excuse: str = ""
+    ) -> None:
+        """Add what a row should come to; `excuse`: why this machine cannot show it."""
+        self.targets.append(Target(text, row, relation, limit, excuse))
 
     @property
     def problems(self) -> list[str]:
@@ -274,7 +284,7 @@ class Report:
             "difference from noise"
         ]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         report = {
             "bench": self.bench,
             "conditions": self.conditions,
@@ -454,7 +464,7 @@ def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]
     return ["| " + " | ".join(line) + " |" for line in (header, rule, *lines)]
 
 
-def conditions(bench: str, argv: Sequence[str], command: str = "") -> dict[str, Any]:
+def conditions(bench: str, argv: Sequence[str], command: str = "") -> Record:
     """Return what the numbers depend on: versions, machine, load, date and command.
 
     `command` starts the benchmark; without it, `python -m nanoray.bench NAME` does.

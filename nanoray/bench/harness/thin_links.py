@@ -61,27 +61,33 @@ class LinkSpeed:
     delay_ms: float
     mbit_per_s: float
 
-    @classmethod
-    def parse(cls, part: str, links: str, example: str) -> LinkSpeed:
-        """Return a link of MS/MBIT, one of the flag --links. Raises ConfigError."""
-        try:
-            delay_ms, mbit_per_s = map(float, part.split("/"))
-        except ValueError:
-            raise ConfigError(
-                f"links = {links}: {part} is no MS/MBIT; write for example {example}"
-            ) from None
-        if not (0 <= delay_ms < math.inf and 0 < mbit_per_s < math.inf):
-            raise ConfigError(
-                f"links = {links}: {part} is no link; a delay is at least 0 ms, and a speed above 0"
-            )
-        return cls(delay_ms, mbit_per_s)
-
     def __str__(self) -> str:
         return f"{self.delay_ms:g} ms / {self.mbit_per_s:g} Mbit/s"
 
     @property
     def bytes_per_s(self) -> float:
         return 1e6 * self.mbit_per_s / 8
+
+
+def parse_links(text: str, example: str) -> list[LinkSpeed | None]:
+    """Return the links of a flag --links, MS/MBIT,...; "none" is no link. Raises ConfigError."""
+    links: list[LinkSpeed | None] = []
+    for part in text.split(","):
+        if part == "none":
+            links.append(None)
+            continue
+        try:
+            delay_ms, mbit_per_s = map(float, part.split("/"))
+        except ValueError:
+            raise ConfigError(
+                f"links = {text}: {part} is no MS/MBIT; write for example {example}"
+            ) from None
+        if not (0 <= delay_ms < math.inf and 0 < mbit_per_s < math.inf):
+            raise ConfigError(
+                f"links = {text}: {part} is no link; a delay is at least 0 ms, and a speed above 0"
+            )
+        links.append(LinkSpeed(delay_ms, mbit_per_s))
+    return links
 
 
 def why_not() -> str | None:
