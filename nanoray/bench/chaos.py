@@ -20,7 +20,7 @@ from typing import Any
 
 from nanoray.base.proc import stat_of
 from nanoray.bench.cluster import POLL_S, NodeCluster
-from nanoray.bench.harness.processes import Child
+from nanoray.bench.harness.processes import Child, send_signal
 from nanoray.faults.cause import Failure
 from nanoray.faults.progress import ProgressFile
 
@@ -277,7 +277,7 @@ class Chaos:
             return f"(pid {pid})"
         if self._next != KILL_ALL:
             ranks = [self._choices.choice(ranks)]
-        _signal(
+        send_signal(
             [pid for _, pid in ranks], signal.SIGSTOP if self._next == FREEZE else signal.SIGKILL
         )
         return ", ".join(f"{slot} (pid {pid})" for slot, pid in ranks)
@@ -344,9 +344,3 @@ def watched_ranks(folder: Path) -> list[tuple[int, int]]:
 def fault_records(faults: list[FaultEvent]) -> list[dict[str, Any]]:
     """Return the faults as they stand in the JSON file."""
     return [asdict(fault) for fault in faults]
-
-
-def _signal(pids: list[int], signum: int) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signum)

@@ -14,7 +14,6 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple, TextIO
 from nanoray.base.proc import stat_of
 from nanoray.bench.cluster import NodeCluster
 from nanoray.bench.harness.launchers import RANK_PID
-from nanoray.bench.harness.processes import GRACE_S, Child, ChildFailed
+from nanoray.bench.harness.processes import GRACE_S, Child, ChildFailed, send_signal
 
 # Set for the peer on Ray Train, it asks for notices and saves when there is one
 PEER_DRAINS = "NANORAY_PEER_DRAINS"
@@ -406,9 +405,7 @@ class TrainingProcess:
             pid for pid, begun in self._seen.items() if (stat := stat_of(pid)) and stat[19] == begun
         ]:
             if time.monotonic() > deadline:
-                for pid in left:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                send_signal(left, signal.SIGKILL)
                 return
             time.sleep(POLL_S)
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -153,9 +153,7 @@ class Child:
     def kill(self) -> int:
         """Kill all processes of the child's session at once; return their number."""
         members = session_members(self.process.pid)
-        for pid in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        send_signal(members, signal.SIGKILL)
         return len(members)
 
     def end(self) -> None:
@@ -179,6 +177,13 @@ class Child:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+
+
+def send_signal(pids: Iterable[int], signum: int) -> None:
+    """Send a signal to each of these processes that is still there."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signum)
 
 
 def session_members(session: int) -> dict[int, float]:
