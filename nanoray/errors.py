@@ -14,6 +14,7 @@ remedy.
     ├── StateDiverged        the ranks' weights differ, and no majority agrees           exit 1, retried
     ├── WrongGradient        a rank computes a wrong gradient, in a step done twice     exit 1
     ├── StateLost            a share of the state is in no rank's memory any more         exit 1, retried
+    ├── OutOfMemory          a step ran out of memory where ranks cannot meet again      exit 1, retried
     └── WorkerFailed         ranks died more often than max_failures allows              exit 1
 
 `exit_code` is what the command line tools return; `retry` says whether a restart from the newest
@@ -100,6 +101,12 @@ class StateLost(NanorayError):
     retry = True
 
 
+class OutOfMemory(NanorayError):
+    """A step ran out of memory where ranks cannot form another group; a restart accumulates more."""
+
+    retry = True
+
+
 class WorkerFailed(NanorayError):
     """Ranks died more often than max_failures allows."""
 
@@ -119,6 +126,7 @@ REMEDIES: dict[type[NanorayError], str] = {
     StateDiverged: "repeated on one rank: a faulty device, whose node should leave the cluster",
     WrongGradient: "take the faulty device out of the cluster, and resume from a checkpoint that is old enough",
     StateLost: "the run restarts from the newest checkpoint; a lower `--checkpoint_every` loses less",
+    OutOfMemory: "`--resume RUN`: it begins with a smaller micro batch, as a restart does by itself",
     WorkerFailed: "`nanoray faults RUN` lists the causes; then `--resume RUN`, and `--max_failures` to allow more",
 }
 EXIT_CODES = {

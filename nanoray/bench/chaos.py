@@ -22,7 +22,7 @@ from nanoray.base.proc import stat_of
 from nanoray.bench.cluster import POLL_S, NodeCluster
 from nanoray.bench.harness.processes import Child, send_signal
 from nanoray.faults.cause import Failure
-from nanoray.faults.progress import ProgressFile
+from nanoray.faults.progress import LEFT, ProgressFile
 
 KILL = "kill rank"
 FREEZE = "freeze rank"
@@ -76,7 +76,7 @@ class SeenRun:
         Returns 0 while the rank has not yet read the step from which it continues. That is so
         before its group has been built: until then its base is unknown.
         """
-        if phase in ("init", "regroup"):
+        if phase in ("init", *LEFT):
             return 0
         completed = max(base, Failure(0, "", "", step, phase).completed)
         before = self.places.get(slot, (base, 0))

@@ -158,8 +158,8 @@ class RunSpec:
         return self.folder / "logs" / name
 
 
-def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
-    """Whether a lost rank alone is replaced while the others keep running.
+def can_regroup(config: Config, backend: str, ranks: int) -> bool:
+    """Whether ranks can leave a broken group and meet again, each with the state that it has.
 
     The driver and the ranks decide this separately, from the same values.
     """
@@ -173,6 +173,13 @@ def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
     # With NCCL the survivors see no error: they abort by the driver's order where it is allowed.
     if not reports_lost_peers(backend):
         return config.abort_nccl and not config.sharded
+    return True
+
+
+def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
+    """Whether a lost rank alone is replaced while the others keep running."""
+    if not can_regroup(config, backend, ranks):
+        return False
 
     # A lost rank's shard is on disk only, unless another rank mirrors it or has the same one.
     # Ranks with other parts of a sequence share the state as data replicas do.

@@ -60,14 +60,16 @@ def resolve_batch(config: Keys, dp: int) -> Batch:
     return Batch(total // share, accum or 1, dp)
 
 
-def batch_for(config: Keys, full: int, ranks: int) -> Batch | None:
+def batch_for(config: Keys, full: int, ranks: int, limit: int = 0) -> Batch | None:
     """Split the global batch of a run of `full` data ranks over `ranks` of them.
 
     The micro batch does not grow, so that it still fits the memory of a device; accumulation grows
-    instead. Returns None where the global batch does not divide like that.
+    instead. limit: the most sequences of a micro batch; 0: as many as the configuration says.
+    Returns None where the global batch does not divide like that.
     """
     batch = resolve_batch(config, full)
-    if ranks == full:
+    most = min(batch.micro, limit or batch.micro)
+    if ranks == full and most == batch.micro:
         return batch
 
     share, rest = divmod(batch.global_size, ranks)
@@ -80,6 +82,6 @@ def batch_for(config: Keys, full: int, ranks: int) -> Batch | None:
     if config.pp_schedule == "interleaved":
         group = config.pp
     for accum in range(batch.accum, share + 1, group):
-        if share % accum == 0 and share // accum <= batch.micro:
+        if share % accum == 0 and share // accum <= most:
             return Batch(share // accum, accum, ranks)
     return None

@@ -19,8 +19,8 @@ class BatchKeys(Group):
 
     # Number of sequences. A size that is not given follows from the others
     micro_batch_size: Natural = field(0, "batch")
-    """sequences per rank per forward pass (0 = follows from the global batch). Out of memory? Halve
-    it and leave global_batch_size: accumulation doubles and the result stays the same"""
+    """sequences per rank per forward pass (0 = follows from the global batch). Out of memory? A run
+    halves it by itself (on_oom): accumulation doubles, and the global batch stays"""
 
     grad_accum_steps: Natural = field(0, "batch")
     """micro steps per optimizer step (0 = follows from the global batch, else 1)"""

@@ -62,6 +62,11 @@ class FaultKeys(Group):
     newest checkpoint and continue with the data after the bad step; the 4th rollback to the same
     checkpoint stops)"""
 
+    # What happens to a step that runs out of memory
+    on_oom: Literal["shrink", "stop"] = field("shrink", "fault")
+    """when a forward or backward runs out of memory: shrink (all ranks halve the micro batch, and
+    accumulate more; the same step is done again) | stop"""
+
     # Silent errors
     hash_every: Natural = field(250, "fault")
     """steps between comparisons of all ranks' weights and optimizer state, also made before each
@@ -71,8 +76,8 @@ class FaultKeys(Group):
     # Faults on purpose, for tests and demonstrations
     faults: str = field("", "fault")
     """break something on purpose: KIND@rank=R,step=S[,phase=P][;...], KIND kill | stop | exit |
-    raise | hang | slow | oom | disk-full | nan | bitflip | gradflip; in YAML also a list of such
-    texts, or of mappings"""
+    raise | hang | slow | oom | no-memory | disk-full | nan | bitflip | gradflip; in YAML also a
+    list of such texts, or of mappings"""
 
     @field_validator("faults", mode="before")
     @classmethod

@@ -41,6 +41,11 @@ class FallibleSamples(ABC):
     def windows_at_once(self) -> int:
         """The most validation windows that one call of `val_batch` reads."""
 
+    @property
+    @abstractmethod
+    def in_batches(self) -> bool:
+        """Whether the training data come in batches of a size of their own."""
+
     @abstractmethod
     def divide(self, batch: Batch, rank: int) -> None:
         """Note how the data ranks share a step from now on, and which one of them this is."""

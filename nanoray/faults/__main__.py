@@ -51,6 +51,11 @@ def story(folder: Path) -> list[str]:
     for event in events:
         if event["event"] == "injected":
             lines.append(_format_planned(event))
+        elif event["event"] == "out_of_memory":
+            lines.append(
+                f"{_format_time(event)}  memory    {event['why']}: a micro batch has at most "
+                f"{event['limit']} instead of {event['asked']} from step {event['step']} on"
+            )
         else:
             lines += _format_fault(event)
 

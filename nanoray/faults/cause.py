@@ -30,12 +30,17 @@ CAUSES = {
     "drained": 1,  # its node will be taken away
     "driver_silent": 1,  # it ended because its driver did not call for long
     "exception": 1,  # the program's own error
+    "no_memory": 1,  # a forward or backward ran out of memory; a restart takes smaller micro batches
     "diverged": 1,  # the ranks' weights differ, and no majority agrees
     "refused": 1,  # NanorayError: a restart would end in the same way
     "peer_lost": 2,  # a collective that lost its peer: a consequence
 }
 PEER_LOST = CAUSES["peer_lost"]
-NOT_CHARGED = ("drained", "driver_silent")  # causes that do not count against --max_failures
+NOT_CHARGED = (
+    "drained",
+    "driver_silent",
+    "no_memory",
+)  # causes that do not count against --max_failures
 # How long to wait for the root of a consequence: a busy Ray reports a death later than its peers do
 ROOT_S = 10.0
 STAND_STILL_S = 10.0  # without a step, until a rank counts as one that waits for others
@@ -214,6 +219,7 @@ class FailureCollector:
         self.in_place = in_place
         self.failures: list[Failure] = []
         self.first_failure_at = 0.0
+        self.first_left_at = 0.0  # when a rank left its group although none had failed
         self.no_rank_lost = False  # the group broke, but every rank of it is waiting
 
     def ended(self, rank: int, failure: Failure | None, now: float) -> None:
@@ -273,6 +279,7 @@ class FailureCollector:
         if waiting and rank in self._running:
             # The first sign of a failure. A rank that does not follow in time hangs.
             if not self._waiting and not self.failures:
+                self.first_left_at = now
                 self._deadline = min(self._deadline, now + self._patience_s)
             self._waiting.add(rank)
         else:
@@ -296,7 +303,7 @@ class FailureCollector:
         """Whether to stop waiting for further events."""
         if not self._running or now > self._deadline:
             return True
-        return self.in_place and len(self._waiting) == len(self._running)
+        return len(self._waiting) == len(self._running)
 
     @property
     def cause(self) -> Failure:
@@ -393,6 +400,23 @@ _COLLECTIVE_ERRORS = {
     "DistStoreError",
     "GroupNotFormed",
 }
+
+
+_MEMORY_ERRORS = {"OutOfMemoryError", "MemoryError"}
+_MEMORY_SIGNS = (
+    "can't allocate memory",  # torch on a CPU
+    "not enough memory",
+    "out of memory",
+    "_status_alloc_failed",  # cuBLAS and cuDNN
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that the device, or the host, has no memory left."""
+    if {cls.__name__ for cls in type(error).__mro__} & _MEMORY_ERRORS:
+        return True
+    message = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in message for sign in _MEMORY_SIGNS)
 
 
 def is_collective_error(error: BaseException) -> bool:

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from nanoray.faults.progress import LEFT
+
 # The order within a step. In a pipeline a rank alternates forwards and backwards, and is idle while
 # it waits for another stage.
 _ORDER = ("data", "forward", "backward", "idle", "optimizer", "log", "eval", "checkpoint", "done")
@@ -66,7 +68,7 @@ class Watchdog:
             self._longest_s = max(self._longest_s, now - self._moved_at)
         self._positions[rank] = (position, written_at)
         self._moved_at = now
-        if position.phase not in ("init", "regroup"):
+        if position.phase not in ("init", *LEFT):
             self._setting_up.discard(rank)
 
     def ended(self, rank: int) -> None:

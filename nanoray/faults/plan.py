@@ -14,8 +14,9 @@ import resource
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from nanoray.base.atomic import append_line, read_json_lines
 from nanoray.base.points import DRIVER_POINTS, POINTS, watch
 from nanoray.errors import ConfigError
-from nanoray.faults.progress import PHASES
+from nanoray.faults.progress import LEFT, PHASES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,6 +39,7 @@ KINDS = (
     "hang",
     "slow",
     "oom",
+    "no-memory",
     "disk-full",
     "nan",
     "bitflip",
@@ -67,10 +69,17 @@ class Fault:
     attempt: int | None = None
     seconds: float = 1.0  # slow: how long to sleep; disk-full: until there is space again
     mib: int = 0  # oom: how much to allocate (0 = until the process is killed)
-    # nan, gradflip: the number of forward passes of this rank, replays and audits included
+    # nan, gradflip: the number of forward passes of this rank, replays and audits included.
+    # no-memory: the number of times that the step is tried and fails
     times: int = 1
+    micro: int = 0  # the micro batch, from 0 on, in whose phase the fault fires
     # bitflip, gradflip: bit of a float32; 0 is the lowest of the mantissa, 31 the sign
     bit: int = 20
+
+    @property
+    def tries(self) -> int:
+        """How often it fires in a run."""
+        return self.times if self.kind == "no-memory" else 1
 
     @property
     def key(self) -> tuple[str, int, int, str]:
@@ -95,6 +104,8 @@ class Fault:
             time.sleep(self.seconds)
         elif self.kind == "oom":
             _fill_memory(self.mib)
+        elif self.kind == "no-memory":
+            _raise_out_of_memory(self)
         elif self.kind == "disk-full":
             _fill_disk(record_in.parent, self.seconds)
         elif self.kind == "nan":
@@ -125,6 +136,15 @@ def _fill_memory(mib: int) -> None:
         allocated.append(bytearray(os.urandom(1 << 20) * 64))
     time.sleep(60.0)  # give Ray's memory monitor and the kernel time to notice
     raise MemoryError(f"fault plan: {mib} MiB allocated, and the process was not killed")
+
+
+def _raise_out_of_memory(fault: Fault) -> None:
+    """Raise what torch raises where a GPU has no memory left."""
+    import torch
+
+    raise torch.OutOfMemoryError(
+        f"fault plan: out of memory on rank {fault.rank} at step {fault.step} in {fault.phase}"
+    )
 
 
 def _fill_disk(run: Path, seconds: float) -> None:
@@ -226,16 +246,17 @@ def _parse_fault(part: str) -> Fault:
             seconds=float(values.pop("seconds", 1.0)),
             mib=int(values.pop("mib", 0)),
             times=int(values.pop("times", 1)),
+            micro=int(values.pop("micro", 0)),
             bit=int(values.pop("bit", 20)),
         )
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"faults = {part!r} is not KIND@rank=R,step=S[,phase=P][,attempt=A][,seconds=T]"
-            f"[,mib=M][,times=N][,bit=B] ({error})"
+            f"[,mib=M][,times=N][,micro=M][,bit=B] ({error})"
         ) from None
 
     # What remains in `values` is unknown.
-    places = [phase for phase in PHASES if phase != "regroup"] + list(POINTS)
+    places = [phase for phase in PHASES if phase not in LEFT] + list(POINTS)
     if fault.kind not in KINDS or fault.phase not in places or values:
         message = (
             f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of "
@@ -272,6 +293,8 @@ class Injector:
         # The step being computed; in a new process the step of the newest fault, after which the
         # process was started
         self._step = 0
+        # How often each phase has begun since this step, or this group, has
+        self._begun = Counter[str]()
 
     def plan(self, text: str, rank: int, attempt: int, started: float) -> None:
         """Schedule the plan's faults of this rank and attempt that have not fired yet.
@@ -279,23 +302,27 @@ class Injector:
         `started`: Unix s of the command.
         """
         self._started = started
-        fired = set()
+        fired = Counter[tuple[str, int, int, str]]()
         if text:
             for event in read_json_lines(self._record):
                 if event["event"] == "injected" and event.get("command") == started:
-                    fired.add((event["kind"], event["rank"], event["step"], event["phase"]))
+                    fired[event["kind"], event["rank"], event["step"], event["phase"]] += 1
                     self._step = max(self._step, event["step"])
         own = [fault for fault in parse_plan(text) if fault.rank == rank]
-        once = [fault for fault in own if fault.attempt is None and fault.key not in fired]
+        once = [fault for fault in own if fault.attempt is None and fired[fault.key] < fault.tries]
         self._faults = once + [fault for fault in own if fault.attempt == attempt]
         has_points = any(fault.phase in POINTS for fault in self._faults)
         watch(self.at_point if has_points else None)
 
     def phase(self, step: int, phase: str) -> None:
         """Fire the faults that are planned for this phase of the step that is being computed."""
+        if step != self._step or phase == "init":
+            self._begun.clear()
         self._step = step
+        micro = self._begun[phase]
+        self._begun[phase] += 1
         for fault in list(self._faults):
-            if fault.step == step and fault.phase == phase:
+            if (fault.step, fault.phase) == (step, phase) and fault.micro in (0, micro):
                 self._fire(fault)
 
     def at_point(self, point: str) -> None:
@@ -308,6 +335,9 @@ class Injector:
                 self._fire(fault)
 
     def _fire(self, fault: Fault) -> None:
-        self._faults.remove(fault)  # first, because firing may raise
+        # First, because firing may raise.
+        self._faults.remove(fault)
+        if fault.tries > 1:
+            self._faults.append(replace(fault, times=fault.times - 1))
         log.warning("fault plan fires: %s", fault)
         fault.fire(self._record, self.model_of(), self._started)

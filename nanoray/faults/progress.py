@@ -20,7 +20,10 @@ PHASES = (
     "done",
     "regroup",
     "idle",
+    "out_of_memory",
 )
+# Phases of a rank that has left its group and waits; the second one asks for a smaller micro batch
+LEFT = ("regroup", "out_of_memory")
 # Phases of a step that follow its weight update
 AFTER_UPDATE = ("log", "eval", "checkpoint", "done")
 OUTSIDE = ("init", *AFTER_UPDATE)  # phases that are no part of a step's computation

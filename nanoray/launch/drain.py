@@ -106,13 +106,19 @@ class AbortOrders:
         self._due_at = 0.0  # monotonic seconds: not before then
 
     def send_due(self, group: WorkerGroup, collector: FailureCollector) -> None:
-        """Order members to abort that have neither failed nor left the group, once one is lost."""
-        if not collector.failures:
+        """Order members to abort that have neither failed nor left the group, once one is lost, or
+        has run out of memory.
+        """
+        broke_at = 0.0
+        if collector.failures and collector.in_place:
+            broke_at = collector.first_failure_at
+        elif not collector.failures and collector.first_left_at and group.is_short_of_memory:
+            broke_at = collector.first_left_at
+        if not broke_at:
             self._due_at = 0.0
             return
         now = self._clock.monotonic()
-        noticed_at = collector.first_failure_at + NOTICE_S
-        if collector.in_place and now >= max(self._due_at, noticed_at):
+        if now >= max(self._due_at, broke_at + NOTICE_S):
             self._due_at = now + group.heartbeat_s
             # Replicas that rarely communicate train on, and notice the loss where they meet.
             for slot in collector.stand_still(now):

@@ -150,6 +150,7 @@ class Driver:
             pausing=group.pausing,
             # This reads progress files, so it is evaluated only where it matters.
             can_grow=all_waiting and not rank_failed and group.can_grow,
+            short_of_memory=all_waiting and not rank_failed and group.is_short_of_memory,
         )
 
     def _after_fault(self, situation: Situation) -> Situation:
@@ -170,8 +171,9 @@ class Driver:
             may_shrink=self.at.spec.config.recovery == "shrink",
             unfit=any(slot in group.pool.unfit for slot in forming.lost),
         )
-        if not situation.all_waiting:  # only ranks that wait can form another group
-            return situation
+        # Only ranks that wait can form another group, and only where no part of the state is lost.
+        if not situation.all_waiting or not group.in_place:
+            return replace(situation, all_waiting=False)
         trainable = len(group.divisible(group.pool.ready)) if forming.awaited else 0
         return replace(
             situation,

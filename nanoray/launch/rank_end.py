@@ -30,6 +30,7 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
+from nanoray.faults.progress import LEFT
 from nanoray.launch.fault_log import end_of_log
 from nanoray.launch.placement import bounded
 from nanoray.launch.worker_group import WorkerGroup
@@ -274,7 +275,7 @@ class RankEnd:
 
         # A lost node, and a rank that waited for another attempt, say nothing about the program: if
         # they repeat, that is no deterministic failure.
-        if failure.cause != "node_lost" and phase != "regroup":
+        if failure.cause != "node_lost" and phase not in LEFT:
             failure.signature = how
         return failure
 

@@ -48,6 +48,7 @@ class Situation:
     some_silent: bool = False  # a rank has neither ended nor does it wait
     pausing: bool = False  # the ranks were ordered to leave their group
     can_grow: bool = False  # more actors are ready than train
+    short_of_memory: bool = False  # a rank ran out of memory, and all meet again
 
     # CAUSE_NAMED
     reason: str | None = None  # why training must not go on after this fault
@@ -75,7 +76,7 @@ class WatchRanks:
 
 @dataclass(frozen=True)
 class Grow:
-    """Form a group of all actors that are ready; no rank was lost."""
+    """Form a group of all actors that are ready, the same or more; no rank was lost."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +155,9 @@ def next_step(situation: Situation) -> Step:
     if situation.exit_reason:
         return _after_last_checkpoint(situation)
 
-    # All left their group although no rank failed: to leave a drained node, or to take in new
-    # actors.
-    regroups = situation.pausing or situation.can_grow
+    # All left their group although no rank failed: to leave a drained node, to take in new actors,
+    # or to do a step again with a smaller micro batch.
+    regroups = situation.pausing or situation.can_grow or situation.short_of_memory
     if situation.all_waiting and not situation.rank_failed and regroups:
         return Grow()
     # Ranks that are silent are the cause themselves.

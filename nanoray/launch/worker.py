@@ -26,8 +26,8 @@ import ray
 from nanoray.base.atomic import write_json
 from nanoray.base.mapped import restore_missing
 from nanoray.base.proc import start_time
-from nanoray.checkpoint.run import RunSpec, recovers_in_place
-from nanoray.errors import NanorayError, RankDiffers, RendezvousError
+from nanoray.checkpoint.run import RunSpec, can_regroup
+from nanoray.errors import NanorayError, OutOfMemory, RankDiffers, RendezvousError
 from nanoray.faults import exit_record
 from nanoray.faults.cause import is_collective_error
 from nanoray.faults.progress import UNKNOWN, ProgressFile
@@ -248,8 +248,8 @@ class Worker:
             # Rank 0 of a new run trains with the store that this process serves already. A survivor
             # serves the store of a later attempt for all ranks, also for rank 0.
             store = self._store if rendezvous.rank == 0 and not rendezvous.agent_store else None
-            in_place = recovers_in_place(run.config, rendezvous.backend, rendezvous.slots)
-            rejoin = self._rejoin if in_place else None
+            regroups = can_regroup(run.config, rendezvous.backend, rendezvous.slots)
+            rejoin = self._rejoin if regroups else None
 
             trainer: Callable[..., dict[str, Any]] = self._train or train
             if self._script:
@@ -499,6 +499,8 @@ def _kind_of(error: Exception, rendezvous: Rendezvous) -> str:
     missed_the_others = isinstance(error, RendezvousError) and not isinstance(error, RankDiffers)
     if rendezvous.live and missed_the_others:
         return "peer_lost"  # a new rank whose peers are lost or frozen
+    if isinstance(error, OutOfMemory):
+        return "no_memory"
     if getattr(error, "retry", False):
         return "diverged"
     return "refused" if isinstance(error, NanorayError) else "exception"

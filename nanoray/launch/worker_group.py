@@ -18,7 +18,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from nanoray.checkpoint.run import RunSpec, recovers_in_place
+from nanoray.checkpoint.run import RunSpec, can_regroup, recovers_in_place
 from nanoray.faults.hang import Position
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.actors import ActorPool
@@ -214,7 +214,9 @@ class WorkerGroup:
                 device="cpu" if place.kind == "cpu" else "cuda:0",
                 threads=self.pool.threads,
                 env=tuple(item for item in rank.env if item[0] not in self.pool.variables),
-                abortable=self.in_place,
+                abortable=can_regroup(
+                    self.spec.config, self.meeting.backend, self.pool.place.workers
+                ),
             )
             for rank, slot in zip(ranks, self.members, strict=True)
         ]
@@ -351,6 +353,11 @@ class WorkerGroup:
                         console.on_record(value)
                     else:
                         console.on_output(kind, value)
+
+    @property
+    def is_short_of_memory(self) -> bool:
+        """Whether a member has left its group because it ran out of memory."""
+        return any(place.phase == "out_of_memory" for place, _ in self.positions().values())
 
     def positions(self) -> dict[int, tuple[Position, float]]:
         """Return each member's position, and when it wrote that by its own clock.

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nanoray.base.script_errors import one_line, shown
 from nanoray.errors import ConfigError, DataError
+from nanoray.faults.cause import is_out_of_memory
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def part(what: str, remedy: str) -> Iterator[None]:
     except (ConfigError, DataError):
         raise  # it says all
     except (Exception, SystemExit) as error:
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise ConfigError(
                 f"out of memory: {what} failed ({one_line(error)}); halve --micro_batch_size: "
                 "accumulation doubles and the result stays the same"
@@ -40,12 +41,6 @@ def part(what: str, remedy: str) -> Iterator[None]:
         line, newline, frames = shown(error).partition("\n")
         text = f"{what} failed before step 1: {line}; {remedy}{newline}{frames}"
         raise ConfigError(text) from error
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def type_name(dtype: torch.dtype) -> str:

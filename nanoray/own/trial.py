@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from nanoray.base.compat import gradient_hooks, tree_leaves, tree_map
 from nanoray.config import Config
-from nanoray.errors import ConfigError, NanorayError
+from nanoray.errors import ConfigError, NanorayError, OutOfMemory
+from nanoray.faults.cause import is_out_of_memory
 from nanoray.mesh.memory import equal_bits
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import autocast
@@ -49,9 +50,11 @@ class TrialSubject:
 def try_model(subject: TrialSubject, config: Config, mesh: Mesh) -> list[str]:
     """Try the model on one micro batch; return notes for the user. (all ranks)
 
-    Raises ConfigError on all ranks where any rank has found a mistake.
+    Raises ConfigError on all ranks where any rank has found a mistake, OutOfMemory where one has too
+    little memory for the batch.
     """
     fault = ""
+    is_short = False  # whether it is no mistake, but a lack of memory
     notes: list[str] = []
     try:
         # Whatever the script's code raises, also in a hook or in get_extra_state.
@@ -60,13 +63,17 @@ def try_model(subject: TrialSubject, config: Config, mesh: Mesh) -> list[str]:
             notes = _try_on_this_rank(subject, config, mesh)
     except NanorayError as error:
         fault = str(error)
+        is_short = error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
     # A rank that raises alone would leave the others waiting in the next collective.
-    faults = mesh.all_gather(fault)
-    for rank, found in enumerate(faults):
+    everyone = mesh.all_gather((fault, is_short))
+    faults = [found for found, _ in everyone]
+    # A mistake on one rank counts more than a lack of memory on another.
+    for rank, (found, short) in sorted(enumerate(everyone), key=lambda each: each[1][1]):
         if found:
             where = "" if all(faults) else f"on rank {rank}: "
-            raise ConfigError(f"{where}{found}")
+            kind = OutOfMemory if short else ConfigError
+            raise kind(f"{where}{found}")
     return notes
 
 

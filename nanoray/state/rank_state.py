@@ -167,6 +167,8 @@ class RankState:
         # Whether this rank holds gradients that complete the next step if others are lost
         self.can_finish = False
         self.update = Update()  # the newest one
+        # Whether an update is changing the weights: a step that ends here cannot be repeated
+        self.is_updating = False
 
     @property
     def own(self) -> Holding:
@@ -203,6 +205,7 @@ class RankState:
         self.samples += samples
         self.update = update or Update()
         self.can_finish = False
+        self.is_updating = False
         if self.schedule is not None:
             self.schedule.step(self.optimizers)
 

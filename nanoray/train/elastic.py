@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from nanoray.base.points import reached
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
-from nanoray.errors import ConfigError, NanorayError, StateDiverged, StateLost
-from nanoray.faults.cause import is_collective_error
+from nanoray.errors import ConfigError, NanorayError, OutOfMemory, StateDiverged, StateLost
+from nanoray.faults.cause import is_collective_error, is_out_of_memory
 from nanoray.mesh.mesh import Mesh, abandon_groups
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.parallel import cp
@@ -35,11 +35,24 @@ from nanoray.state.train_state import TrainState
 from nanoray.train.engine import Engine, Regroup
 from nanoray.train.guard.replicas import agreed, digest
 from nanoray.train.optim.groups import make_optimizer
+from nanoray.train.out_of_memory import (
+    ENOUGH,
+    Shortage,
+    agree,
+    describe,
+    place_of,
+    record,
+    remedies,
+    shortage_of,
+    update_is_done_in_part,
+)
 from nanoray.train.tasks import task_of
 
 log = logging.getLogger("nanoray.rank")
 # Takes the error; returns once the lost rank has been replaced
 Rejoin = Callable[[str], tuple[RunSpec, Rendezvous]]
+# Likewise; it also takes whether this rank has run out of memory
+Wait = Callable[[str, bool], tuple[RunSpec, Rendezvous]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,8 @@ class TrainingGroup:
     source: int | None = None
     # Ranks whose state differed from that of the majority, whose `source` is one
     strays: tuple[int, ...] = ()
+    # How many sequences of a micro batch fit, and where memory ran out in the group before
+    memory: Shortage = ENOUGH
 
 
 def train_in_groups(
@@ -59,20 +74,23 @@ def train_in_groups(
     state: TrainState,
     build: Callable[[TrainingGroup], Engine],
     meet: Callable[[RunSpec, Rendezvous], Mesh],
-    rejoin: Rejoin | None,
+    wait: Wait | None,
 ) -> dict[str, Any]:
     """Run the loop in one group after another, and return the outcome of the run. (all ranks)
 
-    `build` makes an engine for a group and fills `state`; `meet` joins the next group; `rejoin`
+    `build` makes an engine for a group and fills `state`; `meet` joins the next group; `wait`
     waits for the driver's orders. A rank may also be lost while the others meet or build; it is
-    replaced in the same way.
+    replaced in the same way. After a rank has run out of memory the same ranks meet.
     """
     group, orders = first, None
+    own = first.memory  # what this rank says of its memory at the next meeting
     while True:
         engine = None
+        is_short = False
         try:
             if orders:
-                group = meet_again(orders, group.spec, state, meet)
+                group = meet_again(orders, group.spec, state, meet, own)
+                own = Shortage(group.memory.limit)
             engine = build(group)
             reached("built")
             outcome = engine.fit()
@@ -81,14 +99,12 @@ def train_in_groups(
             engine.par.close()
             return outcome
         except Regroup:
-            assert rejoin is not None
+            assert wait is not None
             lost = "the driver ordered a new group"
-        except torch.OutOfMemoryError as error:  # on a GPU: a retry would fail in the same way
-            raise ConfigError(
-                f"out of GPU memory ({str(error).splitlines()[0]}); halve --micro_batch_size: "
-                "accumulation doubles and the result stays the same"
-            ) from error
         except Exception as error:
+            is_short = is_out_of_memory(error)
+            if is_short:
+                own = require_smaller(error, group, state, engine, wait)
             # A failed meeting does not end a rank that holds the state: a newcomer may be the unfit
             # one. A state that is lost, or differs, is so on all ranks: they end, and start again
             # from the newest checkpoint.
@@ -96,44 +112,89 @@ def train_in_groups(
             met = engine is not None
             unmet = isinstance(error, NanorayError) and not met and not state_is_gone
             peer_lost = is_collective_error(error) or unmet
-            if rejoin is None or not state.whole or not peer_lost:
+            alone = is_short and group.mesh.world_size == 1
+            cannot_wait = wait is None and not alone
+            if cannot_wait or not state.whole or not (peer_lost or is_short):
                 raise
             lost = f"{type(error).__name__}: {error}"
 
         # Outside the except block, because the error's frames would keep the broken wrapper alive.
         log.warning("leaving the group after step %d: %s", state.step, lost)
         if engine:
-            engine.writer.hold()
+            if wait:
+                engine.writer.hold()
             for check in engine.checks:
                 check.forget()
             engine.par.undo()
         del engine
+        if wait is None:  # one process has all that the next group needs
+            release(state)
+            group = replace(group, memory=own._replace(why=f"rank 0 {own.why}"))
+            own = Shortage(own.limit)
+            continue
         reached("leave")
         leave(group, state)
         reached("wait")
-        orders = rejoin(lost)
+        orders = wait(lost, is_short)
+
+
+def require_smaller(
+    error: Exception,
+    group: TrainingGroup,
+    state: TrainState,
+    engine: Engine | None,
+    wait: Wait | None,
+) -> Shortage:
+    """Return what this rank wants after it has run out of memory.
+
+    Raises the error where the step cannot be done again, or ConfigError with what helps; OutOfMemory
+    where it could, but the ranks cannot meet again.
+    """
+    mesh = group.mesh
+    step, phase = place_of(group.spec, mesh)
+    if state.is_updating:
+        raise update_is_done_in_part(error, group.spec.config, mesh, step) from error
+    if engine is None:
+        raise ConfigError(
+            f"rank {mesh.rank} ran out of memory before its first step "
+            f"({describe(error, mesh.device)}); {remedies(group.spec.config, mesh)}"
+        ) from error
+    if phase in ("checkpoint", "done"):  # no micro batch takes this memory
+        raise error
+    own = shortage_of(error, group.spec.config, mesh, (step, phase), engine.batches)
+    if wait is not None or mesh.world_size == 1:
+        return own
+
+    record(group.spec, step, mesh, own)
+    raise OutOfMemory(
+        f"rank {mesh.rank} {own.why}; after a restart a micro batch has at most {own.limit} "
+        f"instead of {engine.batches.batch.micro}, and the global batch stays"
+    ) from error
 
 
 def leave(group: TrainingGroup, state: TrainState) -> None:
-    """Release the broken group; weights, optimizer and data cursor stay as they are.
-
-    So do gradients with which the step in progress can be finished.
-    """
-    if not state.can_finish:
-        for optimizer in state.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-
+    """Release the broken group; weights, optimizer and data cursor stay as they are."""
     # A model that was cut for the group refers to it.
     config = group.spec.config
     if config.model_parts > 1 or config.dp_mode == "fsdp":
         state.leave_model()
     else:
         cp.release(state.model)
+    release(state)
+    group.mesh.leave()
+    abandon_groups()  # of a join that failed
+
+
+def release(state: TrainState) -> None:
+    """Free what a broken step has left, but for gradients with which it can be finished."""
+    if not state.can_finish:
+        for optimizer in state.optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     # Frees the DDP wrapper with its hooks on the parameters and its reference to the group
     gc.collect()
-    group.mesh.leave()
-    abandon_groups()  # of a join that failed
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def meet_again(
@@ -141,13 +202,17 @@ def meet_again(
     before: RunSpec,
     state: TrainState,
     meet: Callable[[RunSpec, Rendezvous], Mesh],
+    own: Shortage,
 ) -> TrainingGroup:
-    """Join the driver's new attempt, and find the rank with the most completed steps. (all ranks)"""
+    """Join the driver's new attempt, and find the rank with the most completed steps. (all ranks)
+
+    `own`: what this rank says of its memory.
+    """
     spec, rendezvous = orders  # the driver's configuration, which all ranks compare in `meet`
     mesh = meet(spec, rendezvous)
     spec = replace(spec, config=before.config, resume=before.resume)
     source, _, _, strays = furthest(mesh, state, before.config.precision, compares(spec.config))
-    return TrainingGroup(spec, mesh, source, strays)
+    return TrainingGroup(spec, mesh, source, strays, agree(mesh, own))
 
 
 def compares(config: Config) -> bool:

@@ -214,6 +214,7 @@ class Engine:
             # at all. With fp16 all ranks skip the same updates.
             if cfg.grad_clip:
                 par.clip(cfg.grad_clip, norm)
+            state.is_updating = True
             left_out = self.scaler.step(state.optimizers, verdict.leave_out)
             state.advance(samples_per_step, Update(norm, left_out))
 

@@ -21,7 +21,7 @@ from torch import nn
 from nanoray.base.points import reached
 from nanoray.checkpoint.find import newest_rank_states, newest_valid
 from nanoray.checkpoint.foreign import begin_with
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run import RunSpec, recovers_in_place
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
 from nanoray.config.conflicts import refuse
@@ -30,7 +30,7 @@ from nanoray.data.lengths import length_at
 from nanoray.data.prepare import prepare
 from nanoray.data.tokens import MicroBatches
 from nanoray.data.verify import verify
-from nanoray.errors import ConfigError, NanorayError
+from nanoray.errors import ConfigError, NanorayError, OutOfMemory
 from nanoray.faults.plan import Injector
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.host.host import keep_freed_memory
@@ -45,6 +45,7 @@ from nanoray.models.gpt import GPT
 from nanoray.models.precision import LossScaler, MeanLoss, float32_products, weight_type
 from nanoray.parallel.compile import compile_layers
 from nanoray.parallel.plan import Loss, Plan
+from nanoray.parallel.statistics import has_statistics
 from nanoray.state.rank_state import Holding, Share
 from nanoray.state.train_state import TrainState
 from nanoray.trace.ledger import Ledger
@@ -65,6 +66,7 @@ from nanoray.train.elastic import (
     TrainingGroup,
     compares,
     furthest,
+    release,
     train_in_groups,
     warning_of_strays,
 )
@@ -75,6 +77,16 @@ from nanoray.train.guard.guards import Guards
 from nanoray.train.handover import handover_of
 from nanoray.train.hardware import compare_hardware, this_device
 from nanoray.train.mirror import copy_to_mirror
+from nanoray.train.out_of_memory import (
+    ENOUGH,
+    Shortage,
+    agree,
+    agreed_record,
+    announcement,
+    asked_of,
+    record,
+    resumed_with,
+)
 from nanoray.train.saving import read_checkpoint
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
 from nanoray.train.watch.instruments import Instruments
@@ -134,9 +146,15 @@ def train(
     if isinstance(task, ConfiguredTask):
         task.spec = spec  # the model needs a resolved `attention`, and not `auto`
 
+    # (all ranks) A run that had run out of memory begins with what has fitted since.
+    memory = start.memory
+    if start.source is None:
+        memory = agreed_record(spec, mesh)
+
     # Mirrors cost memory, and serve only a run that replaces lost ranks.
-    group = TrainingGroup(spec, mesh, start.source, start.strays)
-    mirrors = rejoin is not None and config.mirrors(mesh.backend)
+    group = TrainingGroup(spec, mesh, start.source, start.strays, memory)
+    mirrors = recovers_in_place(config, mesh.backend, mesh.slots) and config.mirrors(mesh.backend)
+    mirrors = mirrors and rejoin is not None
     recipe = Recipe(group, observers, wanted, injector, task, mirrors)
 
     wait_for_orders = partial(recipe.wait_for_orders, rejoin) if rejoin else None
@@ -149,9 +167,13 @@ def train(
             problem = mesh.broadcast(recipe.observers.problem())
             if problem:
                 raise ConfigError(problem)
+            notes = recipe.try_out(group)
             batch = recipe.batch_for(mesh)
             lines = describe_run(spec, batch, mesh, recipe.device, start.why_precision, task)
-            lines += task.try_out(recipe.model, mesh, config, batch)
+            lines += notes
+            if memory.limit:
+                lines.append(resumed_with(memory.limit, asked_of(config, mesh)))
+            group = replace(group, memory=Shortage(recipe.fitted))
             for line in lines:
                 recipe.observers.note(line)
         outcome = train_in_groups(group, recipe.state, recipe.build, meet_others, wait_for_orders)
@@ -226,6 +248,7 @@ class Start:
     resume_step: int = 0
     source: int | None = None  # the rank that sends its state; None: there is none yet
     strays: tuple[int, ...] = ()  # ranks whose state differs from the majority's
+    memory: Shortage = ENOUGH  # of a run that goes on
 
 
 def begin_run(spec: RunSpec, mesh: Mesh) -> Start:
@@ -247,7 +270,8 @@ def begin_run(spec: RunSpec, mesh: Mesh) -> Start:
 def join_run(spec: RunSpec, mesh: Mesh) -> Start:
     """Find the rank with the newest state in a run that goes on. (all ranks)"""
     source, precision, _, strays = furthest(mesh, None, "", compares(spec.config))
-    return Start(spec, precision, source=source, strays=strays)
+    memory = agree(mesh, ENOUGH)
+    return Start(spec, precision, source=source, strays=strays, memory=memory)
 
 
 def use_products(device: torch.device, precision: str) -> None:
@@ -282,6 +306,7 @@ class Recipe:
         mesh = group.mesh
         cfg = spec.config
         self._cfg = cfg
+        self.fitted = group.memory.limit  # the most sequences of a micro batch; 0: as asked for
         self._wanted = wanted
         self._mirrors = mirrors
         self.device = this_device(mesh)
@@ -306,7 +331,7 @@ class Recipe:
         self.observers = Observers(spec, observers)
         note = self.observers.note
         self.statistics = Statistics(cfg, self.model, self.scaler.scale, note)
-        self.memory = MemoryTimeline(cfg, note)
+        self.memory_timeline = MemoryTimeline(cfg, note)
         self.profile = Profile(cfg, note)
         self.progress = ProgressFile(spec.progress(mesh.slot))
         takes_over = group.source is not None or spec.attempt > 0
@@ -336,24 +361,79 @@ class Recipe:
             compile_layers(model, self._cfg)
         return model
 
+    def try_out(self, group: TrainingGroup) -> list[str]:
+        """Try a script's model on its first micro batch, if need be a smaller one. (all ranks)
+
+        Returns notes. Raises ConfigError for a mistake of the script, and where memory is too small.
+        """
+        mesh = group.mesh
+        notes: list[str] = []
+        while True:
+            before = self.batch_for(mesh)
+            short = ""
+            try:
+                return notes + self.task.try_out(self.model, mesh, self._cfg, before)
+            except OutOfMemory as error:  # on all ranks
+                short = str(error)
+                cut = not (isinstance(self.data, FallibleSamples) and self.data.in_batches)
+                if before.micro == 1 or self._cfg.on_oom == "stop" or not cut:
+                    raise ConfigError(short) from error
+            # Here, where the error's frames keep no tensor any more.
+            release(self.state)
+            self.fitted = before.micro // 2
+            short = short.partition("; halve ")[0]
+            line = announcement(short, before, self.batch_for(mesh), "")
+            notes.append(line)
+            if mesh.rank == 0:
+                record(group.spec, 1, mesh, Shortage(self.fitted, short))
+
     def batch_for(self, mesh: Mesh) -> Batch:
         """Return how the group's ranks share the global batch, whose size is fixed."""
         data_ranks_of_all_slots = mesh.slots // mesh.layout.replica_ranks
-        batch = batch_for(self._cfg, data_ranks_of_all_slots, mesh.layout.dp)
+        batch = batch_for(self._cfg, data_ranks_of_all_slots, mesh.layout.dp, self.fitted)
         # None for a group that forms only to save: it does no step.
         return batch or resolve_batch(self._cfg, data_ranks_of_all_slots)
 
     def build(self, group: TrainingGroup) -> Engine:
         """Build the engine of a group; afterwards `state` holds the state of the run. (all ranks)"""
+        before = self.batch_for(group.mesh)
+        self.fitted = group.memory.limit
+        if group.memory.why:
+            self.announce_shortage(group, before)
+
         if group.source is not None:
             par = self.rejoined(group, group.source)
+        elif self.state.whole:
+            par = self.again(group)
         elif group.spec.resume:
             par = self.resumed(group)
         else:
             par = self.fresh(group)
         return self.wire(group, par)
 
-    # The three cases: where the state of the run comes from.
+    def announce_shortage(self, group: TrainingGroup, before: Batch) -> None:
+        """Print and record that a step is done again with a smaller micro batch. (rank 0 only)"""
+        if group.mesh.rank > 0:
+            return
+        depends = []
+        if self._cfg.model == "own":
+            depends.append("what the model draws, and a loss that is no mean over samples")
+        elif self._cfg.dropout:
+            depends.append("the masks of dropout")
+        if has_statistics(self.model):
+            depends.append("the statistics of batch norms")
+        if self._cfg.experts:
+            depends.append("the balance of experts")
+        batch = self.batch_for(group.mesh)
+        self.observers.note(announcement(group.memory.why, before, batch, "; ".join(depends)))
+        record(group.spec, self.state.step + 1, group.mesh, group.memory)
+
+    # The four cases: where the state of the run comes from.
+
+    def again(self, group: TrainingGroup) -> Plan:
+        """Go on in this process alone with the state that it has."""
+        par, _ = self.cut_model(group)
+        return par
 
     def fresh(self, group: TrainingGroup) -> Plan:
         """Begin at step 0, with the weights of rank 0. (all ranks)"""
@@ -535,7 +615,8 @@ class Recipe:
         state.whole = True
         reached("shared")
         if mesh.rank == 0:
-            append(spec.folder, describe_group(spec, mesh, state.step))
+            group_line = describe_group(spec, mesh, state.step) | {"limit": self.fitted}
+            append(spec.folder, group_line)
 
         # The parts of this group alone.
         batch = self.batch_for(mesh)
@@ -584,8 +665,8 @@ class Recipe:
         # Rank 0 measures the statistics of layers; every rank measures its own memory and time.
         if mesh.rank == 0 and self.statistics.begin(spec.folder, state.step):
             instruments.append(self.statistics)
-        if self.memory.begin(spec, mesh, par, state, batches.batch):
-            instruments.append(self.memory)
+        if self.memory_timeline.begin(spec, mesh, par, state, batches.batch):
+            instruments.append(self.memory_timeline)
         # On one host there is no link to measure.
         if len(set(mesh.hosts)) > 1:
             instruments.append(Links(mesh, note))
@@ -620,10 +701,15 @@ class Recipe:
 
     # Between groups, and at the end.
 
-    def wait_for_orders(self, rejoin: Rejoin, lost: str) -> tuple[RunSpec, Rendezvous]:
-        """Wait until the driver has replaced a lost rank; return the next spec and rendezvous."""
+    def wait_for_orders(
+        self, rejoin: Rejoin, lost: str, is_short: bool
+    ) -> tuple[RunSpec, Rendezvous]:
+        """Wait until the driver has replaced a lost rank; return the next spec and rendezvous.
+
+        is_short: this rank has run out of memory.
+        """
         self.progress.base = UNKNOWN  # until the next group is built
-        self.progress.set(self.state.step + 1, "regroup")
+        self.progress.set(self.state.step + 1, "out_of_memory" if is_short else "regroup")
         self.ledger.group_lost()
         return rejoin(lost)
 

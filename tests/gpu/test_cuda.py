@@ -106,6 +106,44 @@ def test_other_ways_to_launch_and_to_attend_learn_the_same(
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
 
 
+# Lets torch take `most` GiB of the GPU from step 4 on.
+TAKEN_AWAY = """
+import sys, torch
+from nanoray.train.engine import Engine
+from nanoray.train.__main__ import main
+is_logged = Engine.is_logged
+def with_less_memory(engine, step, last):
+    if step == 4:
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction({most} * 2**30 / total)
+    return is_logged(engine, step, last)
+Engine.is_logged = with_less_memory
+sys.exit(main(sys.argv[1:]))"""
+
+
+def test_a_step_that_runs_out_of_memory_is_done_again(
+    gpu_recipe: list[str], tmp_path: Path
+) -> None:
+    """The memory that is left holds half of the micro batch, or a quarter."""
+    flags = ("--precision", "fp32", "--dropout", "0", "--max_steps", "8", "--checkpoint_every", "0")
+    flags = (*flags, "--global_batch_size", "1024", "--micro_batch_size", "1024")
+    whole = train(gpu_recipe, tmp_path / "whole", *flags)
+    most = 0.7 * records(whole)[-1]["mem/peak_gib"]
+    script = tmp_path / "taken_away.py"
+    script.write_text(TAKEN_AWAY.format(most=most))
+    out = tmp_path / "less"
+    done = commands.run(str(script), *gpu_recipe, *flags, "--out_dir", str(out))
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    assert "ran out of memory" in told
+    assert "micro batch 1024 -> 512, accumulation 1 -> 2" in told
+    less = records(next(out.iterdir()))
+    assert [record["step"] for record in less] == [*range(1, 9)]
+    losses = [record["train/loss"] for record in records(whole)]
+    assert [record["train/loss"] for record in less] == pytest.approx(losses, abs=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "fsdp"])
 def test_two_ranks_resume_with_equal_bits(gpu_recipe: list[str], tmp_path: Path, mode: str) -> None:
     flags = ("--dp_mode", mode, "--checkpoint_every", "6", "--backend", backend("nccl"))

@@ -16,7 +16,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -581,7 +581,7 @@ class ScriptedRay:
             for m in self.members:
                 self.lose_peer(m)
 
-    def lose_peer(self, actor: Actor, attempt: int | None = None) -> None:
+    def lose_peer(self, actor: Actor, attempt: int | None = None, phase: str = "regroup") -> None:
         """Let a rank notice that its group (of that attempt) broke: it waits, or fails."""
         if attempt not in (None, actor.attempt):
             return
@@ -592,7 +592,7 @@ class ScriptedRay:
         self.furthest, actor.trains_since = max(self.furthest, completed), None
         actor.kept = completed
         if self.in_place:
-            actor.waiting, actor.step, actor.phase = True, completed + 1, "regroup"
+            actor.waiting, actor.step, actor.phase = True, completed + 1, phase
             actor.wake()
         else:
             self.fail(
@@ -707,6 +707,12 @@ class ScriptedRay:
         """Let a collective fail on every rank, although no rank is lost."""
         for member in list(self.members):
             self.lose_peer(member)
+
+    def run_out_of_memory(self, slot: int, noticed_by: Iterable[int]) -> None:
+        """Let a rank leave its group because it has no memory, and some ranks notice that."""
+        self.lose_peer(self.actors[slot], phase="out_of_memory")
+        for other in noticed_by:
+            self.time.after(NOTICE_S, partial(self.lose_peer, self.actors[other]))
 
     def drain(self, driver: Driver, slot: int | None, notice_s: float | None = None) -> None:
         """Announce that a rank's node (None: the driver's) will be taken away."""

@@ -393,11 +393,11 @@ def test_a_sample_without_a_prompt_where_no_newline_is_known(
         assert capsys.readouterr().out.startswith(start)
 
 
-def test_a_gpu_without_memory_says_what_to_do_and_is_not_retried(
+def test_a_gpu_without_memory_for_one_sequence_says_what_needs_less(
     text: Path, tmp_path: Path
 ) -> None:
-    """torch raises as it does on a full GPU; the run ends with the remedy, and not as a failure to
-    try again.
+    """torch raises as it does on a full GPU, in every try; the run ends with the remedies, and not as
+    a failure to try again.
     """
     full = """
 import sys, torch
@@ -419,10 +419,10 @@ sys.exit(main(sys.argv[1:]))"""
     (tmp_path / "full.py").write_text(full)
     done = run(str(tmp_path / "full.py"), *flags)
     assert done.returncode == 2, done.stderr
-    assert (
-        "error: out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB.); halve "
-        "--micro_batch" in done.stderr
-    )
+    assert "memory  rank 0 ran out of memory in init of step 0 (CUDA out of memory" in done.stdout
+    assert "micro batch 3 -> 1, accumulation 4 -> 12" in done.stdout
+    assert "with 1 sequence at a time; to need less memory, in the order of what" in done.stderr
+    assert "--activation_checkpointing block, --dp_mode zero1 (on more ranks)" in done.stderr
 
 
 def test_ranks_that_disagree_are_refused(text: Path, tmp_path: Path) -> None:

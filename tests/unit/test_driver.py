@@ -1129,6 +1129,25 @@ def test_a_pause_that_leads_to_no_larger_group_is_no_failure(tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.parametrize("config", [{}, {"tp": 3, "n_head": 3, "n_embd": 48}], ids=["ddp", "tp"])
+@pytest.mark.parametrize("noticed_by", [(1, 2), (1,)])
+def test_ranks_that_run_out_of_memory_meet_again_as_they_are(
+    tmp_path: Path, config: dict[str, Any], noticed_by: tuple[int, ...]
+) -> None:
+    """No rank is lost, so none is replaced, and nothing counts against max_failures. One that does
+    not notice is ordered to leave; no other rank needs to have its part of the state.
+    """
+    run = Run(tmp_path, max_failures=0, **config)
+    run.ray.in_place = True
+    run.ray.at(10.3, run.ray.run_out_of_memory, 0, noticed_by)
+    assert ended_well(run())
+    assert run.causes == []
+    assert [order for order in run.orders if order.startswith("go_on")] == [
+        f"go_on {slot} as {slot}/3 attempt 1" for slot in range(3)
+    ]
+    assert ((2, 0) in run.ray.aborts) == (2 not in noticed_by)
+
+
 @pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_rank_dies_while_the_group_is_smaller(tmp_path: Path, first: int, second: int) -> None:
     run = Run(tmp_path, recovery="shrink", replace_timeout=0)

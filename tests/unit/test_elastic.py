@@ -12,7 +12,8 @@ import torch
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, make_config
-from nanoray.errors import ConfigError, RendezvousError, TrainingDiverged
+from nanoray.data.tokens import MicroBatches
+from nanoray.errors import ConfigError, OutOfMemory, RendezvousError, TrainingDiverged
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.precision import LossScaler
@@ -20,6 +21,7 @@ from nanoray.state.train_state import TrainState
 from nanoray.train.elastic import TrainingGroup, furthest, train_in_groups
 from nanoray.train.engine import Regroup
 from nanoray.train.guard.guards import Guards
+from nanoray.train.out_of_memory import recorded
 from nanoray.train.watch.observers import Observers
 from tests.harness.ranks import make_spec
 
@@ -43,13 +45,15 @@ class Groups:
         self.spec, self._script = spec, iter(script)
         self._now: dict[str, BaseException] = {}
         self.events: list[str] = []
+        self.micro = 6
+        self.limits: list[int] = []  # of the groups that trained to their end
         model, config = torch.nn.Linear(1, 1), make_config({"micro_batch_size": 1})
         guards = Guards(config, Batch(1, 1, 1), CPU)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         self.state = TrainState(model, optimizer, LossScaler(CPU, False), guards)
 
     def __call__(
-        self, whole: bool = True, rejoin: Callable[[str], Any] | None = None
+        self, whole: bool = True, rejoin: Callable[[str, bool], Any] | None = None
     ) -> dict[str, Any]:
         self.state.whole = whole
         self._now = next(self._script)
@@ -85,9 +89,9 @@ class Groups:
         self.happen("build")
         return Engine(self, group)
 
-    def rejoin(self, lost: str) -> tuple[RunSpec, Rendezvous]:
+    def rejoin(self, lost: str, is_short: bool) -> tuple[RunSpec, Rendezvous]:
         assert not any(p.grad is not None for p in self.state.model.parameters())
-        self.events.append(f"rejoin: {lost}")
+        self.events.append(f"{'short' if is_short else 'rejoin'}: {lost}")
         return self.spec.next_attempt(), Rendezvous(rank=0, world_size=2)
 
 
@@ -98,11 +102,14 @@ class Engine:
         self._groups, self.group = groups, group
         self.writer = self.par = self
         self.checks = [self]
+        self.batches = MicroBatches(None, Batch(groups.micro, 1, 2), 0)  # type: ignore[arg-type]
 
     def fit(self) -> dict[str, Any]:
         self._groups.state.model(torch.ones(1, 1)).sum().backward()  # a step is in flight
         self._groups.happen("fit")
-        return {"attempt": self.group.spec.attempt, "source": self.group.source}
+        group = self.group
+        self._groups.limits.append(group.memory.limit)
+        return {"attempt": group.spec.attempt, "source": group.source}
 
     def hold(self) -> None:
         self._groups.events.append("hold")
@@ -193,7 +200,7 @@ def _broken() -> Any:
 def test_a_driver_that_gives_no_orders_ends_the_wait(spec: RunSpec) -> None:
     """The error says why it waited; it must not be taken for another lost peer."""
 
-    def rejoin(lost: str) -> Any:
+    def rejoin(lost: str, is_short: bool) -> Any:
         raise RuntimeError(f"no rank took its place: {lost}")
 
     run = Groups(spec, {"fit": PEER})
@@ -204,14 +211,89 @@ def test_a_driver_that_gives_no_orders_ends_the_wait(spec: RunSpec) -> None:
     assert run.events == ["build", "fit", "hold", "leave"]
 
 
-def test_out_of_gpu_memory_comes_with_the_remedy(spec: RunSpec) -> None:
-    run = Groups(
-        spec, {"fit": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")}
-    )
-    with pytest.raises(
-        ConfigError, match=r"out of GPU memory \(CUDA .* 2 GiB\); halve --micro_batch_size"
-    ):
+# A rank runs out of memory.
+
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+NO_MEMORY = [
+    FULL,
+    MemoryError(),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
+def test_the_same_ranks_meet_again_and_take_half(spec: RunSpec, error: Exception) -> None:
+    run = Groups(spec, {"fit": error}, {})
+    assert run() == {"attempt": 1, "source": 0}
+    assert [event.split(":")[0] for event in run.events[:5]] == [
+        "build", "fit", "hold", "leave", "short",
+    ]  # fmt: skip
+    assert run.limits == [3]
+
+
+@pytest.mark.parametrize("place", ["meet", "build", "fit"])
+def test_a_peer_that_is_lost_meanwhile_does_not_make_it_forget(spec: RunSpec, place: str) -> None:
+    run = Groups(spec, {"fit": FULL}, {place: PEER}, {})
+    run()
+    assert run.limits == [3]
+
+
+def test_a_process_alone_meets_nobody(spec: RunSpec) -> None:
+    run = Groups(spec, {"fit": FULL})
+    run.state.whole = True
+    first = TrainingGroup(spec, Mesh(0, 1, 0, CPU, "none", ""))
+    run._now = next(run._script)
+    fails = iter([FULL, None])
+
+    def build(group: TrainingGroup) -> Any:
+        error = next(fails)
+        run._now = {} if error is None else {"fit": error}
+        return run.build(group)
+
+    assert train_in_groups(first, run.state, build, run.meet, None)["source"] is None
+    assert run.limits == [3]
+    assert "leave" not in run.events, "process groups of the program around it stay"
+
+
+@pytest.mark.parametrize(
+    ("settings", "micro", "message"),
+    [
+        ({"on_oom": "stop"}, 6, r"rank 0 ran out of memory in init of step 0 \(CUDA out of memory. "
+         r"Tried to allocate 2 GiB; [\d.]+ GiB of the host are free\); halve --micro_batch_size"),
+        ({}, 1, "with 1 sequence at a time; to need less memory, in the order of what it costs: "
+         "--activation_checkpointing selective, --activation_checkpointing block, --dp_mode zero1, "
+         r"--dp_mode zero2, --dp_mode fsdp, --cp 2 \(twice the ranks\), --tp 2 \(twice the ranks\)"),
+        ({"dp_mode": "zero2", "activation_checkpointing": "block"}, 1,
+         r"costs: --dp_mode fsdp, --cp 2 \(twice"),
+        ({"sync_every": 4}, 6, "replicas that train alone keep their micro batch"),
+    ],
+)  # fmt: skip
+def test_where_no_smaller_one_is_taken_the_error_says_what_helps(
+    text: Path, tmp_path: Path, settings: dict[str, Any], micro: int, message: str
+) -> None:
+    run = Groups(make_spec(text, tmp_path, **settings), {"fit": FULL})
+    run.micro = micro
+    with pytest.raises(ConfigError, match=message):
         run()
+
+
+def test_an_update_that_is_done_in_part_is_not_repeated(spec: RunSpec) -> None:
+    run = Groups(spec, {"fit": FULL})
+    run.state.is_updating = True
+    with pytest.raises(ConfigError, match=r"in the update of step .* Some weights have changed"):
+        run()
+
+
+def test_ranks_that_cannot_meet_again_begin_smaller_after_a_restart(spec: RunSpec) -> None:
+    run = Groups(spec, {})
+    run.state.whole = True
+    run._now = {"fit": FULL}
+    first = TrainingGroup(spec, run._mesh())
+    with pytest.raises(OutOfMemory, match="has at most 3 instead of 6"):
+        train_in_groups(first, run.state, run.build, run.meet, None)
+    assert recorded(spec.folder, asked=6) == 3
+    assert recorded(spec.folder, asked=12) == 0, "another size is tried anew"
 
 
 class Standing(Mesh):

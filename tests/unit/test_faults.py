@@ -183,7 +183,7 @@ def test_a_flipped_bit_is_one_bit_of_one_weight(tmp_path: Path, bit: int) -> Non
     [
         (
             "explode@rank=0,step=1",
-            "one of kill, stop, exit, raise, hang, slow, oom, disk-full, nan, bitflip, gradflip",
+            "one of kill, stop, exit, raise, hang, slow, oom, no-memory, disk-full, nan, bitflip, gradflip",
         ),
         ("kill@rank=0", "is not KIND@rank=R,step=S"),
         ("kill@rank=x,step=1", "is not KIND@rank=R,step=S"),

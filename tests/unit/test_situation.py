@@ -72,6 +72,16 @@ TABLE: list[tuple[str, dict[str, Any], Step]] = [
     # The watch is over without an outcome.
     ("all left drained nodes", WATCHED | {"all_waiting": True, "pausing": True}, Grow()),
     ("new actors are ready", WATCHED | {"all_waiting": True, "can_grow": True}, Grow()),
+    (
+        "a rank ran out of memory, and all left",
+        WATCHED | {"all_waiting": True, "short_of_memory": True},
+        Grow(),
+    ),
+    (
+        "a rank ran out of memory, and another one failed",
+        WATCHED | {"all_waiting": True, "short_of_memory": True, "rank_failed": True},
+        NameCause(False),
+    ),
     ("all left a group that broke", WATCHED | {"all_waiting": True}, NameCause(True)),
     ("some did not", WATCHED | {"some_silent": True}, NameCause(False)),
     (

@@ -29,6 +29,7 @@ from nanoray.tools.replay.player import OneProcess, Witness
 from nanoray.train.agree import code_hash
 from nanoray.train.elastic import TrainingGroup
 from nanoray.train.hardware import cpu_kernels, hardware
+from nanoray.train.out_of_memory import Shortage
 from nanoray.train.recipe import use_products
 
 # What a re-enactment does otherwise than its run: it records every step, and leaves out what
@@ -211,10 +212,12 @@ def _in_one_process(
         (folder / name).mkdir(exist_ok=True)
     write_json(folder / "run.json", spec.to_dict())
     write_attempt(spec)
-    recipe = OneProcess(TrainingGroup(spec, mesh), group, witness)
+    fitted = Shortage(group.get("limit", 0))  # not in the record of an older run
+    players = TrainingGroup(spec, mesh, memory=fitted)
+    recipe = OneProcess(players, group, witness)
     recipe.observers.open(0, 0)
     try:
-        recipe.build(TrainingGroup(spec, mesh)).fit()
+        recipe.build(players).fit()
     finally:
         recipe.writer.close()
         recipe.observers.close()
@@ -235,7 +238,8 @@ def _by_processes(
     slots = group["slots"]
     ranks_per_replica = config.replica_ranks
     dp = ranks // ranks_per_replica
-    batch = batch_for(config, slots // ranks_per_replica, dp) or resolve_batch(config, dp)
+    full = slots // ranks_per_replica
+    batch = batch_for(config, full, dp, group.get("limit", 0)) or resolve_batch(config, dp)
     shared: dict[str, Any] = {
         "micro_batch_size": batch.micro,
         "grad_accum_steps": batch.accum,

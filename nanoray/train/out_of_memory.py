@@ -1,0 +1,204 @@
+"""A step that runs out of memory is done again, with a smaller micro batch.
+
+    rank 1   backward: out of memory ─► leaves its group ──┐
+    rank 0   backward: loses a peer  ─► leaves its group ──┴─► meet, agree on a limit ─► the same step
+
+Until its update a step has changed nothing. So the ranks do what they do when one of them is lost
+(elastic.py): they leave their groups, which frees those that wait in a collective, and meet again,
+each with the state that it has. There they agree on the most sequences of a micro batch. The global
+batch stays, and so do its samples: each rank accumulates more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from nanoray.base.atomic import read_json_lines
+from nanoray.checkpoint.run import RunSpec
+from nanoray.config import Batch, Config, resolve_batch
+from nanoray.config.conflicts import first
+from nanoray.data.fallible import FallibleSamples
+from nanoray.data.tokens import MicroBatches
+from nanoray.errors import ConfigError
+from nanoray.faults.plan import append_event
+from nanoray.faults.progress import ProgressFile
+from nanoray.host.host import available_memory_bytes
+from nanoray.mesh.mesh import Mesh
+
+EVENT = "out_of_memory"  # in a run's faults.jsonl
+GIB = 1 << 30
+# Values that need less memory, in the order of what they cost; and what else they take
+REMEDIES: tuple[tuple[str, str | int, str], ...] = (
+    ("activation_checkpointing", "selective", ""),
+    ("activation_checkpointing", "block", ""),
+    ("dp_mode", "zero1", ""),
+    ("dp_mode", "zero2", ""),
+    ("dp_mode", "fsdp", ""),
+    ("cp", 2, "twice the ranks"),
+    ("tp", 2, "twice the ranks"),
+)
+
+
+class Shortage(NamedTuple):
+    """What a rank says of its memory when the ranks meet, and what they agree on."""
+
+    limit: int = 0  # the most sequences of a micro batch; 0: as many as the configuration says
+    why: str = ""  # where memory ran out just now, for people; "" on a rank that had enough
+
+
+ENOUGH: Shortage = Shortage()
+
+
+def shortage_of(
+    error: BaseException,
+    config: Config,
+    mesh: Mesh,
+    place: tuple[int, str],
+    batches: MicroBatches,
+) -> Shortage:
+    """Return what this rank wants after it has run out of memory in a step without an update yet.
+
+    `place` is the step and its phase. Raises ConfigError where a smaller micro batch is not wanted,
+    or impossible.
+    """
+    step, phase = place
+    why = f"ran out of memory in {phase} of step {step} ({describe(error, mesh.device)})"
+    batch = batches.batch
+    halve = "halve --micro_batch_size: accumulation doubles and the global batch stays"
+    if config.on_oom == "stop":
+        raise ConfigError(f"rank {mesh.rank} {why}; {halve}")
+    if batch.micro == 1:
+        raise ConfigError(
+            f"rank {mesh.rank} {why}, with 1 sequence at a time; {remedies(config, mesh)}"
+        )
+    # Samples of a step that other replicas have done already would be divided in another way.
+    if config.sync_every and mesh.world_size > 1:
+        raise ConfigError(
+            f"rank {mesh.rank} {why}, and replicas that train alone keep their micro batch; {halve}"
+        )
+    data = batches.data
+    if isinstance(data, FallibleSamples) and data.in_batches:
+        raise ConfigError(
+            f"rank {mesh.rank} {why}, and the train data come in batches of {batch.micro}; give "
+            "smaller ones, or a dataset with len() and []"
+        )
+    return Shortage(batch.micro // 2, why)
+
+
+def update_is_done_in_part(
+    error: BaseException, config: Config, mesh: Mesh, step: int
+) -> ConfigError:
+    """Return the error of a rank that has run out of memory within an update of its weights."""
+    return ConfigError(
+        f"rank {mesh.rank} ran out of memory in the update of step {step} "
+        f"({describe(error, mesh.device)}). Some weights have changed, so the step cannot be done "
+        f"again here, and the update does not depend on the micro batch; {remedies(config, mesh)}. "
+        "Then resume"
+    )
+
+
+def describe(error: BaseException, device: torch.device) -> str:
+    """Return an error of memory in one line, with the memory that was there."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    text = lines[0].rstrip(".")[:200]
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return f"{text}; {(total - free) / GIB:.2f} of {total / GIB:.2f} GiB of the GPU are in use"
+    return f"{text}; {available_memory_bytes() / GIB:.2f} GiB of the host are free"
+
+
+def remedies(config: Config, mesh: Mesh) -> str:
+    """Return which settings need less memory, in the order of what they cost in time or ranks."""
+    # One replica has nothing to share.
+    alone = mesh.layout.dp * mesh.layout.cp == 1
+    helpful: list[str] = []
+    for key, value, takes in REMEDIES:
+        smaller = config.model_copy(update={key: value})
+        if not _is_less(config, key, value) or first(smaller, about=[key]):
+            continue
+        if key == "dp_mode" and alone:
+            takes = "on more ranks"
+        helpful.append(f"--{key} {value}" + (f" ({takes})" if takes else ""))
+    if not helpful:
+        return "use a device with more memory, or a smaller model"
+    return f"to need less memory, in the order of what it costs: {', '.join(helpful)}"
+
+
+def _is_less(config: Config, key: str, value: str | int) -> bool:
+    """Return whether a value of REMEDIES comes after the present one of its key."""
+    present = getattr(config, key)
+    if isinstance(value, int):
+        return bool(present < value)
+    values = [other for name, other, _ in REMEDIES if name == key]
+    return present not in values or values.index(value) > values.index(present)
+
+
+def agree(mesh: Mesh, own: Shortage) -> Shortage:
+    """Return the smallest limit of all ranks, and who ran out of memory. (all ranks)"""
+    everyone = [Shortage(*each) for each in mesh.all_gather((own.limit, own.why))]
+    limits = [each.limit for each in everyone if each.limit]
+    short = [f"rank {rank} {each.why}" for rank, each in enumerate(everyone) if each.why]
+    why = short[0] if short else ""
+    if len(short) > 1:
+        why += f", and {len(short) - 1} more"
+    return Shortage(min(limits, default=0), why)
+
+
+def announcement(why: str, before: Batch, batch: Batch, depends: str) -> str:
+    """Return the line on a step that is done again. `depends`: what is not as it was before."""
+    line = (
+        f"memory  {why}: micro batch {before.micro} -> {batch.micro}, accumulation {before.accum} "
+        f"-> {batch.accum}; the step is done again, and none is lost"
+    )
+    return f"{line}. Of the micro batch's size depend: {depends}" if depends else line
+
+
+# The record: a restart, and a later command of the run, begin with what has fitted.
+
+
+def asked_of(config: Config, mesh: Mesh) -> int:
+    """Return the micro batch of the configuration, with all ranks of the run."""
+    return resolve_batch(config, mesh.slots // config.replica_ranks).micro
+
+
+def record(spec: RunSpec, step: int, mesh: Mesh, shortage: Shortage) -> None:
+    """Append a shortage to the run's faults.jsonl. `step` is the one that is done again."""
+    values = {"step": step, "asked": asked_of(spec.config, mesh), **shortage._asdict()}
+    append_event(spec.folder / "faults.jsonl", EVENT, values)
+
+
+def agreed_record(spec: RunSpec, mesh: Mesh) -> Shortage:
+    """Return what has fitted before in this run, as rank 0 finds it recorded. (all ranks)"""
+    limit = 0
+    if mesh.rank == 0 and spec.config.on_oom == "shrink":
+        limit = recorded(spec.folder, asked_of(spec.config, mesh))
+    return Shortage(mesh.broadcast(limit))
+
+
+def resumed_with(limit: int, asked: int) -> str:
+    """Return the line of a command that begins with a smaller micro batch than it was asked for."""
+    return (
+        f"memory  a micro batch has at most {limit} instead of {asked}, with which memory ran out; "
+        "--on_oom stop, or another --micro_batch_size, tries anew"
+    )
+
+
+def recorded(folder: Path, asked: int) -> int:
+    """Return the limit of a run that had asked for the same micro batch; 0: there is none."""
+    limit = 0
+    for event in read_json_lines(folder / "faults.jsonl"):
+        if event["event"] == EVENT and event["asked"] == asked:
+            limit = event["limit"]
+    return limit
+
+
+def place_of(spec: RunSpec, mesh: Mesh) -> tuple[int, str]:
+    """Return this rank's step and phase."""
+    position = ProgressFile.read_own(spec.progress(mesh.slot))
+    if position is None:
+        return 0, "init"
+    step, phase, _, _ = position
+    return step, phase
