@@ -206,6 +206,17 @@ def test_no_address_of_the_project_is_invented() -> None:
     assert found == []
 
 
+def test_the_top_of_the_repository_has_only_what_belongs_there() -> None:
+    """A wheel or a log that somebody left beside them would reach every clone."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    assert listed.returncode == 0, listed.stderr
+    top = {name.partition("/")[0] for name in listed.stdout.splitlines()}
+    folders = {"nanoray", "examples", "kuberay", "docker", "docs", "tests", ".ci"}
+    texts = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE"}
+    tools = {"Makefile", "pyproject.toml", "constraints.txt", "mkdocs.yml"}
+    assert top - folders - texts - tools - {".gitignore", ".dockerignore"} == set()
+
+
 def test_an_invented_address_is_found() -> None:
     host = "https://" + "example.org"
     text = f"[a]({host}/nanoray/x) [b]({host}/torch) <{host}/a/NanoRay> http://127.0.0.1:1/nanoray"
