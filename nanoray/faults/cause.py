@@ -405,6 +405,7 @@ _COLLECTIVE_ERRORS = {
 _MEMORY_ERRORS = {"OutOfMemoryError", "MemoryError"}
 _MEMORY_SIGNS = (
     "can't allocate memory",  # torch on a CPU
+    "bad_alloc",  # C++, where torch passes it on as a RuntimeError
     "not enough memory",
     "out of memory",
     "_status_alloc_failed",  # cuBLAS and cuDNN

@@ -24,7 +24,7 @@ from nanoray.data.fallible import FallibleSamples
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import ConfigError
 from nanoray.faults.plan import append_event
-from nanoray.faults.progress import ProgressFile
+from nanoray.faults.progress import LEFT, ProgressFile
 from nanoray.host.host import available_memory_bytes
 from nanoray.mesh.mesh import Mesh
 
@@ -65,7 +65,10 @@ def shortage_of(
     or impossible.
     """
     step, phase = place
-    why = f"ran out of memory in {phase} of step {step} ({describe(error, mesh.device)})"
+    # A group that has been built warms up, and its ranks are at no place of a step yet.
+    warms_up = phase in ("init", *LEFT)
+    where = "while it warmed up" if warms_up else f"in {phase} of step {step}"
+    why = f"ran out of memory {where} ({describe(error, mesh.device)})"
     batch = batches.batch
     halve = "halve --micro_batch_size: accumulation doubles and the global batch stays"
     if config.on_oom == "stop":

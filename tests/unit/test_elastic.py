@@ -218,6 +218,7 @@ NO_MEMORY = [
     FULL,
     MemoryError(),
     RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    RuntimeError("std::bad_alloc"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
 ]
 
@@ -259,7 +260,7 @@ def test_a_process_alone_meets_nobody(spec: RunSpec) -> None:
 @pytest.mark.parametrize(
     ("settings", "micro", "message"),
     [
-        ({"on_oom": "stop"}, 6, r"rank 0 ran out of memory in init of step 0 \(CUDA out of memory. "
+        ({"on_oom": "stop"}, 6, r"rank 0 ran out of memory while it warmed up \(CUDA out of memory. "
          r"Tried to allocate 2 GiB; [\d.]+ GiB of the host are free\); halve --micro_batch_size"),
         ({}, 1, "with 1 sequence at a time; to need less memory, in the order of what it costs: "
          "--activation_checkpointing selective, --activation_checkpointing block, --dp_mode zero1, "
