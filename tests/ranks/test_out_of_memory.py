@@ -272,6 +272,32 @@ def test_a_scripts_samples_are_read_again_in_smaller_batches(
     assert kept
 
 
+def test_statistics_of_a_step_that_is_done_again_count_once(tmp_path: Path) -> None:
+    """Memory runs out in the second of two micro batches: the norm has counted the first."""
+
+    def trained(name: str, micro: int, faults: str = "") -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {
+            "out_dir": str(tmp_path / name),
+            "max_steps": 3,
+            "micro_batch_size": micro,
+            "global_batch_size": 8,
+            "faults": faults,
+            "device": "cpu",
+            "precision": "fp32",
+            "tensorboard": False,
+        }
+        RuntimeEngine(model, optimizer, settings, loss_fn=nn.MSELoss()).fit(_samples())
+        return model.state_dict()
+
+    smaller = trained("smaller", 2)
+    again = trained("again", 4, "no-memory@rank=0,step=1,phase=backward,micro=1")
+    for name, tensor in smaller.items():
+        assert torch.equal(tensor, again[name]), name
+
+
 def test_batches_of_the_script_are_not_cut(tmp_path: Path) -> None:
     """An iterable yields batches: what half of one is, only the script knows."""
 
