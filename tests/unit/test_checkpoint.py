@@ -20,6 +20,7 @@ from nanoray.checkpoint import files as checkpoint
 from nanoray.checkpoint import tensorfile
 from nanoray.checkpoint.files import load, save
 from nanoray.checkpoint.find import check_shape, find_run, newest_valid
+from nanoray.checkpoint.manifest import manifest_json, parse_manifest
 from nanoray.errors import CheckpointError
 from nanoray.state.state_dict import StateDict
 from tests.harness.commands import forkserver, killed_saves
@@ -269,6 +270,15 @@ def reseal(path, name):
     (path / "manifest.json").write_text(json.dumps(manifest, indent=1))
 
 
+def relisted(manifest, without="", more=""):
+    """The bytes of a manifest that lists other files, as nanoray would write it."""
+    sums, version = parse_manifest(manifest.read_bytes())
+    sums.pop(without, None)
+    if more:
+        sums[more] = sums["model.safetensors"]
+    return manifest_json(sums, version)
+
+
 def break_it(path, how):
     model, manifest = path / "model.safetensors", path / "manifest.json"
     if how == "missing":
@@ -290,6 +300,11 @@ def break_it(path, how):
         manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 3'))
     elif how == "unlisted":
         manifest.write_text('{"format": 1, "files": {}}')
+    elif how == "one unlisted":
+        manifest.write_bytes(relisted(manifest, without="optimizer.safetensors"))
+    elif how == "one more":
+        manifest.write_bytes(relisted(manifest, more="more.safetensors"))
+        shutil.copy(model, path / "more.safetensors")
     elif how == "foreign":
         model.write_bytes(b"\xff" * 16)
         reseal(path, "model.safetensors")
@@ -308,6 +323,8 @@ DAMAGE = {
     "nested": r"manifest.json: not as nanoray writes it",
     "format": r"manifest.json: format 3, but this nanoray reads the formats 1 and 2",
     "unlisted": r"manifest.json: not as nanoray writes it",
+    "one unlisted": r"manifest.json: not as nanoray writes it",
+    "one more": r"manifest.json: not as nanoray writes it",
     "foreign": r"model.safetensors: not as nanoray writes it",
     "foreign state": r"state.json: not as nanoray writes it",
 }
