@@ -367,10 +367,12 @@ def test_ray_on_three_hosts_spreads_the_ranks_and_names_a_slow_link(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cut_s", [4, 30])
+@pytest.mark.parametrize("cut_s", [2, 30])
 def test_a_host_with_a_rank_is_cut_off_and_comes_back(hosts: Hosts, here: Path, cut_s: int) -> None:
     """For less than Ray's 3 checks nothing happens. Later its rank is replaced on the third host, no
     step is repeated, and nothing that the old rank still does is in the run.
+
+    2 s: after a cut of 4 s TCP waits for some more before it sends again, too long for the checks.
     """
     ray_on(hosts, "alpha", "beta", "gamma")
     process, log = launch(hosts, "--faults", PAUSE, "--timeout_s", "300", "--hang_timeout", "0")
