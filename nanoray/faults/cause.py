@@ -36,11 +36,8 @@ CAUSES = {
     "peer_lost": 2,  # a collective that lost its peer: a consequence
 }
 PEER_LOST = CAUSES["peer_lost"]
-NOT_CHARGED = (
-    "drained",
-    "driver_silent",
-    "no_memory",
-)  # causes that do not count against --max_failures
+# Causes that do not count against --max_failures
+NOT_CHARGED = ("drained", "driver_silent", "no_memory")
 # How long to wait for the root of a consequence: a busy Ray reports a death later than its peers do
 ROOT_S = 10.0
 STAND_STILL_S = 10.0  # without a step, until a rank counts as one that waits for others

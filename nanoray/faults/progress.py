@@ -28,6 +28,7 @@ LEFT = ("regroup", "out_of_memory")
 AFTER_UPDATE = ("log", "eval", "checkpoint", "done")
 OUTSIDE = ("init", *AFTER_UPDATE)  # phases that are no part of a step's computation
 UNKNOWN = -1  # as a base: the group has not been built yet
+NOT_BEGUN = (0, "init", UNKNOWN, 0.0)  # the place of a rank of which nothing is known
 
 
 class ProgressFile:
@@ -66,12 +67,14 @@ class ProgressFile:
             return None
 
     @classmethod
-    def read_own(cls, path: Path) -> tuple[int, str, int, float] | None:
-        """Return the same, but from memory where this process writes the file: it may be gone."""
+    def read_own(cls, path: Path) -> tuple[int, str, int, float]:
+        """Return the same, but from memory where this process writes the file: it may be gone.
+
+        Without any, it is the place of a rank that has not begun.
+        """
         content = content_of(path)
-        if content is None:
-            return cls.read_all(path)
-        return cls._unpack(content)
+        position = cls.read_all(path) if content is None else cls._unpack(content)
+        return position or NOT_BEGUN
 
     @classmethod
     def _unpack(cls, content: bytes) -> tuple[int, str, int, float] | None:

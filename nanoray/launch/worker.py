@@ -30,7 +30,7 @@ from nanoray.checkpoint.run import RunSpec, can_regroup
 from nanoray.errors import NanorayError, OutOfMemory, RankDiffers, RendezvousError
 from nanoray.faults import exit_record
 from nanoray.faults.cause import is_collective_error
-from nanoray.faults.progress import UNKNOWN, ProgressFile
+from nanoray.faults.progress import NOT_BEGUN, ProgressFile
 from nanoray.host.choose import require_compiler
 from nanoray.launch.gauges import MessageQueue, RayMetrics
 from nanoray.launch.rank_output import RankOutput
@@ -265,8 +265,7 @@ class Worker:
             if self._output:
                 self._output.finish()
             self._end_if_orphaned(None)
-            position = ProgressFile.read_own(run.progress(self._rank))
-            step, phase, _, _ = position or (0, "init", UNKNOWN, 0.0)
+            step, phase, _, _ = ProgressFile.read_own(run.progress(self._rank))
             return {
                 "ok": False,
                 "kind": _kind_of(error, rendezvous),
@@ -391,13 +390,12 @@ class Worker:
             # Read the spec before `waiting`: `_rejoin` clears `waiting` before it sets the next
             # spec, so no heartbeat says that a rank waits in the attempt that it has just joined.
             spec = self._spec
-            position = None
+            position = NOT_BEGUN
             attempt = -1
             if spec:
                 position = ProgressFile.read_own(spec.progress(self._rank or 0))
                 attempt = spec.attempt
-            step, phase, base, written_at = position or (0, "init", UNKNOWN, 0.0)
-            heartbeat = Heartbeat(step, phase, base, written_at, attempt, self._waiting.is_set())
+            heartbeat = Heartbeat(*position, attempt, self._waiting.is_set())
 
             passed = after is not None and heartbeat.step > after
             remaining_s = deadline - time.monotonic()

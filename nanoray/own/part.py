@@ -23,6 +23,7 @@ from torch import Tensor
 from nanoray.base.script_errors import one_line, shown
 from nanoray.errors import ConfigError, DataError
 from nanoray.faults.cause import is_out_of_memory
+from nanoray.train.out_of_memory import HALVE
 
 
 @contextmanager
@@ -35,8 +36,7 @@ def part(what: str, remedy: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise ConfigError(
-                f"out of memory: {what} failed ({one_line(error)}); halve --micro_batch_size: "
-                "accumulation doubles and the result stays the same"
+                f"out of memory: {what} failed ({one_line(error)}); {HALVE}"
             ) from error
         line, newline, frames = shown(error).partition("\n")
         text = f"{what} failed before step 1: {line}; {remedy}{newline}{frames}"

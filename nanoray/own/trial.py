@@ -31,6 +31,7 @@ from nanoray.own.checks import lazy_parts
 from nanoray.own.part import describe, part
 from nanoray.own.storable import unstorable
 from nanoray.own.untouched import untouched
+from nanoray.train.out_of_memory import HALVE
 
 WARNINGS = 3  # notes on what torch warns of
 
@@ -64,6 +65,8 @@ def try_model(subject: TrialSubject, config: Config, mesh: Mesh) -> list[str]:
     except NanorayError as error:
         fault = str(error)
         is_short = error.__cause__ is not None and is_out_of_memory(error.__cause__)
+        if is_short:  # the caller may halve the micro batch itself
+            fault = fault.removesuffix(f"; {HALVE}")
 
     # A rank that raises alone would leave the others waiting in the next collective.
     everyone = mesh.all_gather((fault, is_short))

@@ -28,6 +28,7 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError, OutOfMemory, StateDiverged, StateLost
 from nanoray.faults.cause import is_collective_error, is_out_of_memory
+from nanoray.faults.progress import ProgressFile
 from nanoray.mesh.mesh import Mesh, abandon_groups
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.parallel import cp
@@ -40,7 +41,6 @@ from nanoray.train.out_of_memory import (
     Shortage,
     agree,
     describe,
-    place_of,
     record,
     remedies,
     shortage_of,
@@ -151,7 +151,7 @@ def require_smaller(
     where it could, but the ranks cannot meet again.
     """
     mesh = group.mesh
-    step, phase = place_of(group.spec, mesh)
+    step, phase, _, _ = ProgressFile.read_own(group.spec.progress(mesh.slot))
     if state.is_updating:
         raise update_is_done_in_part(error, group.spec.config, mesh, step) from error
     if engine is None:

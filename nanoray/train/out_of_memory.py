@@ -24,12 +24,13 @@ from nanoray.data.fallible import FallibleSamples
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import ConfigError
 from nanoray.faults.plan import append_event
-from nanoray.faults.progress import LEFT, ProgressFile
+from nanoray.faults.progress import LEFT
 from nanoray.host.host import available_memory_bytes
 from nanoray.mesh.mesh import Mesh
 
 EVENT = "out_of_memory"  # in a run's faults.jsonl
 GIB = 1 << 30
+HALVE = "halve --micro_batch_size: accumulation doubles and the global batch stays"
 # Values that need less memory, in the order of what they cost; and what else they take
 REMEDIES: tuple[tuple[str, str | int, str], ...] = (
     ("activation_checkpointing", "selective", ""),
@@ -70,9 +71,8 @@ def shortage_of(
     where = "while it warmed up" if warms_up else f"in {phase} of step {step}"
     why = f"ran out of memory {where} ({describe(error, mesh.device)})"
     batch = batches.batch
-    halve = "halve --micro_batch_size: accumulation doubles and the global batch stays"
     if config.on_oom == "stop":
-        raise ConfigError(f"rank {mesh.rank} {why}; {halve}")
+        raise ConfigError(f"rank {mesh.rank} {why}; {HALVE}")
     if batch.micro == 1:
         raise ConfigError(
             f"rank {mesh.rank} {why}, with 1 sequence at a time; {remedies(config, mesh)}"
@@ -80,15 +80,19 @@ def shortage_of(
     # Samples of a step that other replicas have done already would be divided in another way.
     if config.sync_every and mesh.world_size > 1:
         raise ConfigError(
-            f"rank {mesh.rank} {why}, and replicas that train alone keep their micro batch; {halve}"
+            f"rank {mesh.rank} {why}, and replicas that train alone keep their micro batch; {HALVE}"
         )
-    data = batches.data
-    if isinstance(data, FallibleSamples) and data.in_batches:
+    if come_in_batches(batches.data):
         raise ConfigError(
             f"rank {mesh.rank} {why}, and the train data come in batches of {batch.micro}; give "
             "smaller ones, or a dataset with len() and []"
         )
     return Shortage(batch.micro // 2, why)
+
+
+def come_in_batches(data: object) -> bool:
+    """Return whether a script's data are batches already, which only the script could cut."""
+    return isinstance(data, FallibleSamples) and data.in_batches
 
 
 def update_is_done_in_part(
@@ -196,12 +200,3 @@ def recorded(folder: Path, asked: int) -> int:
         if event["event"] == EVENT and event["asked"] == asked:
             limit = event["limit"]
     return limit
-
-
-def place_of(spec: RunSpec, mesh: Mesh) -> tuple[int, str]:
-    """Return this rank's step and phase."""
-    position = ProgressFile.read_own(spec.progress(mesh.slot))
-    if position is None:
-        return 0, "init"
-    step, phase, _, _ = position
-    return step, phase

@@ -79,11 +79,13 @@ from nanoray.train.hardware import compare_hardware, this_device
 from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.out_of_memory import (
     ENOUGH,
+    HALVE,
     Shortage,
     agree,
     agreed_record,
     announcement,
     asked_of,
+    come_in_batches,
     record,
     resumed_with,
 )
@@ -370,18 +372,16 @@ class Recipe:
         notes: list[str] = []
         while True:
             before = self.batch_for(mesh)
-            short = ""
             try:
                 return notes + self.task.try_out(self.model, mesh, self._cfg, before)
             except OutOfMemory as error:  # on all ranks
                 short = str(error)
-                cut = not (isinstance(self.data, FallibleSamples) and self.data.in_batches)
-                if before.micro == 1 or self._cfg.on_oom == "stop" or not cut:
-                    raise ConfigError(short) from error
+                uncut = come_in_batches(self.data)
+                if before.micro == 1 or self._cfg.on_oom == "stop" or uncut:
+                    raise ConfigError(f"{short}; {HALVE}") from error
             # Here, where the error's frames keep no tensor any more.
             release(self.state)
             self.fitted = before.micro // 2
-            short = short.partition("; halve ")[0]
             line = announcement(short, before, self.batch_for(mesh), "")
             notes.append(line)
             if mesh.rank == 0:

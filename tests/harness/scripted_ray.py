@@ -35,7 +35,7 @@ from nanoray.checkpoint.run import RunSpec, recovers_in_place
 from nanoray.config import load_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.faults import exit_record
-from nanoray.faults.progress import UNKNOWN, ProgressFile
+from nanoray.faults.progress import ProgressFile
 from nanoray.launch.actors import ActorPool
 from nanoray.launch.driver import Driver
 from nanoray.launch.placement import Placement
@@ -191,12 +191,7 @@ class Actor:
         self.sleepers = [s for s in self.sleepers if s[0] is not ref]
         if self.alive and not self.frozen:
             self.write_progress()
-            position = ProgressFile.read_own(self.ray.spec.progress(self.slot or 0)) or (
-                0,
-                "init",
-                UNKNOWN,
-                0.0,
-            )
+            position = ProgressFile.read_own(self.ray.spec.progress(self.slot or 0))
             ref.set(Heartbeat(*position, attempt=self.attempt, waiting=self.waiting))
 
     def fail_pending(self, error: Exception) -> None:
