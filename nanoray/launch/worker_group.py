@@ -244,10 +244,13 @@ class WorkerGroup:
         These are the members. If a share was lost, or would be without `leaving`, while some save,
         those that were left out count, too.
         """
-        gone = {slot for slot in self.members if slot not in self.runs}.union(leaving)
-        if self._before_saving and self._shares.lost(gone):
+        if self._before_saving and self._shares.lost(self._gone(self.members, leaving)):
             return self._before_saving
         return self.members, self._shares
+
+    def _gone(self, members: Collection[int], leaving: Collection[int]) -> set[int]:
+        """Return those of `members` that are lost, and those that are `leaving`."""
+        return {slot for slot in members if slot not in self.runs}.union(leaving)
 
     def _whole_replicas(
         self, shares: Shares, slots: Sequence[int], saves: bool = False
@@ -270,7 +273,7 @@ class WorkerGroup:
         if not self.spec.config.sharded:  # every rank has all of it, and at least one is left
             return None
         members, shares = self._holders(leaving)
-        return shares.lost({slot for slot in members if slot not in self.runs}.union(leaving))
+        return shares.lost(self._gone(members, leaving))
 
     # Events.
 
