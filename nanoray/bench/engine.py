@@ -10,16 +10,14 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.arm import MODELS, Arm
 from nanoray.bench.harness.plan import rotated
-from nanoray.bench.harness.processes import resident_bytes
 from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.config import Config
+from nanoray.host.host import forget_peak_memory, resident_bytes
 
 if TYPE_CHECKING:
     from nanoray.mesh.mesh import Mesh
@@ -197,12 +195,11 @@ def memory_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     del first
     gc.collect()
 
-    # Reset the peak; "5" is the kernel's order for that
+    # Reset the peak
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     else:
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        forget_peak_memory()
     before = torch.cuda.memory_allocated() if on_gpu else resident_bytes("VmRSS")
     libraries = f"libraries took {(before - resident) / 2**20:.3g} in a first step"
 

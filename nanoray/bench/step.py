@@ -42,7 +42,7 @@ from nanoray.bench.harness.plan import (
     rotated,
     settings_of,
 )
-from nanoray.bench.harness.processes import ChildFailed, resident_bytes, scratch_folder
+from nanoray.bench.harness.processes import ChildFailed, scratch_folder
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.ladder import (
@@ -65,7 +65,7 @@ from nanoray.bench.ladder import (
 from nanoray.bench.peers.nanogpt import NanoGPT
 from nanoray.errors import ConfigError
 from nanoray.host.choose import BF16_UNITS, cannot_compile
-from nanoray.host.host import available_cpus, available_memory_bytes, cpu_features
+from nanoray.host.host import available_cpus, available_memory_bytes, cpu_features, resident_bytes
 
 BASE = "base"
 EAGER = "eager loop"

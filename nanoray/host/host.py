@@ -95,6 +95,27 @@ def cpu_features(root: str = "/") -> frozenset[str]:
     return _CPU_FEATURES & frozenset(match[1].split()) if match else frozenset()
 
 
+def resident_bytes(key: str, pid: int | str = "self") -> int:
+    """Return a process's resident memory (VmRSS) or its peak (VmHWM); 0 where Linux gives none."""
+    for line in _read(Path(f"/proc/{pid}/status")).splitlines():
+        if line.startswith(key):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def forget_peak_memory() -> None:
+    """Let this process's peak (VmHWM) begin anew at what is resident now."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def trim_freed_memory() -> None:
+    """Let glibc return what it keeps of freed memory, once."""
+    libc = ctypes.CDLL(None)
+    if sys.platform == "linux" and hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def return_freed_memory() -> None:
     """Make glibc return freed memory at once, so that resident memory is the memory of tensors.
 

@@ -209,15 +209,6 @@ def all_processes() -> dict[int, tuple[int, float]]:
     return processes
 
 
-def resident_bytes(key: str, pid: int | str = "self") -> int:
-    """Return a process's resident memory (VmRSS) or its peak (VmHWM); 0 where Linux gives none."""
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith(key):
-                return 1024 * int(line.split()[1])
-    return 0
-
-
 @contextmanager
 def scratch_folder(prefix: str = "nrb-") -> Iterator[Path]:
     """Yield a folder for the runs of a benchmark, and remove it.

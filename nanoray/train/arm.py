@@ -1,0 +1,183 @@
+"""An arm: one way to train a run, in blocks of steps of the loop itself, which are thrown away.
+
+    Arm(spec, mesh, task)   model, optimizer and plan of its configuration, as a run makes them
+    arm.block(...)          warm-up, steps that do not count, steps that do  ─► Block
+    arm.close()             leaves its groups; frees its memory
+
+`nanoray tune` and `micro_batch_size auto` compare arms on ranks that stay alive. The steps are those
+of engine.fit, with guards, instruments and records, so an arm takes as long as a run. It evaluates,
+saves and reports nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from nanoray.checkpoint.run import RunSpec
+from nanoray.config import Config
+from nanoray.faults.plan import Injector
+from nanoray.host.host import (
+    forget_peak_memory,
+    keep_freed_memory,
+    resident_bytes,
+    trim_freed_memory,
+)
+from nanoray.mesh.layout import Layout
+from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.rendezvous import Order
+from nanoray.parallel import cp
+from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
+from nanoray.train.elastic import TrainingGroup
+from nanoray.train.recipe import Recipe, use_products
+from nanoray.train.tasks import ConfiguredTask, Task
+
+FOLDER = "arms"  # of what the instruments of arms write, in the run's folder
+# An arm reads, reports, saves and repeats nothing but its steps. It ends when its caller ends it
+QUIET = {
+    "max_steps": 10**6,
+    "stop_at": 0,
+    "target_loss": 0.0,
+    "eval_every": 0,
+    "checkpoint_every": 0,
+    "sample_tokens": 0,
+    "tensorboard": False,
+    "track": "none",
+    "faults": "",
+    "comm_trace": "off",
+    "upload": "",
+    "resume": "none",
+}
+SETTLING = 2  # steps of a block that do not count: DDP regroups its buckets, kernels are chosen
+
+
+class Block(NamedTuple):
+    """What a block of steps took."""
+
+    step_s: float  # of the slowest rank
+    peak_bytes: int  # of the rank that held most, beside what its process held before the arm
+    loss: float  # the mean of all ranks, in the last step that does not count
+    steps: int  # that count
+
+
+class BlockEnded(Exception):
+    """The loop has done the steps of a block. Raised on all ranks before the same step."""
+
+
+class Arm:
+    """One way to train on this rank."""
+
+    def __init__(self, spec: RunSpec, mesh: Mesh, task: Task) -> None:
+        """Make model, optimizer and data of `spec`, and divide the ranks of `mesh` by it. (all ranks)
+
+        Raises a NanorayError for a configuration that cannot be trained.
+        """
+        self._device = mesh.device
+        self._before = _held_bytes(mesh.device)
+        self._left = 0
+        self._counted = 0
+        self._begun = 0.0
+        self._loss = torch.zeros(())
+
+        # The configuration is completed as that of a run is (recipe.train).
+        precision, _ = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
+        use_products(mesh.device, precision)
+        config = resolved(spec.config, mesh, precision, task.settings())
+        config = config.model_copy(update=QUIET)
+        if config.cpus_per_worker and mesh.device.type == "cpu":
+            torch.set_num_threads(max(1, int(config.cpus_per_worker)))
+        spec = replace(spec, config=config, folder=spec.folder / FOLDER, resume="", attempt=0)
+        if isinstance(task, ConfiguredTask):
+            task.spec = spec
+        (spec.folder / "logs").mkdir(parents=True, exist_ok=True)
+        layout = Layout.of(config, mesh.world_size, mesh.slots)
+        self.mesh = replace(mesh, layout=layout)
+        group = TrainingGroup(spec, self.mesh)
+        injector = Injector(spec.folder / "faults.jsonl")
+        self._recipe = Recipe(group, (), self._next_step, injector, task)
+        self.engine = self._recipe.build(group)
+        self.batch = self.engine.batch
+
+    @property
+    def config(self) -> Config:
+        """The configuration, with what this device decides."""
+        return self.engine.cfg
+
+    def block(self, steps: int, settling: int = SETTLING) -> Block:
+        """Train `settling` steps and then `steps` that count. (all ranks)
+
+        Raises what a step raises.
+        """
+        self._left = settling + steps
+        self._counted = steps
+        with suppress(BlockEnded):
+            self.engine.fit()
+        seconds = time.perf_counter() - self._begun
+        peak = _peak_bytes(self._device) - self._before
+        # A step takes as long as on the slowest rank.
+        everyone = self.mesh.all_gather((seconds / steps, peak, self._loss.item()))
+        times, peaks, losses = zip(*everyone, strict=True)
+        return Block(max(times), max(peaks), sum(losses) / len(losses), steps)
+
+    def _next_step(self) -> Order:
+        """Return GO_ON, as the loop's vote of this rank; end the loop where the block ends."""
+        if self._left == self._counted:
+            self._loss = self._newest_loss()
+            self._wait()
+            self._begun = time.perf_counter()
+        if self._left == 0:
+            self._wait()
+            raise BlockEnded
+        self._left -= 1
+        return Order.GO_ON
+
+    def _newest_loss(self) -> torch.Tensor:
+        """Return this rank's loss of the newest step; 0 before the first one."""
+        losses = self.engine.par.own_losses
+        if not losses:
+            return torch.zeros((), device=self._device)
+        return losses[0].detach().float().clone()
+
+    def _wait(self) -> None:
+        """Wait until the device has done what it was asked for."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Leave the groups of this arm, and free what it holds. (all ranks)"""
+        self.engine.par.close()
+        self._recipe.close()
+        cp.release(self.engine.state.model)
+        del self.engine, self._recipe
+        free_memory(self._device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Return what is not used any more to the device and to the system."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        trim_freed_memory()
+
+
+def _held_bytes(device: torch.device) -> int:
+    """Return what this process holds now, and forget its peak."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    keep_freed_memory()
+    forget_peak_memory()
+    return resident_bytes("VmRSS")
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Return the most that this process has held since `_held_bytes`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resident_bytes("VmHWM")
