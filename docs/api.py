@@ -41,6 +41,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "Config": ("to_json",),
     "ShardStream": ("__init__", "files", "kind", "counts", "transform", "window", "block_size"),
     "Weighted": ("sum", "weight"),
+    "Tuned": ("settings", "speedup", "folder", "table"),
     "Callback": (
         "on_run_start",
         "on_step_end",
@@ -71,6 +72,7 @@ INTERNAL: dict[str, tuple[str, ...]] = {
     "WandbCallback": ("tracker", "problem", "close"),
     "MlflowCallback": ("tracker", "problem", "close"),
 }
+FUNCTIONS = ("launch", "tune")  # packages that are functions, too
 HEAD = """\
 # The Python API
 
@@ -83,17 +85,19 @@ module of nanoray defines may change from version to version.
 
 def render() -> str:
     """Return the page."""
-    parts = [HEAD, *_launch()]
+    parts = [HEAD]
+    for name in FUNCTIONS:
+        parts += _function(name)
     for name in PUBLIC:
         parts += _class(name)
     parts += _errors()
     return "\n".join(parts).rstrip()
 
 
-def _launch() -> list[str]:
-    """Return the section of the function that is a package."""
-    call = type(nanoray.launch).__call__
-    return ["## launch", "", *_code("nanoray.launch", call), *_paragraphs(call.__doc__), ""]
+def _function(name: str) -> list[str]:
+    """Return the section of a function that is a package."""
+    call = type(getattr(nanoray, name)).__call__
+    return [f"## {name}", "", *_code(f"nanoray.{name}", call), *_paragraphs(call.__doc__), ""]
 
 
 def _class(name: str) -> list[str]:
@@ -169,7 +173,7 @@ def _code(name: str, function: Any) -> list[str]:
     signature = signature.replace(parameters=parameters)
     # Annotations are texts, which str() would put in quotes.
     text = f"{name}{signature}".replace("'", "")
-    if name.startswith("nanoray.") and name != "nanoray.launch":
+    if name.startswith("nanoray.") and name.removeprefix("nanoray.") not in FUNCTIONS:
         text = text.removesuffix(" -> None")
     if len(text) > 90:
         words = [str(p).replace("'", "") for p in parameters]

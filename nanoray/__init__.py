@@ -9,6 +9,7 @@
     nanoray.launch(main, {"global_batch_size": 96, "workers": 2})
 
 launch          call a function on every rank of a new run: on Ray, under torchrun, or alone
+tune            find the fastest settings for such a function; it returns a Tuned
 RuntimeEngine   train a module: its `fit` is the loop
 Run             one rank's part of a run, as the function receives it
 Config          the configuration; each key is a flag of `python -m nanoray.launch`, too
@@ -35,12 +36,13 @@ _EXPORTED = {
     "Run": "nanoray.own.run",
     "RuntimeEngine": "nanoray.own.engine",
     "ShardStream": "nanoray.data.stream",
+    "Tuned": "nanoray.tune.tuned",
     "WandbCallback": "nanoray.own.trackers",
     "Weighted": "nanoray.models.weighted",
 }
 
-# A literal, so that editors and type checkers can read it; `launch` is a package that is also a
-# function.
+# A literal, so that editors and type checkers can read it; `launch` and `tune` are packages that
+# are also functions.
 __all__ = [
     "Callback",
     "Config",
@@ -49,10 +51,12 @@ __all__ = [
     "Run",
     "RuntimeEngine",
     "ShardStream",
+    "Tuned",
     "WandbCallback",
     "Weighted",
     "__version__",
     "launch",
+    "tune",
 ]
 
 
@@ -60,8 +64,8 @@ def __getattr__(name: str) -> Any:
     """Import a public name on its first use."""
     from importlib import import_module
 
-    if name == "launch":
-        return import_module("nanoray.launch")
+    if name in ("launch", "tune"):
+        return import_module(f"nanoray.{name}")
     if name not in _EXPORTED:
         raise AttributeError(f"module 'nanoray' has no attribute {name!r}")
     value = getattr(import_module(_EXPORTED[name]), name)

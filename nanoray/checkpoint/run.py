@@ -404,6 +404,7 @@ def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict
         "dataset_note": spec.dataset.note,
         "comm": outcome.get("comm"),
         "sample": outcome.get("sample"),
+        "lines": outcome.get("lines"),  # of a program that has its own
         "nanoray": __version__,
         "torch": outcome.get("torch"),
     }

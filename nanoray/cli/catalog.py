@@ -10,6 +10,10 @@ COMMANDS = {
         "nanoray.launch.__main__",
         "train on Ray: one actor per GPU, MIG slice or CPU share",
     ),
+    "tune": (
+        "nanoray.tune.__main__",
+        "find the fastest way to train a recipe here, by measuring, with the same result",
+    ),
     "data": (
         "nanoray.data.__main__",
         "prepare texts, JSON lines and parquet as token shards; OpenWebText, FineWeb-Edu",

@@ -1,7 +1,7 @@
 """An arm: one way to train a run, in blocks of steps of the loop itself, which are thrown away.
 
-    Arm(spec, mesh, task)   model, optimizer and plan of its configuration, as a run makes them
-    arm.block(...)          warm-up, steps that do not count, steps that do  ─► Block
+    LoopArm(spec, mesh, task)   model, optimizer and plan of its configuration, as a run makes them
+    arm.block(...)          warm-up, steps that do not count, steps that do  ─► BlockCost
     arm.close()             leaves its groups; frees its memory
 
 `nanoray tune` and `micro_batch_size auto` compare arms on ranks that stay alive. The steps are those
@@ -56,7 +56,7 @@ QUIET = {
 SETTLING = 2  # steps of a block that do not count: DDP regroups its buckets, kernels are chosen
 
 
-class Block(NamedTuple):
+class BlockCost(NamedTuple):
     """What a block of steps took."""
 
     step_s: float  # of the slowest rank
@@ -69,7 +69,7 @@ class BlockEnded(Exception):
     """The loop has done the steps of a block. Raised on all ranks before the same step."""
 
 
-class Arm:
+class LoopArm:
     """One way to train on this rank."""
 
     def __init__(self, spec: RunSpec, mesh: Mesh, task: Task) -> None:
@@ -108,7 +108,7 @@ class Arm:
         """The configuration, with what this device decides."""
         return self.engine.cfg
 
-    def block(self, steps: int, settling: int = SETTLING) -> Block:
+    def block(self, steps: int, settling: int = SETTLING) -> BlockCost:
         """Train `settling` steps and then `steps` that count. (all ranks)
 
         Raises what a step raises.
@@ -122,7 +122,7 @@ class Arm:
         # A step takes as long as on the slowest rank.
         everyone = self.mesh.all_gather((seconds / steps, peak, self._loss.item()))
         times, peaks, losses = zip(*everyone, strict=True)
-        return Block(max(times), max(peaks), sum(losses) / len(losses), steps)
+        return BlockCost(max(times), max(peaks), sum(losses) / len(losses), steps)
 
     def _next_step(self) -> Order:
         """Return GO_ON, as the loop's vote of this rank; end the loop where the block ends."""

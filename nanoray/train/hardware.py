@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from nanoray import __version__
 from nanoray.host.device import Device
 from nanoray.host.gpus import discover_gpus, driver_version
 from nanoray.host.host import cpu_name
@@ -49,6 +50,22 @@ def hardware(mesh: Mesh) -> str:
     if mesh.device.type == "cpu":
         return cpu_name()
     return f"{torch.cuda.get_device_name(mesh.device)}, driver {driver_version() or 'unknown'}"
+
+
+def describe_place(mesh: Mesh) -> str:
+    """Return what decides how fast these ranks train: their number, their model, and versions."""
+    return f"{mesh.world_size} x {hardware(mesh)}, torch {torch.__version__}, nanoray {__version__}"
+
+
+def tuned_elsewhere(tuned_for: str, mesh: Mesh) -> tuple[str, ...]:
+    """Return a note where settings were measured elsewhere, else ()."""
+    here = describe_place(mesh)
+    if tuned_for in ("", here):
+        return ()
+    return (
+        f"note    these settings were tuned on {tuned_for}, and this is {here}; `nanoray tune` finds "
+        "those of this place",
+    )
 
 
 def cpu_kernels() -> str:

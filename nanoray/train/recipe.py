@@ -75,7 +75,7 @@ from nanoray.train.fetch import share
 from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import Guards
 from nanoray.train.handover import handover_of
-from nanoray.train.hardware import compare_hardware, this_device
+from nanoray.train.hardware import compare_hardware, this_device, tuned_elsewhere
 from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.out_of_memory import (
     ENOUGH,
@@ -265,7 +265,8 @@ def begin_run(spec: RunSpec, mesh: Mesh) -> Start:
         decided = resolved(spec.config, mesh, precision, {})
         found = (path, step, (*notes, *decided_otherwise(path, spec.config, decided, why)))
     resume, resume_step, notes = mesh.broadcast(found)
-    spec = replace(spec, resume=resume, notes=(*spec.notes, *notes, *compare_hardware(mesh)))
+    differs = (*compare_hardware(mesh), *tuned_elsewhere(spec.config.tuned_for, mesh))
+    spec = replace(spec, resume=resume, notes=(*spec.notes, *notes, *differs))
     return Start(spec, precision, why, resume_step)
 
 

@@ -19,6 +19,8 @@ def closing_lines(spec: RunSpec, summary: dict[str, Any], quiet: bool = False) -
 
     `quiet`: only the losses and the folder.
     """
+    if summary.get("lines"):  # of a program that is no training
+        return [*summary["lines"], f"files  {shlex.quote(_from_here(str(spec.folder)))}"]
     # A run that failed before its first report has no number of steps.
     steps = summary["steps"]
     if steps is None:

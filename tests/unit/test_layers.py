@@ -27,7 +27,7 @@ ROWS = [
     {"train"},
     {"own"},
     {"kube", "launch", "tools"},
-    {"bench", "__main__"},
+    {"bench", "tune", "__main__"},
 ]
 FACE = ""
 ON_TOP = {"__init__.py", "__init__.pyi", "__main__.py", "errors.py", "py.typed"}

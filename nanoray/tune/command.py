@@ -1,0 +1,87 @@
+"""Start a search: on Ray as `nanoray launch` starts a run, or here, alone or as a launcher's rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nanoray.base.atomic import read_json
+from nanoray.cli import Loaded
+from nanoray.errors import ConfigError, WorkerFailed
+from nanoray.host.launchers import place_of
+from nanoray.launch.own import refuse_both
+from nanoray.own.settings import loaded_of, refuse_while_spawned
+from nanoray.tune.may import MAY
+from nanoray.tune.program import Tuning
+from nanoray.tune.tuned import Tuned, read_tuned
+
+BUDGET_S = 300.0
+# A search is a run of another kind: it draws nothing, and can be resumed by its own file only
+OF_A_SEARCH = {"tensorboard": False, "track": "none", "resume": "none", "faults": ""}
+
+
+def tune_own(
+    main: Callable[[Any], Any],
+    config: Mapping[str, Any],
+    budget_s: float,
+    may: Sequence[str],
+    ray: bool,
+) -> Tuned:
+    """Search for the fastest way to train a script's model. Raises NanorayError."""
+    refuse_while_spawned()
+    loaded = loaded_of(config)
+    program = Tuning(loaded.config.name, budget_s, checked(may), "", main, loaded.given)
+    started = time.time()
+    code = start(loaded, started, program, ray)
+    folder = folder_of(loaded, started)
+    if folder is None or code:
+        raise WorkerFailed(f"the search ended with exit code {code}; its last lines say why")
+    return read_tuned(folder)
+
+
+def start(loaded: Loaded, started: float, program: Tuning, ray: bool = True) -> int:
+    """Run a search on its ranks; return the exit code. Raises NanorayError."""
+    if loaded.dry_run or loaded.scale:
+        raise ConfigError("a search has no dry run; leave --dry_run to the run itself")
+    loaded = loaded.set(OF_A_SEARCH | {"name": f"tune-{program.label}"}, "tune")
+    place = place_of(os.environ)
+    if place and ray:
+        refuse_both(place, loaded.config, loaded.given)
+    if place or not ray or _is_one_rank(loaded):
+        # It imports torch, which the driver does without.
+        from nanoray.train.__main__ import run_here
+
+        return run_here(loaded, started, program)
+    from nanoray.launch.__main__ import launch
+
+    return launch(loaded, started, program)
+
+
+def _is_one_rank(loaded: Loaded) -> bool:
+    """Return whether a search needs no Ray: one rank, on this machine."""
+    return (
+        loaded.config.workers == 1
+        and "ray_address" not in loaded.given
+        and "RAY_ADDRESS" not in os.environ
+    )
+
+
+def checked(may: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of --may. Raises ConfigError for an unknown one."""
+    for word in may:
+        if word not in MAY:
+            known = "; ".join(f"{known}: {what}" for known, what in MAY.items())
+            raise ConfigError(f"may = {word} is none of the changes of a result: {known}")
+    return tuple(may)
+
+
+def folder_of(loaded: Loaded, started: float) -> Path | None:
+    """Return the folder of the search that this process began at `started`."""
+    for folder in sorted(Path(loaded.config.out_dir).glob("*_tune-*"), reverse=True):
+        record = folder / "run.json"
+        if record.is_file() and read_json(record).get("started") == started:
+            return folder
+    return None

@@ -1,0 +1,106 @@
+"""The facts about a run and its ranks that decide what a search may try."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nanoray.base.text import short
+from nanoray.checkpoint.run import RunSpec
+from nanoray.config import resolve_batch
+from nanoray.data.fallible import FallibleSamples
+from nanoray.forecast.job import Job
+from nanoray.host.host import available_cpus, available_memory_bytes
+from nanoray.host.peaks import peak_flops
+from nanoray.mesh.layout import Layout
+from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.models.build import shape_of
+from nanoray.models.costs import flops_per_token
+from nanoray.models.gpt import ModelShape
+from nanoray.parallel.ddp import default_bucket_mb
+from nanoray.parallel.statistics import has_statistics
+from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
+from nanoray.train.hardware import hardware, this_device
+from nanoray.train.tasks import Task
+from nanoray.tune.space import Here
+from nanoray.tune.trials import Subject
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a search begins with."""
+
+    here: Here
+    line: str  # for people
+    flops: float | None  # of a step, by formula
+    peak_flops: float | None  # of all ranks, a second
+
+
+def here_of(spec: RunSpec, mesh: Mesh, rendezvous: Rendezvous, subject: Subject) -> Beginning:
+    """Look at the model and the ranks of a run. (all ranks)"""
+    precision, _ = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
+    facts = subject.open(spec, _facts_of)
+    config = resolved(spec.config, mesh, precision, facts.settings)
+    layout = Layout.of(config, mesh.world_size)
+    batch = resolve_batch(config, layout.dp)
+    cores = max(1, int(available_cpus() / max(1, rendezvous.local_world_size)))
+    bucket_mb = config.bucket_mb or default_bucket_mb(mesh.device)
+    job = None
+    flops = None
+    if config.model == "gpt" and not config.pure:
+        shape = shape_of(config, spec.dataset.vocab_size)
+        assert isinstance(shape, ModelShape)
+        job = Job(shape, config, batch.global_size, precision, bucket_mb)
+        flops = flops_per_token(shape) * batch.global_size * config.block_size
+    device = this_device(mesh)
+    peak = peak_flops(device, precision) if device else None
+    here = Here(
+        config,
+        mesh.world_size,
+        mesh.device.type,
+        rendezvous.threads,
+        cores,
+        facts.has_norms,
+        config.model == "own",
+        facts.in_batches,
+        facts.gradient_bytes,
+        bucket_mb,
+        job,
+    )
+    line = (
+        f"tune   {mesh.world_size} rank(s) = {layout} of {hardware(mesh)}, {precision}; "
+        f"micro batch {batch.micro} x {batch.accum}, {short(batch.global_size)} samples a step"
+    )
+    return Beginning(here, line, flops, peak * mesh.world_size if peak else None)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    settings: dict[str, object]
+    has_norms: bool
+    in_batches: bool
+    gradient_bytes: int
+
+
+def _facts_of(task: Task) -> _Facts:
+    """Return what a task says of its model and data."""
+    settings = task.settings()
+    model = task.model()
+    data = task.data(torch.device("cpu"))
+    in_batches = isinstance(data, FallibleSamples) and data.in_batches
+    gradient_bytes = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
+    return _Facts(settings, has_statistics(model), in_batches, gradient_bytes)
+
+
+def memory_of_rank(mesh: Mesh) -> int:
+    """Return the bytes that the rank with the least memory may take. (all ranks)"""
+    if mesh.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(mesh.device)
+        own = free + torch.cuda.memory_reserved(mesh.device)
+    else:
+        # Ranks of one host share it.
+        beside = mesh.hosts.count(mesh.hosts[mesh.rank]) if mesh.hosts else 1
+        own = available_memory_bytes() // beside
+    return min(mesh.all_gather(own))

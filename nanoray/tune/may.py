@@ -1,0 +1,14 @@
+"""Words for what a setting changes in the result of a run, beyond rounding: those of --may."""
+
+from __future__ import annotations
+
+MASKS = "masks"
+NORMS = "norms"
+PRECISION = "precision"
+COMPRESSION = "compression"
+MAY = {
+    MASKS: "other random masks of dropout, which follow from the micro batch and the kernel",
+    NORMS: "other statistics of batch norms, which follow from the micro batch",
+    PRECISION: "other number formats",
+    COMPRESSION: "gradients that are sent in fewer bits",
+}

@@ -1,0 +1,100 @@
+"""The program of `nanoray tune`: what each rank runs in the place of recipe.train.
+
+    nanoray tune ─► launch, or train_here ─► Tuning(spec, rendezvous, ...) ─► Search ─► tuned.yaml
+
+So a search has what a run has: placement on Ray, torchrun, a RayJob, logs, a restart after a lost
+rank. After a restart it goes on from the blocks in tune.jsonl.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nanoray.checkpoint.run import RunSpec
+from nanoray.config import Config
+from nanoray.errors import ConfigError
+from nanoray.mesh.rendezvous import Order, Rendezvous
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A search in the place of a training run (train.program.Trains)."""
+
+    label: str  # of the run that is tuned
+    budget_s: float
+    may: tuple[str, ...] = ()
+    earlier: str = ""  # the folder of a search to go on from
+    main: Callable[[Any], Any] | None = None  # of a script that brings its own model
+    given: frozenset[str] = frozenset()  # keys that the script has set
+
+    @property
+    def name(self) -> str:
+        return "nanoray tune"
+
+    def __call__(
+        self,
+        spec: RunSpec,
+        rendezvous: Rendezvous,
+        observers: Sequence[Any] = (),
+        wanted: Callable[[], Order] = lambda: Order.GO_ON,
+        store: Any = None,
+        rejoin: Any = None,
+    ) -> dict[str, Any]:
+        """Search as one rank, and return the outcome. (all ranks)"""
+        from nanoray.faults.plan import Injector
+        from nanoray.mesh.mesh import join
+        from nanoray.train.hardware import describe_place
+        from nanoray.train.recipe import meet_group, prepare_process
+        from nanoray.tune.expect import Expected, measured_network
+        from nanoray.tune.here import here_of, memory_of_rank
+        from nanoray.tune.result import (
+            closing_lines,
+            rows_of,
+            write_results,
+        )
+        from nanoray.tune.search import Search
+        from nanoray.tune.subject import subject_of
+        from nanoray.tune.trials import Trials, files_of
+
+        prepare_process(spec, rendezvous)
+        mesh = meet_group(Injector(spec.folder / "faults.jsonl"), join, spec, rendezvous, store)
+
+        def say(line: str) -> None:
+            for observer in observers if mesh.rank == 0 else ():
+                observer.on_note(line)
+
+        subject = subject_of(spec, rendezvous, self.main, self.given)
+        facts = here_of(spec, mesh, rendezvous, subject)
+        here = facts.here
+        say(facts.line)
+        trials = Trials(
+            replace(spec, config=here.config), mesh, subject, here, self.budget_s, wanted, say
+        )
+        trials.read(
+            [*files_of(spec.folder), *(files_of(Path(self.earlier)) if self.earlier else [])]
+        )
+        expected = None
+        if here.job is not None:
+            expected = Expected(here.job, mesh.world_size, here.threads, measured_network(mesh))
+        search = Search(trials, here, self.may, memory_of_rank(mesh), expected)
+        search.run()
+
+        rows = rows_of(search, facts.flops, facts.peak_flops)
+        place = describe_place(mesh)
+        if mesh.rank == 0:
+            write_results(spec.folder, spec.config, self.label, search, rows, place)
+        mesh.barrier()
+        return {
+            "exit_reason": "stopped" if search.ended == "stopped" else "finished",
+            "world_size": mesh.world_size,
+            "backend": mesh.backend,
+            "device": str(mesh.device),
+            "lines": closing_lines(search, rows, self.may),
+        }
+
+    def dry_run(self, config: Config, ranks: int, placement: str) -> None:
+        """Print the plan of the run that would be tuned."""
+        raise ConfigError("a search has no dry run; leave --dry_run to the run itself")

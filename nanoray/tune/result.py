@@ -1,0 +1,166 @@
+"""What a search has found: a row for each choice, tuned.yaml, and lines for people."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from nanoray.base.atomic import replace_text, write_json
+from nanoray.base.text import aligned, clock
+from nanoray.config import Config
+from nanoray.config.settings import OF_ONE_COMMAND
+from nanoray.config.spellings import join
+from nanoray.tune.may import MAY
+from nanoray.tune.search import Ratio, Search
+from nanoray.tune.space import Choice, as_written, left_out, words
+
+TABLE = "tune.json"
+TUNED = "tuned.yaml"
+SHOWN = 10  # rows of the printed table
+MIB = 2**20
+# Keys that tuned.yaml leaves to the command that takes it
+NOT_TUNED = (*OF_ONE_COMMAND, "env", "upload", "ray_address", "workers")
+
+
+class ChoiceRow(NamedTuple):
+    """One choice, as the table has it."""
+
+    differs: str  # from the present setting
+    predicted_ms: float | None
+    step_ms: float | None  # the median of its blocks; None: it was not trained
+    ratio: Ratio | None  # to the present setting: above 1 is faster
+    peak_bytes: int
+    mfu: float | None  # percent
+    note: str  # why it was not tried, or failed
+
+
+def rows_of(search: Search, flops: float | None, peak_flops: float | None) -> list[ChoiceRow]:
+    """Return a row for each choice, the fastest first, then those that were not trained.
+
+    flops: of a step, by formula; peak_flops: of all ranks together, a second.
+    """
+    trials = search.trials
+    rows = []
+    for choice, samples in trials.samples.items():
+        step_s = statistics.median(sample.step_s for sample in samples)
+        mfu = 100 * flops / step_s / peak_flops if flops and peak_flops else None
+        predicted_s = search.predicted_s.get(choice)
+        rows.append(
+            ChoiceRow(
+                words(choice),
+                1e3 * predicted_s if predicted_s else None,
+                1e3 * step_s,
+                search.ratio(choice, ()) if choice else None,
+                max(sample.peak_bytes for sample in samples),
+                mfu,
+                trials.refused.get(choice, ""),
+            )
+        )
+    rows.sort(key=lambda row: -(row.ratio.median if row.ratio else 1.0))
+    untried = [choice for choice in trials.refused if choice not in trials.samples]
+    for choice in untried:
+        rows.append(ChoiceRow(words(choice), None, None, None, 0, None, trials.refused[choice]))
+    return rows
+
+
+def table_lines(rows: Sequence[ChoiceRow]) -> list[str]:
+    """Return the measured rows as text, the fastest first, and how many were not trained."""
+    title = [
+        "step, ms",
+        "x present",
+        "turns",
+        "predicted, ms",
+        "peak, MiB",
+        "MFU, %",
+        "what differs",
+    ]
+    measured = [row for row in rows if row.step_ms is not None]
+    shown = measured[:SHOWN]
+    shown += [row for row in measured[SHOWN:] if row.ratio is None]  # the present setting
+    cells = [title]
+    for row in shown:
+        ratio = turns = ""
+        if row.ratio:
+            ratio = f"{row.ratio.median:.2f} ({row.ratio.low:.2f} to {row.ratio.high:.2f})"
+            turns = str(row.ratio.turns)
+        cells.append(
+            [
+                f"{row.step_ms:.3g}",
+                ratio,
+                turns,
+                f"{row.predicted_ms:.3g}" if row.predicted_ms else "",
+                f"{row.peak_bytes / MIB:,.0f}",
+                f"{row.mfu:.1f}" if row.mfu else "",
+                row.differs,
+            ]
+        )
+    lines = aligned(cells, right=range(6))
+    hidden = len(measured) - len(shown)
+    untried = [row for row in rows if row.step_ms is None]
+    if hidden or untried:
+        lines.append(f"and {hidden} slower ones; {len(untried)} were not trained: {TABLE} says why")
+    return lines
+
+
+def closing_lines(search: Search, rows: Sequence[ChoiceRow], may: Sequence[str]) -> list[str]:
+    """Return the table, the verdict, and what was left out."""
+    lines = table_lines(rows)
+    verdict = search.verdict
+    if search.best:
+        lines.append(
+            f"tuned  {words(search.best)}: {verdict.median:.2f} x the present setting "
+            f"({verdict.low:.2f} to {verdict.high:.2f}, {verdict.turns} turns)"
+        )
+    else:
+        found = ""
+        if verdict.turns:
+            found = f" (the best one found: {verdict.median:.2f} x, {verdict.low:.2f} to {verdict.high:.2f})"
+        lines.append(
+            f"tuned  nothing is faster than the present setting by more than the spread{found}"
+        )
+    for word, knobs in left_out(search.here, may).items():
+        lines.append(f"note   not tried: {', '.join(knobs)} (--may {word}: {MAY[word]})")
+    if search.ended:
+        lines.append(
+            f"note   {search.ended} after {clock(search.trials.spent_s)} of steps; --resume goes on"
+        )
+    return lines
+
+
+def tuned_values(config: Config, name: str, choice: Choice, place: str) -> dict[str, Any]:
+    """Return the keys of tuned.yaml: all that have no default, with those of the choice."""
+    values = config.model_dump() | dict(choice) | {"name": name, "tuned_for": place}
+    defaults = join(Config.model_construct().model_dump())
+    written = join(values)
+    return {
+        key: value
+        for key, value in written.items()
+        if key not in NOT_TUNED and value != defaults[key]
+    }
+
+
+def write_results(
+    folder: Path, config: Config, name: str, search: Search, rows: Sequence[ChoiceRow], place: str
+) -> None:
+    """Write tune.json, and tuned.yaml. (rank 0 only)"""
+    table = {
+        "place": place,
+        "tuned": as_written(search.best),
+        "ended": search.ended,
+        "spent_s": search.trials.spent_s,
+        "verdict": search.verdict._asdict(),
+        "rows": [
+            {**row._asdict(), "ratio": row.ratio._asdict() if row.ratio else None} for row in rows
+        ],
+    }
+    write_json(folder / TABLE, table)
+    what = (
+        words(search.best) if search.best else "the present setting, than which nothing was faster"
+    )
+    head = f"# Found by `nanoray tune`: {what}\n# Measured on {place}\n"
+    values = tuned_values(config, name, search.best, place)
+    replace_text(folder / TUNED, head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))

@@ -1,0 +1,197 @@
+"""`nanoray tune` on real ranks: every choice trains the same run, and a search ends with a recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanoray.checkpoint.run import RunSpec
+from nanoray.config import load_config
+from nanoray.mesh.mesh import join
+from nanoray.mesh.rendezvous import Order, Rendezvous
+from tests.harness.commands import run
+from tests.harness.ranks import make_spec, run_ranks
+
+BATCH = {"global_batch_size": 12, "grad_accum_steps": 0}
+# What two ranks may do otherwise, with the same losses
+CHOICES: tuple[dict[str, Any], ...] = (
+    {},
+    {"micro_batch_size": 2, **BATCH},
+    {"attention": "plain"},
+    {"loss_chunk": 32},
+    {"activation_checkpointing": "block"},
+    {"cpus_per_worker": 1.0},
+    {"dp_mode": "ddp_by_hand"},
+    {"dp_mode": "zero1"},
+    {"dp_mode": "zero2"},
+    {"dp_mode": "fsdp"},
+    {"bucket_mb": 0.01},
+    {"allreduce": "ring"},
+    {"tp": 2},
+    {"cp": 2},
+    {"pp": 2, "dp_mode": "ddp_by_hand", "micro_batch_size": 3, **BATCH},
+)
+
+
+def measure_choices(
+    spec: RunSpec,
+    rendezvous: Rendezvous,
+    observers: Sequence[Any] = (),
+    wanted: Callable[[], Order] = lambda: Order.GO_ON,
+    store: Any = None,
+    rejoin: Any = None,
+) -> dict[str, Any]:
+    """Measure each of CHOICES once, as a search does. (all ranks)"""
+    from nanoray.faults.plan import Injector
+    from nanoray.train.recipe import meet_group, prepare_process
+    from nanoray.tune.here import here_of
+    from nanoray.tune.space import choice_of
+    from nanoray.tune.subject import subject_of
+    from nanoray.tune.trials import Trials
+
+    prepare_process(spec, rendezvous)
+    mesh = meet_group(Injector(spec.folder / "faults.jsonl"), join, spec, rendezvous, store)
+    subject = subject_of(spec, rendezvous, None, frozenset())
+    here = here_of(spec, mesh, rendezvous, subject).here
+    trials = Trials(spec, mesh, subject, here, 300.0, wanted, print)
+    trials.next_turn()
+    found = []
+    for settings in CHOICES:
+        trial = trials.measure(choice_of(settings), 0.01)
+        found.append(trial._asdict() if trial else trials.refused[choice_of(settings)])
+    return {"found": found, "exit_reason": "finished"}
+
+
+def test_every_choice_has_the_losses_of_the_present_setting(text: Path, tmp_path: Path) -> None:
+    """Two ranks, float32: another order of sums, and nothing else. They stay alive for all."""
+    spec = make_spec(text, tmp_path, precision="fp32", optimizer="sgd", lr=0.5, min_lr=0.1)
+    outcomes = run_ranks(spec, 2, train=measure_choices, timeout_s=180)
+    assert all("error" not in outcome for outcome in outcomes), outcomes
+    found = outcomes[0]["found"]
+    assert found == outcomes[1]["found"]  # both ranks decide from the same figures
+    by_choice = list(zip(CHOICES, found, strict=True))
+    assert [(settings, why) for settings, why in by_choice if isinstance(why, str)] == []
+    present = found[0]["loss"]
+    assert present > 1
+    for settings, trial in by_choice:
+        assert trial["loss"] == pytest.approx(present, rel=2e-5), settings
+        assert trial["step_s"] > 0
+    lines = (spec.folder / "tune.jsonl").read_text().splitlines()
+    assert len(lines) == len(CHOICES)
+
+
+# Compiling takes most of the time of a search
+NO_COMPILER = {**os.environ, "CXX": "no-such-compiler"}
+
+
+def flags_of(text: Path, folder: Path) -> list[str]:
+    return [
+        "--dataset",
+        str(text),
+        "--data_dir",
+        str(text.parent / "cache"),
+        "--out_dir",
+        str(folder),
+        "--device",
+        "cpu",
+        "--workers",
+        "1",
+        "--precision",
+        "fp32",
+    ]
+
+
+def only_search(folder: Path) -> tuple[Path, dict[str, Any]]:
+    (search,) = folder.glob("*_tune-*")
+    return search, json.loads((search / "tune.json").read_text())
+
+
+def test_a_search_ends_with_a_recipe_and_goes_on_where_it_was(text: Path, tmp_path: Path) -> None:
+    budget = ["--budget", "4s"]
+    done = run("nanoray.tune", "tiny", *flags_of(text, tmp_path), *budget, env=NO_COMPILER)
+    assert done.returncode == 0, done.stderr
+    assert "tuned  " in done.stdout
+    search, table = only_search(tmp_path)
+    assert table["rows"][0]["step_ms"] > 0
+    tuned = load_config(search / "tuned.yaml")
+    assert tuned.name == "tiny"
+    assert tuned.tuned_for.startswith("1 x ")
+    first = (search / "tune.jsonl").read_text().splitlines()
+
+    # Again: the blocks of the first command are taken over.
+    again = tmp_path / "again"
+    resumed = ["--resume", str(search), "--out_dir", str(again), "--workers", "1", *budget]
+    done = run("nanoray.tune", *resumed, env=NO_COMPILER)
+    assert done.returncode == 0, done.stderr
+    _, more = only_search(again)
+    assert more["spent_s"] > table["spent_s"]
+    assert len(first) > 1
+
+
+FULL = """
+import sys, torch
+real = torch.nn.functional.cross_entropy
+def short(logits, *args, **kwargs):
+    if len(logits) > 4 * 32:  # more than four sequences
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return real(logits, *args, **kwargs)
+torch.nn.functional.cross_entropy = short
+from nanoray.tune.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_choice_that_runs_out_of_memory_is_left_out(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "full.py").write_text(FULL)
+    flags = ["--micro_batch_size", "2", "--budget", "5s", *flags_of(text, tmp_path / "out")]
+    done = run(str(tmp_path / "full.py"), "tiny", *flags, env=NO_COMPILER)
+    assert done.returncode == 0, done.stderr
+    _, table = only_search(tmp_path / "out")
+    short = [row for row in table["rows"] if "out of memory" in row["note"]]
+    assert {row["differs"] for row in short} >= {"micro_batch_size 6", "micro_batch_size 12"}
+    assert all(row["step_ms"] is None for row in short)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+import nanoray
+
+calls = []
+
+def main(run):
+    calls.append(run.config.cpus_per_worker)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(64, 8)
+    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    engine = nanoray.RuntimeEngine(model, optimizer, run, loss_fn=nn.functional.mse_loss)
+    engine.fit(data, steps=20)
+
+config = {"global_batch_size": 32, "out_dir": OUT, "device": "cpu"}
+tuned = nanoray.tune(main, config, budget_s=6, may=["masks"], ray=False)
+assert isinstance(tuned, nanoray.Tuned), tuned
+assert len(calls) > 2  # once for each block
+assert tuned.table[0]["step_ms"] > 0
+assert tuned.speedup >= 1.0
+# The program goes on: it can train with what was found.
+assert nanoray.launch(main, config | tuned.settings, ray=False) == 0
+print("and on", len(calls))
+"""
+
+
+def test_a_script_s_own_model_is_tuned_and_trained(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("OUT", repr(str(tmp_path / "out"))))
+    done = run(str(script), env=NO_COMPILER)
+    assert done.returncode == 0, done.stderr
+    assert "and on" in done.stdout
+    _, table = only_search(tmp_path / "out")
+    differs = [row["differs"] for row in table["rows"]]
+    assert any("micro_batch_size" in text for text in differs)

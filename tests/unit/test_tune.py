@@ -1,0 +1,348 @@
+"""The search of `nanoray tune`: what it tries, what it recommends, and what it writes.
+
+Machines are functions from a setting to seconds, with noise; real ranks are in
+tests/ranks/test_tune_ranks.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nanoray.config import Config, load_config
+from nanoray.errors import ConfigError
+from nanoray.forecast.job import Job
+from nanoray.forecast.links import Link, Topology
+from nanoray.forecast.predict import OnTopology
+from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.rendezvous import Order
+from nanoray.models.gpt import ModelShape
+from nanoray.tune.__main__ import recipe_of, seconds_of
+from nanoray.tune.command import checked
+from nanoray.tune.expect import Expected
+from nanoray.tune.result import closing_lines, rows_of, tuned_values, write_results
+from nanoray.tune.search import Search
+from nanoray.tune.space import (
+    Choice,
+    Here,
+    as_written,
+    configured,
+    left_out,
+    options,
+    with_settings,
+    words,
+)
+from nanoray.tune.trials import STOPPED, SearchEnded, Trial, Trials
+
+Cost = Callable[[dict[str, Any]], float]  # from the settings of a choice to seconds a step
+
+
+def here_of(ranks: int = 1, device: str = "cpu", threads: int = 2, **settings: Any) -> Here:
+    values = {"precision": "fp32", "attention": "flash", "global_batch_size": 8} | settings
+    config = load_config(preset="tiny", overrides=values)
+    shape = ModelShape.of(config, 256)
+    job = Job(shape, config, config.global_batch_size, "fp32", 8.0)
+    return Here(config, ranks, device, threads, threads, gradient_bytes=10**8, job=job)
+
+
+@dataclass
+class Machine(Trials):
+    """Trials on a machine that takes cost(settings), with noise of a known size."""
+
+    cost: Cost = lambda settings: 1.0
+    noise: float = 0.0
+    blocks: int = 10**9  # after which the budget is spent
+    stops: bool = False
+    measured: list[Choice] = field(default_factory=list)
+
+    def _require_time(self) -> None:
+        if len(self.measured) >= self.blocks:
+            raise SearchEnded(STOPPED if self.stops else "the budget is spent")
+
+    def _run_block(self, choice: Choice, config: Config, block_s: float) -> Trial:
+        self.measured.append(choice)
+        step_s = self.cost(dict(choice)) * self.random.uniform(1 - self.noise, 1 + self.noise)
+        return Trial(self.turn, step_s, 1 << 20, 4.0, block_s, 3)
+
+
+def machine(here: Here, folder: Path, seed: int = 0, **how: Any) -> Machine:
+    mesh = Mesh(0, 1, 0, torch.device("cpu"), "none", "a test")
+    spec: Any = SimpleNamespace(folder=folder)
+    subject: Any = None
+    trials = Machine(
+        spec, mesh, subject, here, 300.0, lambda: Order.GO_ON, lambda line: None, **how
+    )
+    trials.random = random.Random(seed)  # type: ignore[attr-defined]
+    return trials
+
+
+def run(
+    tmp_path: Path, here: Here, cost: Cost, may: tuple[str, ...] = (), **how: Any
+) -> tuple[Search, Machine]:
+    trials = machine(here, tmp_path, cost=cost, **how)
+    search = Search(trials, here, may, 1 << 40)
+    search.run()
+    return search, trials
+
+
+def plain_wins(settings: dict[str, Any]) -> float:
+    """Plain attention gains a fifth, and a micro batch of 4 a tenth more."""
+    gain = 1.2 if settings.get("attention") == "plain" else 1.0
+    gain *= 1.1 if settings.get("micro_batch_size") == 4 else 1.0
+    return 1.0 / gain
+
+
+def test_two_changes_that_gain_are_found_and_combined(tmp_path: Path) -> None:
+    search, _ = run(tmp_path, here_of(), plain_wins, noise=0.005)
+    assert dict(search.best)["attention"] == "plain"
+    assert dict(search.best)["micro_batch_size"] == 4
+    assert search.verdict.median == pytest.approx(1.32, rel=0.03)
+
+
+def test_a_change_that_gains_only_beside_another_one_is_found(tmp_path: Path) -> None:
+    def cost(settings: dict[str, Any]) -> float:
+        if settings.get("attention") != "plain":
+            return 1.0
+        return 0.5 if settings.get("micro_batch_size") == 2 else 0.8
+
+    search, _ = run(tmp_path, here_of(), cost)
+    assert dict(search.best).items() >= {"attention": "plain", "micro_batch_size": 2}.items()
+
+
+def test_a_machine_on_which_all_is_equal_gets_no_recommendation(tmp_path: Path) -> None:
+    for seed in range(40):
+        search, _ = run(tmp_path, here_of(), lambda settings: 1.0, noise=0.1, seed=seed)
+        (tmp_path / "tune.jsonl").unlink()
+        assert search.best == ()
+
+
+def test_what_does_not_go_together_is_refused_and_not_measured(tmp_path: Path) -> None:
+    search, trials = run(tmp_path, here_of(precision="bf16"), plain_wins, may=("precision",))
+    assert not any(dict(choice).get("attention") == "cudnn" for choice in trials.samples)
+    assert search.best
+
+
+def test_a_setting_that_is_far_slower_leaves_after_one_turn(tmp_path: Path) -> None:
+    def cost(settings: dict[str, Any]) -> float:
+        return 3.0 if "loss_chunk" in settings else plain_wins(settings)
+
+    _, trials = run(tmp_path, here_of(), cost)
+    slow = [choice for choice in trials.samples if choice == (("loss_chunk", 256),)]
+    for choice in slow:
+        assert len(trials.samples[choice]) == 1
+
+
+def test_a_spent_budget_ends_the_search_and_recommends_only_what_was_confirmed(
+    tmp_path: Path,
+) -> None:
+    search, trials = run(tmp_path, here_of(), plain_wins, blocks=12)
+    assert len(trials.measured) == 12
+    assert search.ended == "the budget is spent"
+    assert search.best == ()
+
+
+def test_a_search_that_is_stopped_says_so(tmp_path: Path) -> None:
+    search, _ = run(tmp_path, here_of(), plain_wins, blocks=5, stops=True)
+    assert search.ended == STOPPED
+    lines = closing_lines(search, rows_of(search, None, None), ())
+    assert any("--resume goes on" in line for line in lines)
+
+
+def test_a_search_goes_on_from_its_file_without_measuring_again(tmp_path: Path) -> None:
+    whole, first = run(tmp_path, here_of(), plain_wins, noise=0.02)
+    again = machine(here_of(), tmp_path / "again", cost=plain_wins)
+    (tmp_path / "again").mkdir()
+    again.read([tmp_path / "tune.jsonl"])
+    search = Search(again, here_of(), (), 1 << 40)
+    search.run()
+    assert again.measured == []
+    assert search.best == whole.best != ()
+    assert again.spent_s == pytest.approx(first.spent_s)
+
+
+def test_a_search_that_was_cut_off_ends_as_an_uncut_one(tmp_path: Path) -> None:
+    """The noise is that of each block: what the file has is not drawn again."""
+    (tmp_path / "a").mkdir()
+    _, cut = run(tmp_path / "a", here_of(), plain_wins, blocks=9, stops=True)
+    rest = machine(here_of(), tmp_path / "a", cost=plain_wins)
+    rest.read([tmp_path / "a" / "tune.jsonl"])
+    search = Search(rest, here_of(), (), 1 << 40)
+    search.run()
+    assert dict(search.best).items() >= {"attention": "plain", "micro_batch_size": 4}.items()
+    (tmp_path / "b").mkdir()
+    _, whole = run(tmp_path / "b", here_of(), plain_wins)
+    assert cut.measured + rest.measured == whole.measured
+
+
+def test_formulas_leave_out_what_is_too_large(tmp_path: Path) -> None:
+    here = here_of()
+    network = OnTopology(
+        Topology(
+            ranks_per_node=1, intra=Link(alpha_us=0, bandwidth_gb_per_s=1), inter="fit"
+        ).filled(Link(alpha_us=0, bandwidth_gb_per_s=1))
+    )
+    assert here.job
+    expected = Expected(here.job, 1, 2, network)
+    small = expected.memory_bytes(configured(here, (("activation_checkpointing", "block"),)))
+    present = expected.memory_bytes(here.config)
+    assert small < present
+    trials = machine(here, tmp_path, cost=plain_wins)
+    search = Search(trials, here, (), int(present / 0.9) + 1, expected)
+    search.run()
+    assert search.predicted_s[()] == pytest.approx(1.0, rel=1e-3)
+    assert trials.samples[()]
+    tight = Search(machine(here, tmp_path, cost=plain_wins), here, (), present // 2, expected)
+    tight.run()
+    reasons = [why for why in tight.trials.refused.values() if "by formula" in why]
+    assert reasons
+    assert "stay free" in reasons[0]
+
+
+def test_the_calibrated_formula_predicts_the_present_step() -> None:
+    here = here_of()
+    link = Link(alpha_us=10, bandwidth_gb_per_s=1)
+    network = OnTopology(Topology(ranks_per_node=1, intra=link, inter=link))
+    assert here.job
+    expected = Expected(here.job, 1, 2, network).calibrated(here.config, 0.25)
+    assert expected.step_s(here.config) == pytest.approx(0.25, rel=1e-6)
+    block = configured(here, (("activation_checkpointing", "block"),))
+    assert 0.25 < expected.step_s(block) < 0.36
+    assert expected.step_s(configured(here, (("cpus_per_worker", 1.0),))) > 0.4
+
+
+# ---- what may be tried ---------------------------------------------------------------------------
+
+
+def knobs(here: Here, *may: str) -> set[str]:
+    return {option.knob for option in options(here, may)}
+
+
+def test_dropout_keeps_what_would_draw_other_masks_out() -> None:
+    with_dropout = here_of(dropout=0.1)
+    assert knobs(here_of()) >= {"micro batch", "attention", "compile"}
+    assert not knobs(with_dropout) & {"micro batch", "attention", "compile"}
+    assert left_out(with_dropout, ()) == {"masks": ["micro batch", "attention", "compile"]}
+    assert knobs(with_dropout, "masks") >= {"micro batch", "attention"}
+
+
+def test_batch_norms_keep_the_micro_batch() -> None:
+    from dataclasses import replace
+
+    assert "micro batch" not in knobs(replace(here_of(), has_norms=True))
+    assert "micro batch" in knobs(replace(here_of(), has_norms=True), "norms")
+
+
+def test_data_in_batches_keep_the_micro_batch_whatever_may_change() -> None:
+    from dataclasses import replace
+
+    assert "micro batch" not in knobs(replace(here_of(), in_batches=True), "norms", "masks")
+
+
+def test_formats_are_tried_only_where_they_may_change() -> None:
+    assert "precision" not in knobs(here_of())
+    assert "precision" in knobs(here_of(), "precision")
+
+
+def test_several_ranks_add_modes_sums_and_layouts() -> None:
+    found = options(here_of(ranks=4, global_batch_size=16), ())
+    assert {"mode", "buckets", "all-reduce", "layout"} <= {option.knob for option in found}
+    layouts = [dict(option.choice) for option in found if option.knob == "layout"]
+    assert {"tp": 2}.items() <= layouts[0].items() or any("tp" in each for each in layouts)
+    # Nothing that is offered is the present setting.
+    assert all(option.choice for option in found)
+
+
+def test_each_option_is_a_configuration_or_refused_by_a_rule() -> None:
+    here = here_of(ranks=4, global_batch_size=16)
+    possible = 0
+    for option in options(here, ("precision", "compression")):
+        try:
+            config = configured(here, option.choice)
+        except ConfigError:
+            continue
+        assert isinstance(config, Config)
+        possible += 1
+    assert possible > 15
+
+
+def test_a_setting_that_is_there_already_is_no_part_of_a_choice() -> None:
+    here = here_of()
+    there = (("attention", "plain"),)
+    assert with_settings(here, there, (("attention", "flash"),)) == ()
+
+
+def test_choices_are_written_as_users_write_them() -> None:
+    choice = (("dp_mode", "fsdp"), ("fsdp_reshard", "grad_op"))
+    assert words(choice) == "dp_mode fsdp:grad_op"
+    assert as_written((("fsdp_reshard", "grad_op"),)) == {"dp_mode": "fsdp:grad_op"}
+    assert words(()) == "as it is"
+    assert words((("compile", True), ("cpus_per_worker", 2.0))) == "compile true, cpus_per_worker 2"
+
+
+# ---- what is written -----------------------------------------------------------------------------
+
+
+def test_tuned_yaml_is_a_recipe_that_any_command_takes(tmp_path: Path) -> None:
+    here = here_of(lr=0.002)
+    search, _ = run(tmp_path, here, plain_wins)
+    rows = rows_of(search, None, None)
+    write_results(tmp_path, here.config, "mine", search, rows, "2 x a machine, torch 2")
+    loaded = load_config(tmp_path / "tuned.yaml")
+    assert (loaded.attention, loaded.micro_batch_size, loaded.lr) == ("plain", 4, 0.002)
+    assert loaded.global_batch_size == 8
+    assert loaded.name == "mine"
+    assert loaded.tuned_for == "2 x a machine, torch 2"
+
+
+def test_tuned_yaml_has_no_secrets_and_nothing_of_one_command() -> None:
+    config = here_of(env={"TOKEN": "secret"}, out_dir="/somewhere").config
+    values = tuned_values(config, "mine", (), "here")
+    assert "secret" not in str(values)
+    assert "out_dir" not in values
+
+
+def test_the_table_has_the_fastest_first_and_says_why_others_were_not_trained(
+    tmp_path: Path,
+) -> None:
+    search, _ = run(tmp_path, here_of(), plain_wins)
+    rows = rows_of(search, 1e9, 1e12)
+    measured = [row for row in rows if row.step_ms]
+    ratios = [row.ratio.median for row in measured if row.ratio]
+    assert ratios == sorted(ratios, reverse=True)
+    assert all(row.note for row in rows if row.step_ms is None)
+    assert measured[0].mfu == pytest.approx(100 * 1e9 / (measured[0].step_ms / 1e3) / 1e12)
+    lines = closing_lines(search, rows, ())
+    assert any(line.startswith("tuned  ") and "attention plain" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90.0), ("90s", 90.0), ("5m", 300.0), ("1.5h", 5400.0)]
+)
+def test_budgets(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "5 m", "-1", "nan", "5d"])
+def test_budgets_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no time; give 90s"):
+        seconds_of(text)
+
+
+def test_an_unknown_change_of_the_result_is_refused() -> None:
+    with pytest.raises(ConfigError, match="may = colour is none of the changes of a result: masks"):
+        checked(["colour"])
+
+
+def test_the_recipe_is_a_preset_a_file_or_an_earlier_search(tmp_path: Path) -> None:
+    assert recipe_of(["tiny", "--workers", "2"], "") == ["--preset", "tiny"]
+    assert recipe_of(["my.yaml"], "") == ["--config", "my.yaml"]
+    assert recipe_of(["--preset", "tiny"], "") == []
+    with pytest.raises(ConfigError, match="is no folder of a search"):
+        recipe_of([], str(tmp_path))
