@@ -124,6 +124,11 @@ BENCHMARKS = {
         _at("step:StepBenchmark"),
         quick_flags=("--presets", "shakespeare-cpu"),
     ),
+    "tune": Entry(
+        "what `nanoray tune` finds, beside the present setting and a full grid",
+        _at("tune:TuneBenchmark"),
+        in_all=False,
+    ),
     "gpu": Entry(
         "the ladder of a step on a GPU: precision, attention, optimizer, compile, batch; MFU",
         _at("gpu:GPUBenchmark"),

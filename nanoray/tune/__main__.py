@@ -9,8 +9,8 @@ from pathlib import Path
 from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.config.load import run_folder_of
 from nanoray.errors import ConfigError
-from nanoray.tune.command import BUDGET_S, checked, start
-from nanoray.tune.may import MAY
+from nanoray.tune.command import BUDGET_S, checked, knobs, start
+from nanoray.tune.may import KNOB_NAMES, MAY
 from nanoray.tune.program import Tuning
 
 PAGE = Page(
@@ -29,6 +29,7 @@ PAGE = Page(
             (
                 ("--budget 5m", "when to stop: seconds, or with s, m or h [5m]"),
                 ("--may A,B", f"what else may change: {', '.join(MAY)} [nothing]"),
+                ("--leave A,B", f"what stays as it is, of {', '.join(KNOB_NAMES)}"),
                 ("--resume FOLDER", "go on with an earlier search"),
             ),
         ),
@@ -54,13 +55,16 @@ def _run(argv: list[str]) -> int:
     own = Parser(prog, add_help=False, allow_abbrev=False)
     own.add_argument("--budget", default=f"{BUDGET_S:g}")
     own.add_argument("--may", default="")
+    own.add_argument("--leave", default="")
     own.add_argument("--resume", default="")
     args, flags = own.parse_known_args(argv)
     budget_s = seconds_of(args.budget)
     may = checked([word for word in args.may.split(",") if word])
+    leave = knobs([word for word in args.leave.split(",") if word])
     loaded = parse_args([*recipe_of(flags, args.resume), *rest_of(flags)], prog, PAGE)
     label = loaded.config.name.removeprefix("tune-")
-    program = Tuning(label, budget_s, may, str(Path(args.resume).resolve()) if args.resume else "")
+    earlier = str(Path(args.resume).resolve()) if args.resume else ""
+    program = Tuning(label, budget_s, may, leave, earlier)
     return start(loaded, started, program)
 
 

@@ -14,7 +14,7 @@ from nanoray.errors import ConfigError, WorkerFailed
 from nanoray.host.launchers import place_of
 from nanoray.launch.own import refuse_both
 from nanoray.own.settings import loaded_of, refuse_while_spawned
-from nanoray.tune.may import MAY
+from nanoray.tune.may import KNOB_NAMES, MAY
 from nanoray.tune.program import Tuning
 from nanoray.tune.tuned import Tuned, read_tuned
 
@@ -33,7 +33,8 @@ def tune_own(
     """Search for the fastest way to train a script's model. Raises NanorayError."""
     refuse_while_spawned()
     loaded = loaded_of(config)
-    program = Tuning(loaded.config.name, budget_s, checked(may), "", main, loaded.given)
+    label = loaded.config.name
+    program = Tuning(label, budget_s, checked(may), main=main, given=loaded.given)
     started = time.time()
     code = start(loaded, started, program, ray)
     folder = folder_of(loaded, started)
@@ -76,6 +77,16 @@ def checked(may: Sequence[str]) -> tuple[str, ...]:
             known = "; ".join(f"{known}: {what}" for known, what in MAY.items())
             raise ConfigError(f"may = {word} is none of the changes of a result: {known}")
     return tuple(may)
+
+
+def knobs(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the words of --leave. Raises ConfigError for an unknown one."""
+    for name in names:
+        if name not in KNOB_NAMES:
+            raise ConfigError(
+                f"leave = {name} is nothing that a search changes: {', '.join(KNOB_NAMES)}"
+            )
+    return tuple(names)
 
 
 def folder_of(loaded: Loaded, started: float) -> Path | None:

@@ -12,3 +12,23 @@ MAY = {
     PRECISION: "other number formats",
     COMPRESSION: "gradients that are sent in fewer bits",
 }
+
+# The knobs of space.py, for --leave
+KNOB_NAMES = (
+    "micro_batch",
+    "attention",
+    "loss_chunk",
+    "compile",
+    "checkpointing",
+    "threads",
+    "dp_mode",
+    "buckets",
+    "allreduce",
+    "layout",
+    "replicas",
+    "pipeline",
+    "context",
+    "tensor",
+    "precision",
+    "compression",
+)

@@ -26,6 +26,7 @@ class Tuning:
     label: str  # of the run that is tuned
     budget_s: float
     may: tuple[str, ...] = ()
+    leave: tuple[str, ...] = ()  # names of knobs (space.py)
     earlier: str = ""  # the folder of a search to go on from
     main: Callable[[Any], Any] | None = None  # of a script that brings its own model
     given: frozenset[str] = frozenset()  # keys that the script has set
@@ -79,7 +80,7 @@ class Tuning:
         expected = None
         if here.job is not None:
             expected = Expected(here.job, mesh.world_size, here.threads, measured_network(mesh))
-        search = Search(trials, here, self.may, memory_of_rank(mesh), expected)
+        search = Search(trials, here, self.may, memory_of_rank(mesh), expected, self.leave)
         search.run()
 
         rows = rows_of(search, facts.flops, facts.peak_flops)

@@ -23,7 +23,7 @@ from nanoray.tune.space import Choice, Here, Option, configured, options, with_s
 from nanoray.tune.trials import STOPPED, SearchEnded, Trials
 
 FIRST_S = 0.3  # of steps in the first block of a choice
-LONGEST_S = 2.0  # of steps in a block
+LONGEST_S = 1.0  # of steps in a block
 STAYING = 3  # choices of a race that are not halved any more
 RACE_TURNS = 5  # of those that stay
 FINAL = 8  # turns of the best and the first setting, and as many again where they are not clear
@@ -77,6 +77,7 @@ class Search:
     may: Sequence[str]
     memory_bytes: int  # that a rank may take
     expected: Expected | None = None
+    leave: Sequence[str] = ()  # knobs that stay as they are
     predicted_s: dict[Choice, float] = field(default_factory=dict)
     best: Choice = ()
     ended: str = ""  # why it ended before its end
@@ -137,7 +138,7 @@ class Search:
     def _singles(self) -> list[Option]:
         """Return the best choice with one knob set otherwise, the most promising ones first."""
         found: dict[Choice, Option] = {}
-        for option in options(self.here, self.may):
+        for option in options(self.here, self.may, self.leave):
             choice = with_settings(self.here, self.best, option.choice)
             if choice == self.best or choice in self.trials.refused or self._is_hopeless(option):
                 continue

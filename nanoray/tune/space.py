@@ -8,7 +8,7 @@ keys of the configuration; what does not go together its table of conflicts refu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -275,15 +275,15 @@ def _compressions(here: Here) -> Iterable[Settings]:
 
 
 KNOBS = (
-    Knob("micro batch", _micro_batches, _micro_changes),
+    Knob("micro_batch", _micro_batches, _micro_changes),
     Knob("attention", _attention, _masks),
-    Knob("loss", _loss_chunks),
+    Knob("loss_chunk", _loss_chunks),
     Knob("compile", _compile, _masks),
     Knob("checkpointing", _checkpointing),
     Knob("threads", _threads),
-    Knob("mode", _modes),
+    Knob("dp_mode", _modes),
     Knob("buckets", _buckets),
-    Knob("all-reduce", _all_reduces),
+    Knob("allreduce", _all_reduces),
     Knob("layout", _layouts, _masks),
     Knob("replicas", _replicas),
     Knob("pipeline", _of_pipelines),
@@ -294,12 +294,12 @@ KNOBS = (
 )
 
 
-def options(here: Here, may: Iterable[str]) -> list[Option]:
-    """Return each setting that a search may try beside the present ones."""
+def options(here: Here, may: Iterable[str], leave: Collection[str] = ()) -> list[Option]:
+    """Return each setting that a search may try beside the present ones, of all knobs but `leave`."""
     allowed = {"", *may}
     found = []
     for knob in KNOBS:
-        if knob.changes(here) not in allowed:
+        if knob.name in leave or knob.changes(here) not in allowed:
             continue
         for settings in knob.offers(here):
             changed = {k: v for k, v in settings.items() if not _is_now(here, k, v)}

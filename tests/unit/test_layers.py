@@ -27,7 +27,8 @@ ROWS = [
     {"train"},
     {"own"},
     {"kube", "launch", "tools"},
-    {"bench", "tune", "__main__"},
+    {"tune"},
+    {"bench", "__main__"},
 ]
 FACE = ""
 ON_TOP = {"__init__.py", "__init__.pyi", "__main__.py", "errors.py", "py.typed"}

@@ -27,9 +27,11 @@ from nanoray.models.gpt import ModelShape
 from nanoray.tune.__main__ import recipe_of, seconds_of
 from nanoray.tune.command import checked
 from nanoray.tune.expect import Expected
+from nanoray.tune.may import KNOB_NAMES
 from nanoray.tune.result import closing_lines, rows_of, tuned_values, write_results
 from nanoray.tune.search import Search
 from nanoray.tune.space import (
+    KNOBS,
     Choice,
     Here,
     as_written,
@@ -226,23 +228,28 @@ def knobs(here: Here, *may: str) -> set[str]:
 
 def test_dropout_keeps_what_would_draw_other_masks_out() -> None:
     with_dropout = here_of(dropout=0.1)
-    assert knobs(here_of()) >= {"micro batch", "attention", "compile"}
-    assert not knobs(with_dropout) & {"micro batch", "attention", "compile"}
-    assert left_out(with_dropout, ()) == {"masks": ["micro batch", "attention", "compile"]}
-    assert knobs(with_dropout, "masks") >= {"micro batch", "attention"}
+    assert knobs(here_of()) >= {"micro_batch", "attention", "compile"}
+    assert not knobs(with_dropout) & {"micro_batch", "attention", "compile"}
+    assert left_out(with_dropout, ()) == {"masks": ["micro_batch", "attention", "compile"]}
+    assert knobs(with_dropout, "masks") >= {"micro_batch", "attention"}
 
 
 def test_batch_norms_keep_the_micro_batch() -> None:
     from dataclasses import replace
 
-    assert "micro batch" not in knobs(replace(here_of(), has_norms=True))
-    assert "micro batch" in knobs(replace(here_of(), has_norms=True), "norms")
+    assert "micro_batch" not in knobs(replace(here_of(), has_norms=True))
+    assert "micro_batch" in knobs(replace(here_of(), has_norms=True), "norms")
 
 
 def test_data_in_batches_keep_the_micro_batch_whatever_may_change() -> None:
     from dataclasses import replace
 
-    assert "micro batch" not in knobs(replace(here_of(), in_batches=True), "norms", "masks")
+    assert "micro_batch" not in knobs(replace(here_of(), in_batches=True), "norms", "masks")
+
+
+def test_the_knobs_have_the_names_of_the_flag() -> None:
+    assert tuple(knob.name for knob in KNOBS) == KNOB_NAMES
+    assert "compile" not in {o.knob for o in options(here_of(), (), ("compile",))}
 
 
 def test_formats_are_tried_only_where_they_may_change() -> None:
@@ -252,7 +259,7 @@ def test_formats_are_tried_only_where_they_may_change() -> None:
 
 def test_several_ranks_add_modes_sums_and_layouts() -> None:
     found = options(here_of(ranks=4, global_batch_size=16), ())
-    assert {"mode", "buckets", "all-reduce", "layout"} <= {option.knob for option in found}
+    assert {"dp_mode", "buckets", "allreduce", "layout"} <= {option.knob for option in found}
     layouts = [dict(option.choice) for option in found if option.knob == "layout"]
     assert {"tp": 2}.items() <= layouts[0].items() or any("tp" in each for each in layouts)
     # Nothing that is offered is the present setting.

@@ -1,0 +1,432 @@
+"""`python -m nanoray.bench tune`: what `nanoray tune` finds, beside the present setting and a full grid.
+
+    search    as `nanoray tune` does, on one rank
+    grid      every combination of what the search may change: one turn of all, then more turns of the
+              fastest ones
+    compared  the present setting, the one that was found and the grid's best, in turns of their own
+    equal     50 steps of SGD with the present setting and with the one that was found: their losses
+    predicted how well the formulas' order agrees with the measured one, as Spearman's rank correlation
+
+Subjects are recipes, and two models of a script: a ResNet, and torch's TransformerEncoder. Dropout
+is off, since otherwise the micro batch stays. Compiling is left out of search and grid, but for
+--compile: each combination would compile for half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.figure import Figure, Panel, bars, with_values
+from nanoray.bench.harness.plan import add_data_flags, chosen, data_flags
+from nanoray.bench.harness.processes import scratch_folder
+from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.report import Emit, Record, Report, say
+from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
+from nanoray.checkpoint.run import RunSpec
+from nanoray.config import load_config
+from nanoray.config.load import make_config
+from nanoray.data.dataset import own_data
+from nanoray.data.prepare import prepare
+from nanoray.start.folder import open_run
+
+if TYPE_CHECKING:
+    from nanoray.mesh.mesh import Mesh
+    from nanoray.own.run import Run
+    from nanoray.tune.search import Search
+    from nanoray.tune.space import Choice, Here
+
+PRESENT = "as it is"
+TUNED = "tuned"
+BEST = "best of the grid"
+STEP = "step"
+SECONDS = "seconds"
+TRIED = "settings"
+LOSS = "loss"
+ORDER = "order"
+EQUAL_STEPS = 50
+EQUAL = 2e-5  # between losses, relative
+FINALISTS = 8  # of the grid, that get more turns
+GRID_TURNS = 5
+LONGEST_S = 1.0  # of steps in a block of the fastest ones
+RECIPES: dict[str, Record] = {
+    "shakespeare-cpu": {},
+    "shakespeare-char": {"global_batch_size": 4},
+    "moe-tiny": {},
+}
+SCRIPTS = ("resnet", "encoder")
+SUBJECTS = (*RECIPES, *SCRIPTS)
+OF_ALL = {"precision": "fp32", "dropout": 0.0, "device": "cpu", "tensorboard": False}
+
+
+# The models of scripts.
+
+
+def resnet(run: Run) -> None:
+    """Train a ResNet of eight layers on random images."""
+    import torch
+    from torch import nn
+
+    from nanoray.models.resnet import ResNet, ResNetShape
+    from nanoray.own.engine import RuntimeEngine
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = ResNet(ResNetShape(8, 1, 10))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.net(x)
+            return logits
+
+    source = torch.Generator().manual_seed(0)
+    images = torch.randn(256, 3, 32, 32, generator=source)
+    labels = torch.randint(10, (256,), generator=source)
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(images, labels)
+    RuntimeEngine(model, optimizer, run, loss_fn=nn.functional.cross_entropy).fit(data)
+
+
+def encoder(run: Run) -> None:
+    """Train torch's TransformerEncoder to reproduce its inputs."""
+    import torch
+    from torch import nn
+
+    from nanoray.own.engine import RuntimeEngine
+
+    source = torch.Generator().manual_seed(0)
+    x = torch.randn(256, 32, 64, generator=source)
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(x, x)
+    RuntimeEngine(model, optimizer, run, loss_fn=nn.functional.mse_loss).fit(data)
+
+
+MAINS: dict[str, Callable[[Run], None]] = {"resnet": resnet, "encoder": encoder}
+
+
+# What is shown.
+
+
+def _arm(subject: str, what: str) -> str:
+    return f"{subject}: {what}"
+
+
+def _draw(axes: Any, report: Report) -> None:
+    bars(axes, with_values(report, STEP, ratios=True), quartiles=True, color="0.6")
+    axes.axvline(1.0, color="C3", linewidth=1)
+
+
+class TuneBenchmark(Benchmark):
+    """Compare what a search finds with the present setting and a full grid."""
+
+    wrong = f"losses that differ from the present setting's by more than {EQUAL:g}, relative"
+    counts = (Count("rounds", "turns of the last comparison", usual=9, few=2),)
+    tables = (
+        Table(
+            STEP,
+            (
+                names("setting"),
+                TableColumn("step, ms", STEP, "quartiles"),
+                TableColumn(
+                    "what differs", lambda report, arm, spread: _note(report, arm), left=True
+                ),
+                count_of_rounds(STEP),
+            ),
+        ),
+        Table(
+            TRIED,
+            (
+                names("which"),
+                TableColumn("settings measured", TRIED),
+                TableColumn("seconds", SECONDS),
+                TableColumn("losses apart, relative", LOSS, optional=True),
+                TableColumn("rank correlation", ORDER, optional=True),
+            ),
+        ),
+    )
+    figure = Figure(
+        (Panel(_draw, {"xlabel": "time of a step beside the other, quartiles"}),), size=(9, 4.5)
+    )
+
+    def add_flags(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's flags."""
+        add_where_flags(parser, cpu_workers=1)
+        which = f"which of {', '.join(SUBJECTS)} [all]"
+        parser.add_argument("--subjects", default="all", metavar="A,B", help=which)
+        parser.add_argument("--compile", action="store_true", help="try compiling, too")
+        most = "settings of a grid; larger ones are cut, evenly [%(default)s]"
+        parser.add_argument("--most", type=int, default=400, help=most)
+        add_data_flags(parser)
+
+    def measure(self, args: argparse.Namespace, report: Report) -> None:
+        """Search, walk the grid, and compare, for each subject."""
+        subjects = chosen(args.subjects, SUBJECTS, "subject")
+        where = where_from(args)
+        for subject in subjects:
+            found: list[Record] = []
+            with (
+                scratch_folder() as folder,
+                part(report, partial(_add_rows, report, subject, found)),
+                RankPool(where) as pool,
+            ):
+                describe(report, pool)
+                spec = _open(subject, args, folder)
+                order = {
+                    "subject": subject,
+                    "spec": spec.to_dict(),
+                    "rounds": args.rounds,
+                    "most": 4 if args.quick else args.most,
+                    "budget_s": 5.0 if args.quick else 600.0,
+                    "block_s": 0.05 if args.quick else LONGEST_S,
+                    "leave": [] if args.compile else ["compile"],
+                }
+                for event in pool.run("nanoray.bench.tune:tune_rank", order):
+                    say(f"{subject}  {event['line']}")
+                    found.append(event)
+
+
+def _note(report: Report, arm: str) -> str:
+    row = report.row(arm, STEP)
+    return row.note if row else ""
+
+
+def _open(subject: str, args: argparse.Namespace, folder: Path) -> RunSpec:
+    """Open the run that is tuned; it is never trained."""
+    started = time.time()
+    if subject in RECIPES:
+        values = OF_ALL | data_flags(args) | RECIPES[subject] | {"out_dir": str(folder)}
+        config = load_config(preset=subject, overrides=values)
+        return open_run(config, prepare(config), started)
+    from nanoray.own.settings import DEFAULTS
+
+    values = DEFAULTS | {
+        "name": subject,
+        "precision": "fp32",
+        "device": "cpu",
+        "out_dir": str(folder),
+        "micro_batch_size": 0,
+        "global_batch_size": 32,
+    }
+    return open_run(make_config(values), own_data(), started)
+
+
+def _add_rows(report: Report, subject: str, found: list[Record]) -> None:
+    """Add the rows and targets of one subject, as far as it has come."""
+    for event in found:
+        if event["what"] == "compared":
+            for name, times in event["step_ms"].items():
+                report.add(_arm(subject, name), STEP, "ms", times, event["words"][name])
+        else:
+            arm = _arm(subject, event["what"])
+            report.add(arm, TRIED, "", event["count"], event["words"])
+            report.add(arm, SECONDS, "s", event["seconds"], "of all blocks")
+            if "apart" in event:
+                wrong = int(event["apart"] > EQUAL)
+                what = f"after {EQUAL_STEPS} steps of SGD"
+                report.add(arm, LOSS, "", event["apart"], what, wrong=wrong)
+            if event.get("order") is not None:
+                report.add(
+                    arm, ORDER, "", event["order"], "formulas beside measured steps, Spearman"
+                )
+    tuned, grid = _arm(subject, "search"), _arm(subject, "grid")
+    for other, limit in ((BEST, 1.05), (PRESENT, 1.0)):
+        row = report.compare(_arm(subject, TUNED), _arm(subject, other), STEP)
+        if row:
+            report.add_target(f"{subject}: step, tuned / {other}", row, "<=", limit)
+    row = report.compare(tuned, grid, SECONDS)
+    if row:
+        report.add_target(f"{subject}: seconds, search / grid", row, "<=", 0.1)
+
+
+# What is measured, on every rank.
+
+
+def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
+    """Search, walk the grid, and compare. (all ranks)"""
+    import torch
+
+    from nanoray.mesh.rendezvous import Order, Rendezvous
+    from nanoray.tune.expect import Expected, measured_network
+    from nanoray.tune.here import here_of, memory_of_rank
+    from nanoray.tune.search import Search
+    from nanoray.tune.space import words
+    from nanoray.tune.subject import subject_of
+    from nanoray.tune.trials import Trials
+
+    spec = RunSpec.from_dict(order["spec"])
+    place = Rendezvous(
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        local_world_size=mesh.world_size,
+        threads=torch.get_num_threads(),
+    )
+    given = frozenset({"global_batch_size"})
+    subject = subject_of(spec, place, MAINS.get(order["subject"]), given)
+    here = here_of(spec, mesh, place, subject).here
+    expected = None
+    if here.job is not None:
+        expected = Expected(here.job, mesh.world_size, here.threads, measured_network(mesh))
+
+    def trials_in(name: str) -> Trials:
+        folder = spec.folder / name
+        folder.mkdir(exist_ok=True)
+        own = replace(spec, config=here.config, folder=folder)
+        return Trials(
+            own, mesh, subject, here, order["budget_s"], lambda: Order.GO_ON, lambda line: None
+        )
+
+    # The search
+    may = ("norms", "masks")
+    trials = trials_in("search")
+    search = Search(trials, here, may, memory_of_rank(mesh), expected, order["leave"])
+    tuned = search.run()
+    apart = _losses_apart(mesh, spec, subject, here, tuned)
+    emit(
+        {
+            "what": "search",
+            "count": len(trials.samples),
+            "seconds": trials.spent_s,
+            "words": words(tuned),
+            "apart": apart,
+            "line": f"search  {len(trials.samples)} settings, {trials.spent_s:.0f} s: {words(tuned)}",
+        }
+    )
+
+    # The grid: one turn of everything, and more of what is fastest
+    grid = trials_in("grid")
+    grid.reserve_s = -1e6  # as long as it takes
+    choices = _combinations(here, may, order["leave"], order["most"])
+    grid.next_turn()
+    for choice in choices:
+        grid.measure(choice, order["block_s"] / 3)
+    fastest = sorted(grid.samples, key=lambda choice: grid.samples[choice][0].step_s)[:FINALISTS]
+    for _ in range(GRID_TURNS - 1):
+        grid.next_turn()
+        for choice in fastest:
+            grid.measure(choice, order["block_s"])
+    medians = {
+        choice: statistics.median(trial.step_s for trial in grid.samples[choice])
+        for choice in fastest
+    }
+    best = min(medians, key=lambda choice: medians[choice])
+    emit(
+        {
+            "what": "grid",
+            "count": len(grid.samples),
+            "seconds": grid.spent_s,
+            "words": words(best),
+            "order": _agreement(search, grid.samples),
+            "line": f"grid    {len(grid.samples)} settings, {grid.spent_s:.0f} s: {words(best)}",
+        }
+    )
+
+    # Side by side, in turns of their own
+    last = trials_in("compared")
+    last.reserve_s = -1e6
+    three = {PRESENT: (), TUNED: tuned, BEST: best}
+    times: dict[str, list[float]] = {name: [] for name in three}
+    for turn in range(order["rounds"]):
+        last.next_turn()
+        order_of_turn = list(three)[turn % 3 :] + list(three)[: turn % 3]
+        for name in order_of_turn:
+            trial = last.measure(three[name], order["block_s"])
+            assert trial is not None, last.refused
+            times[name].append(1e3 * trial.step_s)
+    medians_ms = ", ".join(f"{name} {statistics.median(ms):.2f} ms" for name, ms in times.items())
+    emit(
+        {
+            "what": "compared",
+            "step_ms": times,
+            "words": {name: words(choice) for name, choice in three.items()},
+            "line": medians_ms,
+        }
+    )
+
+
+def _combinations(here: Here, may: tuple[str, ...], leave: list[str], most: int) -> list[Choice]:
+    """Return every combination of what the search may change that can be trained, evenly cut."""
+    from nanoray.errors import ConfigError
+    from nanoray.tune.space import configured, options, with_settings
+
+    of_knob: dict[str, list[Choice]] = {}
+    for option in options(here, may, leave):
+        of_knob.setdefault(option.knob, [()]).append(option.choice)
+    found: list[Choice] = []
+    for parts in product(*of_knob.values()):
+        choice: Choice = ()
+        for settings in parts:
+            choice = with_settings(here, choice, settings)
+        try:
+            configured(here, choice)
+        except ConfigError:
+            continue
+        found.append(choice)
+    found = list(dict.fromkeys(found))
+    step = max(1, -(-len(found) // most))
+    return found[::step]
+
+
+def _agreement(search: Search, samples: Any) -> float | None:
+    """Return the rank correlation of predicted and measured steps; None without formulas."""
+    from nanoray.errors import ConfigError
+    from nanoray.tune.space import configured
+
+    if search.expected is None:
+        return None
+    predicted, measured = [], []
+    for choice, trials in samples.items():
+        try:
+            predicted.append(search.expected.step_s(configured(search.here, choice)))
+        except ConfigError:
+            continue
+        measured.append(trials[0].step_s)
+    if len(set(predicted)) < 2:
+        return None
+    return statistics.correlation(_ranks(predicted), _ranks(measured))
+
+
+def _ranks(values: list[float]) -> list[float]:
+    """Return the place of each value; equal values share the mean of theirs."""
+    places = sorted(values)
+    return [places.index(value) + (places.count(value) - 1) / 2 for value in values]
+
+
+def _losses_apart(mesh: Mesh, spec: RunSpec, subject: Any, here: Here, tuned: Choice) -> float:
+    """Return how far the losses of 50 steps of SGD are apart, relative. (all ranks)"""
+    from nanoray.train.arm import LoopArm
+    from nanoray.tune.space import configured
+
+    losses = []
+    for choice in ((), tuned):
+        config = configured(here, choice)
+        if config.model != "own":
+            sgd = {
+                "optimizer": "sgd",
+                "momentum": 0.0,
+                "lr": 0.1,
+                "min_lr": 0.01,
+                "warmup_steps": 0,
+            }
+            config = config.model_copy(update=sgd)
+        own = replace(spec, config=config)
+
+        def train(task: Any, own: RunSpec = own) -> float:
+            arm = LoopArm(own, mesh, task)
+            try:
+                return arm.block(1, settling=EQUAL_STEPS).loss
+            finally:
+                arm.close()
+
+        losses.append(subject.open(own, train))
+    return abs(losses[1] - losses[0]) / abs(losses[0])
