@@ -85,15 +85,16 @@ class Tuning:
 
         rows = rows_of(search, facts.flops, facts.peak_flops)
         place = describe_place(mesh)
+        lines = closing_lines(search, rows, self.may)
         if mesh.rank == 0:
-            write_results(spec.folder, spec.config, self.label, search, rows, place)
+            write_results(spec.folder, spec.config, self.label, search, rows, place, lines)
         mesh.barrier()
         return {
             "exit_reason": "stopped" if search.ended == "stopped" else "finished",
             "world_size": mesh.world_size,
             "backend": mesh.backend,
             "device": str(mesh.device),
-            "lines": closing_lines(search, rows, self.may),
+            "lines": lines,
         }
 
     def dry_run(self, config: Config, ranks: int, placement: str) -> None:

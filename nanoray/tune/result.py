@@ -14,12 +14,15 @@ from nanoray.base.text import aligned, clock
 from nanoray.config import Config
 from nanoray.config.settings import OF_ONE_COMMAND
 from nanoray.config.spellings import join
+from nanoray.tools.report.html import render
 from nanoray.tune.may import MAY
 from nanoray.tune.search import Ratio, Search
 from nanoray.tune.space import Choice, as_written, left_out, words
 
 TABLE = "tune.json"
 TUNED = "tuned.yaml"
+PAGE = "report.html"
+TEMPLATE = Path(__file__).with_name("tune.html.j2")
 SHOWN = 10  # rows of the printed table
 MIB = 2**20
 # Keys that tuned.yaml leaves to the command that takes it
@@ -67,42 +70,50 @@ def rows_of(search: Search, flops: float | None, peak_flops: float | None) -> li
     return rows
 
 
+class Cells(NamedTuple):
+    """A measured row as text."""
+
+    step: str
+    ratio: str
+    turns: str
+    predicted: str
+    peak: str
+    mfu: str
+    differs: str
+
+
+TITLES = Cells(
+    "step, ms", "x present", "turns", "predicted, ms", "peak, MiB", "MFU, %", "what differs"
+)
+
+
+def cells_of(row: ChoiceRow) -> Cells:
+    """Write a row that was measured."""
+    ratio = turns = ""
+    if row.ratio and row.ratio.turns:
+        ratio = f"{row.ratio.median:.2f} ({row.ratio.low:.2f} to {row.ratio.high:.2f})"
+        turns = str(row.ratio.turns)
+    return Cells(
+        f"{row.step_ms:.3g}",
+        ratio,
+        turns,
+        f"{row.predicted_ms:.3g}" if row.predicted_ms else "",
+        f"{row.peak_bytes / MIB:,.0f}",
+        f"{row.mfu:.1f}" if row.mfu else "",
+        row.differs,
+    )
+
+
 def table_lines(rows: Sequence[ChoiceRow]) -> list[str]:
     """Return the measured rows as text, the fastest first, and how many were not trained."""
-    title = [
-        "step, ms",
-        "x present",
-        "turns",
-        "predicted, ms",
-        "peak, MiB",
-        "MFU, %",
-        "what differs",
-    ]
     measured = [row for row in rows if row.step_ms is not None]
     shown = measured[:SHOWN]
     shown += [row for row in measured[SHOWN:] if row.ratio is None]  # the present setting
-    cells = [title]
-    for row in shown:
-        ratio = turns = ""
-        if row.ratio:
-            ratio = f"{row.ratio.median:.2f} ({row.ratio.low:.2f} to {row.ratio.high:.2f})"
-            turns = str(row.ratio.turns)
-        cells.append(
-            [
-                f"{row.step_ms:.3g}",
-                ratio,
-                turns,
-                f"{row.predicted_ms:.3g}" if row.predicted_ms else "",
-                f"{row.peak_bytes / MIB:,.0f}",
-                f"{row.mfu:.1f}" if row.mfu else "",
-                row.differs,
-            ]
-        )
-    lines = aligned(cells, right=range(6))
+    lines = aligned([TITLES, *map(cells_of, shown)], right=range(6))
     hidden = len(measured) - len(shown)
-    untried = [row for row in rows if row.step_ms is None]
+    untried = len(rows) - len(measured)
     if hidden or untried:
-        lines.append(f"and {hidden} slower ones; {len(untried)} were not trained: {TABLE} says why")
+        lines.append(f"and {hidden} slower ones; {untried} were not trained: {TABLE} says why")
     return lines
 
 
@@ -143,10 +154,39 @@ def tuned_values(config: Config, name: str, choice: Choice, place: str) -> dict[
     }
 
 
+def page_of(search: Search, rows: Sequence[ChoiceRow], place: str, lines: Sequence[str]) -> str:
+    """Return the page of a search, as HTML."""
+    measured = [row for row in rows if row.step_ms is not None]
+    ratios = [row.ratio.median if row.ratio else 1.0 for row in measured]
+    tuned = words(search.best)
+    shown = [
+        cells_of(row)._asdict()
+        | {"share": round(100 * ratio / max(ratios)), "tuned": row.differs == tuned}
+        for row, ratio in zip(measured, ratios, strict=True)
+    ]
+    found = bool(search.best)
+    return render(
+        TEMPLATE,
+        title=tuned if found else "nothing is faster",
+        verdict=f"{search.verdict.median:.2f} x" if found else "as it is",
+        found=found,
+        place=place,
+        measured=shown,
+        untried=[row._asdict() for row in rows if row.step_ms is None],
+        lines=lines,
+    )
+
+
 def write_results(
-    folder: Path, config: Config, name: str, search: Search, rows: Sequence[ChoiceRow], place: str
+    folder: Path,
+    config: Config,
+    name: str,
+    search: Search,
+    rows: Sequence[ChoiceRow],
+    place: str,
+    lines: Sequence[str],
 ) -> None:
-    """Write tune.json, and tuned.yaml. (rank 0 only)"""
+    """Write tune.json, tuned.yaml and report.html. (rank 0 only)"""
     table = {
         "place": place,
         "tuned": as_written(search.best),
@@ -164,3 +204,4 @@ def write_results(
     head = f"# Found by `nanoray tune`: {what}\n# Measured on {place}\n"
     values = tuned_values(config, name, search.best, place)
     replace_text(folder / TUNED, head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+    replace_text(folder / PAGE, page_of(search, rows, place, lines))

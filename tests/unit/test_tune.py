@@ -28,7 +28,13 @@ from nanoray.tune.__main__ import recipe_of, seconds_of
 from nanoray.tune.command import checked
 from nanoray.tune.expect import Expected
 from nanoray.tune.may import KNOB_NAMES
-from nanoray.tune.result import closing_lines, rows_of, tuned_values, write_results
+from nanoray.tune.result import (
+    closing_lines,
+    page_of,
+    rows_of,
+    tuned_values,
+    write_results,
+)
 from nanoray.tune.search import Search
 from nanoray.tune.space import (
     KNOBS,
@@ -300,12 +306,23 @@ def test_tuned_yaml_is_a_recipe_that_any_command_takes(tmp_path: Path) -> None:
     here = here_of(lr=0.002)
     search, _ = run(tmp_path, here, plain_wins)
     rows = rows_of(search, None, None)
-    write_results(tmp_path, here.config, "mine", search, rows, "2 x a machine, torch 2")
+    place = "2 x a machine, torch 2"
+    lines = closing_lines(search, rows, ())
+    write_results(tmp_path, here.config, "mine", search, rows, place, lines)
     loaded = load_config(tmp_path / "tuned.yaml")
     assert (loaded.attention, loaded.micro_batch_size, loaded.lr) == ("plain", 4, 0.002)
     assert loaded.global_batch_size == 8
     assert loaded.name == "mine"
     assert loaded.tuned_for == "2 x a machine, torch 2"
+
+
+def test_the_page_has_each_setting_and_marks_the_one_that_was_found(tmp_path: Path) -> None:
+    search, _ = run(tmp_path, here_of(), plain_wins)
+    rows = rows_of(search, None, None)
+    page = page_of(search, rows, "a <machine>", closing_lines(search, rows, ()))
+    assert "a &lt;machine&gt;" in page
+    assert page.count('<tr class="look">') == 1
+    assert all(row.differs in page for row in rows)
 
 
 def test_tuned_yaml_has_no_secrets_and_nothing_of_one_command() -> None:
