@@ -8,6 +8,7 @@ rank. After a restart it goes on from the blocks in tune.jsonl.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +48,7 @@ class Tuning:
         """Search as one rank, and return the outcome. (all ranks)"""
         from nanoray.faults.plan import Injector
         from nanoray.mesh.mesh import join
+        from nanoray.train.arm import FOLDER
         from nanoray.train.hardware import describe_place
         from nanoray.train.recipe import meet_group, prepare_process
         from nanoray.tune.expect import Expected, measured_network
@@ -88,6 +90,7 @@ class Tuning:
         lines = closing_lines(search, rows, self.may)
         if mesh.rank == 0:
             write_results(spec.folder, spec.config, self.label, search, rows, place, lines)
+            shutil.rmtree(spec.folder / FOLDER, ignore_errors=True)
         mesh.barrier()
         return {
             "exit_reason": "stopped" if search.ended == "stopped" else "finished",

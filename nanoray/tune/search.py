@@ -195,7 +195,7 @@ class Search:
                 self.trials.measure(choice, block_s)
             alive = [choice for choice in alive if choice not in self.trials.refused]
             alive.sort(key=lambda choice: -self.ratio(choice, self.best).median)
-            self._show(turns, len(running), alive)
+            self._show(len(running), alive)
             if len(alive) > STAYING:
                 stay = max(STAYING, (len(alive) + 1) // 2)
                 places = alive[stay:] + places
@@ -206,12 +206,12 @@ class Search:
                 break  # not even the best of them comes near
         return alive + places
 
-    def _show(self, turn: int, count: int, alive: Sequence[Choice]) -> None:
+    def _show(self, count: int, alive: Sequence[Choice]) -> None:
         """Print how a race stands."""
         leader = ""
         if alive:
             leader = f"; ahead: {words(alive[0])}, {self.ratio(alive[0], self.best).median:.2f} x"
-        self.trials.say(f"turn {turn:>4}  {count} settings{leader}")
+        self.trials.say(f"turn {self.trials.turn:>4}  {count} settings{leader}")
 
     def _together(self, singles: Sequence[Option], order: Sequence[Choice]) -> list[Choice]:
         """Return what to race next: the best change alone, and the best ones of all knobs together."""
