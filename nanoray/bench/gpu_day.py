@@ -5,6 +5,7 @@
 It needs Python 3.10, torch 2.11 or newer, this tree, and the packages that gpu_bundle.py collects.
 Of those it takes from build/gpu-day what this Python cannot import.
 
+    search for gpt2-124m         the fastest settings, and their MFU              bench tune
     features                     each kernel and number format                    tests/gpu/features.py
     ladder of gpt2-124m          what each change gains a step                    bench gpu
     seconds to 1.47              nanoGPT's baby GPT to that validation loss       bench gpu
@@ -86,7 +87,11 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
     folder = str(ROOT / TESTS)
     tests = ("pytest", "-q", "-p", "no:cacheprovider", f"--confcutdir={folder}", folder)
     gpt2, char = "gpt2-124m", "shakespeare-char"
+    # On a CPU, to try it out, the smallest subject
+    tuned = ("encoder", "--quick", "--workers", "1") if device == "cpu" else (gpt2, "--compile")
+    tune = ("nanoray.bench", "tune", "--most", "0", "--device", device, "--subjects", *tuned)
     return [
+        DayPart(f"search for {gpt2}", tune, 150, "tune", True),
         DayPart("features", features, 100, "gpu-features", True),
         DayPart(f"ladder of {gpt2}", ladder(gpt2, rungs), 190, "gpu-gpt2", True),
         DayPart("seconds to 1.47", ladder(char, "baby"), 110, "gpu-baby", True),

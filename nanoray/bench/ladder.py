@@ -36,8 +36,6 @@ TOKENS = "tokens"
 MEMORY = "memory"
 LOSS = "loss"
 PRODUCTS = "products"
-# Relative, to that of the base
-SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "bf16": 2e-2, "fp8": 5e-2}
 
 
 @dataclass
@@ -124,6 +122,8 @@ class Ladder:
         It is wrong where it is not the base's, but for the rungs `not_same`, of another model or
         batch. With dropout nothing is compared: other kernels draw other masks.
         """
+        from nanoray.train.arm import same_loss
+
         of_base = self.losses(base)
         for rung, config in self.configs.items():
             found = self.losses(rung)
@@ -133,7 +133,7 @@ class Ladder:
             step = max(common)
             wrong = None
             if rung not in not_same and not config.dropout:
-                tolerance = SAME_LOSS[config.precision.partition(":")[0]]
+                tolerance = same_loss(config.precision)
                 wrong = int(not math.isclose(found[step], of_base[step], rel_tol=tolerance))
             self.report.add(self.arm(rung), LOSS, "", found[step], f"of step {step}", wrong=wrong)
 

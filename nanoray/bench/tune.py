@@ -7,9 +7,10 @@
     equal     50 steps of SGD with the present setting and with the one that was found: their losses
     predicted how well the formulas' order agrees with the measured one, as Spearman's rank correlation
 
-Subjects are recipes, and two models of a script: a ResNet, and torch's TransformerEncoder. Dropout
-is off, since otherwise the micro batch stays. Compiling is left out of search and grid, but for
---compile: each combination would compile for half a minute.
+Subjects are recipes, and two models of a script: a ResNet, and torch's TransformerEncoder. Of
+recipes for CPUs dropout is off, since otherwise the micro batch stays. gpt2-124m, on random tokens,
+needs a GPU. Compiling is left out of search and grid, but for --compile: on a CPU each combination
+would compile for half a minute.
 """
 
 from __future__ import annotations
@@ -26,23 +27,26 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, with_values
-from nanoray.bench.harness.plan import add_data_flags, chosen, data_flags
+from nanoray.bench.harness.plan import add_data_flags, chosen, data_flags, rotated
 from nanoray.bench.harness.processes import scratch_folder
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
 from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
+from nanoray.bench.ladder import random_tokens
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import load_config
 from nanoray.config.load import make_config
 from nanoray.data.dataset import own_data
 from nanoray.data.prepare import prepare
+from nanoray.host.gpus import discover_gpus
 from nanoray.start.folder import open_run
 
 if TYPE_CHECKING:
     from nanoray.mesh.mesh import Mesh
     from nanoray.own.run import Run
     from nanoray.tune.search import Search
-    from nanoray.tune.space import Choice, Here
+    from nanoray.tune.space import Choice, TunedRun
+    from nanoray.tune.trials import Trials
 
 PRESENT = "as it is"
 TUNED = "tuned"
@@ -52,19 +56,23 @@ SECONDS = "seconds"
 TRIED = "settings"
 LOSS = "loss"
 ORDER = "order"
+MFU = "MFU"
 EQUAL_STEPS = 50
 EQUAL = 2e-5  # between losses, relative
 FINALISTS = 8  # of the grid, that get more turns
 GRID_TURNS = 5
 LONGEST_S = 1.0  # of steps in a block of the fastest ones
+GPT2 = "gpt2-124m"
+GPT2_TOKENS = 50257  # its vocabulary matters for speed, its text does not: random tokens do
+ON_CPU = {"precision": "fp32", "dropout": 0.0}
 RECIPES: dict[str, Record] = {
-    "shakespeare-cpu": {},
-    "shakespeare-char": {"global_batch_size": 4},
-    "moe-tiny": {},
+    "shakespeare-cpu": ON_CPU,
+    "shakespeare-char": ON_CPU | {"global_batch_size": 4},
+    "moe-tiny": ON_CPU,
+    GPT2: {"tokenizer": "auto", "global_batch_size": 96, "micro_batch_size": 12},
 }
 SCRIPTS = ("resnet", "encoder")
 SUBJECTS = (*RECIPES, *SCRIPTS)
-OF_ALL = {"precision": "fp32", "dropout": 0.0, "device": "cpu", "tensorboard": False}
 
 
 # The models of scripts.
@@ -165,7 +173,9 @@ class TuneBenchmark(Benchmark):
         which = f"which of {', '.join(SUBJECTS)} [all]"
         parser.add_argument("--subjects", default="all", metavar="A,B", help=which)
         parser.add_argument("--compile", action="store_true", help="try compiling, too")
-        most = "settings of a grid; larger ones are cut, evenly [%(default)s]"
+        budget = "seconds of a search [%(default)g]"
+        parser.add_argument("--budget_s", type=float, default=600.0, help=budget)
+        most = "settings of a grid, of which larger ones are cut, evenly; 0: no grid [%(default)s]"
         parser.add_argument("--most", type=int, default=400, help=most)
         add_data_flags(parser)
 
@@ -173,6 +183,10 @@ class TuneBenchmark(Benchmark):
         """Search, walk the grid, and compare, for each subject."""
         subjects = chosen(args.subjects, SUBJECTS, "subject")
         where = where_from(args)
+        if GPT2 in subjects and not discover_gpus():
+            subjects = [subject for subject in subjects if subject != GPT2]
+            arm = _arm(GPT2, PRESENT)
+            report.add(arm, STEP, "ms", (), skipped="its search takes hours on a CPU")
         for subject in subjects:
             found: list[Record] = []
             with (
@@ -186,8 +200,8 @@ class TuneBenchmark(Benchmark):
                     "subject": subject,
                     "spec": spec.to_dict(),
                     "rounds": args.rounds,
-                    "most": 4 if args.quick else args.most,
-                    "budget_s": 5.0 if args.quick else 600.0,
+                    "most": min(args.most, 4) if args.quick else args.most,
+                    "budget_s": 5.0 if args.quick else args.budget_s,
                     "block_s": 0.05 if args.quick else LONGEST_S,
                     "leave": [] if args.compile else ["compile"],
                 }
@@ -205,7 +219,10 @@ def _open(subject: str, args: argparse.Namespace, folder: Path) -> RunSpec:
     """Open the run that is tuned; it is never trained."""
     started = time.time()
     if subject in RECIPES:
-        values = OF_ALL | data_flags(args) | RECIPES[subject] | {"out_dir": str(folder)}
+        values = {"tensorboard": False, "out_dir": str(folder)} | data_flags(args)
+        values |= RECIPES[subject]
+        if subject == GPT2:
+            values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
         config = load_config(preset=subject, overrides=values)
         return open_run(config, prepare(config), started)
     from nanoray.own.settings import DEFAULTS
@@ -227,6 +244,9 @@ def _add_rows(report: Report, subject: str, found: list[Record]) -> None:
         if event["what"] == "compared":
             for name, times in event["step_ms"].items():
                 report.add(_arm(subject, name), STEP, "ms", times, event["words"][name])
+                if event["flops"] and event["peak_flops"]:
+                    shares = [1e5 * event["flops"] / ms / event["peak_flops"] for ms in times]
+                    report.add(_arm(subject, name), MFU, "%", shares)
         else:
             arm = _arm(subject, event["what"])
             report.add(arm, TRIED, "", event["count"], event["words"])
@@ -273,7 +293,8 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     )
     given = frozenset({"global_batch_size"})
     subject = subject_of(spec, place, MAINS.get(order["subject"]), given)
-    here = here_of(spec, mesh, place, subject).here
+    facts = here_of(spec, mesh, place, subject)
+    here = facts.here
     expected = None
     if here.job is not None:
         expected = Expected(here.job, mesh.world_size, here.threads, measured_network(mesh))
@@ -303,18 +324,50 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
         }
     )
 
-    # The grid: one turn of everything, and more of what is fastest
-    grid = trials_in("grid")
+    three = {PRESENT: (), TUNED: tuned}
+    if order["most"]:
+        choices = _combinations(here, may, order["leave"], order["most"])
+        three[BEST] = _walk_grid(trials_in("grid"), choices, search, order["block_s"], emit)
+
+    # Side by side, in turns of their own
+    last = trials_in("compared")
+    last.reserve_s = -1e6
+    times: dict[str, list[float]] = {name: [] for name in three}
+    for turn in range(order["rounds"]):
+        last.next_turn()
+        for name in rotated(list(three), turn):
+            trial = last.measure(three[name], order["block_s"])
+            assert trial is not None, last.refused
+            times[name].append(1e3 * trial.step_s)
+    medians_ms = ", ".join(f"{name} {statistics.median(ms):.2f} ms" for name, ms in times.items())
+    emit(
+        {
+            "what": "compared",
+            "step_ms": times,
+            "flops": facts.flops,
+            "peak_flops": facts.peak_flops,
+            "words": {name: words(choice) for name, choice in three.items()},
+            "line": medians_ms,
+        }
+    )
+
+
+def _walk_grid(
+    grid: Trials, choices: list[Choice], search: Search, block_s: float, emit: Emit
+) -> Choice:
+    """Measure every combination once, and the fastest more often; return the best. (all ranks)"""
+    from nanoray.tune.space import words
+
     grid.reserve_s = -1e6  # as long as it takes
-    choices = _combinations(here, may, order["leave"], order["most"])
     grid.next_turn()
-    for choice in choices:
-        grid.measure(choice, order["block_s"] / 3)
-    fastest = sorted(grid.samples, key=lambda choice: grid.samples[choice][0].step_s)[:FINALISTS]
+    for choice in [(), *choices]:
+        grid.measure(choice, block_s / 3)
+    right = [choice for choice in grid.samples if choice not in grid.refused]
+    fastest = sorted(right, key=lambda choice: grid.samples[choice][0].step_s)[:FINALISTS]
     for _ in range(GRID_TURNS - 1):
         grid.next_turn()
         for choice in fastest:
-            grid.measure(choice, order["block_s"])
+            grid.measure(choice, block_s)
     medians = {
         choice: statistics.median(trial.step_s for trial in grid.samples[choice])
         for choice in fastest
@@ -330,31 +383,12 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
             "line": f"grid    {len(grid.samples)} settings, {grid.spent_s:.0f} s: {words(best)}",
         }
     )
-
-    # Side by side, in turns of their own
-    last = trials_in("compared")
-    last.reserve_s = -1e6
-    three = {PRESENT: (), TUNED: tuned, BEST: best}
-    times: dict[str, list[float]] = {name: [] for name in three}
-    for turn in range(order["rounds"]):
-        last.next_turn()
-        order_of_turn = list(three)[turn % 3 :] + list(three)[: turn % 3]
-        for name in order_of_turn:
-            trial = last.measure(three[name], order["block_s"])
-            assert trial is not None, last.refused
-            times[name].append(1e3 * trial.step_s)
-    medians_ms = ", ".join(f"{name} {statistics.median(ms):.2f} ms" for name, ms in times.items())
-    emit(
-        {
-            "what": "compared",
-            "step_ms": times,
-            "words": {name: words(choice) for name, choice in three.items()},
-            "line": medians_ms,
-        }
-    )
+    return best
 
 
-def _combinations(here: Here, may: tuple[str, ...], leave: list[str], most: int) -> list[Choice]:
+def _combinations(
+    here: TunedRun, may: tuple[str, ...], leave: list[str], most: int
+) -> list[Choice]:
     """Return every combination of what the search may change that can be trained, evenly cut."""
     from nanoray.errors import ConfigError
     from nanoray.tune.space import configured, options, with_settings
@@ -402,7 +436,7 @@ def _ranks(values: list[float]) -> list[float]:
     return [places.index(value) + (places.count(value) - 1) / 2 for value in values]
 
 
-def _losses_apart(mesh: Mesh, spec: RunSpec, subject: Any, here: Here, tuned: Choice) -> float:
+def _losses_apart(mesh: Mesh, spec: RunSpec, subject: Any, here: TunedRun, tuned: Choice) -> float:
     """Return how far the losses of 50 steps of SGD are apart, relative. (all ranks)"""
     from nanoray.train.arm import LoopArm
     from nanoray.tune.space import configured

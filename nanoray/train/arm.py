@@ -53,6 +53,9 @@ QUIET = {
     "upload": "",
     "resume": "none",
 }
+# How far the losses of two ways to train the same may be apart, relative: the order of sums differs
+SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "fp8": 5e-2}
+SAME_LOSS_16 = 2e-2  # of bf16 and fp16
 SETTLING = 2  # steps of a block that do not count: DDP regroups its buckets, kernels are chosen
 
 
@@ -155,6 +158,11 @@ class LoopArm:
         cp.release(self.engine.state.model)
         del self.engine, self._recipe
         free_memory(self._device)
+
+
+def same_loss(precision: str) -> float:
+    """Return how far losses in this precision may be apart, relative, for the same run."""
+    return SAME_LOSS.get(precision.partition(":")[0], SAME_LOSS_16)
 
 
 def free_memory(device: torch.device) -> None:

@@ -24,21 +24,21 @@ from nanoray.parallel.statistics import has_statistics
 from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
 from nanoray.train.hardware import hardware, this_device
 from nanoray.train.tasks import Task
-from nanoray.tune.space import Here
-from nanoray.tune.trials import Subject
+from nanoray.tune.space import TunedRun
+from nanoray.tune.trials import TuneSubject
 
 
 @dataclass(frozen=True)
 class Beginning:
     """What a search begins with."""
 
-    here: Here
+    here: TunedRun
     line: str  # for people
     flops: float | None  # of a step, by formula
     peak_flops: float | None  # of all ranks, a second
 
 
-def here_of(spec: RunSpec, mesh: Mesh, rendezvous: Rendezvous, subject: Subject) -> Beginning:
+def here_of(spec: RunSpec, mesh: Mesh, rendezvous: Rendezvous, subject: TuneSubject) -> Beginning:
     """Look at the model and the ranks of a run. (all ranks)"""
     precision, _ = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
     facts = subject.open(spec, _facts_of)
@@ -56,7 +56,7 @@ def here_of(spec: RunSpec, mesh: Mesh, rendezvous: Rendezvous, subject: Subject)
         flops = flops_per_token(shape) * batch.global_size * config.block_size
     device = this_device(mesh)
     peak = peak_flops(device, precision) if device else None
-    here = Here(
+    here = TunedRun(
         config,
         mesh.world_size,
         mesh.device.type,

@@ -17,7 +17,7 @@ from nanoray.config.spellings import join
 from nanoray.tools.report.html import render
 from nanoray.tune.may import MAY
 from nanoray.tune.search import Ratio, Search
-from nanoray.tune.space import Choice, as_written, left_out, words
+from nanoray.tune.space import Choice, as_written, changes_of, left_out, words
 
 TABLE = "tune.json"
 TUNED = "tuned.yaml"
@@ -38,6 +38,7 @@ class ChoiceRow(NamedTuple):
     ratio: Ratio | None  # to the present setting: above 1 is faster
     peak_bytes: int
     mfu: float | None  # percent
+    changes: str  # in the result beyond rounding, words of --may
     note: str  # why it was not tried, or failed
 
 
@@ -60,13 +61,15 @@ def rows_of(search: Search, flops: float | None, peak_flops: float | None) -> li
                 search.ratio(choice, ()) if choice else None,
                 max(sample.peak_bytes for sample in samples),
                 mfu,
+                ", ".join(changes_of(search.here, choice)),
                 trials.refused.get(choice, ""),
             )
         )
-    rows.sort(key=lambda row: -(row.ratio.median if row.ratio else 1.0))
+    # A choice with a wrong loss was measured, too, and is none of the fast ones.
+    rows.sort(key=lambda row: (row.note != "", -(row.ratio.median if row.ratio else 1.0)))
     untried = [choice for choice in trials.refused if choice not in trials.samples]
     for choice in untried:
-        rows.append(ChoiceRow(words(choice), None, None, None, 0, None, trials.refused[choice]))
+        rows.append(ChoiceRow(words(choice), None, None, None, 0, None, "", trials.refused[choice]))
     return rows
 
 
@@ -100,20 +103,20 @@ def cells_of(row: ChoiceRow) -> Cells:
         f"{row.predicted_ms:.3g}" if row.predicted_ms else "",
         f"{row.peak_bytes / MIB:,.0f}",
         f"{row.mfu:.1f}" if row.mfu else "",
-        row.differs,
+        f"{row.differs} (changes {row.changes})" if row.changes else row.differs,
     )
 
 
 def table_lines(rows: Sequence[ChoiceRow]) -> list[str]:
     """Return the measured rows as text, the fastest first, and how many were not trained."""
-    measured = [row for row in rows if row.step_ms is not None]
+    measured = [row for row in rows if not row.note]
     shown = measured[:SHOWN]
     shown += [row for row in measured[SHOWN:] if row.ratio is None]  # the present setting
     lines = aligned([TITLES, *map(cells_of, shown)], right=range(6))
     hidden = len(measured) - len(shown)
     untried = len(rows) - len(measured)
     if hidden or untried:
-        lines.append(f"and {hidden} slower ones; {untried} were not trained: {TABLE} says why")
+        lines.append(f"and {hidden} slower ones; {untried} were left out: {TABLE} says why")
     return lines
 
 
@@ -122,9 +125,11 @@ def closing_lines(search: Search, rows: Sequence[ChoiceRow], may: Sequence[str])
     lines = table_lines(rows)
     verdict = search.verdict
     if search.best:
+        changed = changes_of(search.here, search.best)
+        result = f"; it changes {', '.join(changed)}" if changed else ""
         lines.append(
             f"tuned  {words(search.best)}: {verdict.median:.2f} x the present setting "
-            f"({verdict.low:.2f} to {verdict.high:.2f}, {verdict.turns} turns)"
+            f"({verdict.low:.2f} to {verdict.high:.2f}, {verdict.turns} turns){result}"
         )
     else:
         found = ""
@@ -156,7 +161,7 @@ def tuned_values(config: Config, name: str, choice: Choice, place: str) -> dict[
 
 def page_of(search: Search, rows: Sequence[ChoiceRow], place: str, lines: Sequence[str]) -> str:
     """Return the page of a search, as HTML."""
-    measured = [row for row in rows if row.step_ms is not None]
+    measured = [row for row in rows if not row.note]
     ratios = [row.ratio.median if row.ratio else 1.0 for row in measured]
     tuned = words(search.best)
     shown = [
@@ -172,7 +177,7 @@ def page_of(search: Search, rows: Sequence[ChoiceRow], place: str, lines: Sequen
         found=found,
         place=place,
         measured=shown,
-        untried=[row._asdict() for row in rows if row.step_ms is None],
+        untried=[row._asdict() for row in rows if row.note],
         lines=lines,
     )
 

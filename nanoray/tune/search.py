@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from nanoray.errors import ConfigError
 from nanoray.tune.expect import Expected
-from nanoray.tune.space import Choice, Here, Option, configured, options, with_settings, words
+from nanoray.tune.space import Choice, Option, TunedRun, configured, options, with_settings, words
 from nanoray.tune.trials import STOPPED, SearchEnded, Trials
 
 FIRST_S = 0.3  # of steps in the first block of a choice
@@ -73,7 +73,7 @@ class Search:
     """A search from the present setting. All ranks run the same one."""
 
     trials: Trials
-    here: Here
+    here: TunedRun
     may: Sequence[str]
     memory_bytes: int  # that a rank may take
     expected: Expected | None = None
@@ -116,7 +116,11 @@ class Search:
 
     def _leading(self) -> Choice:
         """Return the choice that is ahead now, of those that were measured more than once."""
-        found = [choice for choice in self.trials.samples if self.ratio(choice, ()).turns > 1]
+        found = [
+            choice
+            for choice in self.trials.samples
+            if self.ratio(choice, ()).turns > 1 and choice not in self.trials.refused
+        ]
         return max(found, key=lambda choice: self.ratio(choice, ()).median, default=self.best)
 
     def _climb(self) -> None:

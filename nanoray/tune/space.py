@@ -32,7 +32,7 @@ CHUNKS = (256, 1024, 4096)
 
 
 @dataclass(frozen=True)
-class Here:
+class TunedRun:
     """What is tuned, and where."""
 
     config: Config  # as it would train now, with what the devices decide
@@ -74,9 +74,9 @@ class Knob:
     """One thing that can be set otherwise."""
 
     name: str
-    offers: Callable[[Here], Iterable[Settings]]
+    offers: Callable[[TunedRun], Iterable[Settings]]
     # What it changes in the result beyond rounding, a word of MAY; "" for nothing
-    changes: Callable[[Here], str] = lambda here: ""
+    changes: Callable[[TunedRun], str] = lambda here: ""
 
 
 def choice_of(settings: Settings) -> Choice:
@@ -109,7 +109,7 @@ def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def configured(here: Here, choice: Choice) -> Config:
+def configured(here: TunedRun, choice: Choice) -> Config:
     """Return the configuration of a choice. Raises ConfigError for one that cannot be trained."""
     config = make_config(here.config.model_dump() | split(dict(choice)))
     problem = first(config, device=here.device, precision=config.precision, ranks=here.ranks)
@@ -121,7 +121,7 @@ def configured(here: Here, choice: Choice) -> Config:
     return config
 
 
-def with_settings(here: Here, choice: Choice, more: Choice) -> Choice:
+def with_settings(here: TunedRun, choice: Choice, more: Choice) -> Choice:
     """Return a choice with more settings in the place of its own; what is so already is left out."""
     merged = dict(choice) | dict(more)
     kept = {key: value for key, value in merged.items() if not _is_now(here, key, value)}
@@ -131,7 +131,7 @@ def with_settings(here: Here, choice: Choice, more: Choice) -> Choice:
 # ---- the knobs -----------------------------------------------------------------------------------
 
 
-def _micro_batches(here: Here) -> Iterable[Settings]:
+def _micro_batches(here: TunedRun) -> Iterable[Settings]:
     """Offer each size that divides a rank's share of a step; accumulation follows from it."""
     if here.in_batches or here.batch_loss:
         return
@@ -150,23 +150,23 @@ def micro_batch(global_size: int, micro: int) -> Settings:
     }
 
 
-def _micro_changes(here: Here) -> str:
+def _micro_changes(here: TunedRun) -> str:
     if here.has_norms:
         return NORMS
     return MASKS if here.config.dropout or here.draws else ""
 
 
-def _attention(here: Here) -> Iterable[Settings]:
+def _attention(here: TunedRun) -> Iterable[Settings]:
     if here.config.model == "gpt":
         for kernel in ("flash", "plain", "cudnn"):
             yield {"attention": kernel}
 
 
-def _masks(here: Here) -> str:
+def _masks(here: TunedRun) -> str:
     return MASKS if here.config.dropout else ""
 
 
-def _loss_chunks(here: Here) -> Iterable[Settings]:
+def _loss_chunks(here: TunedRun) -> Iterable[Settings]:
     if here.config.model != "gpt":
         return
     batch = resolve_batch(here.config, here.layout.dp)
@@ -176,7 +176,7 @@ def _loss_chunks(here: Here) -> Iterable[Settings]:
             yield {"loss_chunk": size}
 
 
-def _compile(here: Here) -> Iterable[Settings]:
+def _compile(here: TunedRun) -> Iterable[Settings]:
     yield {"compile": False}
     if cannot_compile(here.device) is None:
         yield {"compile": True}
@@ -184,13 +184,13 @@ def _compile(here: Here) -> Iterable[Settings]:
             yield {"compile": "cuda_graphs"}
 
 
-def _checkpointing(here: Here) -> Iterable[Settings]:
+def _checkpointing(here: TunedRun) -> Iterable[Settings]:
     if here.config.model == "gpt":
         for what in ("none", "selective", "block"):
             yield {"activation_checkpointing": what}
 
 
-def _threads(here: Here) -> Iterable[Settings]:
+def _threads(here: TunedRun) -> Iterable[Settings]:
     if here.device != "cpu":
         return
     threads = 1
@@ -200,7 +200,7 @@ def _threads(here: Here) -> Iterable[Settings]:
     yield {"cpus_per_worker": float(here.cores)}
 
 
-def _modes(here: Here) -> Iterable[Settings]:
+def _modes(here: TunedRun) -> Iterable[Settings]:
     if here.data_ranks > 1:
         for mode in ("ddp", "ddp_by_hand", "zero1", "zero2"):
             yield {"dp_mode": mode, "fsdp_reshard": "full"}
@@ -208,7 +208,7 @@ def _modes(here: Here) -> Iterable[Settings]:
         yield {"dp_mode": "fsdp", "fsdp_reshard": "grad_op"}
 
 
-def _buckets(here: Here) -> Iterable[Settings]:
+def _buckets(here: TunedRun) -> Iterable[Settings]:
     if here.data_ranks == 1:
         return
     for size in BUCKETS_MB:
@@ -218,13 +218,13 @@ def _buckets(here: Here) -> Iterable[Settings]:
             return
 
 
-def _all_reduces(here: Here) -> Iterable[Settings]:
+def _all_reduces(here: TunedRun) -> Iterable[Settings]:
     if here.data_ranks > 1:
         for algorithm in ("backend", "ring", "double_tree", "halving_doubling"):
             yield {"allreduce": algorithm}
 
 
-def _layouts(here: Here) -> Iterable[Settings]:
+def _layouts(here: TunedRun) -> Iterable[Settings]:
     """Offer each way to divide the ranks for which every parallelism has a size."""
     if here.job is None or here.ranks == 1:
         return
@@ -236,31 +236,31 @@ def _layouts(here: Here) -> Iterable[Settings]:
         yield {**sizes, "dp_mode": here.job.mode(layout)}
 
 
-def _replicas(here: Here) -> Iterable[Settings]:
+def _replicas(here: TunedRun) -> Iterable[Settings]:
     if here.config.dp_mode in SHARDS_STATE:
         for groups in divisors(here.layout.dp)[:-1]:
             yield {"replicas": groups}
 
 
-def _of_pipelines(here: Here) -> Iterable[Settings]:
+def _of_pipelines(here: TunedRun) -> Iterable[Settings]:
     if here.config.pp > 1:
         for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble"):
             yield {"pp_schedule": schedule}
 
 
-def _of_contexts(here: Here) -> Iterable[Settings]:
+def _of_contexts(here: TunedRun) -> Iterable[Settings]:
     if here.config.cp > 1:
         for how in ("ring", "all_gather"):
             yield {"cp_attention": how}
 
 
-def _of_tensors(here: Here) -> Iterable[Settings]:
+def _of_tensors(here: TunedRun) -> Iterable[Settings]:
     if here.config.tp > 1:
         for cut in (False, True):
             yield {"sequence_parallel": cut}
 
 
-def _precisions(here: Here) -> Iterable[Settings]:
+def _precisions(here: TunedRun) -> Iterable[Settings]:
     formats: tuple[str, ...] = ("fp32", "bf16")
     if here.device == "cuda":
         formats = ("fp32", "tf32", "bf16", "fp16", "fp8")
@@ -268,7 +268,7 @@ def _precisions(here: Here) -> Iterable[Settings]:
         yield {"precision": form}
 
 
-def _compressions(here: Here) -> Iterable[Settings]:
+def _compressions(here: TunedRun) -> Iterable[Settings]:
     if here.data_ranks > 1:
         for kind in ("none", "bf16", "fp16", "int8", "powersgd"):
             yield {"grad_compress": kind}
@@ -294,7 +294,7 @@ KNOBS = (
 )
 
 
-def options(here: Here, may: Iterable[str], leave: Collection[str] = ()) -> list[Option]:
+def options(here: TunedRun, may: Iterable[str], leave: Collection[str] = ()) -> list[Option]:
     """Return each setting that a search may try beside the present ones, of all knobs but `leave`."""
     allowed = {"", *may}
     found = []
@@ -308,7 +308,18 @@ def options(here: Here, may: Iterable[str], leave: Collection[str] = ()) -> list
     return list(dict.fromkeys(found))
 
 
-def left_out(here: Here, may: Iterable[str]) -> dict[str, list[str]]:
+def changes_of(here: TunedRun, choice: Choice) -> list[str]:
+    """Return what a choice changes in the result beyond rounding, as words of MAY."""
+    keys = {key for key, _ in choice}
+    found = []
+    for knob in KNOBS:
+        word = knob.changes(here)
+        if word and any(keys & settings.keys() for settings in knob.offers(here)):
+            found.append(word)
+    return list(dict.fromkeys(found))
+
+
+def left_out(here: TunedRun, may: Iterable[str]) -> dict[str, list[str]]:
     """Return the knobs that are left out because of what they would change, by its word of MAY."""
     reasons: dict[str, list[str]] = {}
     for knob in KNOBS:
@@ -319,7 +330,7 @@ def left_out(here: Here, may: Iterable[str]) -> dict[str, list[str]]:
     return reasons
 
 
-def _is_now(here: Here, key: str, value: Any) -> bool:
+def _is_now(here: TunedRun, key: str, value: Any) -> bool:
     """Return whether a key has this value now, or one that means the same."""
     if key in BATCH:
         return False  # a micro batch is written with all of them

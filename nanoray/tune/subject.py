@@ -13,7 +13,7 @@ from nanoray.errors import ConfigError
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.own.run import DryRunEnded, Run
 from nanoray.train.tasks import Task, task_of
-from nanoray.tune.trials import Subject, T
+from nanoray.tune.trials import T, TuneSubject
 
 
 class Configured:
@@ -51,6 +51,6 @@ def subject_of(
     rendezvous: Rendezvous,
     main: Callable[[Run], Any] | None,
     given: frozenset[str],
-) -> Subject:
+) -> TuneSubject:
     """Return what is tuned in a run."""
     return Scripted(main, given, rendezvous) if main else Configured()

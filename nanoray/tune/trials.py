@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -24,10 +25,10 @@ from nanoray.errors import NanorayError, OutOfMemory
 from nanoray.faults.cause import is_collective_error, is_out_of_memory
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Order
-from nanoray.train.arm import BlockCost, LoopArm, free_memory
+from nanoray.train.arm import BlockCost, LoopArm, free_memory, same_loss
 from nanoray.train.out_of_memory import describe
 from nanoray.train.tasks import Task
-from nanoray.tune.space import Choice, Here, configured, words
+from nanoray.tune.space import Choice, TunedRun, changes_of, configured, words
 
 log = logging.getLogger("nanoray.rank")
 T = TypeVar("T")
@@ -54,7 +55,7 @@ class SearchEnded(Exception):
     """The budget is spent, or a rank shall stop. Raised on all ranks at the same place."""
 
 
-class Subject(Protocol):
+class TuneSubject(Protocol):
     """What is tuned: it hands the model and the data of a run to those who train."""
 
     def open(self, spec: RunSpec, use: Callable[[Task], T]) -> T:
@@ -67,8 +68,8 @@ class Trials:
 
     spec: RunSpec
     mesh: Mesh
-    subject: Subject
-    here: Here
+    subject: TuneSubject
+    here: TunedRun
     budget_s: float  # from now on
     wanted: Callable[[], Order]
     say: Callable[[str], None]
@@ -118,7 +119,7 @@ class Trials:
         known = self.known.get((choice, self.turn))
         if known is not None:
             self._add(choice, known)
-            return known
+            return self._right(choice, known)
         if choice in self.known_refused:
             self.refused.setdefault(choice, self.known_refused[choice])
         if choice in self.refused:
@@ -143,7 +144,23 @@ class Trials:
             return None
         self._add(choice, sample)
         self._keep({"choice": choice, **sample._asdict()})
-        return sample
+        return self._right(choice, sample)
+
+    def _right(self, choice: Choice, trial: Trial) -> Trial | None:
+        """Return a trial whose loss is that of the present setting; refuse the choice otherwise.
+
+        A choice that computes something else must not be recommended, however fast it is. What may
+        change the result is not compared.
+        """
+        present = self.samples[()][0].loss if () in self.samples else trial.loss
+        tolerance = same_loss(self.here.config.precision)
+        is_same = math.isclose(trial.loss, present, rel_tol=tolerance)
+        if is_same or changes_of(self.here, choice):
+            return trial
+        self.refuse(
+            choice, f"its loss is {trial.loss:.6g}, and that of the present setting {present:.6g}"
+        )
+        return None
 
     def _run_block(self, choice: Choice, config: Config, block_s: float) -> Trial:
         """Train a block of a choice on the ranks of this run. (all ranks)"""

@@ -196,7 +196,7 @@ def test_what_no_time_is_left_for_is_skipped_by_name(
     [
         ([], "torch", 2, "has no torch; name another one: make bench-gpu GPU_PYTHON="),
         (["--device", "cuda"], "", 1, "shows no GPU here; ARGS="),
-        (["--parts", "gpt2"], "", 2, "unknown part gpt2; known: features, ladder of gpt2-124m"),
+        (["--parts", "gpt2"], "", 2, "unknown part gpt2; known: search for gpt2-124m, features"),
     ],
 )
 def test_what_cannot_run_is_said_in_one_line(

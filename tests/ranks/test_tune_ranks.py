@@ -118,7 +118,7 @@ def test_a_search_ends_with_a_recipe_and_goes_on_where_it_was(text: Path, tmp_pa
     assert "tuned  " in done.stdout
     search, table = only_search(tmp_path)
     assert table["rows"][0]["step_ms"] > 0
-    tuned = load_config(search / "tuned.yaml")
+    tuned = load_config(str(search / "tuned.yaml"))
     assert tuned.name == "tiny"
     assert tuned.tuned_for.startswith("1 x ")
     first = (search / "tune.jsonl").read_text().splitlines()

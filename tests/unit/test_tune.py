@@ -39,7 +39,7 @@ from nanoray.tune.search import Search
 from nanoray.tune.space import (
     KNOBS,
     Choice,
-    Here,
+    TunedRun,
     as_written,
     configured,
     left_out,
@@ -52,12 +52,12 @@ from nanoray.tune.trials import STOPPED, SearchEnded, Trial, Trials
 Cost = Callable[[dict[str, Any]], float]  # from the settings of a choice to seconds a step
 
 
-def here_of(ranks: int = 1, device: str = "cpu", threads: int = 2, **settings: Any) -> Here:
+def here_of(ranks: int = 1, device: str = "cpu", threads: int = 2, **settings: Any) -> TunedRun:
     values = {"precision": "fp32", "attention": "flash", "global_batch_size": 8} | settings
     config = load_config(preset="tiny", overrides=values)
     shape = ModelShape.of(config, 256)
     job = Job(shape, config, config.global_batch_size, "fp32", 8.0)
-    return Here(config, ranks, device, threads, threads, gradient_bytes=10**8, job=job)
+    return TunedRun(config, ranks, device, threads, threads, gradient_bytes=10**8, job=job)
 
 
 @dataclass
@@ -68,7 +68,9 @@ class Machine(Trials):
     noise: float = 0.0
     blocks: int = 10**9  # after which the budget is spent
     stops: bool = False
+    loss_of: Cost = lambda settings: 4.0
     measured: list[Choice] = field(default_factory=list)
+    random: random.Random = field(default_factory=random.Random)
 
     def _require_time(self) -> None:
         if len(self.measured) >= self.blocks:
@@ -77,22 +79,22 @@ class Machine(Trials):
     def _run_block(self, choice: Choice, config: Config, block_s: float) -> Trial:
         self.measured.append(choice)
         step_s = self.cost(dict(choice)) * self.random.uniform(1 - self.noise, 1 + self.noise)
-        return Trial(self.turn, step_s, 1 << 20, 4.0, block_s, 3)
+        return Trial(self.turn, step_s, 1 << 20, self.loss_of(dict(choice)), block_s, 3)
 
 
-def machine(here: Here, folder: Path, seed: int = 0, **how: Any) -> Machine:
+def machine(here: TunedRun, folder: Path, seed: int = 0, **how: Any) -> Machine:
     mesh = Mesh(0, 1, 0, torch.device("cpu"), "none", "a test")
     spec: Any = SimpleNamespace(folder=folder)
     subject: Any = None
     trials = Machine(
         spec, mesh, subject, here, 300.0, lambda: Order.GO_ON, lambda line: None, **how
     )
-    trials.random = random.Random(seed)  # type: ignore[attr-defined]
+    trials.random.seed(seed)
     return trials
 
 
 def run(
-    tmp_path: Path, here: Here, cost: Cost, may: tuple[str, ...] = (), **how: Any
+    tmp_path: Path, here: TunedRun, cost: Cost, may: tuple[str, ...] = (), **how: Any
 ) -> tuple[Search, Machine]:
     trials = machine(here, tmp_path, cost=cost, **how)
     search = Search(trials, here, may, 1 << 40)
@@ -135,6 +137,36 @@ def test_what_does_not_go_together_is_refused_and_not_measured(tmp_path: Path) -
     search, trials = run(tmp_path, here_of(precision="bf16"), plain_wins, may=("precision",))
     assert not any(dict(choice).get("attention") == "cudnn" for choice in trials.samples)
     assert search.best
+
+
+def test_a_setting_with_another_loss_is_not_recommended(tmp_path: Path) -> None:
+    """A kernel that computes something else, and is twice as fast."""
+
+    def wrong(settings: dict[str, Any]) -> float:
+        return 0.5 if "loss_chunk" in settings else plain_wins(settings)
+
+    here = here_of(block_size=64)
+    trials = machine(here, tmp_path, cost=wrong)
+    trials.loss_of = lambda settings: 3.9 if "loss_chunk" in settings else 4.0
+    search = Search(trials, here, (), 1 << 40)
+    search.run()
+    assert "loss_chunk" not in dict(search.best)
+    assert search.best
+    rows = rows_of(search, None, None)
+    assert rows[0].note == ""
+    (row,) = [row for row in rows if row.differs == "loss_chunk 256"]
+    assert row.note == "its loss is 3.9, and that of the present setting 4"
+
+    # What may change the result is not compared.
+    (tmp_path / "b").mkdir()
+    other = machine(here, tmp_path / "b", cost=lambda settings: 0.5 if settings else 1.0)
+    other.loss_of = lambda settings: 3.0 if "precision" in settings else 4.0
+    leave = [name for name in KNOB_NAMES if name != "precision"]
+    search = Search(other, here, ("precision",), 1 << 40, leave=leave)
+    search.run()
+    assert dict(search.best) == {"precision": "bf16"}
+    lines = closing_lines(search, rows_of(search, None, None), ("precision",))
+    assert any("it changes precision" in line for line in lines)
 
 
 def test_a_setting_that_is_far_slower_leaves_after_one_turn(tmp_path: Path) -> None:
@@ -228,7 +260,7 @@ def test_the_calibrated_formula_predicts_the_present_step() -> None:
 # ---- what may be tried ---------------------------------------------------------------------------
 
 
-def knobs(here: Here, *may: str) -> set[str]:
+def knobs(here: TunedRun, *may: str) -> set[str]:
     return {option.knob for option in options(here, may)}
 
 
@@ -309,7 +341,7 @@ def test_tuned_yaml_is_a_recipe_that_any_command_takes(tmp_path: Path) -> None:
     place = "2 x a machine, torch 2"
     lines = closing_lines(search, rows, ())
     write_results(tmp_path, here.config, "mine", search, rows, place, lines)
-    loaded = load_config(tmp_path / "tuned.yaml")
+    loaded = load_config(str(tmp_path / "tuned.yaml"))
     assert (loaded.attention, loaded.micro_batch_size, loaded.lr) == ("plain", 4, 0.002)
     assert loaded.global_batch_size == 8
     assert loaded.name == "mine"
@@ -341,6 +373,7 @@ def test_the_table_has_the_fastest_first_and_says_why_others_were_not_trained(
     ratios = [row.ratio.median for row in measured if row.ratio]
     assert ratios == sorted(ratios, reverse=True)
     assert all(row.note for row in rows if row.step_ms is None)
+    assert measured[0].step_ms
     assert measured[0].mfu == pytest.approx(100 * 1e9 / (measured[0].step_ms / 1e3) / 1e12)
     lines = closing_lines(search, rows, ())
     assert any(line.startswith("tuned  ") and "attention plain" in line for line in lines)
