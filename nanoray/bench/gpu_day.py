@@ -91,13 +91,13 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
     tuned = ("encoder", "--quick", "--workers", "1") if device == "cpu" else (gpt2, "--compile")
     tune = ("nanoray.bench", "tune", "--most", "0", "--device", device, "--subjects", *tuned)
     return [
-        DayPart(f"search for {gpt2}", tune, 150, "tune", True),
-        DayPart("features", features, 100, "gpu-features", True),
-        DayPart(f"ladder of {gpt2}", ladder(gpt2, rungs), 190, "gpu-gpt2", True),
-        DayPart("seconds to 1.47", ladder(char, "baby"), 110, "gpu-baby", True),
-        DayPart(f"ladder of {char}", ladder(char, rungs), 50, "gpu-char", True),
-        DayPart("equivalence of two ranks", two_ranks, 60, "equivalence"),
-        DayPart(TESTS, tests, 60),
+        DayPart(f"search for {gpt2}", tune, 110, "tune", True),
+        DayPart("features", features, 80, "gpu-features", True),
+        DayPart(f"ladder of {gpt2}", ladder(gpt2, rungs), 150, "gpu-gpt2", True),
+        DayPart("seconds to 1.47", ladder(char, "baby"), 90, "gpu-baby", True),
+        DayPart(f"ladder of {char}", ladder(char, rungs), 40, "gpu-char", True),
+        DayPart("equivalence of two ranks", two_ranks, 50, "equivalence"),
+        DayPart(TESTS, tests, 50),
     ]
 
 
