@@ -76,9 +76,9 @@ class Tuning:
         trials = Trials(
             replace(spec, config=here.config), mesh, subject, here, self.budget_s, wanted, say
         )
-        trials.read(
-            [*files_of(spec.folder), *(files_of(Path(self.earlier)) if self.earlier else [])]
-        )
+        place = describe_place(mesh)
+        earlier = files_of(Path(self.earlier)) if self.earlier else []
+        trials.read([*files_of(spec.folder), *earlier], place)
         expected = None
         if here.job is not None:
             expected = Expected(here.job, mesh.world_size, here.threads, measured_network(mesh))
@@ -86,7 +86,6 @@ class Tuning:
         search.run()
 
         rows = rows_of(search, facts.flops, facts.peak_flops)
-        place = describe_place(mesh)
         lines = closing_lines(search, rows, self.may)
         if mesh.rank == 0:
             write_results(spec.folder, spec.config, self.label, search, rows, place, lines)

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from nanoray.base.atomic import append_line, read_json_lines
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
-from nanoray.errors import NanorayError, OutOfMemory
+from nanoray.config.settings import OF_ONE_COMMAND
+from nanoray.errors import ConfigError, NanorayError, OutOfMemory
 from nanoray.faults.cause import is_collective_error, is_out_of_memory
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Order
@@ -86,12 +87,32 @@ class Trials:
         # Until it is set to 0 the budget ends so much earlier
         self.reserve_s = min(MOST_RESERVED_S, RESERVED * self.budget_s)
 
-    def read(self, files: Iterable[Path]) -> None:
-        """Take over what earlier commands, or attempts, have measured. (all ranks)"""
+    def read(self, files: Iterable[Path], place: str) -> None:
+        """Take over what earlier commands, or attempts, have measured at this place. (all ranks)
+
+        Raises ConfigError for a search of another place or configuration.
+        """
         lines: list[dict[str, Any]] = []
         if self.mesh.rank == 0:
             lines = [line for path in files for line in read_json_lines(path)]
-        for line in self.mesh.broadcast(lines):
+        lines = self.mesh.broadcast(lines)
+        # As JSON has it: tuples become lists
+        own = json.loads(json.dumps({"place": place, "config": compared(self.here.config)}))
+        heads = [line for line in lines if "place" in line]
+        for head in heads:
+            others = [key for key in own["config"] if head["config"].get(key) != own["config"][key]]
+            if head["place"] != place:
+                others.insert(0, f"{head['place']}, and this is {place}")
+            if others:
+                raise ConfigError(
+                    f"the search to go on from was for another run: {', '.join(others)}; start a new one"
+                )
+        found = [line for line in lines if "choice" in line]
+        # A new folder has what an earlier one had, so that a third command can go on from it.
+        if self.mesh.rank == 0 and not own_file(self.spec.folder, 0).is_file():
+            for line in (own, *found):
+                self._keep(line)
+        for line in found:
             self._take(line)
 
     def _take(self, line: dict[str, Any]) -> None:
@@ -233,6 +254,14 @@ class Trials:
         """Append a line to the file of the search. (rank 0 only)"""
         if self.mesh.rank == 0:
             append_line(own_file(self.spec.folder, 0), json.dumps(line))
+
+
+def compared(config: Config) -> dict[str, Any]:
+    """Return the keys that decide what a search measures."""
+    values = config.model_dump()
+    for key in (*OF_ONE_COMMAND, "name", "tuned_for", "env", "ray_address"):
+        del values[key]
+    return values
 
 
 def own_file(folder: Path, rank: int) -> Path:

@@ -36,7 +36,7 @@ def test_a_killed_rank_costs_a_block(cluster: Cluster, recipe: Path, tmp_path: P
     assert after[: len(before)] == before
     assert len(after) > len(before)
     # No block was measured twice.
-    turns = [(str(line["choice"]), line.get("turn")) for line in map(json.loads, after)]
+    turns = [(str(line["choice"]), line.get("turn")) for line in map(json.loads, after[1:])]
     assert len(turns) == len(set(turns))
     assert "tuned  " in output
     assert no_actors_left(cluster)

@@ -131,6 +131,9 @@ def test_a_search_ends_with_a_recipe_and_goes_on_where_it_was(text: Path, tmp_pa
     _, more = only_search(again)
     assert more["spent_s"] > table["spent_s"]
     assert len(first) > 1
+    # The new folder has the old blocks, so a third command could go on from it.
+    (newest,) = again.glob("*_tune-*")
+    assert (newest / "tune.jsonl").read_text().splitlines()[: len(first)] == first
 
 
 FULL = """

@@ -199,7 +199,7 @@ def test_a_search_goes_on_from_its_file_without_measuring_again(tmp_path: Path) 
     whole, first = run(tmp_path, here_of(), plain_wins, noise=0.02)
     again = machine(here_of(), tmp_path / "again", cost=plain_wins)
     (tmp_path / "again").mkdir()
-    again.read([tmp_path / "tune.jsonl"])
+    again.read([tmp_path / "tune.jsonl"], "here")
     search = Search(again, here_of(), (), 1 << 40)
     search.run()
     assert again.measured == []
@@ -212,13 +212,25 @@ def test_a_search_that_was_cut_off_ends_as_an_uncut_one(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     _, cut = run(tmp_path / "a", here_of(), plain_wins, blocks=9, stops=True)
     rest = machine(here_of(), tmp_path / "a", cost=plain_wins)
-    rest.read([tmp_path / "a" / "tune.jsonl"])
+    rest.read([tmp_path / "a" / "tune.jsonl"], "here")
     search = Search(rest, here_of(), (), 1 << 40)
     search.run()
     assert dict(search.best).items() >= {"attention": "plain", "micro_batch_size": 4}.items()
     (tmp_path / "b").mkdir()
     _, whole = run(tmp_path / "b", here_of(), plain_wins)
     assert cut.measured + rest.measured == whole.measured
+
+
+def test_a_search_of_another_run_or_place_is_not_gone_on_from(tmp_path: Path) -> None:
+    first = machine(here_of(), tmp_path)
+    first.read([], "here")
+    file = tmp_path / "tune.jsonl"
+    (tmp_path / "b").mkdir()
+    with pytest.raises(ConfigError, match="for another run: here, and this is there; start a new"):
+        machine(here_of(), tmp_path / "b").read([file], "there")
+    with pytest.raises(ConfigError, match="for another run: lr; start a new one"):
+        machine(here_of(lr=0.5), tmp_path / "b").read([file], "here")
+    machine(here_of(name="other"), tmp_path / "b").read([file], "here")
 
 
 def test_formulas_leave_out_what_is_too_large(tmp_path: Path) -> None:
