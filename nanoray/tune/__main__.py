@@ -30,7 +30,7 @@ PAGE = Page(
                 ("--budget 5m", "when to stop: seconds, or with s, m or h [5m]"),
                 ("--may A,B", f"what else may change: {', '.join(MAY)} [nothing]"),
                 ("--leave A,B", f"what stays as it is, of {', '.join(KNOB_NAMES)}"),
-                ("--resume FOLDER", "go on with an earlier search"),
+                ("--resume auto|FOLDER", "go on with the newest search for this run, or with one"),
             ),
         ),
     ),
@@ -38,6 +38,7 @@ PAGE = Page(
     more="RECIPE is a preset or a YAML file. The flags of a run, such as --workers, are those of "
     "`python -m nanoray.launch`; --help all prints them.",
 )
+AUTO = "auto"  # of --resume: the newest search of this name, if it was for the same run
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -63,14 +64,17 @@ def _run(argv: list[str]) -> int:
     leave = knobs([word for word in args.leave.split(",") if word])
     loaded = parse_args([*recipe_of(flags, args.resume), *rest_of(flags)], prog, PAGE)
     label = loaded.config.name.removeprefix("tune-")
-    earlier = str(Path(args.resume).resolve()) if args.resume else ""
-    program = Tuning(label, budget_s, may, leave, earlier)
+    earlier = args.resume
+    if earlier == AUTO:
+        earlier = newest_search(Path(loaded.config.out_dir), label)
+    earlier = str(Path(earlier).resolve()) if earlier else ""
+    program = Tuning(label, budget_s, may, leave, earlier, if_same=args.resume == AUTO)
     return start(loaded, started, program)
 
 
 def recipe_of(flags: list[str], resume: str) -> list[str]:
     """Return the flags of the recipe that the first word names, or of the search that goes on."""
-    if resume:
+    if resume and resume != AUTO:
         folder = run_folder_of(resume)
         if folder is None or not (folder / "tune.jsonl").is_file():
             raise ConfigError(f"resume = {resume} is no folder of a search; give runs/..._tune-...")
@@ -80,6 +84,12 @@ def recipe_of(flags: list[str], resume: str) -> list[str]:
     if Path(flags[0]).suffix in (".yaml", ".yml", ".json"):
         return ["--config", flags[0]]
     return ["--preset", flags[0]]
+
+
+def newest_search(out_dir: Path, label: str) -> str:
+    """Return the folder of the newest search for runs of this name; "" without one."""
+    found = sorted(path.parent for path in out_dir.glob(f"*_tune-{label}*/tune.jsonl"))
+    return str(found[-1]) if found else ""
 
 
 def rest_of(flags: list[str]) -> list[str]:

@@ -29,6 +29,7 @@ class Tuning:
     may: tuple[str, ...] = ()
     leave: tuple[str, ...] = ()  # names of knobs (space.py)
     earlier: str = ""  # the folder of a search to go on from
+    if_same: bool = False  # only if that was for the same run, at the same place
     main: Callable[[Any], Any] | None = None  # of a script that brings its own model
     given: frozenset[str] = frozenset()  # keys that the script has set
 
@@ -78,7 +79,13 @@ class Tuning:
         )
         place = describe_place(mesh)
         earlier = files_of(Path(self.earlier)) if self.earlier else []
-        trials.read([*files_of(spec.folder), *earlier], place)
+        try:
+            trials.read([*files_of(spec.folder), *earlier], place)
+        except ConfigError as error:
+            if not self.if_same:
+                raise
+            say(f"resume  {error}: this is one")
+            trials.read(files_of(spec.folder), place)
         expected = None
         if here.job is not None:
             expected = Expected(here.job, mesh.world_size, here.threads, measured_network(mesh))

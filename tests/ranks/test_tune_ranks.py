@@ -131,8 +131,15 @@ def test_a_search_ends_with_a_recipe_and_goes_on_where_it_was(text: Path, tmp_pa
     _, more = only_search(again)
     assert more["spent_s"] > table["spent_s"]
     assert len(first) > 1
+    assert "resume  " not in done.stdout
+
+    # Another recipe finds that search by its name, and begins anew.
+    flags = [*flags_of(text, again), "--lr", "0.5", "--resume", "auto", "--budget", "1s"]
+    done = run("nanoray.tune", "tiny", *flags, env=NO_COMPILER)
+    assert done.returncode == 0, done.stderr
+    assert "was for another run: lr; start a new one: this is one" in done.stdout
     # The new folder has the old blocks, so a third command could go on from it.
-    (newest,) = again.glob("*_tune-*")
+    newest = min(again.glob("*_tune-*"))
     assert (newest / "tune.jsonl").read_text().splitlines()[: len(first)] == first
 
 

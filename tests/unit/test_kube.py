@@ -45,7 +45,7 @@ WITHOUT_RAY = [
     "torchrun",
     "torchrun-gpu",
 ]
-FOLDERS += [*WITHOUT_RAY, "nightly-bench"]
+FOLDERS += [*WITHOUT_RAY, "nightly-bench", "tune"]
 OPTIONS = ["storageclass", "monitoring", "object-storage"]  # components that no folder uses
 Object = dict[str, Any]
 

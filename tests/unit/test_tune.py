@@ -24,7 +24,7 @@ from nanoray.forecast.predict import OnTopology
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Order
 from nanoray.models.gpt import ModelShape
-from nanoray.tune.__main__ import recipe_of, seconds_of
+from nanoray.tune.__main__ import newest_search, recipe_of, seconds_of
 from nanoray.tune.command import checked
 from nanoray.tune.expect import Expected
 from nanoray.tune.may import KNOB_NAMES
@@ -413,5 +413,11 @@ def test_the_recipe_is_a_preset_a_file_or_an_earlier_search(tmp_path: Path) -> N
     assert recipe_of(["tiny", "--workers", "2"], "") == ["--preset", "tiny"]
     assert recipe_of(["my.yaml"], "") == ["--config", "my.yaml"]
     assert recipe_of(["--preset", "tiny"], "") == []
+    assert recipe_of(["tiny"], "auto") == ["--preset", "tiny"]
+    assert newest_search(tmp_path, "tiny") == ""
+    for day in ("1", "2"):
+        (tmp_path / f"2026-11-0{day}_tune-tiny").mkdir()
+        (tmp_path / f"2026-11-0{day}_tune-tiny" / "tune.jsonl").touch()
+    assert newest_search(tmp_path, "tiny") == str(tmp_path / "2026-11-02_tune-tiny")
     with pytest.raises(ConfigError, match="is no folder of a search"):
         recipe_of([], str(tmp_path))
