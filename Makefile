@@ -79,6 +79,7 @@ docs: setup
 	@$(PY) -m nanoray.cli > docs/flags.md
 	@$(PY) -m nanoray.errors > docs/errors.md
 	@$(PY) docs/api.py > docs/api.md
+	@$(PY) -m tests.harness.figures
 
 site: docs
 	@$(PY) docs/site/build.py

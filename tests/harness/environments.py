@@ -295,3 +295,13 @@ def table() -> str:
             outcome = f"{outcome}; {row.note}"
         lines.append(f"| {row.name} | {row.ranks} | {outcome} |")
     return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """Print the table."""
+    print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    main([])

@@ -1,7 +1,4 @@
-"""Odd machines, limits and variables: a run there has the losses of any other, or one line says why.
-
-`python -m tests.ranks.test_environments` writes the table of docs/environments.md.
-"""
+"""Odd machines, limits and variables: a run there has the losses of any other, or one line says why."""
 
 from __future__ import annotations
 
@@ -16,13 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.harness.commands import become, forkserver
-from tests.harness.environments import TABLE, Surroundings, table
+from tests.harness.environments import TABLE, Surroundings
 from tests.harness.ports import free_port
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "environments.md"
-ROOT = DOC.parents[1]
-BEGIN = "<!-- begin: python -m tests.ranks.test_environments -->"
-END = "<!-- end -->"
+ROOT = Path(__file__).resolve().parents[2]
 BY_NAME = {row.name: row for row in TABLE}
 PLAIN = Surroundings("plain")
 Losses = list[float]
@@ -137,16 +131,3 @@ def test_a_run_has_the_same_losses_there_or_is_refused_in_one_line(
     else:
         assert code == 0, said
         assert losses_of(out) == expected
-
-
-def test_the_page_shows_this_table() -> None:
-    _, _, rest = DOC.read_text("utf-8").partition(f"{BEGIN}\n")
-    shown, _, _ = rest.partition(f"\n{END}")
-    assert shown == table(), "python -m tests.ranks.test_environments"
-
-
-if __name__ == "__main__":
-    text = DOC.read_text("utf-8")
-    before, _, rest = text.partition(f"{BEGIN}\n")
-    _, _, after = rest.partition(f"\n{END}")
-    DOC.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", "utf-8")

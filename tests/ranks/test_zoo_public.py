@@ -1,7 +1,7 @@
 """Modules of the kinds that people train: in every mode and at any number of ranks as in plain torch.
 
 Each is trained to half of its steps, resumed to the end, and compared with one process.
-`python -m tests.ranks.test_zoo_public` writes the table of docs/own/modules.md, which shows what these
+`python -m tests.ranks.test_zoo_public` prints the table of docs/own/modules.md, which shows what these
 tests and those of the trial hold.
 """
 
@@ -30,9 +30,6 @@ from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.wrong_inputs import WRONG_DATA, WRONG_LOSSES, WRONG_MODELS
 from tests.harness.zoo_public import MODES, PUBLIC, Kind
 
-DOC = Path(__file__).resolve().parents[2] / "docs" / "own" / "modules.md"
-BEGIN = "<!-- begin: python -m tests.ranks.test_zoo_public -->"
-END = "<!-- end -->"
 CPU = torch.device("cpu")
 TOO_SMALL = "no element of this small model; use fewer ranks"
 BATCH = 12
@@ -209,14 +206,11 @@ def cell(kind: Kind, modes: tuple[str, ...]) -> str:
     return f"as plain torch; refused by {', '.join(refusing)}"
 
 
-def test_the_docs_show_this_table() -> None:
-    _, _, rest = DOC.read_text("utf-8").partition(f"{BEGIN}\n")
-    shown, _, _ = rest.partition(f"\n{END}")
-    assert shown == table(), "run python -m tests.ranks.test_zoo_public"
+def main(argv: list[str]) -> int:
+    """Print the table of the page."""
+    print(table())
+    return 0
 
 
 if __name__ == "__main__":
-    text = DOC.read_text("utf-8")
-    before, _, rest = text.partition(f"{BEGIN}\n")
-    _, _, after = rest.partition(f"\n{END}")
-    DOC.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", "utf-8")
+    main([])

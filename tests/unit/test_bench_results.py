@@ -11,7 +11,7 @@ import pytest
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.report import Report, to_json
 from nanoray.bench.registry import BENCHMARKS
-from tests.stress.control import ControlBenchmark
+from tests.harness.figures import benchmark_named
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 
@@ -24,10 +24,6 @@ def results() -> dict[str, str]:
         if isinstance(content, dict) and "bench" in content:
             found[path.name] = content["bench"]
     return found
-
-
-def benchmark_named(name: str) -> Benchmark:
-    return ControlBenchmark() if name == "control" else BENCHMARKS[name].load()
 
 
 @pytest.mark.parametrize(("name", "bench"), results().items())
