@@ -15,6 +15,9 @@ Figures are compared as they are printed: with as many decimals. A table stands 
 `<!-- begin: python -m MODULE ARGUMENTS -->` and `<!-- end -->`, and is what the module's `main`
 prints; this one prints the tables of a file (`recovery-cpu`), or some of them (`recovery-cpu 0 2`).
 
+A date or a number with a unit that was not measured has one of REASONS behind it, on the same line:
+`30 s<!-- setting -->`. It covers the numbers since the comment before it.
+
 `python -m tests.harness.figures` writes all of them anew; tests/unit/test_figures.py fails where a
 page and a file differ.
 """
@@ -25,6 +28,7 @@ import io
 import json
 import operator
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -54,6 +58,28 @@ STATISTICS = {
     "extremes": ("min", "max"),
     "middle": ("lower_quartile", "upper_quartile"),
 }
+# Why a number with a unit names no file
+REASONS = {
+    "setting": "a flag, a key, a manifest, a limit or the size of what was measured says so",
+    "arithmetic": "it follows from other numbers or from a formula; nothing was measured",
+    "tried": "the day on which something was tried, without a figure",
+}
+COMMENT = re.compile(r"<!-- (.+?) -->")
+IN_CODE = re.compile(r"`[^`\n]*`")
+UNITS = (
+    "%",
+    r"×(?! ?(?:\d|dp|cp|tp|pp|ep|ranks))",  # a ratio, not the sizes of axes and tables
+    "x(?= as )",
+    "times(?= as | less| more)",
+    r"(?:[nµum]?s|min|minutes?|seconds?|hours?)\b",
+    r"(?:[kKMGT]i?B|[KMG]bit|Gb)(?:/s)?\b",
+    r"(?:tok|tokens|steps?|[TG]FLOP)/s",
+)
+QUANTITY = re.compile(
+    rf"(?<![\w.,])(?<!\d-)\d[\d,]*(?:\.\d+)? ?(?:{'|'.join(UNITS)})"
+    r"|\d{4}-\d\d-\d\d"
+    r"|(?<=\| )\d[\d,]*\.\d+(?= [(|])"  # alone in a table's cell, or with its spread
+)
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
@@ -91,6 +117,8 @@ def rows_of(path: Path) -> dict[str, dict[str, Any]]:
     for row in content_of(path).get("rows", []):
         name = f"{row['arm']} {row['metric']}"
         found[name] = row | Measurement.from_dict(row).to_dict()
+        if row["values"]:
+            found[name]["mean"] = statistics.fmean(row["values"])
     return found
 
 
@@ -158,12 +186,12 @@ def values(name: str, place: str, results: Path = RESULTS) -> list[float | str]:
         return list(missed(path, place.removeprefix("missed ")))
     what, _, last = place.rpartition(", ")
     if last in STATISTICS:
-        statistics = STATISTICS[last]
+        wanted = STATISTICS[last]
     else:
-        what, statistics = place, ("median",)
+        what, wanted = place, ("median",)
     if "{" in what:
-        return [computed(path, what, statistic) for statistic in statistics]
-    return [value_at(path, what, statistic) for statistic in statistics]
+        return [computed(path, what, statistic) for statistic in wanted]
+    return [value_at(path, what, statistic) for statistic in wanted]
 
 
 def as_printed(value: float | str, like: str) -> str:
@@ -246,6 +274,24 @@ def problems(text: str, results: Path = RESULTS) -> list[str]:
     except UnknownPlace as error:
         found.append(str(error))
     return found
+
+
+def unmarked(text: str, results: Path = RESULTS) -> Iterator[re.Match[str]]:
+    """Return the numbers with a unit that have neither a marker nor a reason.
+
+    Not those in code, which are commands, settings and what a command printed, nor those of tables
+    that a command writes.
+    """
+    measured = {figure.start for figure in figures(text, results)}
+    readable = text
+    for pattern in (FENCE, BLOCK, IN_CODE, NOT_TEXT):
+        readable = blanked(readable, pattern)
+    for quantity in QUANTITY.finditer(readable):
+        line_end = text.find("\n", quantity.end())
+        comment = COMMENT.search(text, quantity.end(), line_end if line_end >= 0 else len(text))
+        has_reason = comment is not None and comment[1] in REASONS
+        if quantity.start() not in measured and not has_reason:
+            yield quantity
 
 
 def renewed(text: str) -> str:

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from tests.harness import figures
-from tests.harness.figures import MARKER, RESULTS, ROOT, pages, problems
+from tests.harness.figures import (
+    MARKER,
+    REASONS,
+    RESULTS,
+    ROOT,
+    line_of,
+    pages,
+    problems,
+    unmarked,
+)
 
 PAGES = {page.relative_to(ROOT).as_posix(): page for page in pages()}
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
@@ -59,6 +68,25 @@ def unsaid(missed: set[str], texts: list[str]) -> set[str]:
 
 def test_every_missed_target_is_said_on_a_page() -> None:
     assert unsaid(missed_targets(), list(TEXTS.values())) == set()
+
+
+# Written by `make docs` from the sources, whose numbers are settings; what the project is and was
+WITHOUT_FIGURES = {
+    "docs/metrics.md",
+    "docs/flags.md",
+    "docs/errors.md",
+    "docs/api.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in WITHOUT_FIGURES])
+def test_a_number_with_a_unit_names_its_file_or_says_why_not(name: str) -> None:
+    text = TEXTS[name]
+    found = [f"line {line_of(text, m.start())}: {m[0]}" for m in unmarked(text)]
+    assert found == [], f"a marker, or one of {', '.join(REASONS)}: tests/harness/figures.py"
 
 
 # --- planted mistakes ---
@@ -156,3 +184,35 @@ def test_a_marker_that_leads_nowhere_is_found(marker: str, problem: str, tmp_pat
     write_results(tmp_path)
     (found,) = problems(f"0.26 s<!-- {marker} -->", tmp_path)
     assert problem in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It takes 0.3 s.",
+        "measured on 2026-11-26",
+        "It takes 0.3 s<!-- r: spare standstill -->, at most 0.4 s.",
+        "It takes 0.3 s, at most\n0.4 s<!-- setting -->.",
+        "12,000 tokens/s, 5 % of it",
+        "1.4 × as fast",
+        "| first | 12.4 (11.6–13.8) |",
+        "-3 %, 12 MiB",
+    ],
+)
+def test_a_number_with_a_unit_and_without_a_source_is_found(text: str, tmp_path: Path) -> None:
+    write_results(tmp_path)
+    assert list(unmarked(text, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It takes 0.257 s<!-- r: spare standstill -->, at most 2 to 4 s<!-- setting -->.",
+        "`--timeout_s 5 s` on dp 2 × tp 2, 2 × 339, Ray 2.60",
+        "```\nfinished in 5.2 s\n```",
+        "| 0.26<!-- r: spare standstill --> | [3.0 s](page.md)<!-- arithmetic --> |",
+    ],
+)
+def test_a_number_with_a_source_or_a_reason_is_accepted(text: str, tmp_path: Path) -> None:
+    write_results(tmp_path)
+    assert not list(unmarked(text, tmp_path))
