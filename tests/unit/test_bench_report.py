@@ -23,6 +23,7 @@ from nanoray.bench.harness.launchers import LAUNCHERS, CpuTime, Moments, command
 from nanoray.bench.harness.plan import chosen, rotated
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, session_members
 from nanoray.bench.harness.report import (
+    DISTORTING,
     MIN_JUDGED,
     Measurement,
     Report,
@@ -370,6 +371,22 @@ def test_arms_inherit_no_ranks_and_no_cluster(monkeypatch: pytest.MonkeyPatch) -
     assert not {"RANK", "WORLD_SIZE", "RAY_ADDRESS", "TORCHELASTIC_RUN_ID"} & env.keys()
     assert env["RAY_AUTH_MODE"] == "token"
     assert len(env["RAY_AUTH_TOKEN"]) == 64
+
+
+def test_variables_that_change_times_are_recorded_and_kept_from_the_arms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in DISTORTING:
+        monkeypatch.delenv(name, raising=False)
+    report = Report("x", conditions("train", []))
+    assert report.conditions["variables"] == {}
+    assert any(line.split() == ["variables", "none"] for line in report.lines())
+
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    expected = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "2"}
+    assert conditions("train", [])["variables"] == expected
+    assert not arm_environment().keys() & set(DISTORTING)
 
 
 def test_the_gate_times_exactly_the_steps_it_was_asked_for(tmp_path: Path) -> None:

@@ -25,15 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.base.proc import cpu_seconds, stat_of
-from nanoray.bench.harness.report import Emit, Record
+from nanoray.bench.harness.report import DISTORTING, Emit, Record
 from nanoray.host.host import available_cpus
 from nanoray.host.slots import Slots
 
 TAIL_LINES = 12
 GRACE_S = 10.0  # between the request to end and the kill
 CLUSTER_START_S = 90.0
-# What a launcher sets for its ranks, or Ray for its clients, must not reach an arm from outside.
+# What a launcher sets for its ranks, or Ray for its clients, must not reach an arm from outside,
+# nor what changes its times.
 _NOT_INHERITED = (
+    *DISTORTING,
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",

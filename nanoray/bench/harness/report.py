@@ -29,6 +29,9 @@ Record = dict[str, Any]
 Emit = Callable[[Record], None]
 # What a column of wrong elements counts, where a benchmark does not count something else
 WRONG_ELEMENTS = "elements that differ from the exact result"
+# Variables that change what an arm measures. Without the files of compiled Python, which the first
+# one forbids, every process compiles torch again; the others choose threads and kernels.
+DISTORTING = ("PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY")
 # A target is judged and a finding drawn from this many rounds on; fewer only show a direction.
 MIN_JUDGED = 5
 
@@ -414,7 +417,7 @@ class Section(NamedTuple):
 def condition(value: Any) -> str:
     """Write a value of the conditions in one line."""
     if isinstance(value, dict):
-        return " · ".join(f"{key} {part}" for key, part in value.items())
+        return " · ".join(f"{key} {part}" for key, part in value.items()) or "none"
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
     return str(value)
@@ -490,6 +493,8 @@ def conditions(bench: str, argv: Sequence[str], command: str = "") -> Record:
             "features": " ".join(sorted(features)),
         },
         "gpus": [f"{d.name} {d.profile}".strip() for d in gpus],
+        # Of the shell; arms run without them
+        "variables": {name: os.environ[name] for name in DISTORTING if os.environ.get(name)},
         "load": {"before": load_average()},
     }
 
