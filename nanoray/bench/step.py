@@ -471,7 +471,7 @@ def add_targets(report: Report, presets: list[str]) -> None:
         against = PEER if ran and ran.values else EAGER  # nanoGPT, or what is nearest to it
 
         # The base must beat both peers, bf16 must beat the nearer one, and two ranks
-        # may cost 5 %.
+        # may cost a little.
         aims = (
             (BASE, EAGER, 1.05, ""),
             (BASE, PEER, plain, ""),

@@ -32,7 +32,7 @@ NOT_BEGUN = (0, "init", UNKNOWN, 0.0)  # the place of a rank of which nothing is
 
 
 class ProgressFile:
-    """A rank's position, in 32 bytes of a file that survive SIGKILL. A write takes under 1 µs."""
+    """A rank's position, in 32 bytes of a file that survive SIGKILL. A write goes to memory."""
 
     # Step, phase, the completed step from which this attempt started, monotonic seconds
     _FORMAT = struct.Struct("<qqqd")

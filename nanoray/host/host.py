@@ -134,9 +134,8 @@ def return_freed_memory() -> None:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step.
 
-    Otherwise it is returned and faulted in again. On CPU activations come from malloc; with two
-    threads a step of the CPU preset gets 6 to 10 % faster. C libraries without mallopt are left as
-    they are.
+    Otherwise it is returned and faulted in again. On CPU activations come from malloc, and
+    `bench step` has an arm with and without it. C libraries without mallopt are left as they are.
     """
     libc = ctypes.CDLL(None)
     if sys.platform == "linux" and hasattr(libc, "mallopt"):

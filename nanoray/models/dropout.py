@@ -70,7 +70,7 @@ def derive_seed(seed: int, *values: int) -> int:
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the generators that dropout draws from. It takes 2 µs; torch.manual_seed takes 250."""
+    """Seed the generators that dropout draws from. torch.manual_seed takes far longer."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)

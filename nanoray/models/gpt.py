@@ -115,7 +115,7 @@ class ModelShape:
     def logit_columns(self) -> int:
         """Columns that lm_head computes: padded, unless the padding is a large share of them.
 
-        (65 padded to 128 slows a CPU step by 3 %.)
+        (65 padded to 128 slows a step on a CPU.)
         """
         padding = self.padded_vocab - self.vocab_size
         if padding > self.vocab_size // 8:

@@ -50,7 +50,7 @@ FORMAT = struct.Struct(f"<ddq?{len(KEPT)}d3q")
 
 
 class Ledger:
-    """One process' seconds per account, in a mapped file. A change of phase takes about 2 µs."""
+    """One process' seconds per account, in a mapped file: a change of phase is a few writes."""
 
     def __init__(
         self,

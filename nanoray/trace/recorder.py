@@ -37,7 +37,7 @@ from nanoray.parallel.ddp import first_of
 
 # Of one window of `every=K`, in the middle of K, where steps are seldom logged, evaluated or saved
 WINDOW_STEPS = 2
-PROFILE_EVERY = 500  # steps at least between two profiled windows: reading one takes 20 ms
+PROFILE_EVERY = 500  # steps at least between two profiled windows: reading one takes a while
 NO_SYNC_EVERY = 100  # steps at least between two extra backward passes: under 1 % of the steps
 GLOO_LANES = 2  # threads of a gloo process group; each runs one collective at a time
 CLOCK_ROUNDS = 12

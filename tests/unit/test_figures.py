@@ -90,6 +90,31 @@ def test_a_number_with_a_unit_names_its_file_or_says_why_not(name: str) -> None:
     assert found == [], f"a marker, or one of {', '.join(REASONS)}: tests/harness/figures.py"
 
 
+# A time or a share that a comment claims to have been measured; no file and no test would hold it
+CLAIM = re.compile(
+    r"\b(took|takes|costs?|saves|faster|slower)\b[^.;\n]{0,40}?\b\d+(\.\d+)? ?(ms|µs|us|s|%|×)(?!\w)"
+    r"|\b\d+(\.\d+)? ?(%|×) (as )?(faster|slower|fast|slow)\b"
+)
+
+
+def claims(source: str) -> list[str]:
+    """Return the figures of measurements in a file of Python, as they stand in comments."""
+    prose = re.findall(r"#[^\n]*|\"\"\".*?\"\"\"", source, re.DOTALL | re.M)
+    lines = [line for text in prose for line in text.splitlines()]
+    return [line.strip() for line in lines if CLAIM.search(line)]
+
+
+def test_a_comment_has_no_measured_figure() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix(): lines
+        for path in sorted((ROOT / "nanoray").rglob("*.py"))
+        if (lines := claims(path.read_text(encoding="utf-8")))
+    }
+    assert found == {}, "a figure belongs on a page, behind a marker"
+    assert claims("# It takes 9 µs for a sample.\nx = 1  # 6 % faster\n") != []
+    assert claims("x = 5 * 2  # S3 takes parts of 5 MiB; it waits 20 s\n") == []
+
+
 def test_the_page_of_ages_has_every_file_with_what_it_measures() -> None:
     """Its counts are those of the day on which `make docs` wrote it."""
     subjects = {}
