@@ -50,7 +50,7 @@ MARKER = re.compile(r"<!-- ([\w-]+): (.+?) -->")
 BLOCK = re.compile(r"<!-- begin: python -m (.+?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
 FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 NOT_TEXT = re.compile(r"<!--.*?-->|\]\([^)\s]*\)")  # its digits are no figures
-FIGURE = re.compile(r"\d{4}-\d\d-\d\d|\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\bnone\b")
+FIGURE = re.compile(r"\d{4}-\d\d-\d\d|\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:e-\d+)?|\bnone\b")
 # What the last word of a marker asks for, in the order of the numbers before it
 STATISTICS = {
     "range": ("median", "min", "max"),
@@ -77,7 +77,7 @@ UNITS = (
 )
 QUANTITY = re.compile(
     rf"(?<![\w.,])(?<!\d-)\d[\d,]*(?:\.\d+)? ?(?:{'|'.join(UNITS)})"
-    r"|\d{4}-\d\d-\d\d"
+    r"|\d{4}-\d\d-\d\d|\d\.\de-\d\d"
     r"|(?<=\| )\d[\d,]*\.\d+(?= [(|])"  # alone in a table's cell, or with its spread
 )
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
@@ -200,7 +200,9 @@ def as_printed(value: float | str, like: str) -> str:
         return value
     if like == "none":
         return like if value == 0 else f"{value:g}"
-    decimals = len(like.partition(".")[2])
+    decimals = len(like.partition("e")[0].partition(".")[2])
+    if "e" in like:
+        return f"{value:.{decimals}e}"
     return f"{value:,.{decimals}f}" if "," in like else f"{value:.{decimals}f}"
 
 

@@ -149,7 +149,7 @@ TRUE = [
     "0.26 s<!-- r: spare standstill -->",
     "**0.26** s (0.247 to 0.277)<!-- r: spare standstill, range -->",
     "n = 3<!-- r: spare standstill, n -->, at most 0.277<!-- r: spare standstill, max -->",
-    "257 ms<!-- r: {spare standstill} * 1000 -->",
+    "257 ms<!-- r: {spare standstill} * 1000 -->, 2.57e-01<!-- r: spare standstill -->",
     "12.5 x<!-- r: {restart standstill} / {spare standstill} -->",
     "92 % less<!-- r: {restart standstill} - {spare standstill} / {restart standstill} * 100 -->",
     "on 2026-11-26<!-- r: date -->, load 1<!-- r: conditions.load.before -->",
@@ -229,7 +229,7 @@ def test_a_marker_that_leads_nowhere_is_found(marker: str, problem: str, tmp_pat
     "text",
     [
         "It takes 0.3 s.",
-        "measured on 2026-11-26",
+        "measured on 2026-11-26, 1.5e-08 apart",
         "It takes 0.3 s<!-- r: spare standstill -->, at most 0.4 s.",
         "It takes 0.3 s, at most\n0.4 s<!-- setting -->.",
         "12,000 tokens/s, 5 % of it",
