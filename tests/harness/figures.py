@@ -46,11 +46,14 @@ from nanoray.bench.registry import BENCHMARKS
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 
-MARKER = re.compile(r"<!-- ([\w-]+): (.+?) -->")
+# But for the comments that begin a table, and those that name the tests of a promise
+MARKER = re.compile(r"<!-- (?!begin:|tests:)([\w-]+): (.+?) -->")
 BLOCK = re.compile(r"<!-- begin: python -m (.+?) -->\n(.*?)\n<!-- end -->", re.DOTALL)
 FENCE = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 NOT_TEXT = re.compile(r"<!--.*?-->|\]\([^)\s]*\)")  # its digits are no figures
-FIGURE = re.compile(r"\d{4}-\d\d-\d\d|\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:e-\d+)?|\bnone\b")
+FIGURE = re.compile(
+    r"\d{4}-\d\d-\d\d|\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?(?:e-\d+)?|\bnone\b"
+)
 # What the last word of a marker asks for, in the order of the numbers before it
 STATISTICS = {
     "range": ("median", "min", "max"),
@@ -66,6 +69,7 @@ REASONS = {
 }
 COMMENT = re.compile(r"<!-- (.+?) -->")
 IN_CODE = re.compile(r"`[^`\n]*`")
+# What makes a number a quantity, a ratio, or the time of one: `unmarked` wants a source for it
 UNITS = (
     "%",
     r"×(?! ?(?:\d|dp|cp|tp|pp|ep|ranks))",  # a ratio, not the sizes of axes and tables
@@ -228,8 +232,6 @@ def figures(text: str, results: Path = RESULTS) -> Iterator[Figure]:
     last_end = 0
     for marker in MARKER.finditer(blanked(text, FENCE)):
         name, place = marker.groups()
-        if name == "begin":
-            continue
         # They stand in the marker's paragraph, behind the marker before it
         begin = max(last_end, text.rfind("\n\n", 0, marker.start()))
         found = list(FIGURE.finditer(readable, begin, marker.start()))

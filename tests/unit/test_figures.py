@@ -156,6 +156,7 @@ TRUE = [
     "0.26 where 0.2 was the aim<!-- r: missed spare, standstill -->",
     "1 of 1 was missed<!-- r: missed spare, ... -->",
     "| 0.26<!-- r: spare standstill --> | 3.2<!-- r: restart standstill --> |",
+    "equal in 8 runs <!-- tests: unit/test_x.py::test_y -->, 0.26 s<!-- r: spare standstill -->",
 ]
 
 
@@ -169,6 +170,7 @@ def test_a_figure_of_a_file_is_accepted(text: str, tmp_path: Path) -> None:
 def test_each_changed_digit_of_a_page_is_found(text: str, tmp_path: Path) -> None:
     write_results(tmp_path)
     readable = re.sub(r"<!--.*?-->", lambda match: " " * len(match[0]), text)
+    readable = readable.replace("8 runs", "  runs")  # no figure of the file
     for digit in re.finditer(r"\d", readable):
         changed = str((int(digit[0]) + 1) % 10)
         wrong = text[: digit.start()] + changed + text[digit.end() :]
