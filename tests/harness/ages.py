@@ -47,6 +47,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "step-walk-cpu": STEP,
     "strategies": (*STEP, "forecast"),
     "train": (*STEP, "launch", "start", "trace"),
+    "tune": (*STEP, "tune"),
     "versions": (*STEP, *RECOVERY, "own"),
 }
 HEAD = """\
