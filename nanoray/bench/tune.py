@@ -130,7 +130,7 @@ def _arm(subject: str, what: str) -> str:
     return f"{subject}: {what}"
 
 
-def _draw(axes: Any, report: Report) -> None:
+def draw_ratios(axes: Any, report: Report) -> None:
     bars(axes, with_values(report, STEP, ratios=True), quartiles=True, color="0.6")
     axes.axvline(1.0, color="C3", linewidth=1)
 
@@ -164,7 +164,7 @@ class TuneBenchmark(Benchmark):
         ),
     )
     figure = Figure(
-        (Panel(_draw, {"xlabel": "time of a step beside the other, quartiles"}),), size=(9, 4.5)
+        (Panel(draw_ratios, {"xlabel": "time of a step beside the other, quartiles"}),), size=(9, 4.5)
     )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
