@@ -40,7 +40,7 @@ TOPOLOGIES = PACKAGE / "topologies"
 
 # Commands whose flags are those of a run, and commands that take these besides their own
 RUNS = ("train", "launch")
-TAKE_FLAGS_OF_RUNS = ("check", "inspect", "kube render", "kube submit")
+TAKE_FLAGS_OF_RUNS = ("check", "inspect", "kube render", "kube submit", "tune")
 
 # Flags whose value is a file or a folder
 FILES = ("config", "from_nanogpt", "dataset", "init_from")
