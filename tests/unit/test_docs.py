@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 
 from nanoray import cli, errors
-from nanoray.errors import NanorayError
-from tests.unit.test_readme import COMMAND, check_command
+from nanoray.errors import ConfigError, NanorayError
+from tests.harness.foreign import written_gpt2
+from tests.harness.page_commands import check_command, commands, mentions
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+KUBERAY = ROOT / "kuberay" / "README.md"
 PAGES = [
     *sorted(DOCS.rglob("*.md")),
     ROOT / "README.md",
     ROOT / "SECURITY.md",
     CONTRIBUTING,
     ROOT / "CHANGELOG.md",
-    ROOT / "kuberay" / "README.md",
+    KUBERAY,
 ]
 
 
@@ -61,32 +63,69 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     assert broken(page) == ["none.md#", "#a-b"]
 
 
-def commands(page: Path) -> list[str]:
-    """The commands in the plain blocks of a page, without their comments."""
-    text = re.sub(r" *\\\n *", " ", page.read_text(encoding="utf-8"))
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.M | re.S)
-    return [
-        line.split("  #")[0].strip()
-        for block in blocks
-        for line in block.splitlines()
-        if COMMAND.match(line)
-    ]
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
-# A drawing
-OF_DOCS = dict.fromkeys(
-    command
-    for page in (*DOCS.rglob("*.md"), CONTRIBUTING)
-    for command in commands(page)
-    if "──►" not in command
+@pytest.fixture
+def where_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the files that commands of the pages name, and no cluster."""
+    (recipe,) = re.findall(r"^```yaml\n(# run\.yaml.*?)^```", text_of(KUBERAY), re.M | re.S)
+    (tmp_path / "run.yaml").write_text(recipe)
+    written_gpt2(tmp_path / "gpt2", positions=256)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    "command", dict.fromkeys(command for page in PAGES for command in commands(text_of(page)))
 )
+@pytest.mark.usefixtures("where_commands_work")
+def test_a_command_of_a_page_has_what_it_names(command: str) -> None:
+    """What trains runs for real in other tests."""
+    check_command(command)
 
 
-@pytest.mark.parametrize("command", OF_DOCS)
-def test_commands_of_the_pages_parse(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_command(command, tmp_path, monkeypatch)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_command_in_a_sentence_has_flags_that_exist(page: Path) -> None:
+    for command in dict.fromkeys(mentions(text_of(page))):
+        check_command(command, complete=False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make trian",
+        "nanoray reprot runs/RUN",
+        "nanoray report runs/RUN --htm x.html",
+        "nanoray data tokenise x",
+        "nanoray kube submit --config run.yaml --cpu 2",
+        "A=1 .venv/bin/python -m nanoray.bench step --rownds 5 > out",
+        "torchrun --nproc-per-nodes 2 -m nanoray.train",
+        "torchrun --nproc-per-node 2 -m nanoray.train --wokers 2",
+        "ray job submit --workdir . -- python train.py",
+        "ray job submit --working-dir . -- python -m nanoray.launch --wokers 2",
+        "kubectl apply --serverside -k kuberay/overlays/cpu/job",
+        "$ kubectl apply --server-side -k kuberay/overlays/cpu/jobs",
+        'export A="$(kubectl -n nanoray get secret nanoray --output-format json | base64 -d)"',
+        "helm install kuberay-operator kuberay/kuberay-operator --version 1.6.0",
+        "sudo -E kuberay/scripts/install.sh cpus",
+        "pip install 'nanoray[s4]'",
+        "python examples/kill_a_rank.py",
+        "python -m pytest -q tests/unit/test_none.py",
+    ],
+)
+@pytest.mark.usefixtures("where_commands_work")
+def test_a_wrong_command_is_found(command: str) -> None:
+    assert commands(f"```\n{command}  # why\n```\n") == [command]
+    with pytest.raises((AssertionError, ConfigError)):
+        check_command(command)
+
+
+def test_blocks_in_languages_do_not_hide_commands() -> None:
+    page = "```yaml\na: 1\n```\n\n```\nmake test\nstep 1 | loss 2\n```\n`make docs` `make`, `a`\n"
+    assert commands(page) == ["make test"]
+    assert mentions(page) == ["make docs"]
 
 
 # Stand for any name

@@ -4,38 +4,20 @@ holds its figures.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from nanoray.__main__ import COMMANDS
-from nanoray.cli import parse_args
-from nanoray.cli.parsers import MODULES
 from tests.harness.commands import run
-from tests.harness.foreign import written_gpt2
-from tests.harness.manifests import require_kubectl
 from tests.unit.test_layers import ROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```\n(.*?)```", README, re.DOTALL)
-COMMAND = re.compile(
-    r"^(make|nanoray(?= [a-z])|python|python3|torchrun|ray|tensorboard|kubectl|\.venv/bin/\S+|"
-    r"CUDA_VISIBLE_DEVICES=\S+) ",
-    re.M,
-)
-COMMANDS_IN_BLOCKS = [
-    line.split("  #")[0].strip()
-    for block in BLOCKS
-    for line in block.splitlines()
-    if COMMAND.match(line)
-]
 
 
 def test_it_has_no_placeholder() -> None:
@@ -65,44 +47,6 @@ def test_file_map_names_every_folder() -> None:
     assert {room for room in rooms if room not in file_map} == set()
     for path in re.findall(r"(?:nanoray|tests|docs)/[\w/.]+", file_map):
         assert (ROOT / path).exists(), path
-
-
-@pytest.mark.parametrize("command", COMMANDS_IN_BLOCKS)
-def test_commands_parse(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_command(command, tmp_path, monkeypatch)
-
-
-def check_command(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each flag exists and each file is there. What trains runs for real below, and in the other
-    tests.
-    """
-    words = [w for w in shlex.split(command.replace("&&", "")) if not re.match(r"[A-Z_]+=", w)]
-    if "--init_from" in words:
-        # A folder of weights by the name that the command gives
-        written_gpt2(tmp_path / words[words.index("--init_from") + 1], positions=256)
-        monkeypatch.chdir(tmp_path)
-    for word in words:
-        if word.startswith("examples/"):
-            assert (ROOT / word).is_file()
-    module = next((w for w in words if w.startswith("nanoray.")), "")
-    if module in ("nanoray.train", "nanoray.launch"):
-        flags = words[words.index(module) + 1 :]
-        assert parse_args(flags, "x", "y").config
-    elif module:
-        assert module == "nanoray.bench", "all other commands are `nanoray NAME`"
-    elif words[0] == "nanoray":
-        assert words[1] in {*COMMANDS} - {*MODULES}
-        if words[1] == "kube":
-            require_kubectl()
-            monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-            assert importlib.import_module(COMMANDS["kube"][0]).main([*words[2:], "--dry_run"]) == 0
-    elif words[0] == "kubectl":
-        assert (ROOT / words[words.index("-k") + 1] / "kustomization.yaml").is_file()
-    elif words[0] == "make":
-        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
-        assert words[1] in targets
-    else:
-        assert words[0].split("/")[-1] in ("python3", "python", "ray", "tensorboard")
 
 
 def python(*args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
