@@ -486,9 +486,11 @@ except Exception as error:
         assert "start Ray with CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs" in text
 
 
-def test_a_local_ray_is_closed_to_others(tmp_path: Path, forked_ray: dict[str, str]) -> None:
-    """The Ray that nanoray starts: its dashboard listens on loopback, and the jobs API wants this
-    run's token.
+def test_a_local_ray_is_closed_to_others_and_leaves_nothing(
+    tmp_path: Path, forked_ray: dict[str, str]
+) -> None:
+    """The Ray that nanoray starts: its dashboard listens on loopback, the jobs API wants this run's
+    token, and its processes and folders go with it.
     """
     code = """
 import contextlib, io, re, socket, urllib.error, urllib.request
@@ -512,11 +514,20 @@ print("cannot ask for a token" in said.getvalue(), code, sorted(inodes))
 """
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     env |= {"HOME": str(tmp_path)} | forked_ray
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    before = leaks.entries()
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
     # An old Ray has no tokens, and nanoray says so. 127.0.0.1 is as the kernel writes it.
     expected = "False 401 ['0100007F']" if has_tokens() else "True 200 ['0100007F']"
-    assert done.stdout.splitlines()[-1] == expected
+    assert output.splitlines()[-1] == expected
     assert not (tmp_path / ".ray").exists(), "no token is left in the user's home"
+    wait_for(lambda: not processes_of_session(process.pid), 60)
+    assert left_behind(before) == []

@@ -93,7 +93,7 @@ def promises() -> Iterator[str]:
     """README's headings, commands, and what its lists and tables begin with."""
     is_code = False
     for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
-        text = re.sub(r"<!--.*?-->", "", line).strip()  # what names the source of a figure
+        text = re.sub(r" ?<!--.*?-->", "", line).strip()  # a reader does not see comments
         if text.startswith("```"):
             is_code = not is_code
         elif re.match(COMMAND if is_code else BEGINNING, text):

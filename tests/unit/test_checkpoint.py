@@ -225,7 +225,7 @@ def detected(path):
     return None
 
 
-def test_every_flipped_bit_is_detected(tmp_path):
+def test_flipped_bits_in_each_file_are_detected(tmp_path):
     path = save(tmp_path, make(1), keep=1)
     rng = random.Random(0)
     places = [
@@ -247,7 +247,7 @@ def test_every_flipped_bit_is_detected(tmp_path):
     assert detected(path) is None
 
 
-def test_every_truncation_is_detected(tmp_path):
+def test_truncations_of_each_file_are_detected(tmp_path):
     path = save(tmp_path, make(1), keep=1)
     rng = random.Random(0)
     texts = {}

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from nanoray.base.points import SAVING, watch
 from nanoray.checkpoint import files, parts
 from nanoray.checkpoint.__main__ import main
 from nanoray.checkpoint.files import Draft, load, save, save_shared
@@ -26,7 +27,7 @@ from nanoray.checkpoint.find import newest_valid
 from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import Piece
 from nanoray.state.state_dict import StateDict
-from tests.harness.commands import killed_saves
+from tests.harness.commands import forkserver, killed_saves
 
 VIEWS = {
     "qkv": ((12, 4), (3, 4, 4)),
@@ -179,7 +180,7 @@ def test_a_rank_reads_no_file_that_has_nothing_for_it(tmp_path: Path) -> None:
         load(path)
 
 
-def test_every_flipped_bit_and_truncation_is_detected(tmp_path: Path) -> None:
+def test_flipped_bits_and_truncations_are_detected(tmp_path: Path) -> None:
     path = save_all(tmp_path, cuts("uneven", 3), 5)
     names = sorted(p.name for p in path.iterdir())
     assert names == [
@@ -320,6 +321,34 @@ def test_sigkill_at_any_time_loses_nothing(tmp_path: Path) -> None:
         assert step in (done, done + 10)  # committed but not yet told
         assert is_whole(found.state, step)
         assert notes == []
+
+
+def die_at(point: str, folder: Path, ranks: int) -> None:
+    """Save a step that is on disk already, and die without a trace at a point of that."""
+    watch(lambda name: os._exit(9) if name == point else None)
+    save_all(folder, cuts("uneven", ranks), 20, keep=2)
+
+
+@pytest.mark.parametrize("point", SAVING)
+def test_a_death_at_each_point_of_a_save_loses_nothing(tmp_path: Path, point: str) -> None:
+    """Three ranks write their parts. Test_checkpoint has a death before each system call of one."""
+    held = cuts("uneven", 3)
+    for step in (10, 20):
+        save_all(tmp_path, held, step, keep=2)
+    process = forkserver.Process(target=die_at, args=(point, tmp_path, 3), daemon=True)
+    process.start()
+    process.join()
+    assert process.exitcode == 9, "it was not reached"
+
+    found, notes = newest_valid(tmp_path)
+    assert found
+    assert notes == []
+    assert is_whole(found.state, 20)
+    # The next save puts back what lay aside, and removes the draft.
+    save_all(tmp_path, held, 30, keep=9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        f"step_000000{step}" for step in (10, 20, 30)
+    ]
 
 
 def test_a_part_left_out_of_the_manifest_is_damage(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -521,6 +522,30 @@ def test_the_process_sends_survives_its_own_death_and_ends_with_the_run(
     assert (there / "checkpoints" / "step_00000040" / MANIFEST).exists()
     assert not Path(f"/proc/{second}").exists()
     assert not list(run_folder.glob(".upload-*"))
+
+
+def test_a_process_that_is_frozen_delays_no_call_and_ends_no_run(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As slow as storage can be: the run goes on beside it, and its end waits for no more than
+    `upload_timeout`.
+    """
+    url = f"file://{tmp_path}/there"
+    with Upload(url, 1.0) as upload:
+        upload.begin()
+        assert upload._process
+        frozen = upload._process.pid
+        os.kill(frozen, signal.SIGSTOP)
+        began = time.monotonic()
+        upload.follow(Spec(run_folder), 0)  # type: ignore[arg-type]
+        make_step(run_folder, 20)
+        for _ in range(1000):  # steps of a run
+            upload.say_news()
+        assert time.monotonic() - began < 1.0
+    out = capsys.readouterr().out
+    assert f"not yet at {url}/{run_folder.name}: step_00000020, records" in out
+    assert "NOTHING IS SAFE THERE" in out
+    assert not Path(f"/proc/{frozen}").exists()
 
 
 def test_a_storage_that_refuses_ends_the_command_before_it_begins(tmp_path: Path) -> None:
