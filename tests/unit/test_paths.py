@@ -24,6 +24,7 @@ NO_PATHS = {
     "profile",
     "comm_trace",
     "faults",
+    "tuned_for",
 }
 
 
