@@ -50,7 +50,9 @@ test-kube: setup
 	@NANORAY_TEST_KUBE=1 $(PY) -m pytest tests/cluster/test_kube_live.py $(ARGS)
 
 # With the oldest and the newest torch and Ray, each pair in an environment of its own under build/versions: downloads of
-# gigabytes, an hour. ARGS="--pair 0 --files tests/ranks/test_own.py" runs a part. Writes docs/results/versions.json.
+# gigabytes, an hour. ARGS="--pair 0 --files tests/ranks/test_own.py" runs a part. And with each other Python on the PATH what
+# needs neither of them: a download of a hundred megabytes, ten minutes; that alone for ARGS="--python python3.10 python3.13".
+# Writes docs/results/versions.json.
 test-versions: setup
 	@nice $(PY) -m tests.harness.versions $(ARGS)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import itertools
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -19,20 +17,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
-from nanoray.base.output import as_command
 from nanoray.bench.harness import leaks, processes
 from nanoray.config.weights import outlines
 from tests.harness import commands
 from tests.harness.cluster import commands_end_here
+from tests.harness.fixtures import kubectl, lines_are_printed, own_cache, shakespeare, text
 from tests.harness.forked_python import forked_python
 from tests.harness.ranks import TINY, end_ranks
 from tests.harness.ray_workers import forked_workers
 
-for variable in ("RAY_ADDRESS", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
-    os.environ.pop(variable, None)
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+__all__ = ["kubectl", "lines_are_printed", "own_cache", "shakespeare", "text"]  # fixtures
+
 # The threads of a command that wait for each other would spin, and take the cores from the tests
 # beside it.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -68,9 +64,6 @@ processes.start_process = commands.start_process
 outlines.subprocess = SimpleNamespace(  # type: ignore[assignment]
     run=commands.run_script, TimeoutExpired=subprocess.TimeoutExpired
 )
-# On a busy machine an example, and drawing it, may take long.
-settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("tests")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -94,24 +87,6 @@ def pytest_collection_finish() -> None:
     """Each full collection of garbage would look through all modules: a quarter of a second."""
     gc.collect()
     gc.freeze()
-
-
-_caches = itertools.count()
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Keep token caches of tests out of ~/.cache. Most tests need none, so nothing is made here."""
-    folder = Path(tempfile.gettempdir(), f"cache-{os.getpid()}-{next(_caches)}")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _lines_are_printed() -> Iterator[None]:
-    """pytest's handler of the root logger is not the logging of a program that uses nanoray."""
-    with as_command():
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -156,25 +131,6 @@ def _settings_of_torch() -> dict[str, object]:
 
 
 @pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text file with something to learn: random words of a small vocabulary, 60 kB."""
-    source = random.Random(0)
-    words = ["".join(source.choices("abcdefgh", k=source.randint(2, 6))) for _ in range(40)]
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_text(" ".join(source.choices(words, k=12000)) + "\n", encoding="utf-8")
-    return path
-
-
-@pytest.fixture(scope="session")
-def shakespeare() -> Path:
-    """The real Shakespeare, where NANORAY_TEST_SHAKESPEARE names it."""
-    path = os.environ.get("NANORAY_TEST_SHAKESPEARE", "")
-    if not path or not Path(path).is_file():
-        pytest.skip("NANORAY_TEST_SHAKESPEARE does not name a copy of tinyshakespeare's input.txt")
-    return Path(path)
-
-
-@pytest.fixture(scope="session")
 def forked() -> Iterator[dict[str, str]]:
     """Variables with which torchrun forks its ranks, and a script that calls PYTHON forks that."""
     with (
@@ -189,15 +145,6 @@ def forked_ray() -> Iterator[dict[str, str]]:
     """Variables with which a Ray that a command starts for itself forks its workers."""
     with forked_workers() as env:
         yield env
-
-
-@pytest.fixture
-def kubectl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let kubectl build each committed folder of kuberay/ once; skip the test without kubectl."""
-    from tests.harness.manifests import build, require_kubectl
-
-    require_kubectl()
-    monkeypatch.setattr("nanoray.kube.render.build", build)
 
 
 @pytest.fixture(scope="module")
