@@ -164,7 +164,8 @@ class TuneBenchmark(Benchmark):
         ),
     )
     figure = Figure(
-        (Panel(draw_ratios, {"xlabel": "time of a step beside the other, quartiles"}),), size=(9, 4.5)
+        (Panel(draw_ratios, {"xlabel": "time of a step beside the other, quartiles"}),),
+        size=(9, 4.5),
     )
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
