@@ -2,7 +2,7 @@
 
     products   a step is one product of two square matrices: what this machine can do at most
     plain      the loop that people write first, with torch's allocator as it is, or kept as nanoray does
-    engine     nanoray.train.recipe.train: metrics files on, as in any run; or with torch's default AdamW
+    engine     nanoray.train.rank.train: metrics files on, as in any run; or with torch's default AdamW
 
 Every arm stays alive with its model warm; the benchmark lets them run blocks of steps in turn while
 the others sleep in a read, so a slow minute of the machine hits all arms, and the threads of one
@@ -157,7 +157,7 @@ def run_engine(spec: RunSpec, gate: Gate, order: Mapping[str, Any], say: Emit) -
 
     Rank 0 of several first reports the port at which it serves the store.
     """
-    from nanoray.train.recipe import train
+    from nanoray.train.rank import train
     from nanoray.train.tasks import TextTask, task_of
 
     class UnfusedTask(TextTask):

@@ -654,7 +654,7 @@ def train_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     import torch
 
     from nanoray.start.folder import open_run
-    from nanoray.train.recipe import train
+    from nanoray.train.rank import train
 
     settings = dict(order["settings"])
     steps = int(settings["max_steps"])

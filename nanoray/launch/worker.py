@@ -87,7 +87,7 @@ class Worker:
         """Bind this process's devices and start to import torch.
 
         rehearsal: a RunSpec, as a dict, to rehearse a step with. variables: for this process's
-        environment. Tests replace recipe.train and ray (`api`).
+        environment. Tests replace rank.train and ray (`api`).
         """
         # First of all: libraries read them when torch is imported.
         os.environ.update(variables or {})
@@ -132,7 +132,7 @@ class Worker:
         try:
             # Collecting garbage among modules, which stay anyway, is a sixth of an import's time.
             gc.disable()
-            program = self._script.module if self._script else "nanoray.train.recipe"
+            program = self._script.module if self._script else "nanoray.train.rank"
             importlib.import_module(program)
             gc.freeze()
             gc.enable()
@@ -222,7 +222,7 @@ class Worker:
         """Train as one rank; return the outcome, or as data the failure and its kind."""
         self._importing.join()
         from nanoray.train.agree import require_run_folder
-        from nanoray.train.recipe import train
+        from nanoray.train.rank import train
 
         assert self._rank is not None
         run = RunSpec.from_dict(spec)

@@ -1,15 +1,15 @@
 """Train a module of the user's script, with checkpoints, recovery, parallelism and metrics.
 
 The launchers call a Program on every rank, which calls the script's function. It makes a
-RuntimeEngine, and its `fit` calls recipe.train with an OwnTask:
+RuntimeEngine, and its `fit` calls rank.train with an OwnTask:
 
     nanoray.launch(main, config) ─► Program ─► main(run)
-    main(run) ─► RuntimeEngine(model, ..., run).fit(data) ─► recipe.train
+    main(run) ─► RuntimeEngine(model, ..., run).fit(data) ─► rank.train
 
 A plain script needs no function: with a configuration in the place of `run`, `fit` trains in this
 process, or as a rank of torchrun (here.py):
 
-    RuntimeEngine(model, ..., {"dp_mode": "zero1"}).fit(data) ─► Program ─► recipe.train
+    RuntimeEngine(model, ..., {"dp_mode": "zero1"}).fit(data) ─► Program ─► rank.train
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from nanoray.own.step_hooks import StepHooks, require_callable_hooks
 from nanoray.own.task import Given, LossFn, OwnTask
 from nanoray.own.trackers import require_different_trackers
 from nanoray.own.trial import fill_lazy_parameters, require_storable
-from nanoray.train.recipe import train
+from nanoray.train.rank import train
 
 
 class RuntimeEngine:

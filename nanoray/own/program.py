@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Program:
-    """A script's function in the place of recipe.train (train.program.Trains)."""
+    """A script's function in the place of rank.train (train.program.Trains)."""
 
     def __init__(self, main: Callable[[Run], Any], given: frozenset[str]) -> None:
         """`given`: the keys of the configuration that the script has set."""

@@ -87,7 +87,7 @@ class LoopArm:
         self._begun = 0.0
         self._loss = torch.zeros(())
 
-        # The configuration is completed as that of a run is (recipe.train).
+        # The configuration is completed as that of a run is (rank.train).
         precision, _ = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
         use_products(mesh.device, precision)
         config = resolved(spec.config, mesh, precision, task.settings())

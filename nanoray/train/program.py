@@ -1,7 +1,7 @@
-"""What a command trains in the place of recipe.train: a script's function, which own/ makes a Program.
+"""What a command trains in the place of rank.train: a script's function, which own/ makes a Program.
 
-    train_here(loaded, started)           ─► recipe.train
-    train_here(loaded, started, program)  ─► program ─► the script ─► ... ─► recipe.train
+    train_here(loaded, started)           ─► rank.train
+    train_here(loaded, started, program)  ─► program ─► the script ─► ... ─► rank.train
 
 So what opens a run does not know how a script is called.
 """
@@ -32,7 +32,7 @@ class Trains(Protocol):
         store: Any = None,
         rejoin: Any = None,
     ) -> dict[str, Any]:
-        """Train `spec` as one rank and return the outcome, as recipe.train does. (all ranks)"""
+        """Train `spec` as one rank and return the outcome, as rank.train does. (all ranks)"""
 
     def dry_run(self, config: Config, ranks: int, placement: str) -> None:
         """Print mesh, batch and memory of a run of this many ranks, without training."""

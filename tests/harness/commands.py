@@ -33,7 +33,7 @@ forkserver = multiprocessing.get_context("forkserver")
 # imported. But what it imports in turn is, which is two fifths of its time.
 _TORCH = ["torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tensorboard"]
 _OF_RAY = ["requests", "jsonschema", "google.protobuf.internal.builder", "filelock", "msgpack"]
-_OURS = ["nanoray.train.recipe", "nanoray.train.report", "nanoray.cli", "nanoray.own.program"]
+_OURS = ["nanoray.train.rank", "nanoray.train.report", "nanoray.cli", "nanoray.own.program"]
 _OF_BENCH = ["nanoray.bench.arm", "matplotlib.pyplot"]  # no module that `python -m` runs
 # A rank whose function stands in a file of tests imports that file, and what it imports.
 _OF_TESTS = ["pytest", "hypothesis", __name__]

@@ -52,7 +52,7 @@ def run_elastic(
     whose process is lost get a new one. patches: by slot, for the processes of the first group.
     on_nodes: each rank's number on its node. grow_at: the step in which a group that has shrunk is
     told to form another one. frozen: a slot whose first process stops and is taken for lost; it
-    lives on, with its connections open, until the run is over. train: replaces recipe.train.
+    lives on, with its connections open, until the run is over. train: replaces rank.train.
     backend: of the groups; with another one than gloo survivors are ordered to abort.
     """
     write_attempt(spec)
@@ -174,7 +174,7 @@ def _rank_main(
     train: Callable[..., dict[str, Any]] | None,
     abort_orders: Connection,
 ) -> None:
-    from nanoray.train import recipe
+    from nanoray.train import rank as one_rank
 
     threading.Thread(target=_obey, args=(abort_orders,), daemon=True).start()
     now = [rendezvous]
@@ -193,7 +193,7 @@ def _rank_main(
     try:
         if patch:
             patch()
-        outcome = (train or recipe.train)(
+        outcome = (train or one_rank.train)(
             RunSpec.from_dict(spec), rendezvous, wanted=wanted, rejoin=rejoin
         )
     except BaseException as error:

@@ -20,7 +20,7 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.mesh.rendezvous import Rendezvous, open_store
 from tests.harness.commands import forkserver
 
-Train = Callable[..., dict[str, Any]]  # recipe.train, or a Program
+Train = Callable[..., dict[str, Any]]  # nanoray.train.rank.train, or a Program
 
 
 class LastingRanks:
@@ -63,8 +63,8 @@ class LastingRanks:
     ) -> list[dict[str, Any]]:
         """Call `train(spec, rendezvous)` on every rank; return outcomes, or {"error": ...}.
 
-        specs: one, or one per rank. Without `train` it is recipe.train. Each rank calls `first`
-        before it trains.
+        specs: one, or one per rank. Without `train` it is nanoray.train.rank's. Each rank calls
+        `first` before it trains.
         """
         specs = specs if isinstance(specs, list) else [specs] * self._world
         store = open_store("127.0.0.1", self._world, 30) if self._world > 1 else None
@@ -105,7 +105,7 @@ def _serve(line: Any) -> None:
     import torch
 
     from nanoray.mesh.mesh import abandon_groups
-    from nanoray.train import recipe
+    from nanoray.train import rank as one_rank
 
     while True:
         try:
@@ -116,7 +116,7 @@ def _serve(line: Any) -> None:
         try:
             if first:
                 first()
-            outcome = (train or recipe.train)(RunSpec.from_dict(spec), rendezvous)
+            outcome = (train or one_rank.train)(RunSpec.from_dict(spec), rendezvous)
         except BaseException as error:
             outcome = {
                 "error": type(error).__name__,

@@ -61,7 +61,7 @@ def run_ranks(
     """Train one spec (or one per rank) on `world` real ranks; return outcomes or {"error": ...}.
 
     Each rank's process calls `first` before it trains: a function of a module, to make its machine
-    a worse one. `train` replaces recipe.train. With either the ranks are new processes; else they
+    a worse one. `train` replaces rank.train. With either the ranks are new processes; else they
     are those of the file's run before, if that has succeeded.
     """
     if first or train:

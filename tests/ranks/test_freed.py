@@ -16,7 +16,7 @@ import pytest
 from nanoray.checkpoint.run import RunSpec
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.train.engine import Engine
-from nanoray.train.recipe import train
+from nanoray.train.rank import train
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.ranks import make_spec
 

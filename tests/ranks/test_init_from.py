@@ -13,7 +13,7 @@ import torch
 
 from nanoray.checkpoint.files import load
 from nanoray.models.gpt import ModelShape
-from nanoray.train.recipe import train
+from nanoray.train.rank import train
 from tests.harness import foreign
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.ranks import make_spec, records, series

@@ -17,7 +17,7 @@ from nanoray.mesh.mesh import Mesh, collectives_started
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.state.outer import Outer
 from nanoray.state.state_dict import StateDict
-from nanoray.train.recipe import train
+from nanoray.train.rank import train
 from nanoray.train.watch.instruments import Instruments
 from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic

@@ -17,7 +17,7 @@ from nanoray.config import load_config
 from nanoray.data.prepare import prepare
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.start.folder import open_run
-from nanoray.train import recipe
+from nanoray.train.rank import train
 from tests.harness.alone import engine_of
 from tests.harness.ranks import make_spec, run_ranks
 
@@ -69,7 +69,7 @@ def test_a_step_that_is_not_logged_waits_for_no_more_than_it_must(
 
 def train_and_count(spec: RunSpec, rendezvous: Rendezvous) -> dict[str, Any]:
     """Train, and return how many pages this process has taken from the system."""
-    recipe.train(spec, rendezvous)
+    train(spec, rendezvous)
     return {"pages": resource.getrusage(resource.RUSAGE_SELF).ru_minflt}
 
 

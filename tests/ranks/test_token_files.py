@@ -12,7 +12,7 @@ import pytest
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.tools.sample import main as sample
-from nanoray.train import recipe
+from nanoray.train import rank as one_rank
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.ranks import make_spec, series
 from tests.harness.token_files import write_llmc, write_nanogpt_chars, write_npy
@@ -27,7 +27,7 @@ def ranks() -> Iterator[dict[int, LastingRanks]]:
 
 
 def train(ranks: LastingRanks, spec: RunSpec) -> dict[str, Any]:
-    outcomes = ranks.train(spec, recipe.train)
+    outcomes = ranks.train(spec, one_rank.train)
     assert not [outcome for outcome in outcomes if "error" in outcome], outcomes
     return outcomes[0]
 

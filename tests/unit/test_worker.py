@@ -405,13 +405,13 @@ from nanoray.launch import worker
 
 class Stuck:
     def find_spec(self, name, path=None, target=None):
-        if name == "nanoray.train.recipe":
+        if name == "nanoray.train.rank":
             time.sleep(60)
 
 if sys.argv[1] == "stuck":
     sys.meta_path.insert(0, Stuck())
 else:
-    sys.modules["nanoray.train.recipe"] = ModuleType("runtime")
+    sys.modules["nanoray.train.rank"] = ModuleType("runtime")
 worker.START_S = 0.5
 api = SimpleNamespace(get_gpu_ids=list, get_runtime_context=lambda: SimpleNamespace(gcs_address=""))
 started = worker.Worker("a-run", 0, api=api)

@@ -142,7 +142,7 @@ def train_loop(args: dict[str, Any]) -> None:
 
     from nanoray.mesh.mesh import Mesh
     from nanoray.mesh.rendezvous import Rendezvous
-    from nanoray.train.recipe import train
+    from nanoray.train.rank import train
 
     context = ray.train.get_context()
     device = ray.train.torch.get_device()
