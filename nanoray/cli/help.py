@@ -36,7 +36,7 @@ OF_A_RUN: tuple[tuple[str, Flags], ...] = (
         (
             ("--max_steps N", "optimizer steps; or --num_epochs N"),
             ("--global_batch_size N", "sequences of a step, over all ranks"),
-            ("--micro_batch_size N", "of a rank at a time; out of memory? Halve it"),
+            ("--micro_batch_size N", "of a rank at a time; auto = the fastest that fits"),
             ("--lr X", "peak learning rate; --warmup_steps N before it"),
             ("--optimizer NAME", "adamw, sgd or muon"),
             ("--seed N", "of weights, the order of samples and dropout"),

@@ -6,6 +6,7 @@ group; schema.py joins them to `Config`; conflicts.py is the table of what does 
 
 from nanoray.config.arithmetic import Batch as Batch
 from nanoray.config.arithmetic import batch_for as batch_for
+from nanoray.config.arithmetic import micro_batches as micro_batches
 from nanoray.config.arithmetic import resolve_batch as resolve_batch
 from nanoray.config.kube import Kube as Kube
 from nanoray.config.layers import DEFAULT_PRESET as DEFAULT_PRESET

@@ -30,6 +30,10 @@ def resolve_batch(config: Keys, dp: int) -> Batch:
     accum = config.grad_accum_steps
     total = config.global_batch_size
 
+    # Until the size is measured: as much at a time as a schedule can take
+    if config.micro_batch_search:
+        accum = _group(config)
+
     # Without a global size it follows from that of a rank
     if not total:
         return Batch(micro, accum or 1, dp)
@@ -77,11 +81,21 @@ def batch_for(config: Keys, full: int, ranks: int, limit: int = 0) -> Batch | No
         return None
 
     # The smallest accumulation that is possible gives the largest micro batch, and so the fewest
-    # launches of kernels. The interleaved schedule takes micro batches in groups of pp
-    group = 1
-    if config.pp_schedule == "interleaved":
-        group = config.pp
-    for accum in range(batch.accum, share + 1, group):
+    # launches of kernels
+    for accum in range(batch.accum, share + 1, _group(config)):
         if share % accum == 0 and share // accum <= most:
             return Batch(share // accum, accum, ranks)
     return None
+
+
+def micro_batches(config: Keys, share: int) -> list[int]:
+    """Return the micro batches into which a rank's share of a step divides, the smallest first."""
+    group = _group(config)
+    return [
+        micro for micro in range(1, share + 1) if share % micro == 0 and share // micro % group == 0
+    ]
+
+
+def _group(config: Keys) -> int:
+    """Return how many micro batches the schedule of a pipeline takes at a time."""
+    return config.pp if config.pp_schedule == "interleaved" else 1

@@ -19,8 +19,13 @@ class BatchKeys(Group):
 
     # Number of sequences. A size that is not given follows from the others
     micro_batch_size: Natural = field(0, "batch")
-    """sequences per rank per forward pass (0 = follows from the global batch). Out of memory? A run
-    halves it by itself (on_oom): accumulation doubles, and the global batch stays"""
+    """sequences per rank per forward pass (0 = follows from the global batch). auto = the fastest
+    that fits, which is measured before the first step and kept for the next start; it needs
+    global_batch_size, which stays. Out of memory? A run halves it by itself (on_oom): accumulation
+    doubles, and the global batch stays"""
+
+    micro_batch_search: bool = hidden(False, "batch")
+    """micro_batch_size auto: the size is measured on the ranks, before the first step"""
 
     grad_accum_steps: Natural = field(0, "batch")
     """micro steps per optimizer step (0 = follows from the global batch, else 1)"""
@@ -31,6 +36,11 @@ class BatchKeys(Group):
 
     def check(self) -> None:
         """Raise ValueError when no key gives the size of the batch."""
+        if self.micro_batch_search and not self.global_batch_size:
+            raise ValueError(
+                "micro_batch_size = auto divides a global batch, and there is none; give "
+                "global_batch_size (all ranks)"
+            )
         if not (self.micro_batch_size or self.global_batch_size):
             raise ValueError(
                 "no batch size: give micro_batch_size (per rank) or global_batch_size (all ranks)"

@@ -7,6 +7,7 @@ A condition is written as docs/flags.md prints it, and read from these words:
     model other than gpt and own       any value but these
     device cuda or mig                 one of these values
     dp_mode fsdp:bf16                  a part of a value (spellings.py)
+    micro_batch_size auto              a word alone that is a field of its own (likewise)
 
 `refused` and `ignored` make one row for each pair of what is asked and what it does not go with. A
 remedy may name the two keys, and the default of the asked one: {asked}, {other}, {default}.
@@ -56,6 +57,9 @@ def condition(words: str) -> Condition:
         return Condition(key, words, lambda found: found != default and bool(found))
     if ":" in rest:
         return _part_of_value(key, words, *rest.split(":"))
+    alone = [part for part in parts_of(key) if part.alone and rest in part.words]
+    if alone:
+        return Condition(alone[0].field, words, lambda found: found == alone[0].words[rest])
     if rest.startswith("above "):
         limit = int(rest.removeprefix("above "))
         return Condition(key, words, lambda found: found > limit)

@@ -26,6 +26,7 @@ KEEPS_RECIPE = frozenset(
         "data_url",
         "data_dir",
         "micro_batch_size",
+        "micro_batch_search",
         "grad_accum_steps",
         "compile",
         "attention",

@@ -9,6 +9,8 @@ code reads plain values and the config.json of an older run loads as it is.
     grad_compress powersgd:8
     dp_mode       fsdp:grad_op, fsdp:bf16, fsdp:grad_op:bf16
     pp_schedule   interleaved:3
+
+One is a word alone: `micro_batch_size auto` is the field micro_batch_search, with the size 0.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ class ValuePart:
 
     field: str
     key: str  # the key that users write
-    owners: tuple[str, ...]  # the values of that key that can have the part
+    owners: tuple[str | int, ...]  # the values of that key that can have the part
     words: Mapping[str, Any]  # word -> value of the field; empty for a whole number above 0
     example: str
+    alone: bool = False  # the word stands in the place of the value, which is its only owner then
 
     @property
     def default(self) -> Any:
@@ -50,6 +53,11 @@ class ValuePart:
             if meaning == value:
                 return word
         return str(value)
+
+    def spelled(self, owner: Any, value: Any) -> str:
+        """Write the value of the key and of the field as users do."""
+        word = self.word(value)
+        return word if self.alone else f"{owner}:{word}"
 
 
 PARTS = (
@@ -73,6 +81,7 @@ PARTS = (
     ValuePart("fsdp_reshard", "dp_mode", ("fsdp",), {"grad_op": "grad_op"}, "fsdp:grad_op"),
     ValuePart("fsdp_gather", "dp_mode", ("fsdp",), {"bf16": "bf16"}, "fsdp:bf16"),
     ValuePart("pp_chunks", "pp_schedule", ("interleaved",), {}, "interleaved:3"),
+    ValuePart("micro_batch_search", "micro_batch_size", (0,), {"auto": True}, "auto", alone=True),
 )
 PART_OF_FIELD = {part.field: part for part in PARTS}
 
@@ -95,6 +104,10 @@ def split(values: Mapping[str, Any]) -> dict[str, Any]:
         text = values.get(key)
         if isinstance(text, str) and ":" in text:
             result.update(_split_text(key, text))
+    for part in PARTS:
+        text = values.get(part.key)
+        if part.alone and isinstance(text, str) and text in part.words:
+            result.update({part.key: part.owners[0], part.field: part.words[text]})
     return result
 
 
@@ -131,7 +144,7 @@ def join(values: Mapping[str, Any]) -> dict[str, Any]:
     for part in PARTS:
         value = result.pop(part.field, part.default)
         if value != part.default:
-            result[part.key] = f"{result[part.key]}:{part.word(value)}"
+            result[part.key] = part.spelled(result[part.key], value)
     return result
 
 
@@ -141,7 +154,7 @@ def spell(config: Keys, field: str) -> str:
     if part is None:
         return f"{field} = {getattr(config, field)}"
     value = getattr(config, field)
-    return f"{part.key} = {getattr(config, part.key)}:{part.word(value)}"
+    return f"{part.key} = {part.spelled(getattr(config, part.key), value)}"
 
 
 def new_spelling(key: str, value: Any = None) -> str:
@@ -153,7 +166,7 @@ def new_spelling(key: str, value: Any = None) -> str:
     if part is not None:
         example = part.example
         # With the user's own value, if it is one that the part can have
-        if value is not None and part.parse(str(value)) is not None:
+        if value is not None and not part.alone and part.parse(str(value)) is not None:
             example = f"{part.owners[0]}:{value}"
         return f"{key} is a part of {part.key} now; write {part.key} {example}"
     if key in FIXED:

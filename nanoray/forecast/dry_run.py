@@ -117,10 +117,13 @@ def batch_line(config: Config, batch: Batch, samples: str, tokens: int = 0) -> s
         factors += f" × {tokens:,} tok"
         size *= tokens
         unit = "tok"
-    return (
+    line = (
         f"batch      {factors} = {size:,} {unit}/step, {config.max_steps:,} steps = "
         f"{size * config.max_steps:,} {unit}"
     )
+    if config.micro_batch_search:
+        line += f"; micro_batch_size auto measures up to {batch.micro}, whose memory this is"
+    return line
 
 
 def talk_lines(config: Config, layout: Layout) -> list[str]:

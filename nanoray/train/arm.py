@@ -50,6 +50,8 @@ QUIET = {
     "track": "none",
     "faults": "",
     "comm_trace": "off",
+    "profile": "",
+    "memory_at": 0,
     "upload": "",
     "resume": "none",
 }
@@ -156,6 +158,9 @@ class LoopArm:
         self.engine.par.close()
         self._recipe.close()
         cp.release(self.engine.state.model)
+        # torch compiles a layer's code for a few models, and then runs it without.
+        if self.config.compile:
+            torch.compiler.reset()
         del self.engine, self._recipe
         free_memory(self._device)
 

@@ -209,6 +209,13 @@ class Recipe:
         """Print and record that a step is done again with a smaller micro batch. (rank 0 only)"""
         if group.mesh.rank > 0:
             return
+        batch = self.batch_for(group.mesh)
+        depends = self.depends_on_micro()
+        self.observers.note(announcement(group.memory.why, before, batch, depends))
+        record(group.spec, self.state.step + 1, group.mesh, group.memory)
+
+    def depends_on_micro(self) -> str:
+        """Return what is not the same with another micro batch, beside rounding; "": nothing."""
         depends = []
         if self._cfg.model == "own":
             depends.append("what the model draws, and a loss that is no mean over samples")
@@ -218,9 +225,7 @@ class Recipe:
             depends.append("the statistics of batch norms")
         if self._cfg.experts:
             depends.append("the balance of experts")
-        batch = self.batch_for(group.mesh)
-        self.observers.note(announcement(group.memory.why, before, batch, "; ".join(depends)))
-        record(group.spec, self.state.step + 1, group.mesh, group.memory)
+        return "; ".join(depends)
 
     # The four cases: where the state of the run comes from.
 

@@ -51,7 +51,7 @@ class Tuning:
         from nanoray.mesh.mesh import join
         from nanoray.train.arm import FOLDER
         from nanoray.train.hardware import describe_place
-        from nanoray.train.recipe import meet_group, prepare_process
+        from nanoray.train.rank import meet_group, prepare_process
         from nanoray.tune.expect import Expected, measured_network
         from nanoray.tune.here import here_of, memory_of_rank
         from nanoray.tune.result import (

@@ -144,6 +144,24 @@ def test_a_step_that_runs_out_of_memory_is_done_again(
     assert [record["train/loss"] for record in less] == pytest.approx(losses, abs=1e-4)
 
 
+def test_the_fastest_micro_batch_that_fits(gpu_recipe: list[str], tmp_path: Path) -> None:
+    """It is measured once, and the run is the one that is given its size."""
+    flags = ("--precision", "fp32", "--dropout", "0", "--max_steps", "8", "--checkpoint_every", "0")
+    flags = (*flags, "--global_batch_size", "1024", "--data_dir", str(tmp_path / "data"))
+    found = []
+    for name in ("first", "second"):
+        run = train(gpu_recipe, tmp_path / name, *flags, "--micro_batch_size", "auto")
+        lines = map(json.loads, (run / "hashes.jsonl").read_text().splitlines())
+        found.append(next(line["limit"] for line in lines if "group" in line))
+    (entry,) = json.loads((tmp_path / "data" / "micro-batches.json").read_text()).values()
+    assert found == [entry["micro"]] * 2
+    given = train(gpu_recipe, tmp_path / "given", *flags, "--micro_batch_size", str(found[0]))
+    losses = [record["train/loss"] for record in records(given)]
+    for name in ("first", "second"):
+        run = next((tmp_path / name).iterdir())
+        assert [record["train/loss"] for record in records(run)] == pytest.approx(losses, abs=1e-4)
+
+
 @pytest.mark.parametrize("mode", ["ddp", "zero1", "zero2", "fsdp"])
 def test_two_ranks_resume_with_equal_bits(gpu_recipe: list[str], tmp_path: Path, mode: str) -> None:
     flags = ("--dp_mode", mode, "--checkpoint_every", "6", "--backend", backend("nccl"))

@@ -48,7 +48,7 @@ def measure_choices(
 ) -> dict[str, Any]:
     """Measure each of CHOICES once, as a search does. (all ranks)"""
     from nanoray.faults.plan import Injector
-    from nanoray.train.recipe import meet_group, prepare_process
+    from nanoray.train.rank import meet_group, prepare_process
     from nanoray.tune.here import here_of
     from nanoray.tune.space import choice_of
     from nanoray.tune.subject import subject_of

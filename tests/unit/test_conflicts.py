@@ -20,6 +20,7 @@ from nanoray.start.plan import plan
 
 # Values of each key, in the order in which they are tried for a condition
 VALUES: dict[str, tuple[Any, ...]] = {
+    "micro_batch_search": (False, True),
     "model": ("gpt", "resnet", "own"),
     "experts": (0, 4),
     "ep": (1, 2),
@@ -84,7 +85,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "upload": ("", "file:///x"),
 }
 # What a key needs beside it, so that its own row is the only one
+AUTO = {"micro_batch_size": 0, "global_batch_size": 24}
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
+    ("micro_batch_search", "grad_accum_steps"): AUTO,
+    ("micro_batch_search", "model"): AUTO,
+    ("micro_batch_search", "sync_batchnorm"): AUTO | {"model": "own"},
+    ("micro_batch_search", "sync_every"): AUTO,
     ("allreduce", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("grad_compress", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("audit_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
@@ -188,7 +194,8 @@ def test_every_row_is_reached_and_says_its_message(row: Conflict) -> None:
     if part is None:
         assert message.startswith(f"{row.asked.key} = {values[row.asked.key]} ")
     else:
-        assert message.startswith(f"{part.key} = {part.owners[0]}:")
+        text = part.spelled(part.owners[0], values[row.asked.key])
+        assert message.startswith(f"{part.key} = {text}")
     other = PART_OF_FIELD.get(row.other.key)
     written = other.key if other else row.other.key
     assert row.other_words or f"{written} = " in message

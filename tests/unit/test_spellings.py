@@ -36,6 +36,10 @@ SPELLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"pp_schedule": "interleaved:4", "pp": 1},
         {"pp_schedule": "interleaved", "pp": 1, "pp_chunks": 4},
     ),
+    (
+        {"micro_batch_size": "auto", "global_batch_size": 24},
+        {"micro_batch_size": 0, "global_batch_size": 24, "micro_batch_search": True},
+    ),
 ]
 
 
