@@ -23,6 +23,7 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.faults.plan import Injector
 from nanoray.host.host import (
+    available_memory_bytes,
     forget_peak_memory,
     keep_freed_memory,
     resident_bytes,
@@ -168,6 +169,19 @@ class LoopArm:
 def same_loss(precision: str) -> float:
     """Return how far losses in this precision may be apart, relative, for the same run."""
     return SAME_LOSS.get(precision.partition(":")[0], SAME_LOSS_16)
+
+
+def memory_of_rank(mesh: Mesh) -> int:
+    """Return the bytes that an arm of the rank with the least memory may take. (all ranks)"""
+    free_memory(mesh.device)
+    if mesh.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(mesh.device)
+        own = free + torch.cuda.memory_reserved(mesh.device)
+    else:
+        # Ranks of one host share it.
+        beside = mesh.hosts.count(mesh.hosts[mesh.rank]) if mesh.hosts else 1
+        own = available_memory_bytes() // beside
+    return min(mesh.all_gather(own))
 
 
 def free_memory(device: torch.device) -> None:

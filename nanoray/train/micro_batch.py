@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from nanoray import __version__
 from nanoray.base.atomic import one_at_a_time, read_json, replace_bytes
@@ -34,14 +35,15 @@ from nanoray.config import Config, micro_batches
 from nanoray.config.schema import field_group
 from nanoray.data.dataset import cache_dir
 from nanoray.data.seeding import generators_kept
+from nanoray.data.tokens import Samples
 from nanoray.errors import ConfigError, OutOfMemory
 from nanoray.faults.cause import is_out_of_memory
-from nanoray.host.host import available_memory_bytes
 from nanoray.mesh.mesh import Mesh
+from nanoray.models.precision import MeanLoss
 from nanoray.models.weighted import Weighted, weight_of
 from nanoray.parallel.statistics import has_statistics
 from nanoray.train.agree import describe_group
-from nanoray.train.arm import FOLDER, SETTLING, BlockCost, LoopArm, free_memory
+from nanoray.train.arm import FOLDER, SETTLING, BlockCost, LoopArm, memory_of_rank
 from nanoray.train.guard.certificate import read
 from nanoray.train.out_of_memory import (
     Shortage,
@@ -57,7 +59,7 @@ from nanoray.train.tasks import Task
 
 FILE = "micro-batches.json"  # in the folder of cached datasets
 GB = 1e9
-MARGIN = 0.1  # of a device's memory, which stays free: the allocator's pieces do not fit exactly
+MARGIN = 0.1  # of the memory that is free before, and stays so: the allocator's pieces do not fit
 FINALISTS = 3
 TURNS = 3
 TIE = 0.02  # of two sizes whose speeds differ by less, the smaller one
@@ -100,14 +102,14 @@ RELATED = tuple(
 )
 
 
-class Found(NamedTuple):
+class FoundSize(NamedTuple):
     """The micro batch that was found, and why it is this one, for people."""
 
     micro: int
     why: str
 
 
-def find(spec: RunSpec, mesh: Mesh, recipe: Recipe) -> Found:
+def find(spec: RunSpec, mesh: Mesh, recipe: Recipe) -> FoundSize:
     """Return the micro batch of a command that begins. (all ranks)
 
     Raises ConfigError where the micro batch decides the result, or none fits; OutOfMemory where a
@@ -122,7 +124,7 @@ def find(spec: RunSpec, mesh: Mesh, recipe: Recipe) -> Found:
     path = cache_dir(spec.config) / FILE
     facts = facts_of(spec, mesh, recipe)
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-    known = Found(0, "")
+    known = FoundSize(0, "")
     most = share
     if mesh.rank == 0:
         known = of_run(spec, facts) or of_file(path, key) or known
@@ -130,9 +132,9 @@ def find(spec: RunSpec, mesh: Mesh, recipe: Recipe) -> Found:
     micro, why, most = mesh.broadcast((*known, most))
     sizes = [size for size in micro_batches(spec.config, share) if size <= most]
     if micro:
-        return Found(min(micro, most), why)
+        return FoundSize(min(micro, most), why)
     if len(sizes) == 1:
-        return Found(sizes[0], "the only one that is possible")
+        return FoundSize(sizes[0], "the only one that is possible")
 
     found = measured(spec, mesh, recipe, sizes)
     if mesh.rank == 0:
@@ -161,8 +163,10 @@ def refuse(recipe: Recipe) -> None:
 
 def refuse_loss_of_batch(config: Config, mesh: Mesh, recipe: Recipe) -> None:
     """Raise ConfigError for a script's loss that compares the samples of a batch. (all ranks)"""
+    task = recipe.task
+    of_batch = loss_is_of_batch(task, recipe.model, recipe.data, mesh.device, config.precision)
     # A script may decide by its rank.
-    if any(mesh.all_gather(loss_is_of_batch(config, mesh, recipe))):
+    if any(mesh.all_gather(of_batch)):
         raise ConfigError(
             f"{CHANGES}: the loss of two samples is not the mean of their own, as if it compared "
             "the samples of a batch; give a number, or return nanoray.Weighted where it is a mean "
@@ -170,33 +174,34 @@ def refuse_loss_of_batch(config: Config, mesh: Mesh, recipe: Recipe) -> None:
         )
 
 
-def loss_is_of_batch(config: Config, mesh: Mesh, recipe: Recipe) -> bool:
-    """Return whether a loss of two samples depends on more than the losses of each.
+def loss_is_of_batch(
+    task: Task, model: nn.Module, data: Samples, device: torch.device, precision: str
+) -> bool:
+    """Return whether a script's loss of two samples depends on more than the losses of each.
 
     Where the model draws random numbers this cannot be known, and is False.
     """
-    loss_on = recipe.loss_on(mesh)
-    model = recipe.model
+    loss_on = MeanLoss(device.type, precision, task.loss)
     drew = False
 
     def sum_and_weight(first: int, count: int) -> tuple[float, float]:
         nonlocal drew
-        x, y = recipe.data.train_batch(first, count)
-        before = _generators(mesh.device)
+        x, y = data.train_batch(first, count)
+        before = _generators(device)
         loss = loss_on(model, x, y)
-        drew = drew or before != _generators(mesh.device)
+        drew = drew or before != _generators(device)
         if isinstance(loss, Weighted):
             return loss.sum.item(), weight_of(loss).item()
         return loss.item() * count, count
 
-    assert recipe.task.script is not None
-    with generators_kept(mesh.device), recipe.task.script.undisturbed(model):
+    assert task.script is not None, "nanoray's own losses are means over samples"
+    with generators_kept(device), task.script.undisturbed(model):
         of_both, weight_of_both = sum_and_weight(0, 2)
         sums, weights = zip(sum_and_weight(0, 1), sum_and_weight(1, 1), strict=True)
     if drew or not weight_of_both or not sum(weights):
         return False
     mean = sum(sums) / sum(weights)
-    rounding = 1e-4 if config.precision == "fp32" else 2e-2
+    rounding = 1e-4 if precision == "fp32" else 2e-2
     return abs(of_both / weight_of_both - mean) > rounding * abs(mean) + 1e-6
 
 
@@ -237,24 +242,26 @@ def related(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config.get(key) for key in RELATED}
 
 
-def of_run(spec: RunSpec, facts: Mapping[str, Any]) -> Found | None:
+def of_run(spec: RunSpec, facts: Mapping[str, Any]) -> FoundSize | None:
     """Return what the run has trained with, on such a device. (rank 0 only)"""
     for group in reversed(read(spec.folder).groups):
         same = related(group["config"]) == facts["config"]
         if same and [group["hardware"]] == facts["hardware"] and group.get("limit"):
-            return Found(group["limit"], "with which the run has trained")
+            return FoundSize(group["limit"], "with which the run has trained")
     return None
 
 
-def of_file(path: Path, key: str) -> Found | None:
+def of_file(path: Path, key: str) -> FoundSize | None:
     """Return what was measured for another run. (rank 0 only)"""
     entry = read_json(path).get(key)
     if not isinstance(entry, dict):
         return None
-    return Found(entry["micro"], f"as measured on {entry['at']}; remove {path} to measure again")
+    return FoundSize(
+        entry["micro"], f"as measured on {entry['at']}; remove {path} to measure again"
+    )
 
 
-def remember(path: Path, key: str, found: Found, facts: Mapping[str, Any]) -> None:
+def remember(path: Path, key: str, found: FoundSize, facts: Mapping[str, Any]) -> None:
     """Keep a measurement for the next start. (rank 0 only) Where the folder is full, it is not."""
     at = time.strftime("%Y-%m-%d")
     with suppress(OSError), one_at_a_time(path.with_suffix(".lock")):
@@ -266,11 +273,11 @@ def remember(path: Path, key: str, found: Found, facts: Mapping[str, Any]) -> No
 # The measurement.
 
 
-class TooLarge(Exception):
+class DoesNotFit(Exception):
     """A micro batch that this process alone has tried does not fit."""
 
 
-def measured(spec: RunSpec, mesh: Mesh, recipe: Recipe, sizes: Sequence[int]) -> Found:
+def measured(spec: RunSpec, mesh: Mesh, recipe: Recipe, sizes: Sequence[int]) -> FoundSize:
     """Measure these sizes on these ranks. (all ranks)
 
     Raises ConfigError where none fits; OutOfMemory where one of several ranks has too little memory.
@@ -282,7 +289,7 @@ def measured(spec: RunSpec, mesh: Mesh, recipe: Recipe, sizes: Sequence[int]) ->
         with generators_kept(mesh.device), undisturbed:
             # The weights of the run wait on the host: each arm has its own.
             recipe.model.to("cpu")
-            room, whole = memory_for(mesh)
+            room = (1 - MARGIN) * memory_of_rank(mesh)
             try_size = partial(measure, spec, mesh, recipe.task, sizes)
             found = search(sizes, try_size, room, spec.config.global_batch_size)
     finally:
@@ -291,26 +298,14 @@ def measured(spec: RunSpec, mesh: Mesh, recipe: Recipe, sizes: Sequence[int]) ->
     mesh.barrier()  # (all ranks) the last one has left its arm
     if mesh.rank == 0:
         shutil.rmtree(spec.folder / FOLDER, ignore_errors=True)
-    return Found(found.micro, f"{found.why}; {MARGIN:.0%} of {whole / GB:.2f} GB stay free")
-
-
-def memory_for(mesh: Mesh) -> tuple[float, float]:
-    """Return the bytes for an arm and those of a device, where they are fewest. (all ranks)"""
-    free_memory(mesh.device)
-    if mesh.device.type == "cuda":
-        free, whole = torch.cuda.mem_get_info(mesh.device)
-    else:
-        # The ranks of a host share its memory.
-        own_host = mesh.hosts[mesh.rank] if mesh.hosts else ""
-        free = available_memory_bytes() // max(1, mesh.hosts.count(own_host))
-        whole = free
-    return min(mesh.all_gather((free - MARGIN * whole, float(whole))))
+    free = f"{MARGIN:.0%} of {room / (1 - MARGIN) / GB:.1f} GB stay free"
+    return FoundSize(found.micro, f"{found.why}; {free}")
 
 
 def measure(spec: RunSpec, mesh: Mesh, task: Task, sizes: Sequence[int], micro: int) -> BlockCost:
     """Train an arm with this micro batch for some steps. (all ranks)
 
-    Raises TooLarge, OutOfMemory or ConfigError where memory runs out: in one process, on several
+    Raises DoesNotFit, OutOfMemory or ConfigError where memory runs out: in one process, on several
     ranks, with the smallest size.
     """
     values = {
@@ -344,7 +339,7 @@ def measure(spec: RunSpec, mesh: Mesh, task: Task, sizes: Sequence[int], micro: 
     if mesh.world_size == 1:
         if arm is not None:
             arm.close()
-        raise TooLarge(why)
+        raise DoesNotFit(why)
     # The others wait in a collective of the arm. This rank ends, which frees them.
     record(spec, 1, mesh, Shortage(smaller[-1], why))
     raise OutOfMemory(f"{where}; after a restart at most {smaller[-1]} are tried")
@@ -352,7 +347,7 @@ def measure(spec: RunSpec, mesh: Mesh, task: Task, sizes: Sequence[int], micro: 
 
 def search(
     sizes: Sequence[int], measure: Callable[[int], BlockCost], room: float, samples: int
-) -> Found:
+) -> FoundSize:
     """Return the fastest of these sizes that fits in `room` bytes. samples: of a step, on all ranks."""
     seconds: dict[int, list[float]] = {}  # of a step, in each turn
     peaks: dict[int, int] = {}
@@ -374,7 +369,7 @@ def search(
     while not why_end:
         try:
             turn(micro)
-        except TooLarge as error:
+        except DoesNotFit as error:
             why_end = f"{micro} {error}"
             break
         larger = next_size(sizes, peaks, room)
@@ -404,7 +399,7 @@ def search(
         f"{size}: {samples / median(seconds[size]):,.0f}/s {peaks[size] / GB:.2f} GB"
         for size in sorted(seconds)
     ]
-    return Found(
+    return FoundSize(
         chosen,
         f"fastest of {len(best)} in {turns} turn(s), within {TIE:.0%} the smallest "
         f"({', '.join(tried)}; {why_end})",

@@ -11,7 +11,7 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.config import resolve_batch
 from nanoray.data.fallible import FallibleSamples
 from nanoray.forecast.job import Job
-from nanoray.host.host import available_cpus, available_memory_bytes
+from nanoray.host.host import available_cpus
 from nanoray.host.peaks import peak_flops
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
@@ -23,6 +23,7 @@ from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.parallel.statistics import has_statistics
 from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
 from nanoray.train.hardware import hardware, this_device
+from nanoray.train.micro_batch import loss_is_of_batch
 from nanoray.train.tasks import Task
 from nanoray.tune.space import TunedRun
 from nanoray.tune.trials import TuneSubject
@@ -43,6 +44,9 @@ def here_of(spec: RunSpec, mesh: Mesh, rendezvous: Rendezvous, subject: TuneSubj
     precision, _ = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
     facts = subject.open(spec, _facts_of)
     config = resolved(spec.config, mesh, precision, facts.settings)
+    # `auto` asks for what a search finds; it begins with a rank's whole share.
+    config = config.model_copy(update={"micro_batch_search": False})
+    batch_loss = next(filter(None, mesh.all_gather(facts.batch_loss)), "")
     layout = Layout.of(config, mesh.world_size)
     batch = resolve_batch(config, layout.dp)
     cores = max(1, int(available_cpus() / max(1, rendezvous.local_world_size)))
@@ -68,6 +72,7 @@ def here_of(spec: RunSpec, mesh: Mesh, rendezvous: Rendezvous, subject: TuneSubj
         facts.gradient_bytes,
         bucket_mb,
         job,
+        batch_loss,
     )
     line = (
         f"tune   {mesh.world_size} rank(s) = {layout} of {hardware(mesh)}, {precision}; "
@@ -82,6 +87,7 @@ class _Facts:
     has_norms: bool
     in_batches: bool
     gradient_bytes: int
+    batch_loss: str
 
 
 def _facts_of(task: Task) -> _Facts:
@@ -91,16 +97,9 @@ def _facts_of(task: Task) -> _Facts:
     data = task.data(torch.device("cpu"))
     in_batches = isinstance(data, FallibleSamples) and data.in_batches
     gradient_bytes = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
-    return _Facts(settings, has_statistics(model), in_batches, gradient_bytes)
-
-
-def memory_of_rank(mesh: Mesh) -> int:
-    """Return the bytes that the rank with the least memory may take. (all ranks)"""
-    if mesh.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(mesh.device)
-        own = free + torch.cuda.memory_reserved(mesh.device)
-    else:
-        # Ranks of one host share it.
-        beside = mesh.hosts.count(mesh.hosts[mesh.rank]) if mesh.hosts else 1
-        own = available_memory_bytes() // beside
-    return min(mesh.all_gather(own))
+    batch_loss = ""
+    if task.script and not in_batches and not has_statistics(model):
+        cpu = torch.device("cpu")
+        if loss_is_of_batch(task, model, data, cpu, "fp32"):
+            batch_loss = "the loss of two samples is not the mean of their own"
+    return _Facts(settings, has_statistics(model), in_batches, gradient_bytes, batch_loss)

@@ -49,11 +49,11 @@ class Tuning:
         """Search as one rank, and return the outcome. (all ranks)"""
         from nanoray.faults.plan import Injector
         from nanoray.mesh.mesh import join
-        from nanoray.train.arm import FOLDER
+        from nanoray.train.arm import FOLDER, memory_of_rank
         from nanoray.train.hardware import describe_place
         from nanoray.train.rank import meet_group, prepare_process
         from nanoray.tune.expect import Expected, measured_network
-        from nanoray.tune.here import here_of, memory_of_rank
+        from nanoray.tune.here import here_of
         from nanoray.tune.result import (
             closing_lines,
             rows_of,

@@ -161,7 +161,7 @@ def test_ranks_begin_again_below_what_did_not_fit(text: Path, tmp_path: Path) ->
     )
     again = spec.next_attempt()
     write_attempt(again)
-    trained(again, 2, first=_little_memory)
+    trained(again, 2)
     assert limits(spec.folder)[-1] in (1, 2)
 
 

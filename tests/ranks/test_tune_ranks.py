@@ -207,3 +207,33 @@ def test_a_script_s_own_model_is_tuned_and_trained(tmp_path: Path) -> None:
     _, table = only_search(tmp_path / "out")
     differs = [row["differs"] for row in table["rows"]]
     assert any("micro_batch_size" in text for text in differs)
+
+
+CONTRAST = """
+import torch
+from torch import nn
+import nanoray
+
+def loss(output, target):  # each sample against the others, as CLIP's
+    output = nn.functional.normalize(output)
+    return nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+def main(run):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.zeros(64))
+    nanoray.RuntimeEngine(model, optimizer, run, loss_fn=loss).fit(data, steps=20)
+
+config = {"global_batch_size": 32, "out_dir": OUT, "device": "cpu"}
+nanoray.tune(main, config, budget_s=3, may=["masks"], ray=False)
+"""
+
+
+def test_the_micro_batch_of_a_loss_over_the_batch_is_left_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CONTRAST.replace("OUT", repr(str(tmp_path / "out"))))
+    done = run(str(script), env=NO_COMPILER)
+    assert done.returncode == 0, done.stderr
+    _, table = only_search(tmp_path / "out")
+    assert not [row for row in table["rows"] if "micro_batch_size" in row["differs"]]

@@ -15,8 +15,8 @@ from nanoray.errors import ConfigError
 from nanoray.train.arm import BlockCost
 from nanoray.train.micro_batch import (
     BUDGET_S,
-    Found,
-    TooLarge,
+    DoesNotFit,
+    FoundSize,
     fastest,
     next_size,
     of_file,
@@ -100,7 +100,7 @@ class Device:
     def measure(self, micro: int) -> BlockCost:
         self.tried.append(micro)
         if self._peak(micro) > self._has:
-            raise TooLarge("ran out of memory")
+            raise DoesNotFit("ran out of memory")
         return BlockCost(self._seconds(micro), self._peak(micro), 0.0, 2)
 
 
@@ -183,8 +183,8 @@ def test_memory_is_a_line_through_the_two_largest() -> None:
 def test_a_measurement_is_kept_beside_others(tmp_path: Path) -> None:
     path = tmp_path / "cache" / "sizes.json"
     assert of_file(path, "a") is None
-    remember(path, "a", Found(4, "because"), {"torch": "2"})
-    remember(path, "b", Found(8, "because"), {"torch": "3"})
+    remember(path, "a", FoundSize(4, "because"), {"torch": "2"})
+    remember(path, "b", FoundSize(8, "because"), {"torch": "3"})
     found = of_file(path, "a")
     assert found
     assert found.micro == 4
