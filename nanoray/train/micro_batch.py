@@ -286,7 +286,7 @@ def measured(spec: RunSpec, mesh: Mesh, recipe: Recipe, sizes: Sequence[int]) ->
     script = recipe.task.script
     undisturbed = script.undisturbed(recipe.model) if script else nullcontext()
     try:
-        with generators_kept(mesh.device), undisturbed:
+        with undisturbed:
             # The weights of the run wait on the host: each arm has its own.
             recipe.model.to("cpu")
             room = (1 - MARGIN) * memory_of_rank(mesh)

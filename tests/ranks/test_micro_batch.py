@@ -29,6 +29,7 @@ RECIPE: dict[str, Any] = {
     "checkpoint_every": 3,
     "global_batch_size": 8,
     "hash_every": 0,
+    "sample_tokens": 8,
 }
 
 
@@ -79,7 +80,7 @@ def test_it_is_the_run_with_the_found_size(
 ) -> None:
     """Whatever was tried before step 1 leaves no trace: weights, draws, data, files."""
     spec = auto(text, tmp_path, **settings)
-    trained(spec, world)
+    outcome, *_ = trained(spec, world)
     (found,) = limits(spec.folder)
     share = 8 if set(settings) & {"tp", "pp", "cp"} or world == 1 else 4
     assert found in [size for size in (1, 2, 4, 8) if size <= share]
@@ -87,7 +88,8 @@ def test_it_is_the_run_with_the_found_size(
     assert measured(tmp_path) == 1
 
     given = make_spec(text, tmp_path / "given", **RECIPE | settings | {"micro_batch_size": found})
-    trained(given, world)
+    same, *_ = trained(given, world)
+    assert outcome["sample"] == same["sample"]
     assert series(spec) == series(given)
     assert equal(final(spec), final(given))
     config = json.loads((spec.folder / "config.json").read_text())
@@ -163,6 +165,8 @@ def test_ranks_begin_again_below_what_did_not_fit(text: Path, tmp_path: Path) ->
     write_attempt(again)
     trained(again, 2)
     assert limits(spec.folder)[-1] in (1, 2)
+    (entry,) = json.loads((tmp_path / "cache" / FILE).read_text()).values()
+    assert " 4:" not in entry["why"], "it was tried again"
 
 
 def _no_memory() -> None:
@@ -233,7 +237,7 @@ def fit(
     return [json.loads(line)["train/loss"] for line in lines], model, optimizer
 
 
-@pytest.mark.parametrize("layers", [(), (nn.Dropout(0.2),)])
+@pytest.mark.parametrize("layers", [(nn.Tanh(),), (nn.Dropout(0.2),)])
 def test_a_scripts_model_is_copied_and_left_alone(
     tmp_path: Path, layers: tuple[nn.Module, ...]
 ) -> None:
