@@ -278,8 +278,9 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     import torch
 
     from nanoray.mesh.rendezvous import Order, Rendezvous
+    from nanoray.train.arm import memory_of_rank
     from nanoray.tune.expect import Expected, measured_network
-    from nanoray.tune.here import here_of, memory_of_rank
+    from nanoray.tune.here import here_of
     from nanoray.tune.search import Search
     from nanoray.tune.space import words
     from nanoray.tune.subject import subject_of

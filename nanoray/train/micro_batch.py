@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -221,7 +222,9 @@ def facts_of(spec: RunSpec, mesh: Mesh, recipe: Recipe) -> dict[str, Any]:
     x, y = recipe.data.train_batch(0, 1)
     sample = [str((tuple(leaf.shape), leaf.dtype)) for leaf in tensors_of((x, y))]
     parameters = [str((name, tuple(p.shape))) for name, p in recipe.model.named_parameters()]
-    model = hashlib.sha256(json.dumps([repr(recipe.model), *parameters]).encode())
+    # Without the addresses of objects in a process
+    layers = re.sub(r" at 0x[0-9a-f]+", "", repr(recipe.model))
+    model = hashlib.sha256(json.dumps([layers, *parameters]).encode())
     return {
         "config": related(group["config"]),
         "hardware": sorted(set(mesh.all_gather(group["hardware"]))),
@@ -283,12 +286,11 @@ def measured(spec: RunSpec, mesh: Mesh, recipe: Recipe, sizes: Sequence[int]) ->
     Raises ConfigError where none fits; OutOfMemory where one of several ranks has too little memory.
     """
     recipe.observers.note(f"auto    measuring micro batches of {sizes[0]} to {sizes[-1]}")
+    # The weights of the run wait on the host: each arm has its own.
+    recipe.model.to("cpu")
     script = recipe.task.script
-    undisturbed = script.undisturbed(recipe.model) if script else nullcontext()
     try:
-        with undisturbed:
-            # The weights of the run wait on the host: each arm has its own.
-            recipe.model.to("cpu")
+        with script.undisturbed(recipe.model) if script else nullcontext():
             room = (1 - MARGIN) * memory_of_rank(mesh)
             try_size = partial(measure, spec, mesh, recipe.task, sizes)
             found = search(sizes, try_size, room, spec.config.global_batch_size)
