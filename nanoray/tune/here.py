@@ -44,8 +44,6 @@ def here_of(spec: RunSpec, mesh: Mesh, rendezvous: Rendezvous, subject: TuneSubj
     precision, _ = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
     facts = subject.open(spec, _facts_of)
     config = resolved(spec.config, mesh, precision, facts.settings)
-    # `auto` asks for what a search finds; it begins with a rank's whole share.
-    config = config.model_copy(update={"micro_batch_search": False})
     batch_loss = next(filter(None, mesh.all_gather(facts.batch_loss)), "")
     layout = Layout.of(config, mesh.world_size)
     batch = resolve_batch(config, layout.dp)

@@ -63,6 +63,9 @@ class Tuning:
         from nanoray.tune.subject import subject_of
         from nanoray.tune.trials import Trials, files_of
 
+        # micro_batch_size auto asks for what a search finds: it begins with a rank's whole share.
+        config = spec.config.model_copy(update={"micro_batch_search": False})
+        spec = replace(spec, config=config)
         prepare_process(spec, rendezvous)
         mesh = meet_group(Injector(spec.folder / "faults.jsonl"), join, spec, rendezvous, store)
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nanoray import RuntimeEngine
 from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.errors import ConfigError
+from nanoray.tools.replay.__main__ import main as replay
 from nanoray.train.micro_batch import FILE
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, run_ranks, series
@@ -122,6 +123,14 @@ def test_a_second_start_and_a_resume_measure_nothing(text: Path, tmp_path: Path)
     third = auto(text, tmp_path, n_embd=16)
     trained(third, 1)
     assert measured(tmp_path) == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", [[], ["--processes"]])
+def test_a_replay_has_the_found_size(text: Path, tmp_path: Path, how: list[str]) -> None:
+    spec = auto(text, tmp_path, hash_every=1)
+    trained(spec, 1)
+    assert replay([str(spec.folder), "--step", "2", *how]) == 0
 
 
 # A lack of memory while sizes are measured.
