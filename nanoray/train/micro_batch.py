@@ -40,6 +40,7 @@ from nanoray.data.tokens import Samples
 from nanoray.errors import ConfigError, OutOfMemory
 from nanoray.faults.cause import is_out_of_memory
 from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.rendezvous import Order
 from nanoray.models.precision import MeanLoss
 from nanoray.models.weighted import Weighted, weight_of
 from nanoray.parallel.statistics import has_statistics
@@ -68,6 +69,7 @@ SLOWER = 1.1  # two sizes in a row that take so much longer than the best: large
 FEW_STEPS = 2  # of a block that count; more where a step is short, so that they take about BLOCK_S
 MOST_STEPS = 20
 BLOCK_S = 0.5
+STOPPED = "the run shall stop"
 BUDGET_S = 120.0  # of steps; then what the first turn found is taken
 # Keys that change neither the speed nor the memory of a step: another value is measured anew for
 # nothing
@@ -110,9 +112,10 @@ class FoundSize(NamedTuple):
     why: str
 
 
-def find(spec: RunSpec, mesh: Mesh, recipe: Recipe) -> FoundSize:
+def find(spec: RunSpec, mesh: Mesh, recipe: Recipe, wanted: Callable[[], Order]) -> FoundSize:
     """Return the micro batch of a command that begins. (all ranks)
 
+    `wanted`: where any rank shall stop, the search ends with what is known, which is not kept.
     Raises ConfigError where the micro batch decides the result, or none fits; OutOfMemory where a
     rank has too little memory, and all must begin again.
     """
@@ -137,8 +140,8 @@ def find(spec: RunSpec, mesh: Mesh, recipe: Recipe) -> FoundSize:
     if len(sizes) == 1:
         return FoundSize(sizes[0], "the only one that is possible")
 
-    found = measured(spec, mesh, recipe, sizes)
-    if mesh.rank == 0:
+    found = measured(spec, mesh, recipe, sizes, wanted)
+    if mesh.rank == 0 and STOPPED not in found.why:
         remember(path, key, found, facts)
     return found
 
@@ -280,12 +283,18 @@ class DoesNotFit(Exception):
     """A micro batch that this process alone has tried does not fit."""
 
 
-def measured(spec: RunSpec, mesh: Mesh, recipe: Recipe, sizes: Sequence[int]) -> FoundSize:
+def measured(
+    spec: RunSpec, mesh: Mesh, recipe: Recipe, sizes: Sequence[int], wanted: Callable[[], Order]
+) -> FoundSize:
     """Measure these sizes on these ranks. (all ranks)
 
     Raises ConfigError where none fits; OutOfMemory where one of several ranks has too little memory.
     """
     recipe.observers.note(f"auto    measuring micro batches of {sizes[0]} to {sizes[-1]}")
+
+    def stops() -> bool:
+        return any(order >= Order.STOP for order in mesh.all_gather(int(wanted())))
+
     # The weights of the run wait on the host: each arm has its own.
     recipe.model.to("cpu")
     script = recipe.task.script
@@ -293,7 +302,7 @@ def measured(spec: RunSpec, mesh: Mesh, recipe: Recipe, sizes: Sequence[int]) ->
         with script.undisturbed(recipe.model) if script else nullcontext():
             room = (1 - MARGIN) * memory_of_rank(mesh)
             try_size = partial(measure, spec, mesh, recipe.task, sizes)
-            found = search(sizes, try_size, room, spec.config.global_batch_size)
+            found = search(sizes, try_size, room, spec.config.global_batch_size, stops)
     finally:
         recipe.model.to(mesh.device)
 
@@ -348,9 +357,16 @@ def measure(spec: RunSpec, mesh: Mesh, task: Task, sizes: Sequence[int], micro: 
 
 
 def search(
-    sizes: Sequence[int], measure: Callable[[int], BlockCost], room: float, samples: int
+    sizes: Sequence[int],
+    measure: Callable[[int], BlockCost],
+    room: float,
+    samples: int,
+    stops: Callable[[], bool] = lambda: False,
 ) -> FoundSize:
-    """Return the fastest of these sizes that fits in `room` bytes. samples: of a step, on all ranks."""
+    """Return the fastest of these sizes that fits in `room` bytes.
+
+    samples: of a step, on all ranks. `stops` is asked before each size but the first.
+    """
     seconds: dict[int, list[float]] = {}  # of a step, in each turn
     peaks: dict[int, int] = {}
     spent_s = 0.0
@@ -383,6 +399,8 @@ def search(
             why_end = f"{above} would take {needs / GB:.2f} of {room / GB:.2f} GB"
         elif gets_slower(seconds):
             why_end = "larger ones are slower"
+        elif stops():
+            why_end = STOPPED
         elif spent_s > BUDGET_S:
             why_end = f"{BUDGET_S:g} s of steps are spent"
         else:
@@ -391,10 +409,12 @@ def search(
     # The fastest ones once more, in turns: a machine's speed changes with time.
     best = sorted(seconds, key=lambda size: seconds[size][0])[:FINALISTS]
     turns = 1
-    while turns < TURNS and len(best) > 1 and spent_s <= BUDGET_S:
+    while turns < TURNS and len(best) > 1 and spent_s <= BUDGET_S and why_end != STOPPED:
         for size in best:
             turn(size)
         turns += 1
+        if stops():
+            why_end = STOPPED
 
     chosen = fastest({size: seconds[size] for size in best})
     tried = [

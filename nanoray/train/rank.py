@@ -126,7 +126,7 @@ def train(
                 micro_batch.refuse(recipe)
             notes = recipe.try_out(group)
             if config.micro_batch_search:
-                notes.append(choose_micro_batch(spec, mesh, recipe))
+                notes.append(choose_micro_batch(spec, mesh, recipe, wanted))
             batch = recipe.batch_for(mesh)
             lines = describe_run(spec, batch, mesh, recipe.device, start.why_precision, task)
             lines += notes
@@ -147,9 +147,11 @@ def train(
     return outcome
 
 
-def choose_micro_batch(spec: RunSpec, mesh: Mesh, recipe: Recipe) -> str:
+def choose_micro_batch(
+    spec: RunSpec, mesh: Mesh, recipe: Recipe, wanted: Callable[[], Order]
+) -> str:
     """Let the recipe have the micro batch that is the fastest here; return a line. (all ranks)"""
-    found = micro_batch.find(spec, mesh, recipe)
+    found = micro_batch.find(spec, mesh, recipe, wanted)
     recipe.fitted = found.micro
     line = f"auto    micro batch {found.micro}: {found.why}"
     depends = recipe.depends_on_micro()

@@ -15,6 +15,7 @@ from nanoray.errors import ConfigError
 from nanoray.train.arm import BlockCost
 from nanoray.train.micro_batch import (
     BUDGET_S,
+    STOPPED,
     DoesNotFit,
     FoundSize,
     fastest,
@@ -166,6 +167,15 @@ def test_long_steps_are_not_measured_for_ever() -> None:
     found = search(SIZES, device.measure, room=10**6, samples=48)
     assert len(device.tried) < 6
     assert "of steps are spent" in found.why
+
+
+def test_a_stop_ends_the_search_with_what_is_known() -> None:
+    asked = iter([False, False, True])
+    device = Device(overhead, lambda micro: micro)
+    found = search(SIZES, device.measure, 10**6, 48, lambda: next(asked))
+    assert device.tried == [1, 1, 2, 4]
+    assert found.micro == 4
+    assert STOPPED in found.why
 
 
 def test_memory_is_a_line_through_the_two_largest() -> None:
