@@ -159,7 +159,7 @@ class LoopArm:
         self.engine.par.close()
         self._recipe.close()
         cp.release(self.engine.state.model)
-        # torch compiles a layer's code for a few models, and then runs it without.
+        # At the second size torch compiles a layer for any size. A run with one size has no such code.
         if self.config.compile:
             torch.compiler.reset()
         del self.engine, self._recipe
