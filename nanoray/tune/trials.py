@@ -35,8 +35,8 @@ log = logging.getLogger("nanoray.rank")
 T = TypeVar("T")
 FILE = "tune.jsonl"
 STOPPED = "stopped"
-RESERVED = 0.3  # of the budget, for the turns that confirm what was found
-MOST_RESERVED_S = 40.0
+RESERVED = 0.35  # of the budget, for the turns that confirm what was found
+MOST_RESERVED_S = 100.0
 FIRST_STEPS = 3  # that count in the first block of a choice: its step is not known yet
 MOST_STEPS = 10_000
 
