@@ -161,7 +161,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_choice_that_runs_out_of_memory_is_left_out(text: Path, tmp_path: Path) -> None:
     (tmp_path / "full.py").write_text(FULL)
     others = "attention,loss_chunk,checkpointing,threads"
-    flags = ["--micro_batch_size", "2", "--budget", "20s", "--leave", others]
+    flags = ["--micro_batch_size", "2", "--budget", "10s", "--leave", others]
     flags += flags_of(text, tmp_path / "out")
     done = run(str(tmp_path / "full.py"), "tiny", *flags, env=NO_COMPILER)
     assert done.returncode == 0, done.stderr
