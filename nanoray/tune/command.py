@@ -33,11 +33,17 @@ def tune_own(
     """Search for the fastest way to train a script's model. Raises NanorayError."""
     refuse_while_spawned()
     loaded = loaded_of(config)
+    if ray:
+        from nanoray.launch.__main__ import lasting_out_dir
+
+        # As launch does, which does not say where it has searched
+        out_dir = lasting_out_dir(loaded.config)
+        loaded = loaded.set({"out_dir": out_dir}, "a Ray job's folder does not last")
     label = loaded.config.name
     program = Tuning(label, budget_s, checked(may), main=main, given=loaded.given)
     started = time.time()
     code = start(loaded, started, program, ray)
-    folder = folder_of(loaded, started)
+    folder = program.folders[0] if program.folders else folder_of(loaded, started)
     if folder is None or code:
         raise WorkerFailed(f"the search ended with exit code {code}; its last lines say why")
     return read_tuned(folder)

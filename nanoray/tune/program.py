@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class Tuning:
     if_same: bool = False  # only if that was for the same run, at the same place
     main: Callable[[Any], Any] | None = None  # of a script that brings its own model
     given: frozenset[str] = frozenset()  # keys that the script has set
+    # Where this process has searched: only rank 0 could find it by the time of its command
+    folders: list[Path] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -101,6 +103,7 @@ class Tuning:
             write_results(spec.folder, spec.config, self.label, search, rows, place, lines)
             shutil.rmtree(spec.folder / FOLDER, ignore_errors=True)
         mesh.barrier()
+        self.folders.append(spec.folder)
         return {
             "exit_reason": "stopped" if search.ended == "stopped" else "finished",
             "world_size": mesh.world_size,

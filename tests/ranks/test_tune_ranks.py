@@ -14,7 +14,7 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.config import load_config
 from nanoray.mesh.mesh import join
 from nanoray.mesh.rendezvous import Order, Rendezvous
-from tests.harness.commands import run
+from tests.harness.commands import run, torchrun
 from tests.harness.ranks import make_spec, run_ranks
 
 BATCH = {"global_batch_size": 12, "grad_accum_steps": 0}
@@ -239,3 +239,19 @@ def test_the_micro_batch_of_a_loss_over_the_batch_is_left_alone(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     _, table = only_search(tmp_path / "out")
     assert not [row for row in table["rows"] if "micro_batch_size" in row["differs"]]
+
+
+def test_a_script_under_torchrun_has_the_result_on_every_rank(tmp_path: Path) -> None:
+    """Each rank's process goes on with the same Tuned; only rank 0 has made the folder."""
+    text = SCRIPT.replace("OUT", repr(str(tmp_path / "out")))
+    text = text.replace("budget_s=6", "budget_s=2").replace("assert len(calls) > 2", "assert calls")
+    text += '\nprint("folder", tuned.folder.resolve(), tuned.settings)\n'
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    done = torchrun(2, str(script), env=NO_COMPILER)
+    assert [rank.returncode for rank in done] == [0, 0], done
+    first, second = (
+        next(line for line in rank.stdout.splitlines() if line.startswith("folder"))
+        for rank in done
+    )
+    assert first == second
