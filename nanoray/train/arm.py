@@ -55,6 +55,8 @@ QUIET = {
     "memory_at": 0,
     "upload": "",
     "resume": "none",
+    # The first steps alone have shorter sequences: neither the time nor the memory of the others
+    "seq_warmup_steps": 0,
 }
 # How far the losses of two ways to train the same may be apart, relative: the order of sums differs
 SAME_LOSS = {"fp32": 1e-3, "tf32": 5e-3, "fp8": 5e-2}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.config import load_config
 from nanoray.mesh.mesh import join
 from nanoray.mesh.rendezvous import Order, Rendezvous
+from nanoray.train.arm import FOLDER
 from tests.harness.commands import run, torchrun
 from tests.harness.ranks import make_spec, run_ranks
 
@@ -45,8 +47,9 @@ def measure_choices(
     wanted: Callable[[], Order] = lambda: Order.GO_ON,
     store: Any = None,
     rejoin: Any = None,
+    choices: Sequence[dict[str, Any]] = CHOICES,
 ) -> dict[str, Any]:
-    """Measure each of CHOICES once, as a search does. (all ranks)"""
+    """Measure each choice once, as a search does. (all ranks)"""
     from nanoray.faults.plan import Injector
     from nanoray.train.rank import meet_group, prepare_process
     from nanoray.tune.here import here_of
@@ -61,7 +64,7 @@ def measure_choices(
     trials = Trials(spec, mesh, subject, here, 300.0, wanted, print)
     trials.next_turn()
     found = []
-    for settings in CHOICES:
+    for settings in choices:
         trial = trials.measure(choice_of(settings), 0.01)
         found.append(trial._asdict() if trial else trials.refused[choice_of(settings)])
     return {"found": found, "exit_reason": "finished"}
@@ -83,6 +86,21 @@ def test_every_choice_has_the_losses_of_the_present_setting(text: Path, tmp_path
         assert trial["step_s"] > 0
     lines = (spec.folder / "tune.jsonl").read_text().splitlines()
     assert len(lines) == len(CHOICES)
+
+
+def test_an_arm_leaves_out_what_a_run_does_in_a_few_steps_alone(text: Path, tmp_path: Path) -> None:
+    """A profile, a picture of memory, and the short sequences of the first steps."""
+    present = partial(measure_choices, choices=({},))
+    once = {"profile": "1:3", "memory_at": 2, "seq_warmup_steps": 30}
+    losses = []
+    for name, settings in {"plain": {}, "once": once}.items():
+        spec = make_spec(text, tmp_path / name, precision="fp32", max_steps=40, **settings)
+        (outcome,) = run_ranks(spec, 1, train=present, timeout_s=60)
+        assert "error" not in outcome, outcome
+        losses.append(outcome["found"][0]["loss"])
+    assert losses[0] == losses[1]
+    assert not (spec.folder / FOLDER / "profile").exists()
+    assert not (spec.folder / FOLDER / "memory").exists()
 
 
 # Compiling takes most of the time of a search
