@@ -135,15 +135,17 @@ def closing_lines(search: Search, rows: Sequence[ChoiceRow], may: Sequence[str])
         found = ""
         if verdict.turns:
             found = f" (the best one found: {verdict.median:.2f} x, {verdict.low:.2f} to {verdict.high:.2f})"
+        # What was not measured often enough may well be faster.
+        what = "is" if not search.ended else "was shown to be"
         lines.append(
-            f"tuned  nothing is faster than the present setting by more than the spread{found}"
+            f"tuned  nothing {what} faster than the present setting by more than the spread{found}"
         )
     for word, knobs in left_out(search.here, may).items():
         lines.append(f"note   not tried: {', '.join(knobs)} (--may {word}: {MAY[word]})")
     if search.ended:
-        lines.append(
-            f"note   {search.ended} after {clock(search.trials.spent_s)} of steps; --resume goes on"
-        )
+        # A script's search begins anew.
+        more = "a larger budget_s looks further" if search.here.draws else "--resume goes on"
+        lines.append(f"note   {search.ended} after {clock(search.trials.spent_s)} of steps; {more}")
     return lines
 
 
@@ -203,9 +205,10 @@ def write_results(
         ],
     }
     write_json(folder / TABLE, table)
-    what = (
-        words(search.best) if search.best else "the present setting, than which nothing was faster"
-    )
+    what = words(search.best)
+    if not search.best:
+        shown = "shown to be " if search.ended else ""
+        what = f"the present setting, than which nothing was {shown}faster"
     head = f"# Found by `nanoray tune`: {what}\n# Measured on {place}\n"
     values = tuned_values(config, name, search.best, place)
     replace_text(folder / TUNED, head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -421,3 +421,22 @@ def test_the_recipe_is_a_preset_a_file_or_an_earlier_search(tmp_path: Path) -> N
     assert newest_search(tmp_path, "tiny") == str(tmp_path / "2026-11-02_tune-tiny")
     with pytest.raises(ConfigError, match="is no folder of a search"):
         recipe_of([], str(tmp_path))
+
+
+def test_a_search_that_ended_early_does_not_say_that_nothing_is_faster(tmp_path: Path) -> None:
+    """Where the budget was spent before a comparison, nothing is known."""
+    search, _ = run(tmp_path, here_of(), plain_wins, blocks=1, stops=True)
+    lines = "\n".join(closing_lines(search, rows_of(search, None, None), ()))
+    assert "nothing was shown to be faster" in lines
+    assert "--resume goes on" in lines
+    (tmp_path / "done").mkdir()
+    done, _ = run(tmp_path / "done", here_of(), lambda settings: 1.0)
+    assert "nothing is faster" in "\n".join(closing_lines(done, [], ()))
+
+
+def test_a_script_s_search_is_not_told_to_resume(tmp_path: Path) -> None:
+    """--resume belongs to the command."""
+    search, _ = run(tmp_path, replace(here_of(), draws=True), plain_wins, blocks=1)
+    lines = "\n".join(closing_lines(search, rows_of(search, None, None), ()))
+    assert "--resume" not in lines
+    assert "budget_s" in lines
