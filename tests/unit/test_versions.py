@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from nanoray.launch import ray_compat
-from tests.harness.versions import PAIRS, load
+from tests.harness.versions import MINORS, PAIRS, load
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPATIBILITY = {"nanoray/base/compat.py", "nanoray/launch/ray_compat.py"}
@@ -118,6 +118,14 @@ def test_the_oldest_versions_that_are_allowed_are_tested() -> None:
     assert {(record["torch"], record["ray"]) for record in load()} == {
         (pair.torch, pair.ray) for pair in PAIRS
     }
+
+
+def test_the_pythons_that_are_claimed_are_those_that_can_be_tested() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    ((lowest, above),) = re.findall(r'^requires-python = ">=3\.(\d+),<3\.(\d+)"', text, re.M)
+    assert [*MINORS] == [*range(int(lowest), int(above))]
+    tested = {int(record["python"].split(".")[1]) for record in load("pythons")}
+    assert tested <= {*MINORS}
 
 
 @pytest.mark.parametrize(
