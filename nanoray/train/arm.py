@@ -46,6 +46,7 @@ QUIET = {
     "target_loss": 0.0,
     "eval_every": 0,
     "checkpoint_every": 0,
+    "on_nan": "stop",  # there is no checkpoint to go back to
     "sample_tokens": 0,
     "tensorboard": False,
     "track": "none",
