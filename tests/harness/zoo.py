@@ -131,6 +131,14 @@ class SometimesBranch(Base):
         return self.head(h)
 
 
+class SometimesZeros(Base):
+    """Uses a branch in every step; without a marked sample its gradients are zeros, and no less."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.into(x))
+        return self.head(h + x[:, :1] * self.extra(h))
+
+
 class NoGradTower(Base):
     """Runs a tower under no_grad, unless a sample is marked."""
 
@@ -359,6 +367,7 @@ ZOO: list[Exhibit] = [
     Exhibit("plain", Plain, vectors),
     Exhibit("unused head", UnusedHead, vectors),
     Exhibit("sometimes a branch", SometimesBranch, vectors),
+    Exhibit("sometimes a gradient of zeros", SometimesZeros, vectors),
     Exhibit("tower without gradients", NoGradTower, vectors),
     Exhibit("experts", Experts, vectors),
     Exhibit("used twice, tied", UsedTwice, vectors),

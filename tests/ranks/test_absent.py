@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from nanoray.checkpoint.find import newest_valid
+from nanoray.own.absent import AbsentGradients
 from nanoray.own.program import Program
 from tests.harness.elastic import run_elastic
 from tests.harness.zoo import BY_NAME
@@ -130,3 +132,60 @@ def test_a_state_that_a_rollback_leaves_behind_is_forgotten() -> None:
     after = optimizer_tensors(optimizer, whole_shards(model))
     assert after.keys() == saved.keys()
     assert not [name for name in after if "extra" in name]
+
+
+@pytest.mark.parametrize(
+    ("value", "exchanged"),
+    [
+        ([0.0, 2.0], False),  # zero in its first element only
+        ([float("nan"), 0.0], False),
+        ([0.0, -0.0], True),  # of one rank's gradient of zeros, or of no rank's
+    ],
+)
+def test_complete_sums_without_a_zero_need_no_exchange(value: list[float], exchanged: bool) -> None:
+    """Every rank sees the same sums, so all of three ranks exchange, or none does."""
+    exchanges = []
+    for rank in range(3):
+        model = torch.nn.Linear(2, 1)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        model.weight.grad = torch.tensor([value])
+        # The first rank has computed no gradient of the weight itself.
+        computed = {"weight", "bias"} if rank else {"bias"}
+        exchanges.append(exchanges_of(model, computed, compressor=None))
+    assert exchanges == [exchanged] * 3
+
+
+@pytest.mark.parametrize("reason", ["shards", "a GPU", "compression", "a frozen parameter"])
+def test_where_sums_do_not_suffice_every_step_exchanges(reason: str) -> None:
+    model = torch.nn.Linear(2, 1)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    if reason == "a frozen parameter":  # which one rank alone may unfreeze
+        model.bias.requires_grad_(False)
+    computed = {name for name, p in model.named_parameters() if p.requires_grad}
+    complete = reason != "shards"
+    device = "cuda" if reason == "a GPU" else "cpu"
+    compressor = SimpleNamespace() if reason == "compression" else None
+    assert exchanges_of(model, computed, compressor, complete, device)
+
+
+def exchanges_of(
+    model: torch.nn.Module,
+    computed: set[str],
+    compressor: Any,
+    complete: bool = True,
+    device: str = "cpu",
+) -> bool:
+    """Return whether a rank with these gradients takes part in an exchange of bytes."""
+    exchanged = []
+
+    def max_of(flags: torch.Tensor) -> torch.Tensor:
+        exchanged.append(True)
+        flags[: len(computed)] = 1  # another rank has all gradients
+        return flags
+
+    mode: Any = SimpleNamespace(has_complete_sums=complete, computed=computed, checksum=0)
+    mesh: Any = SimpleNamespace(device=torch.device(device), max_of=max_of)
+    AbsentGradients(model, mode, mesh, compressor).add_up()
+    return bool(exchanged)
