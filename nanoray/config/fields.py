@@ -51,6 +51,7 @@ class Group(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
         coerce_numbers_to_str=True,  # name = 2026
+        defer_build=True,  # only Config is ever made, and not each of its bases
     )
 
     def check(self) -> None:
