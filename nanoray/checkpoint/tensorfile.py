@@ -7,15 +7,18 @@ tensors' buffers with the widest types first.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import math
+import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +28,7 @@ from nanoray.mesh.memory import bytes_of
 
 GONE = (FileNotFoundError, NotADirectoryError)
 CHUNK = 8 << 20  # bytes hashed and written at a time
+DIRECT_SIZE = 64 << 20  # bytes of a file that is written past the page cache
 DTYPES = {
     "C64": torch.complex64,
     "F64": torch.float64,
@@ -116,24 +120,87 @@ def as_bytes(data: bytes) -> Tensor:
 def write_file(path: Path, parts: list[Tensor]) -> dict[str, Any]:
     """Write and fsync a new file, hashing in the same pass."""
     digest = hashlib.sha256()
+    size = sum(tensor.nbytes for tensor in parts)
     # O_EXCL: a file of this name would belong to another writer.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        for tensor in parts:
-            # Each of these steps copies only if it must.
-            data = bytes_of(tensor.cpu()).numpy().data
-            for start in range(0, len(data), CHUNK):
-                chunk = data[start : start + CHUNK]
-                digest.update(chunk)
-                while chunk:  # a write may be partial
-                    chunk = chunk[os.write(fd, chunk) :]
+        chunks = _chunks(parts)
+        is_direct = size >= DIRECT_SIZE and set_direct(fd, True)
+        if is_direct:
+            chunks = _aligned(chunks)
+        for chunk in chunks:
+            digest.update(chunk)
+            # The end of a file is no full block.
+            if is_direct and len(chunk) % CHUNK:
+                set_direct(fd, False)
+            while chunk:  # a write may be partial
+                chunk = chunk[_write(fd, chunk, is_direct) :]
         # Without it a machine that loses power may keep the name and lose the data.
         os.fsync(fd)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         os.close(fd)
-    return {"bytes": sum(tensor.nbytes for tensor in parts), "sha256": digest.hexdigest()}
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _chunks(parts: Iterable[Tensor]) -> Iterator[memoryview]:
+    """Yield the bytes of tensors, at most CHUNK at a time."""
+    for tensor in parts:
+        # Each of these steps copies only if it must.
+        data = bytes_of(tensor.cpu()).numpy().data
+        for start in range(0, len(data), CHUNK):
+            yield data[start : start + CHUNK]
+
+
+def _aligned(chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield the same bytes, CHUNK at a time and in memory that begins a page.
+
+    Each is valid until the next one is asked for; only the last may be shorter.
+    """
+    memory = memoryview(mmap.mmap(-1, CHUNK))
+    buffer = np.frombuffer(memory, dtype=np.uint8)
+    filled = 0
+    for chunk in chunks:
+        data = np.frombuffer(chunk, dtype=np.uint8)
+        while len(data):
+            count = min(CHUNK - filled, len(data))
+            buffer[filled : filled + count] = data[:count]
+            data = data[count:]
+            filled += count
+            if filled == CHUNK:
+                yield memory
+                filled = 0
+    if filled:
+        yield memory[:filled]
+
+
+def set_direct(fd: int, wanted: bool) -> bool:
+    """Let writes of a file go to the disk from this process's memory, or through the page cache.
+
+    Past the page cache they leave training its cores: nothing is copied in the kernel, and no thread
+    of it writes later. The cache keeps what is read again, such as the dataset. Returns whether the
+    file system can.
+    """
+    flag = getattr(os, "O_DIRECT", 0)  # Linux has it
+    try:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~flag
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | (flag if wanted else 0))
+    except OSError:
+        return False
+    return bool(flag)
+
+
+def _write(fd: int, chunk: memoryview, is_direct: bool) -> int:
+    """Write bytes, and return how many were written."""
+    try:
+        return os.write(fd, chunk)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not is_direct:
+            raise
+    # A file system may refuse direct writes only now, or those of blocks of this size.
+    set_direct(fd, False)
+    return os.write(fd, chunk)
 
 
 def fsync_folder(folder: Path) -> None:

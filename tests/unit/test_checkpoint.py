@@ -2,6 +2,8 @@
 disks.
 """
 
+import errno
+import fcntl
 import hashlib
 import json
 import math
@@ -152,6 +154,34 @@ def test_partial_writes_and_many_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
     state = make(1, numel=301)
     assert same(load(save(tmp_path, state, keep=1)), state)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1000, 1024, 1025, 3000])
+@pytest.mark.parametrize("refused", [False, True])
+def test_direct_writes_leave_the_same_bytes(tmp_path, monkeypatch, numel, refused):
+    """In blocks from aligned memory; also where the file system refuses them at the first write."""
+    monkeypatch.setattr(tensorfile, "CHUNK", 4096)
+    state = make(1, numel=numel)
+    sums = json.loads((save(tmp_path / "cached", state, keep=1) / "manifest.json").read_text())
+
+    write, direct = os.write, []
+
+    def watch(fd, data):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            direct.append(len(data))
+            if refused:
+                raise OSError(errno.EINVAL, "Invalid argument")
+        return write(fd, data)
+
+    monkeypatch.setattr(tensorfile, "DIRECT_SIZE", 1)
+    monkeypatch.setattr(os, "write", watch)
+    path = save(tmp_path / "direct", state, keep=1)
+    assert json.loads((path / "manifest.json").read_text()) == sums
+    assert same(load(path), state)
+    assert set(direct) <= {4096}
+    with open(tmp_path / "probe", "wb") as probe:
+        supported = tensorfile.set_direct(probe.fileno(), True)
+    assert bool(direct) == (supported and numel >= 1000)
 
 
 def test_manifest_sums_are_those_of_the_files(tmp_path):
