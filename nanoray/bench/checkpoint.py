@@ -2,7 +2,7 @@
 
     raw disk        the same bytes in one file: write and fsync, nothing else; the limit of all others
     nanoray sync    --checkpoint_mode sync: training waits until it is on disk, hashed and renamed
-    nanoray async   --checkpoint_mode async: training waits for a copy
+    nanoray async   --checkpoint_mode async: an update waits for a copy
     torch.save      the same tensors, fsync, rename, fsync of the folder: no sums
     dcp.save        torch.distributed.checkpoint with its defaults, as one process
     dcp.async_save  the same in its thread
@@ -591,7 +591,7 @@ def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> 
     writer = CheckpointWriter(spec, say)
 
     def begin(step: int) -> Callable[[], bool]:
-        writer.save(mesh, saved_state(gpt, optimizer, step))
+        writer.save(mesh, saved_state(gpt, optimizer, step), rests=True)
 
         def done() -> bool:
             if writer.busy:
@@ -609,7 +609,11 @@ def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> 
         state = load(spec.checkpoints / f"step_{step:08d}")
         return _flat(state.model, state.optimizer)
 
-    return SavingArm(begin, read)
+    def copied() -> None:
+        if writer.copying:  # as the loop does
+            writer.finish_copy()
+
+    return SavingArm(begin, read, copied)
 
 
 def saved_state(gpt: Any, optimizer: Any, step: int) -> StateDict:

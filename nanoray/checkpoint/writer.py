@@ -1,7 +1,8 @@
-"""Save checkpoints beside training: the loop waits for a copy in memory, a thread for the disk.
+"""Save checkpoints beside training: an update waits for a copy in memory, a thread for the disk.
 
-    loop     step ─► step ─► copy ─► step ─► step ─► step ─► step ─► copy ─► ...
-    thread                      └──► write, hash, fsync ──► rename      └──► ...
+    loop     step ─► step ─► save ─► forward ─► backward ─► update ─► step ─► step ─► save ─► ...
+    threads                    └───► copy ───────────────►┘
+                                        └──► write, hash, fsync ──► rename
 
 A sharded state is copied and written by every rank; rank 0's thread waits for the others' parts and
 commits. At most one checkpoint is being written; the next one waits for it, so a slow disk slows
@@ -17,6 +18,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -30,6 +32,7 @@ from nanoray.checkpoint import files as checkpoint
 from nanoray.checkpoint import parts
 from nanoray.checkpoint.run import RunSpec, read_attempt
 from nanoray.errors import CheckpointError
+from nanoray.host.host import available_cpus
 from nanoray.mesh.mesh import Mesh
 from nanoray.state.state_dict import StateDict
 
@@ -37,6 +40,8 @@ log = logging.getLogger("nanoray.rank")
 TRIES = 3  # failed checkpoints in a row (a full disk, say) that end the run
 CLOSE_S = 10.0  # at the end of a run, for the other ranks' parts of a checkpoint
 _ALIGN = 64  # bytes, for vectorised copies
+COPIERS = 4  # threads that copy at once, at most: they share the memory's speed
+PIECE = 4 << 20  # elements that a thread copies at a time
 Tensors = dict[tuple[str, str], Tensor]  # by part of the state and name
 # The offset of a tensor's copy; the tensor's shape, dtype, device
 Place = tuple[int, torch.Size, torch.dtype, torch.device]
@@ -65,6 +70,7 @@ class CheckpointWriter:
         self._saved = saved
         self._beside = spec.config.checkpoint_mode == "async"
         self._snapshot: Snapshot | None = None
+        self.copying = False  # weights and optimizer state must stay as they are: see finish_copy
         self._news: dict[str, float] = {}  # metrics for the next record
 
         # The write in progress, if any
@@ -88,10 +94,13 @@ class CheckpointWriter:
         if self._beside and self._spec.config.checkpoint_every:
             self._snapshot = Snapshot(named_tensors(state))
 
-    def save(self, mesh: Mesh, state: StateDict | None, final: bool = False) -> None:
+    def save(
+        self, mesh: Mesh, state: StateDict | None, final: bool = False, rests: bool = False
+    ) -> None:
         """Save rank 0's `state`, or every rank's part of it. (all ranks)
 
-        With `final` it returns only when the checkpoint is on disk. Ranks other than 0 pass a state
+        With `final` it returns only when the checkpoint is on disk. rests: the caller leaves the
+        state as it is until `finish_copy`. Ranks other than 0 pass a state
         if it is sharded, else None. Raises CheckpointError on all ranks when a final checkpoint
         failed, or the third one in a row.
         """
@@ -106,6 +115,8 @@ class CheckpointWriter:
         problem = mesh.broadcast(problem)
         if problem:
             raise CheckpointError(problem)
+        if self.copying and not rests:
+            self.finish_copy()
 
     def _save_parts(self, mesh: Mesh, state: StateDict, final: bool) -> str | None:
         """Save a sharded state, or start to. (all ranks)
@@ -199,6 +210,7 @@ class CheckpointWriter:
         """Write this rank's part, on rank 0 commit; store the outcome. Also runs in the thread."""
         start = time.perf_counter()
         try:
+            self._wait_for_copy()
             if draft:
                 keep = self._spec.config.keep_checkpoints
                 checkpoint.save_shared(draft, state, writers, keep, self._require_parts)
@@ -245,16 +257,34 @@ class CheckpointWriter:
         self._thread.start()
 
     def _copy(self, state: StateDict) -> StateDict:
-        """Return a copy that training does not change. Raises CheckpointError without memory."""
+        """Start a copy, and return it. Raises CheckpointError without memory."""
         tensors = named_tensors(state)
         # The memory is reused until the state has another layout, as after a change of world size.
         if self._snapshot is None or not self._snapshot.fits(tensors):
             self._snapshot = None  # free the old one first
             self._snapshot = Snapshot(tensors)
         copies = self._snapshot.take(tensors)
+        self.copying = True
         model = {name: copies["model", name] for name in state.model}
         optimizer = {name: copies["optimizer", name] for name in state.optimizer}
         return replace(state, model=model, optimizer=optimizer)
+
+    def finish_copy(self) -> float:
+        """Wait until the newest state is copied, and return the seconds.
+
+        Whatever changes weights or optimizer state calls this first. Forward and backward do not.
+        """
+        start = time.perf_counter()
+        self._wait_for_copy()
+        self.copying = False
+        seconds = time.perf_counter() - start
+        if "time/checkpoint_s" in self._news:
+            self._news["time/checkpoint_s"] += seconds
+        return seconds
+
+    def _wait_for_copy(self) -> None:
+        if self._snapshot:
+            self._snapshot.finish()
 
     def _settle(self) -> None:
         """Wait for the write in progress, if any, and handle its outcome."""
@@ -288,6 +318,7 @@ class CheckpointWriter:
         spec = self._spec
         try:
             # Exceptions cannot leave a thread, so they are stored.
+            self._wait_for_copy()
             checkpoint.save(
                 spec.checkpoints,
                 state,
@@ -405,6 +436,8 @@ class Snapshot:
         self._places, size = _layout(tensors)
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._problem: Exception | None = None
+        self._copiers: ThreadPoolExecutor | None = None  # the threads of the newest copy
+        self._pending: list[Future[Tensor]] = []  # its pieces
         self._thread = threading.Thread(target=self._allocate, args=(size,), daemon=True)
         self._thread.start()
 
@@ -438,9 +471,10 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, tensors: Tensors) -> Tensors:
-        """Copy tensors that fit; the copies are valid until the next call.
+        """Start to copy tensors that fit; the copies are valid from `finish` until the next call.
 
-        Raises CheckpointError when there was too little memory.
+        Until then the tensors must not change. Raises CheckpointError when there was too little
+        memory.
         """
         self.ready()
         if self._problem:
@@ -450,17 +484,40 @@ class Snapshot:
             )
         copies: Tensors = {}
         copied: set[int] = set()  # offsets; tied weights share one
+        pieces: list[tuple[Tensor, Tensor]] = []
         for name, tensor in tensors.items():
             offset, shape, dtype, _ = self._places[name]
             memory = self._memory[offset : offset + tensor.nbytes]
-            copies[name] = memory.view(dtype).view(shape)
-            if offset not in copied:
-                copies[name].copy_(tensor, non_blocking=True)
-                copied.add(offset)
-        # The copies are asynchronous, and training changes the weights in the next step.
+            copy = memory.view(dtype).view(shape)
+            copies[name] = copy
+            if offset in copied:
+                continue
+            copied.add(offset)
+            source = tensor.detach()
+            if source.is_cuda or not source.is_contiguous():
+                copy.copy_(source, non_blocking=True)
+                continue
+            parts = zip(copy.view(-1).split(PIECE), source.view(-1).split(PIECE), strict=True)
+            pieces += parts
+
+        # Copies from a GPU are asynchronous, and training changes the weights in the next step.
         for device in self._devices:
             torch.cuda.synchronize(device)
+
+        # In the host's memory threads copy, until `finish`: one core reads and writes at less than
+        # the memory's speed. torch divides each copy among the threads of this rank.
+        count = min(COPIERS, int(available_cpus()) // torch.get_num_threads())
+        self._copiers = ThreadPoolExecutor(max(count, 1))
+        self._pending = [self._copiers.submit(copy.copy_, source) for copy, source in pieces]
         return copies
+
+    def finish(self) -> None:
+        """Wait until everything is copied. (any thread)"""
+        for piece in self._pending:
+            piece.result()
+        self._pending = []
+        if self._copiers:
+            self._copiers.shutdown()
 
 
 def _layout(tensors: Tensors) -> tuple[dict[tuple[str, str], Place], int]:

@@ -121,6 +121,7 @@ def train_in_groups(
         # Outside the except block, because the error's frames would keep the broken wrapper alive.
         log.warning("leaving the group after step %d: %s", state.step, lost)
         if engine:
+            engine.writer.finish_copy()
             if wait:
                 engine.writer.hold()
             for check in engine.checks:

@@ -214,6 +214,8 @@ class Engine:
             # at all. With fp16 all ranks skip the same updates.
             if cfg.grad_clip:
                 par.clip(cfg.grad_clip, norm)
+            if self.writer.copying:  # a checkpoint of the step before
+                instruments.pause(self.writer.finish_copy())
             state.is_updating = True
             left_out = self.scaler.step(state.optimizers, verdict.leave_out)
             state.advance(samples_per_step, Update(norm, left_out))
@@ -473,8 +475,9 @@ class Engine:
         compared = state.session.compared == state.step
         if not self.cfg.hash_every or (compared and not again):
             return
-        # Weights that are still on their way would differ.
+        # Weights that are still on their way would differ. One that is healed changes.
         self.par.settle()
+        self.writer.finish_copy()
         losses = [loss.item() for loss in self.par.own_losses]
         healed, warning = replicas.compare(state, self.mesh, losses, self.certify)
         state.session.compared = state.step

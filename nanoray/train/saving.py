@@ -55,7 +55,11 @@ def save_checkpoint(
         saved.meta["attempt"] = spec.attempt
         saved.meta["config"] = spec.config.model_dump()
         saved.meta |= workload.meta
-    writer.save(mesh, saved, final)
+
+    # The copy is made beside the next forward and backward, if nothing but the update changes what
+    # is saved. A script's code may, and so may replicas that average their weights.
+    rests = spec.config.model != "own" and not spec.config.sync_every
+    writer.save(mesh, saved, final, rests)
 
     # Copied, perhaps not yet on disk; the final save waits for the disk.
     state.session.saved = state.step

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ import pytest
 import torch
 
 from nanoray.checkpoint import files as checkpoint
+from nanoray.checkpoint import writer
 from nanoray.checkpoint.files import load
 from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec, write_attempt
@@ -151,6 +153,30 @@ def test_resume_from_one_that_was_written_beside_training_is_bit_identical(
     for name in checkpoint.TENSOR_FILES:
         other = whole.checkpoints / "step_00000009" / name
         assert (rest.checkpoints / "step_00000009" / name).read_bytes() == other.read_bytes(), name
+
+
+def copy_late() -> None:
+    """Let each thread that copies a state begin when forward and backward are over."""
+    late = partial(ThreadPoolExecutor, initializer=time.sleep, initargs=(0.3,))
+    writer.ThreadPoolExecutor = late  # type: ignore[misc, assignment]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+def test_an_update_waits_for_a_copy_that_is_late(text: Path, tmp_path: Path, mode: str) -> None:
+    """Of a whole state, which rank 0 copies, and of one in parts."""
+    recipe = {"dp_mode": mode, "checkpoint_every": 2, "keep_checkpoints": 9, "max_steps": 5}
+    waiting = make_spec(text, tmp_path / "sync", **recipe, checkpoint_mode="sync")
+    beside = make_spec(text, tmp_path / "async", **recipe)
+    for outcome in run_ranks(waiting, 2) + run_ranks(beside, 2, first=copy_late):
+        assert "error" not in outcome, outcome
+    for step in (2, 4):
+        folder = waiting.checkpoints / f"step_0000000{step}"
+        for file in folder.glob("*.safetensors"):
+            other = beside.checkpoints / folder.name / file.name
+            assert file.read_bytes() == other.read_bytes(), other
+    # The wait for the copy counts as the checkpoint's, and no step is longer for it.
+    paused = [r for r in records(beside) if r["step"] in (3, 5)]
+    assert all(r["time/checkpoint_s"] > 0.2 > r["time/step_ms"] / 1e3 for r in paused), paused
 
 
 @pytest.mark.parametrize(

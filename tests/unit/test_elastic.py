@@ -102,6 +102,7 @@ class Engine:
         self._groups, self.group = groups, group
         self.writer = self.par = self
         self.checks = [self]
+        self.is_copied = False
         self.batches = MicroBatches(None, Batch(groups.micro, 1, 2), 0)  # type: ignore[arg-type]
 
     def fit(self) -> dict[str, Any]:
@@ -111,7 +112,12 @@ class Engine:
         self._groups.limits.append(group.memory.limit)
         return {"attempt": group.spec.attempt, "source": group.source}
 
+    def finish_copy(self) -> None:
+        """Nothing may change a state that a checkpoint is still copied from."""
+        self.is_copied = True
+
     def hold(self) -> None:
+        assert self.is_copied
         self._groups.events.append("hold")
 
     def forget(self) -> None:
