@@ -157,11 +157,13 @@ def test_resume_from_one_that_was_written_beside_training_is_bit_identical(
 
 def copy_late() -> None:
     """Let each thread that copies a state begin when forward and backward are over."""
-    late = partial(ThreadPoolExecutor, initializer=time.sleep, initargs=(0.3,))
+    late = partial(ThreadPoolExecutor, initializer=time.sleep, initargs=(1.0,))
     writer.ThreadPoolExecutor = late  # type: ignore[misc, assignment]
 
 
-@pytest.mark.parametrize("mode", ["ddp", "zero1"])
+@pytest.mark.parametrize(
+    "mode", ["ddp", "zero1", *(pytest.param(m, marks=pytest.mark.full) for m in ("zero2", "fsdp"))]
+)
 def test_an_update_waits_for_a_copy_that_is_late(text: Path, tmp_path: Path, mode: str) -> None:
     """Of a whole state, which rank 0 copies, and of one in parts."""
     recipe = {"dp_mode": mode, "checkpoint_every": 2, "keep_checkpoints": 9, "max_steps": 5}
@@ -176,7 +178,7 @@ def test_an_update_waits_for_a_copy_that_is_late(text: Path, tmp_path: Path, mod
             assert file.read_bytes() == other.read_bytes(), other
     # The wait for the copy counts as the checkpoint's, and no step is longer for it.
     paused = [r for r in records(beside) if r["step"] in (3, 5)]
-    assert all(r["time/checkpoint_s"] > 0.2 > r["time/step_ms"] / 1e3 for r in paused), paused
+    assert all(r["time/checkpoint_s"] > 0.4 > r["time/step_ms"] / 1e3 for r in paused), paused
 
 
 @pytest.mark.parametrize(
