@@ -133,10 +133,10 @@ class Search:
             better = self._together(singles, order)
             if not better:
                 return
-            winner = self.race(better)[0]
-            if not self.ratio(winner, self.best).gains:
+            ranked = self.race(better)
+            if not ranked or not self.ratio(ranked[0], self.best).gains:
                 return
-            self.best = winner
+            self.best = ranked[0]
             self.trials.say(f"better  {words(self.best)}: {self.ratio(self.best, ()).median:.2f} x")
 
     def _singles(self) -> list[Option]:

@@ -169,6 +169,19 @@ def test_a_setting_with_another_loss_is_not_recommended(tmp_path: Path) -> None:
     assert any("it changes precision" in line for line in lines)
 
 
+def test_changes_that_gain_alone_and_fail_in_their_race_end_the_search(tmp_path: Path) -> None:
+    """From the fourth turn on nothing but the present setting can be trained."""
+    trials = machine(here_of(), tmp_path, cost=plain_wins)
+
+    def loss(settings: dict[str, Any]) -> float:
+        return 3.0 if settings and trials.turn > 3 else 4.0
+
+    trials.loss_of = loss
+    search = Search(trials, here_of(), (), 1 << 40)
+    search.run()
+    assert search.best == ()
+
+
 def test_a_setting_that_is_far_slower_leaves_after_one_turn(tmp_path: Path) -> None:
     def cost(settings: dict[str, Any]) -> float:
         return 3.0 if "loss_chunk" in settings else plain_wins(settings)
