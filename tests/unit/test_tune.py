@@ -7,7 +7,7 @@ tests/ranks/test_tune_ranks.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,16 +169,23 @@ def test_a_setting_with_another_loss_is_not_recommended(tmp_path: Path) -> None:
     assert any("it changes precision" in line for line in lines)
 
 
-def test_changes_that_gain_alone_and_fail_in_their_race_end_the_search(tmp_path: Path) -> None:
-    """From the fourth turn on nothing but the present setting can be trained."""
+def test_changes_that_gain_alone_and_fail_in_their_race_end_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trials = machine(here_of(), tmp_path, cost=plain_wins)
-
-    def loss(settings: dict[str, Any]) -> float:
-        return 3.0 if settings and trials.turn > 3 else 4.0
-
-    trials.loss_of = loss
     search = Search(trials, here_of(), (), 1 << 40)
+    races: list[int] = []
+    race = search.race
+
+    def second_fails(choices: Sequence[Choice]) -> list[Choice]:
+        races.append(len(choices))
+        if len(races) == 2:
+            trials.loss_of = lambda settings: 3.0 if settings else 4.0
+        return race(choices)
+
+    monkeypatch.setattr(search, "race", second_fails)
     search.run()
+    assert len(races) == 2
     assert search.best == ()
 
 
