@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.parsing import parse
+
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -56,7 +58,7 @@ MODULES = {module_name(path): path for path in FILES}
 @cache
 def imported(path: Path, top_only: bool = False) -> frozenset[str]:
     """Every name that a file imports, also inside functions and under TYPE_CHECKING."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parse(path.read_text(encoding="utf-8"))
     names = set()
     for node in tree.body if top_only else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -129,7 +131,7 @@ def test_a_class_name_stands_once_where_a_reader_meets_both() -> None:
     """In one room, or in two of which one imports the other."""
     places: dict[str, list[str]] = {}
     for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module)
     twice = {

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.parsing import parse
+
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
 
 ALLOWED: dict[str, int] = {}
@@ -60,7 +62,7 @@ def products_with_truth_values(tree: ast.AST) -> list[int]:
 
 
 def constructs(source: str) -> list[int]:
-    tree = ast.parse(source)
+    tree = parse(source)
     return sorted(nested_conditionals(tree) + products_with_truth_values(tree))
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.parsing import parse
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(
     path
@@ -123,7 +125,7 @@ WORDS: dict[str, int] = {
 def house_names(source: str) -> list[str]:
     """Return `LINE: name` for each function whose name is no verb. Properties need none."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parse(source)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
@@ -140,7 +142,7 @@ def house_words(source: str) -> list[str]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             texts.append((token.start[0], token.string))
-    for node in ast.walk(ast.parse(source)):  # the parts of an f-string are constants, too
+    for node in ast.walk(parse(source)):  # the parts of an f-string are constants, too
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             texts.append((node.lineno, node.value))
 
