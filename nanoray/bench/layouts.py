@@ -34,7 +34,6 @@ from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe,
 from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
 from nanoray.bench.simulate import (
-    LANES,
     MEASURED,
     PREDICTED,
     VOCAB,
@@ -47,7 +46,7 @@ from nanoray.bench.simulate import (
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
 from nanoray.forecast.fit import Fit, fit
-from nanoray.forecast.links import Cost
+from nanoray.forecast.links import LANES, Cost
 from nanoray.host.host import available_cpus
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh

@@ -32,7 +32,6 @@ from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe,
 from nanoray.bench.harness.report import Emit, Record, Report, number, say, table
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.bench.simulate import (
-    LANES,
     MEASURED,
     PREDICTED,
     VOCAB,
@@ -48,7 +47,7 @@ from nanoray.bench.simulate import (
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.forecast.fit import Fit, fit
-from nanoray.forecast.links import MODELS, Topology, best, load_topology, topology_names
+from nanoray.forecast.links import LANES, MODELS, Topology, best, load_topology, topology_names
 from nanoray.forecast.simulate import SimulatedBucket, SimulatedStep, Step, simulate
 from nanoray.host.host import available_cpus
 from nanoray.mesh.mesh import Mesh

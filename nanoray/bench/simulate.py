@@ -32,7 +32,6 @@ MEASURED = "step, measured"
 PREDICTED = "step, predicted"
 ERROR = "|predicted / measured - 1|"
 ERROR_LIMIT = 0.15
-LANES = {"gloo": 2, "nccl": 1}  # collectives in flight: gloo's threads, NCCL's stream
 
 
 def cost_of(ranks: int, nbytes: float, link: Fit, cpu: Fit | None) -> Cost:

@@ -27,6 +27,7 @@ TOPOLOGY_DIR = Path(__file__).resolve().parents[1] / "topologies"
 # never win.
 FLAT = ("ring", "tree", "double_tree", "halving_doubling")
 MODELS = (*FLAT, "two_level")
+LANES = {"gloo": 2, "nccl": 1}  # collectives in flight: gloo's threads, NCCL's stream
 
 
 def coefficients(algorithm: str, ranks: int, nbytes: int) -> tuple[float, float]:

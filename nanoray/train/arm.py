@@ -1,8 +1,8 @@
 """An arm: one way to train a run, in blocks of steps of the loop itself, which are thrown away.
 
     LoopArm(spec, mesh, task)   model, optimizer and plan of its configuration, as a run makes them
-    arm.block(...)          warm-up, steps that do not count, steps that do  ─► BlockCost
-    arm.close()             leaves its groups; frees its memory
+    arm.block(...)              warm-up, steps that do not count, steps that do  ─► BlockCost
+    arm.close()                 leaves its groups; frees its memory
 
 `nanoray tune` and `micro_batch_size auto` compare arms on ranks that stay alive. The steps are those
 of engine.fit, with guards, instruments and records, so an arm takes as long as a run. It evaluates,
@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 
 from nanoray.checkpoint.run import RunSpec
-from nanoray.config import Config
 from nanoray.faults.plan import Injector
 from nanoray.host.host import (
     available_memory_bytes,
@@ -110,12 +109,6 @@ class LoopArm:
         injector = Injector(spec.folder / "faults.jsonl")
         self._recipe = Recipe(group, (), self._next_step, injector, task)
         self.engine = self._recipe.build(group)
-        self.batch = self.engine.batch
-
-    @property
-    def config(self) -> Config:
-        """The configuration, with what this device decides."""
-        return self.engine.cfg
 
     def block(self, steps: int, settling: int = SETTLING) -> BlockCost:
         """Train `settling` steps and then `steps` that count. (all ranks)
@@ -163,7 +156,7 @@ class LoopArm:
         self._recipe.close()
         cp.release(self.engine.state.model)
         # At the second size torch compiles a layer for any size. A run with one size has no such code.
-        if self.config.compile:
+        if self.engine.cfg.compile:
             torch.compiler.reset()
         del self.engine, self._recipe
         free_memory(self._device)

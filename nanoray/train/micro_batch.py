@@ -322,7 +322,6 @@ def measure(spec: RunSpec, mesh: Mesh, task: Task, sizes: Sequence[int], micro: 
     values = {
         "micro_batch_size": micro,
         "micro_batch_search": False,
-        "seq_warmup_steps": 0,  # the run's longest sequences decide
         "cpus_per_worker": 0.0,  # the threads are those of the run already
     }
     arm_spec = replace(spec, config=spec.config.model_copy(update=values))

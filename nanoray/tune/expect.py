@@ -17,14 +17,13 @@ from nanoray.config import Config, resolve_batch
 from nanoray.forecast.fit import fit
 from nanoray.forecast.job import Job
 from nanoray.forecast.layouts import total
-from nanoray.forecast.links import Link, Topology
+from nanoray.forecast.links import LANES, Link, Topology
 from nanoray.forecast.predict import OnTopology, Speed, memory_of, predict
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 
 LINK_SIZES = (64 << 10, 1 << 20, 8 << 20)  # bytes of the sums from which the link is fitted
 LINK_TIMES = 5  # each of them
-LANES = {"gloo": 2, "nccl": 1}  # collectives in flight: gloo's threads, NCCL's stream
 NO_LINK = Link(alpha_us=0.0, bandwidth_gb_per_s=1e6)  # of one rank
 
 

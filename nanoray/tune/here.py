@@ -9,7 +9,6 @@ import torch
 from nanoray.base.text import short
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import resolve_batch
-from nanoray.data.fallible import FallibleSamples
 from nanoray.forecast.job import Job
 from nanoray.host.host import available_cpus
 from nanoray.host.peaks import peak_flops
@@ -24,6 +23,7 @@ from nanoray.parallel.statistics import has_statistics
 from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
 from nanoray.train.hardware import hardware, this_device
 from nanoray.train.micro_batch import loss_is_of_batch
+from nanoray.train.out_of_memory import come_in_batches
 from nanoray.train.tasks import Task
 from nanoray.tune.space import TunedRun
 from nanoray.tune.trials import TuneSubject
@@ -93,11 +93,12 @@ def _facts_of(task: Task) -> _Facts:
     settings = task.settings()
     model = task.model()
     data = task.data(torch.device("cpu"))
-    in_batches = isinstance(data, FallibleSamples) and data.in_batches
+    in_batches = come_in_batches(data)
+    has_norms = has_statistics(model)
     gradient_bytes = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
     batch_loss = ""
-    if task.script and not in_batches and not has_statistics(model):
+    if task.script and not in_batches and not has_norms:
         cpu = torch.device("cpu")
         if loss_is_of_batch(task, model, data, cpu, "fp32"):
             batch_loss = "the loss of two samples is not the mean of their own"
-    return _Facts(settings, has_statistics(model), in_batches, gradient_bytes, batch_loss)
+    return _Facts(settings, has_norms, in_batches, gradient_bytes, batch_loss)

@@ -1,4 +1,4 @@
-"""The program of `nanoray tune`: what each rank runs in the place of recipe.train.
+"""The program of `nanoray tune`: what each rank runs in the place of rank.train.
 
     nanoray tune ─► launch, or train_here ─► Tuning(spec, rendezvous, ...) ─► Search ─► tuned.yaml
 
@@ -63,7 +63,7 @@ class Tuning:
         )
         from nanoray.tune.search import Search
         from nanoray.tune.subject import subject_of
-        from nanoray.tune.trials import Trials, files_of
+        from nanoray.tune.trials import STOPPED, Trials, files_of
 
         # micro_batch_size auto asks for what a search finds: it begins with a rank's whole share.
         config = spec.config.model_copy(update={"micro_batch_search": False})
@@ -105,7 +105,7 @@ class Tuning:
         mesh.barrier()
         self.folders.append(spec.folder)
         return {
-            "exit_reason": "stopped" if search.ended == "stopped" else "finished",
+            "exit_reason": "stopped" if search.ended == STOPPED else "finished",
             "world_size": mesh.world_size,
             "backend": mesh.backend,
             "device": str(mesh.device),

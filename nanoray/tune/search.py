@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nanoray.errors import ConfigError
+from nanoray.forecast.layouts import GB
 from nanoray.tune.expect import Expected
 from nanoray.tune.space import Choice, Option, TunedRun, configured, options, with_settings, words
 from nanoray.tune.trials import STOPPED, SearchEnded, Trials
@@ -34,7 +35,6 @@ HOPELESS = 1.5  # times the present setting in one turn: not tried again with ot
 LEAST_TURNS = 5  # of a verdict
 ERRORS = 2.5  # standard errors by which a verdict must be above 1
 MARGIN = 0.1  # of a device's memory that formulas leave free
-GB = 1e9
 
 
 class Ratio(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nanoray.config import Config, resolve_batch
+from nanoray.config import Config, micro_batches, resolve_batch
 from nanoray.config.conflicts import first
 from nanoray.config.load import make_config
 from nanoray.config.mesh import AXES, SHARDS_STATE
@@ -136,7 +136,7 @@ def _micro_batches(here: TunedRun) -> Iterable[Settings]:
     if here.in_batches or here.batch_loss:
         return
     batch = resolve_batch(here.config, here.layout.dp)
-    for micro in divisors(batch.micro * batch.accum)[-MOST_MICROS:]:
+    for micro in micro_batches(here.config, batch.micro * batch.accum)[-MOST_MICROS:]:
         if micro != batch.micro:
             yield micro_batch(batch.global_size, micro)
 
