@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+_ASIDE = ".tmp"  # the end of a temporary file's name
 _JSON_TYPES = {
     list: "list",
     str: "string",
@@ -108,7 +109,7 @@ def replace_bytes(path: Path, data: bytes, sync: bool = True) -> None:
 
     With `sync` it survives a power cut.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{_ASIDE}")
     try:
         with aside.open("xb") as stream:
             stream.write(data)
@@ -122,3 +123,13 @@ def replace_bytes(path: Path, data: bytes, sync: bool = True) -> None:
     finally:
         with suppress(OSError):
             aside.unlink()  # it is there only if the rename did not happen: a full disk, Ctrl-C
+
+
+def remove_asides(path: Path) -> None:
+    """Remove what processes left beside `path` that were killed while they wrote it.
+
+    Only for who holds a lock: the file of a process that is still writing would be removed too.
+    """
+    for aside in path.parent.glob(f".{path.name}.*{_ASIDE}"):
+        with suppress(OSError):
+            aside.unlink()

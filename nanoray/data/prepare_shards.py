@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from nanoray.base.atomic import json_mapping, write_json
+from nanoray.base.atomic import json_mapping, remove_asides, write_json
 from nanoray.data.dataset import PROGRESS
 from nanoray.data.documents import DocumentBatch, DocumentPiece, DocumentSource
 from nanoray.data.headers import LLMC_HEADER_BYTES, llmc_header
@@ -51,6 +51,8 @@ def prepare_shards(
     """
     settings = {"tokenizer": tokenizer, "shard_tokens": shard_tokens, **source.settings()}
     with _alone_in(out):
+        for name in (META, PROGRESS):
+            remove_asides(out / name)
         done = _read(out / META)
         if done is not None:
             _require_same(out, META, done.get("prepared_from"), settings)

@@ -325,6 +325,14 @@ def test_a_command_killed_at_any_moment_is_finished_by_the_next(
 
     monkeypatch.setattr(os, "replace", lambda *arguments: count(replace, *arguments))
     monkeypatch.setattr(os, "fsync", lambda *arguments: count(fsync, *arguments))
+
+    def unlink_if_alive(path: Path, missing_ok: bool = False) -> None:
+        """A killed process runs no `finally`: what it was writing stays in the folder."""
+        if not 0 < deadly <= calls:
+            unlink(path, missing_ok)
+
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", unlink_if_alive)
     begin(tmp_path / "counted")
     moments = calls
     assert moments > 30
