@@ -6,8 +6,8 @@
 
 A pair of torch and Ray is tested with this Python, in build/versions/torch-X-ray-Y; each takes
 gigabytes, because torch's wheels of the package index bring CUDA. The other packages are the newest
-that pip finds. The outcome of each file goes to docs/results/versions.json, from which README.md has
-its tables: a file that is run again replaces its own outcome there, so one pair can be tested in parts.
+that pip finds. The outcome of each file goes to docs/results/versions.json, from which
+docs/environments.md has its tables: a file that is run again replaces its own outcome there, so one pair can be tested in parts.
 
 With another Python, what needs neither torch nor Ray is tested, in build/versions/python-X, with the
 versions of constraints.txt: every file is compiled, and tests/unit runs. A test that fails for want
@@ -270,7 +270,7 @@ def total(record: dict[str, Any], key: str) -> int:
 
 
 def table() -> list[str]:
-    """Return the table of README.md: which pairs have passed."""
+    """Return the table of docs/environments.md: which pairs have passed."""
     lines = [
         "| torch | Ray | Python | test files | passed | failed | skipped | on |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |",
@@ -283,7 +283,7 @@ def table() -> list[str]:
 
 
 def plain_table() -> list[str]:
-    """Return the table of README.md of the Pythons that were tested without torch and Ray."""
+    """Return the table of docs/environments.md of the Pythons that were tested without torch and Ray."""
     lines = [
         "| Python | files compiled | tests passed | failed | skipped | files or tests that need torch or Ray | on |",
         "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
