@@ -229,7 +229,8 @@ def test_a_drained_rank_moves_at_once_where_there_is_room(
     node is gone.
     """
     with ray_node(head):
-        driver = start_slow_step(head, recipe, tmp_path, *FLAGS)
+        # The step lasts until the other node is up and the notice is given, on a busy machine too.
+        driver = start_slow_step(head, recipe, tmp_path, *FLAGS, seconds=25)
         drained = living_nodes(head)[1]
         with ray_node(head):
             drain(head, drained)
