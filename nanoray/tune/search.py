@@ -5,9 +5,9 @@
            final: the best beside the first setting, FINAL turns each  ◄── nothing gains ◄┘
 
 A race runs its choices in turns, each a short block of real steps, the present setting among them.
-After a turn the slower half leaves, and blocks get longer. A choice is compared with the present one
-of the same turn, because the machine's speed drifts. Formulas put the choices in order, and leave
-out what they predict to be too large, or far too slow.
+After a turn the slower half leaves, and what is far behind, and blocks get longer. A choice is
+compared with the present one of the same turn, because the machine's speed drifts. Formulas put the
+choices in order, and leave out what they predict to be too large, or far too slow.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ FINAL = 8  # turns of the best and the first setting, and as many again where th
 PASSES = 3  # of single changes
 GAIN = 1.02  # from this ratio on a change is worth a place in the settings
 TOO_SLOW = 1.5  # times the present setting by formula: not tried
+FAR = 1.1  # times the fastest change of a race: leaves it
 HOPELESS = 1.5  # times the present setting in one turn: not tried again with other changes
 LEAST_TURNS = 5  # of a verdict
 ERRORS = 2.5  # standard errors by which a verdict must be above 1
@@ -200,14 +201,16 @@ class Search:
             alive = [choice for choice in alive if choice not in self.trials.refused]
             alive.sort(key=lambda choice: -self.ratio(choice, self.best).median)
             self._show(len(running), alive)
+            ratios = [self.ratio(choice, self.best).median for choice in alive]
+            near = sum(ratio > ratios[0] / FAR for ratio in ratios)
+            stay = min(near, max(STAYING, (len(alive) + 1) // 2))
             if len(alive) > STAYING:
-                stay = max(STAYING, (len(alive) + 1) // 2)
-                places = alive[stay:] + places
-                alive = alive[:stay]
                 turns = 0
                 block_s = min(LONGEST_S, 1.5 * block_s)
-            elif alive and turns >= 2 and self.ratio(alive[0], self.best).median < 1 / GAIN:
-                break  # not even the best of them comes near
+            elif alive and turns >= 2 and ratios[0] < (1 if turns > 2 else 1 / GAIN):
+                break  # not even the best of them is faster
+            places = alive[stay:] + places
+            alive = alive[:stay]
         return alive + places
 
     def _show(self, count: int, alive: Sequence[Choice]) -> None:
