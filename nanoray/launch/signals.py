@@ -12,7 +12,9 @@ from typing import Any
 from nanoray.base.output import say
 from nanoray.cli import handle_stop_signals, stop_signals
 
-AFTER_THIS_STEP = b"\nstopping after this step, with a checkpoint (Ctrl-C once more: stop now)\n"
+AFTER_THIS_STEP = (
+    b"\nstopping after this step; what is done is saved (Ctrl-C once more: stop now)\n"
+)
 
 
 class StopRequested(Exception):
@@ -44,7 +46,7 @@ class Stop:
     def request(self, reason: str) -> None:
         """Stop as SIGTERM would, and say why."""
         self.signal, self.reason = signal.SIGTERM, reason
-        say(f"\nstop     {reason}: stopping after this step, with a checkpoint")
+        say(f"\nstop     {reason}: stopping after this step; what is done is saved")
 
     def wait(self, seconds: float, clock: Any = time) -> None:
         """Sleep for some seconds, but return as soon as a stop is requested."""

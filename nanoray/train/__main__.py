@@ -392,7 +392,9 @@ class StopSignals:
             raise KeyboardInterrupt
         self._signal = self._signal or signum
         with suppress(OSError):  # the terminal may be gone
-            os.write(2, b"\nstopping after this step, with a checkpoint (once more: stop now)\n")
+            os.write(
+                2, b"\nstopping after this step; what is done is saved (once more: stop now)\n"
+            )
 
     def wanted(self) -> Order:
         """Return STOP after a signal, else GO_ON."""
@@ -404,7 +406,7 @@ class StopSignals:
         log.warning(line)
         self._signal = self._signal or signal.SIGTERM
         with suppress(OSError):  # the terminal may be gone, too
-            os.write(2, f"\n{line}, with a checkpoint\n".encode())
+            os.write(2, f"\n{line}; what is done is saved\n".encode())
 
     @property
     def exit_code(self) -> int:

@@ -44,8 +44,13 @@ def tune_own(
     started = time.time()
     code = start(loaded, started, program, ray)
     folder = program.folders[0] if program.folders else folder_of(loaded, started)
-    if folder is None or code:
+    if folder is None:
         raise WorkerFailed(f"the search ended with exit code {code}; its last lines say why")
+    if code:
+        raise WorkerFailed(
+            f"the search ended with exit code {code}; its last lines say why, and what it has "
+            f"measured is in {folder}"
+        )
     return read_tuned(folder)
 
 

@@ -95,13 +95,16 @@ class Tuning:
         if here.job is not None:
             expected = Expected(here.job, mesh.world_size, here.threads, measured_network(mesh))
         search = Search(trials, here, self.may, memory_of_rank(mesh), expected, self.leave)
-        search.run()
+        try:
+            search.run()
+        finally:
+            if mesh.rank == 0:
+                shutil.rmtree(spec.folder / FOLDER, ignore_errors=True)
 
         rows = rows_of(search, facts.flops, facts.peak_flops)
         lines = closing_lines(search, rows, self.may)
         if mesh.rank == 0:
             write_results(spec.folder, spec.config, self.label, search, rows, place, lines)
-            shutil.rmtree(spec.folder / FOLDER, ignore_errors=True)
         mesh.barrier()
         self.folders.append(spec.folder)
         return {

@@ -195,8 +195,8 @@ def test_a_head_that_does_not_answer_stops_the_run_with_a_checkpoint(
         code, output = finish(driver)
         assert code == 143, output
         assert (
-            "the cluster's head has not answered for 15 s: stopping after this step, with a "
-            "checkpoint" in output
+            "the cluster's head has not answered for 15 s: stopping after this step; what is done "
+            "is saved" in output
         )
         result = summary(tmp_path)
         assert result["exit_reason"] == "stopped"

@@ -150,7 +150,7 @@ def test_a_new_head_in_the_place_of_the_old_one(
             else:
                 code, output = finish(driver)
                 told = "another head has taken the place of the cluster's head, and does not know this run"
-                assert f"stop     {told}: stopping after this step, with a checkpoint" in output
+                assert f"stop     {told}: stopping after this step; what is done is saved" in output
             assert code == (1 if with_the_head else 143), output
             assert "Traceback" not in output
             assert "StackTrace" not in output, "of Ray's core, which ends the process"

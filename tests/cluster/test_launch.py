@@ -129,7 +129,7 @@ def test_ctrl_c_once_checkpoints_and_exits_130(
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole foreground group
     code, output = finish(process)
     assert code == 130, output
-    assert "stopping after this step, with a checkpoint" in output
+    assert "stopping after this step; what is done is saved" in output
     result = summary(tmp_path)
     assert result["exit_reason"] == "stopped"
     assert [p.name for p in (only_run(tmp_path) / "checkpoints").iterdir()] == [

@@ -7,7 +7,8 @@
 A pair of torch and Ray is tested with this Python, in build/versions/torch-X-ray-Y; each takes
 gigabytes, because torch's wheels of the package index bring CUDA. The other packages are the newest
 that pip finds. The outcome of each file goes to docs/results/versions.json, from which
-docs/environments.md has its tables: a file that is run again replaces its own outcome there, so one pair can be tested in parts.
+docs/environments.md has its tables: a file that is run again replaces its own outcome there, so one
+pair can be tested in parts.
 
 With another Python, what needs neither torch nor Ray is tested, in build/versions/python-X, with the
 versions of constraints.txt: every file is compiled, and tests/unit runs. A test that fails for want

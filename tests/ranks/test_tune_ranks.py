@@ -13,6 +13,7 @@ import pytest
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import load_config
+from nanoray.errors import ConfigError
 from nanoray.mesh.mesh import join
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.train.arm import FOLDER
@@ -187,6 +188,17 @@ def test_a_choice_that_runs_out_of_memory_is_left_out(text: Path, tmp_path: Path
     short = [row for row in table["rows"] if "out of memory" in row["note"]]
     assert {row["differs"] for row in short} >= {"micro_batch_size 6", "micro_batch_size 12"}
     assert all(row["step_ms"] is None for row in short)
+
+
+def test_a_search_whose_present_setting_fails_says_so_and_leaves_nothing_half_done(
+    text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "full.py").write_text(FULL)
+    flags = ["--micro_batch_size", "6", "--budget", "10s", *flags_of(text, tmp_path / "out")]
+    done = run(str(tmp_path / "full.py"), "tiny", *flags, env=NO_COMPILER)
+    assert done.returncode == ConfigError.exit_code, done.stdout + done.stderr
+    assert "the present setting cannot be trained: " in done.stderr
+    assert not list((tmp_path / "out").glob("*/arms"))
 
 
 SCRIPT = """

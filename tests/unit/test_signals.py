@@ -26,7 +26,7 @@ def test_the_first_signal_asks_for_a_stop(
         assert (stop.requested, stop.exit_code) == (True, code)
     assert signal.getsignal(signum) is before
     assert (
-        "stopping after this step, with a checkpoint (Ctrl-C once more: stop now)"
+        "stopping after this step; what is done is saved (Ctrl-C once more: stop now)"
         in capfd.readouterr().err
     )
 
@@ -93,6 +93,6 @@ def test_a_pause_ends_with_a_stop(capsys: pytest.CaptureFixture[str]) -> None:
     assert time.now - time.began == pytest.approx(33.0, abs=0.2)
     assert (stop.exit_code, stop.reason) == (143, "node 1 is being drained")
     assert (
-        "stop     node 1 is being drained: stopping after this step, with a checkpoint"
+        "stop     node 1 is being drained: stopping after this step; what is done is saved"
         in capsys.readouterr().out
     )
