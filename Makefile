@@ -1,5 +1,5 @@
 # make train | make test | make test-all | make test-fast | make test-gpu | make test-kube | make test-versions |
-# make lint | make bench | make bench-gpu | make bench-gpu-bundle.
+# make lint | make compile | make bench | make bench-gpu | make bench-gpu-bundle.
 # Each but the last two sets up .venv first; the second time that takes no time.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
@@ -11,7 +11,7 @@ GPU_PYTHON ?= $(shell for p in python3 .venv/bin/python python; do \
 # The stamp's name holds what the environment depends on: this folder, the pins and the interpreter.
 STAMP := .venv/installed-$(shell { pwd; cat pyproject.toml constraints.txt; "$(PYTHON)" -V; } 2>/dev/null | cksum | cut -d' ' -f1)
 
-.PHONY: train test test-all test-fast test-gpu test-kube test-versions lint bench bench-gpu bench-gpu-bundle docs site setup clean
+.PHONY: train test test-all test-fast test-gpu test-kube test-versions lint bench bench-gpu bench-gpu-bundle docs site setup compile clean
 
 train: setup
 	@$(PY) examples/train_shakespeare.py $(ARGS)
@@ -89,6 +89,10 @@ site: docs
 
 setup: $(STAMP)
 
+# For an environment whose users may not write into it.
+compile: setup
+	@$(COMPILE)
+
 # Not compiled: of the packages' twenty thousand files only those that are imported are worth it, at their first import.
 # Where the environment forbids that (PYTHONDONTWRITEBYTECODE, as many images set it), each process of each run would
 # compile torch and Ray anew: one short run here may do it for all.
@@ -98,17 +102,17 @@ UV = $(shell "$(PYTHON)" -m pip config list 2>/dev/null | grep -qE "index-url|fi
 VENV = $(if $(UV),rm -rf .venv && "$(UV)" venv --quiet --seed --python "$(PYTHON)" .venv,"$(PYTHON)" -m venv --clear .venv)
 INSTALL = $(if $(UV),"$(UV)" pip install --quiet --python $(PY),$(PY) -m pip install --quiet --disable-pip-version-check --no-compile)
 FIRST_RUN = --dataset stdlib --workers 1 --max_steps 2 --global_batch_size 1 --micro_batch_size 1 --eval_samples 1
+COMPILE = echo "compiling what a run imports, by a run of two steps ..."; runs=$$(mktemp -d); \
+	PYTHONDONTWRITEBYTECODE= timeout 300 $(PY) -m nanoray.launch $(FIRST_RUN) --data_dir "$$runs" --out_dir "$$runs" \
+		> "$$runs/output" 2>&1 || tail -n 1 "$$runs/output"; \
+	rm -rf "$$runs"
 $(STAMP):
 	@test -n "$(PYTHON)" || { echo "nanoray needs Python 3.10 to 3.13 on the PATH; or: make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
 	@echo "setting up .venv with $$("$(PYTHON)" -V) (once; minutes on a slow line) ..."
 	@$(VENV)
 	@$(INSTALL) -c constraints.txt setuptools
 	@$(INSTALL) --no-build-isolation -c constraints.txt -e ".[dev]"
-	@if [ -n "$$PYTHONDONTWRITEBYTECODE" ]; then \
-		echo "compiling what a run imports, by a run of two steps ..."; runs=$$(mktemp -d); \
-		PYTHONDONTWRITEBYTECODE= timeout 300 $(PY) -m nanoray.launch $(FIRST_RUN) --data_dir "$$runs" --out_dir "$$runs" \
-			> "$$runs/output" 2>&1 || tail -n 1 "$$runs/output"; \
-		rm -rf "$$runs"; fi
+	@if [ -n "$$PYTHONDONTWRITEBYTECODE" ]; then $(COMPILE); fi
 	@touch $@
 
 clean:
