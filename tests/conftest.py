@@ -54,10 +54,12 @@ def _temporary_folder() -> None:
 
 
 _temporary_folder()
-# A script's shell ignores Ctrl-C in what it starts with `&`, and so would all commands of the
-# tests.
+# A script's shell ignores Ctrl-C in what it starts with `&`, and nohup a closed terminal; so would
+# all commands of the tests.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # The ranks of a benchmark, too, need not import torch again
 processes.start_process = commands.start_process
 # Nor need the reader of a file of torch.save
