@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 import nanoray
+from tests.harness.parsing import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 STUB = ROOT / "nanoray" / "__init__.pyi"
@@ -62,7 +63,7 @@ def test_the_names_are_those_of_dir_help_stub_and_page() -> None:
     assert {"__version__", *API.FUNCTIONS, *nanoray._EXPORTED} == set(nanoray.__all__)
 
     # The stub has the same names, each from the module that defines it.
-    tree = ast.parse(STUB.read_text(encoding="utf-8"))
+    tree = parse(STUB.read_text(encoding="utf-8"))
     imported: dict[str, str | None] = {}
     defined: dict[str, object] = {}
     for node in tree.body:
@@ -81,7 +82,7 @@ def test_the_names_are_those_of_dir_help_stub_and_page() -> None:
 
 @pytest.mark.parametrize("name", API.FUNCTIONS)
 def test_the_stub_of_a_function_has_the_signature_of_its_package(name: str) -> None:
-    functions = [n for n in ast.parse(STUB.read_text()).body if isinstance(n, ast.FunctionDef)]
+    functions = [n for n in parse(STUB.read_text()).body if isinstance(n, ast.FunctionDef)]
     (stub,) = [function for function in functions if function.name == name]
     package = getattr(nanoray, name)
     signature = inspect.signature(package)
@@ -222,7 +223,7 @@ def test_what_a_run_says_goes_through_say() -> None:
         for room in ("launch", "own", "start", "train")
         for path in (package / room).rglob("*.py")
     ):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parse(path.read_text(encoding="utf-8"))
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         prints = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
         if prints:

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.harness.parsing import parse
+
 TESTS = Path(__file__).resolve().parents[1]
 # They measure; what they are about is in docs/performance.md.
 BENCHMARKS = ("test_bench_", "test_gpu_day", "test_soak", "test_speedrun")
@@ -39,7 +41,7 @@ def marks_of_tests() -> dict[str, bool]:
     """Return each test, and whether `make test` leaves it out as a whole."""
     found = {}
     for path in sorted(TESTS.glob("*/test_*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parse(path.read_text(encoding="utf-8"))
         of_file = False
         for node in tree.body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":

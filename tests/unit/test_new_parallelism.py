@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from nanoray.mesh.layout import Coords
+from tests.harness.parsing import parse
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
 MOST_FILES = 6
@@ -307,7 +308,7 @@ def axes_named_together(tree: ast.AST) -> list[int]:
 def test_axes_are_listed_in_one_place() -> None:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        lines = axes_named_together(ast.parse(path.read_text(encoding="utf-8")))
+        lines = axes_named_together(parse(path.read_text(encoding="utf-8")))
         if lines:
             found[path.relative_to(PACKAGE).as_posix()] = lines
     assert found.keys() == ALLOWED.keys(), (
@@ -329,5 +330,5 @@ def test_axes_are_listed_in_one_place() -> None:
     ],
 )
 def test_a_list_by_hand_is_found(text: str) -> None:
-    assert axes_named_together(ast.parse(text)) == [1]
-    assert axes_named_together(ast.parse('pair = ("tp", "ep", size)')) == []
+    assert axes_named_together(parse(text)) == [1]
+    assert axes_named_together(parse('pair = ("tp", "ep", size)')) == []

@@ -20,6 +20,7 @@ from nanoray.own.storable import unstorable
 from nanoray.parallel.fsdp_order import LayerOrder
 from nanoray.parallel.script import Script
 from tests.harness.own_mistakes import MISTAKES
+from tests.harness.parsing import parse
 
 TESTS = Path(__file__).resolve().parents[1]
 TABLE = "own_mistakes.py"
@@ -60,7 +61,7 @@ def messages() -> list[tuple[str, str]]:
     """Return the text of each refusal in the sources, with its place."""
     found = []
     for path in files():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise) and node.exc is not None:
                 text = text_of(node.exc)
                 # A text is made by a function, or the error is passed on.
@@ -76,7 +77,7 @@ def test_each_check_has_a_line() -> None:
 
 def sources() -> str:
     """Return all texts in the code of what is a script's own."""
-    return "\n".join(text_of(ast.parse(path.read_text(encoding="utf-8"))) for path in files())
+    return "\n".join(text_of(parse(path.read_text(encoding="utf-8"))) for path in files())
 
 
 def texts_of_tests() -> str:

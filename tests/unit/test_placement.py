@@ -31,6 +31,7 @@ from nanoray.launch.node_errors import NodeErrors
 from nanoray.launch.placement import Placement, addresses_of, connected
 from nanoray.launch.ray_compat import errors_of_nodes
 from nanoray.launch.signals import Stop, StopRequested
+from tests.harness.parsing import parse
 from tests.harness.scripted_ray import ScriptedTime
 
 
@@ -538,7 +539,7 @@ def test_what_asks_for_no_resource_is_bound_to_a_node() -> None:
         text = path.read_text(encoding="utf-8")
         if "num_cpus" not in text and "NodeAffinity" not in text:
             continue
-        for call in ast.walk(ast.parse(text)):
+        for call in ast.walk(parse(text)):
             if not isinstance(call, ast.Call):
                 continue
             given = {word.arg: ast.unparse(word.value) for word in call.keywords if word.arg}

@@ -8,6 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from nanoray.launch import run_state
+from tests.harness.parsing import parse
 
 FOLDER = Path(run_state.__file__).parent
 FIELDS = {field.name for field in dataclasses.fields(run_state.RunState)}
@@ -17,7 +18,7 @@ def writers() -> dict[str, set[str]]:
     """Return, of each field of a RunState, the methods that assign it."""
     found = defaultdict(set)
     for path in FOLDER.glob("*.py"):
-        for cls in ast.parse(path.read_text(encoding="utf-8")).body:
+        for cls in parse(path.read_text(encoding="utf-8")).body:
             for method in getattr(cls, "body", []):
                 for node in ast.walk(method):
                     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):

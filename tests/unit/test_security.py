@@ -18,6 +18,7 @@ from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError, DataError
 from nanoray.mesh.rendezvous import Rendezvous
 from tests.harness.commands import run
+from tests.harness.parsing import parse
 from tests.harness.ranks import make_spec
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +56,7 @@ def dangerous_in(tree: ast.AST) -> Iterator[str]:
 
 def test_nothing_is_read_that_could_run() -> None:
     for path in SOURCES:
-        found = list(dangerous_in(ast.parse(path.read_text(encoding="utf-8"))))
+        found = list(dangerous_in(parse(path.read_text(encoding="utf-8"))))
         assert found == [], path.relative_to(ROOT)
 
 
@@ -71,11 +72,11 @@ def test_nothing_is_read_that_could_run() -> None:
     ],
 )
 def test_what_could_run_is_found(line: str) -> None:
-    assert list(dangerous_in(ast.parse(line)))
+    assert list(dangerous_in(parse(line)))
 
 
 def test_a_safe_load_is_none() -> None:
-    assert not list(dangerous_in(ast.parse("torch.load(path, weights_only=True)")))
+    assert not list(dangerous_in(parse("torch.load(path, weights_only=True)")))
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "/etc", "a b", "", "x\n"])

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from nanoray.launch import ray_compat
+from tests.harness.parsing import parse
 from tests.harness.versions import MINORS, PAIRS, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,7 @@ def known_names() -> frozenset[str]:
     """
     found: set[str] = set()
     for path in SOURCES.values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -71,7 +72,7 @@ def private_names_of_others(tree: ast.AST) -> Iterator[str]:
 
 
 def test_private_names_of_torch_and_ray_stand_in_two_files() -> None:
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
+    trees = {name: parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
     found = {name: set(private_names_of_others(tree)) for name, tree in trees.items()}
     assert {name for name, names in found.items() if names} == set(COMPATIBILITY), (
         f"give it a name in {' or '.join(sorted(COMPATIBILITY))}: {found}"
@@ -90,7 +91,7 @@ def test_private_names_of_torch_and_ray_stand_in_two_files() -> None:
     ],
 )
 def test_a_private_name_is_found(line: str) -> None:
-    assert list(private_names_of_others(ast.parse(line)))
+    assert list(private_names_of_others(parse(line)))
 
 
 def declared() -> dict[str, Requirement]:

@@ -14,6 +14,7 @@ from nanoray.config import Config, load_config
 from nanoray.config.strict_yaml import YamlError, read_texts, read_values
 from nanoray.errors import ConfigError
 from nanoray.forecast.links import load_topology
+from tests.harness.parsing import parse
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
 
@@ -219,7 +220,7 @@ def test_a_topology_is_read_as_strictly(tmp_path: Path) -> None:
 def test_nothing_else_in_the_package_reads_yaml() -> None:
     readers = []
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in ast.walk(parse(path.read_text("utf-8"))):
             name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
             if name.startswith("yaml.") and "load" in name.lower():
                 readers.append(path.name)
