@@ -61,6 +61,7 @@ EQUAL_STEPS = 50
 EQUAL = 2e-5  # between losses, relative
 FINALISTS = 8  # of the grid, that get more turns
 GRID_TURNS = 5
+SIGN_EVERY = 50  # settings of a grid: a rank that is silent for long counts as failed
 LONGEST_S = 1.0  # of steps in a block of the fastest ones
 GPT2 = "gpt2-124m"
 GPT2_TOKENS = 50257  # its vocabulary matters for speed, its text does not: random tokens do
@@ -208,7 +209,8 @@ class TuneBenchmark(Benchmark):
                 }
                 for event in pool.run("nanoray.bench.tune:tune_rank", order):
                     say(f"{subject}  {event['line']}")
-                    found.append(event)
+                    if event["what"] != "going on":
+                        found.append(event)
 
 
 def _note(report: Report, arm: str) -> str:
@@ -362,8 +364,11 @@ def _walk_grid(
 
     grid.reserve_s = -1e6  # as long as it takes
     grid.next_turn()
-    for choice in [(), *choices]:
+    for number, choice in enumerate([(), *choices]):
         grid.measure(choice, block_s / 3)
+        if number and number % SIGN_EVERY == 0:
+            line = f"grid    {number} of {len(choices)} settings, {grid.spent_s:.0f} s"
+            emit({"what": "going on", "line": line})
     right = [choice for choice in grid.samples if choice not in grid.refused]
     fastest = sorted(right, key=lambda choice: grid.samples[choice][0].step_s)[:FINALISTS]
     for _ in range(GRID_TURNS - 1):
