@@ -21,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -410,20 +411,23 @@ def answer(name: str, device: str) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"}
 
 
+def send_answer(line: Connection, name: str, device: str) -> None:
+    """Send a feature's answer. (its process)"""
+    os.setpgid(0, 0)  # what the compiler starts ends with it
+    line.send(answer(name, device))
+
+
 def ask(name: str, device: str, limit_s: float) -> dict[str, Any]:
     """Return the answer of a feature that runs in a process of its own.
 
-    The process is forked: torch is imported once. The CUDA of a process that has crashed a kernel
-    says nothing more, so this process never uses it.
+    A server forks it that has imported torch and nothing more: a fork of a process that has as much
+    as counted the GPUs cannot use CUDA, and the CUDA of one that has crashed a kernel says nothing
+    more.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
     ours, theirs = context.Pipe(duplex=False)
-
-    def run() -> None:
-        os.setpgid(0, 0)  # what the compiler starts ends with it
-        theirs.send(answer(name, device))
-
-    process = context.Process(target=run)
+    process = context.Process(target=send_answer, args=(theirs, name, device))
     process.start()
     theirs.close()
     try:
