@@ -484,11 +484,15 @@ def whole_weights(arm: Arm) -> list[Tensor]:
 
     from nanoray.mesh.pieces import Piece, fill, is_cut, whole_pieces
 
-    # Sharded weights are gathered by torch's own DTensor.
-    own = {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
-        for name, p in arm.case.model.named_parameters()
-    }
+    # Sharded weights are gathered by torch's own DTensor: on the host where gloo does it, which
+    # reads a GPU's addresses as the host's.
+    own = {}
+    for name, p in arm.case.model.named_parameters():
+        whole = p.detach()
+        if isinstance(whole, DTensor):
+            on_host = arm.mesh.backend == "gloo"
+            whole = (whole.cpu() if on_host else whole).full_tensor()
+        own[name] = whole.cpu().clone()
     # Pieces of tp, pp and ep are put together by their places.
     if is_cut(arm.case.model):
         mine = {

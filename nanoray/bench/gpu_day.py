@@ -6,12 +6,12 @@ It needs Python 3.10, torch 2.11 or newer, this tree, and the packages that gpu_
 Of those it takes from build/gpu-day what this Python cannot import.
 
     search for gpt2-124m         the fastest settings, and their MFU              bench tune
-    features                     each kernel and number format                    tests/gpu/features.py
     ladder of gpt2-124m          what each change gains a step                    bench gpu
     seconds to 1.47              nanoGPT's baby GPT to that validation loss       bench gpu
+    features                     each kernel and number format                    tests/gpu/features.py
+    tests/gpu                                                                     pytest
     ladder of shakespeare-char   what each change gains a step of it              bench gpu
     equivalence of two ranks     on one card, against one process                 bench equivalence
-    tests/gpu                                                                     pytest
 
 Each part is a command in a process of its own, and those of one feature or rung are, too: what
 hangs or crashes costs its own row. A part has a share of the budget, and the time that earlier ones
@@ -44,6 +44,7 @@ from nanoray.bench.harness.report import Report, conditions, load_average, say
 OLDEST_TORCH = (2, 11)
 LEAST_S = 15.0  # with less, no part begins
 GRACE_S = 15.0  # between a benchmark's own budget and its end
+COMPARE_S = 75.0  # for what follows a search: equal losses, and turns of both settings
 SECONDS = "seconds"
 TESTS = "tests/gpu"
 LOG_LINES = 40  # of a part, on the terminal
@@ -59,6 +60,7 @@ class DayPart:
     share_s: float  # of the budget
     result: str = ""  # the JSON file that it writes, without the device
     writes_budget: bool = False  # whether the command takes --budget_s
+    after_s: float = GRACE_S  # between that budget and the command's end
 
 
 def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
@@ -90,14 +92,15 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
     # On a CPU, to try it out, the smallest subject
     tuned = ("encoder", "--quick", "--workers", "1") if device == "cpu" else (gpt2, "--compile")
     tune = ("nanoray.bench", "tune", "--most", "0", "--device", device, "--subjects", *tuned)
+    tune += () if args.quick or device == "cpu" else ("--rounds", "5")
     return [
-        DayPart(f"search for {gpt2}", tune, 110, "tune", True),
-        DayPart("features", features, 80, "gpu-features", True),
-        DayPart(f"ladder of {gpt2}", ladder(gpt2, rungs), 150, "gpu-gpt2", True),
-        DayPart("seconds to 1.47", ladder(char, "baby"), 90, "gpu-baby", True),
-        DayPart(f"ladder of {char}", ladder(char, rungs), 40, "gpu-char", True),
-        DayPart("equivalence of two ranks", two_ranks, 50, "equivalence"),
+        DayPart(f"search for {gpt2}", tune, 200, "tune", True, COMPARE_S),
+        DayPart(f"ladder of {gpt2}", ladder(gpt2, rungs), 130, "gpu-gpt2", True),
+        DayPart("seconds to 1.47", ladder(char, "baby"), 80, "gpu-baby", True),
+        DayPart("features", features, 60, "gpu-features", True),
         DayPart(TESTS, tests, 50),
+        DayPart(f"ladder of {char}", ladder(char, rungs), 30, "gpu-char", True),
+        DayPart("equivalence of two ranks", two_ranks, 20, "equivalence"),
     ]
 
 
@@ -174,7 +177,7 @@ class Day:
         if part.result:
             command += ["--json", str(self.out / f"{part.result}-{self.slug}.json")]
         if part.writes_budget:
-            command += ["--budget_s", f"{max(limit_s - GRACE_S, 1):.0f}"]
+            command += ["--budget_s", f"{max(limit_s - part.after_s, 1):.0f}"]
         log = self.folder / f"{part.result or 'tests'}.log"
         # Tests that begin later are skipped: a test cannot be cut off without a failure.
         until = time.time() + limit_s - GRACE_S

@@ -34,7 +34,7 @@ from nanoray.mesh.wire import SealedStore
 
 NAME = "stand_in"
 BACKEND = f"{__name__}:{NAME}"  # the value of --backend
-# Set to 1: the network reports a lost peer, and the watchdog notes the error (A5)
+# Set to 1: the network reports a lost peer to the communicator, as between machines
 REMOTE_ERROR = "NCCL_STAND_IN_REMOTE_ERROR"
 # What an aborted collective leaves behind in floats: finite, so that only a comparison finds it
 WRONG = 0.8125
@@ -48,9 +48,8 @@ _COMMUNICATORS = WeakSet["StandIn"]()  # of this process
 class StandInWork(dist.Work):
     """One collective, or a batch of messages."""
 
-    def __init__(self, communicator: StandIn, outputs: Sequence[Tensor]) -> None:
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self._communicator = communicator
         self._outputs = list(outputs)
         self._done = threading.Event()
         self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
@@ -58,9 +57,8 @@ class StandInWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end of the collective, which may be an abort. (A1, A2)
 
-        An error that is noted in the meantime is raised by the next call. (A5)
+        An error that the watchdog has noted is not raised. (A5)
         """
-        self._communicator.raise_error()
         self._done.wait()
         return True
 
@@ -114,7 +112,8 @@ class StandIn(dist.ProcessGroup):
         self._initialised = threading.Event()
         self._comm = threading.RLock()  # as NCCLComm's: held by who waits for its initialisation
         self._aborted = threading.Event()
-        self._error = ""
+        self._noted = ""  # by the watchdog
+        self._reported = ""  # by the network
         self._started = 0
         self._newest: StandInWork | None = None
 
@@ -136,7 +135,7 @@ class StandIn(dist.ProcessGroup):
         outputs = _tensors(args[0]) if args else []
         if name == "broadcast" and args[1].rootRank == self.rank():
             outputs = []  # the sender's tensor is only read (A14)
-        work = StandInWork(self, outputs)
+        work = StandInWork(outputs)
         call = Call(lambda: getattr(self._gloo, name)(*args, **options), work)
         self._started += 1
         if name in ("send", "recv"):
@@ -157,8 +156,13 @@ class StandIn(dist.ProcessGroup):
     # Failures.
 
     def _require_communicator(self) -> None:
-        """Raise DistBackendError after an abort (A4); first wait for a slow initialisation (A7)."""
-        self.raise_error()
+        """Raise DistBackendError after an abort (A4); first wait for a slow initialisation (A7).
+
+        Raise it as well for an error of the network: NCCL takes no further collective then.
+        """
+        if self._reported and not self._aborted.is_set():
+            self.abort()
+            raise dist.DistBackendError(self._reported)
         with self._comm:
             if not self._initialised.wait(self._init_timeout_s):
                 raise dist.DistBackendError(
@@ -166,12 +170,6 @@ class StandIn(dist.ProcessGroup):
                 )
         if self._aborted.is_set():
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}.")
-
-    def raise_error(self) -> None:
-        """Raise the error that the watchdog has noted, after aborting the communicator. (A5)"""
-        if self._error and not self._aborted.is_set():
-            self.abort()
-            raise dist.DistBackendError(self._error)
 
     def abort(self) -> None:
         """End what waits in this communicator, which is of no use afterwards. (any thread) (A3)"""
@@ -248,7 +246,7 @@ class StandIn(dist.ProcessGroup):
             # gloo reports a lost peer. NCCL inside of a node does not: its kernel waits on. (A1)
             log.info("rank %d spins: %s", self.rank(), error)
             if self._has_remote_errors:
-                self._error = (
+                self._reported = (
                     "NCCL communicator encountered error set by ncclCommGetAsyncError "
                     f"(remote process exited) on rank {self.rank()}"
                 )
@@ -262,14 +260,15 @@ class StandIn(dist.ProcessGroup):
         while not self._aborted.wait(LOOK_S):
             call = self._running
             if call is not None and time.monotonic() - call.began_at > self._timeout_s:
-                self._error = self._error or (
+                self._noted = self._noted or (
                     f"Watchdog caught collective operation timeout on rank {self.rank()} "
                     f"after {self._timeout_s:g} s (NCCL)"
                 )
-            if self._error and self._error_handling in TEAR_DOWN:
+            error = self._reported or self._noted
+            if error and self._error_handling in TEAR_DOWN:
                 # Time to write the flight recorder; an abort in the meantime comes too late.
                 time.sleep(self._dump_s)
-                os.write(2, f"{self._error}; taking the entire process down\n".encode())
+                os.write(2, f"{error}; taking the entire process down\n".encode())
                 os.kill(os.getpid(), signal.SIGABRT)
 
         # gloo has no abort: what it waits for ends when its connections do.
