@@ -8,9 +8,10 @@
     predicted how well the formulas' order agrees with the measured one, as Spearman's rank correlation
 
 Subjects are recipes, and two models of a script: a ResNet, and torch's TransformerEncoder. Of
-recipes for CPUs dropout is off, since otherwise the micro batch stays. gpt2-124m, on random tokens,
-needs a GPU. Compiling is left out of search and grid, but for --compile: on a CPU each combination
-would compile for half a minute.
+recipes for CPUs dropout is off, since otherwise the micro batch stays. `small micros` is
+shakespeare-cpu with micro batches of 1: a recipe that is far from the best. gpt2-124m, on random
+tokens, needs a GPU. Compiling is left out of search and grid, but for --compile: on a CPU each
+combination would compile for half a minute.
 """
 
 from __future__ import annotations
@@ -64,10 +65,12 @@ GRID_TURNS = 5
 SIGN_EVERY = 10  # settings of a grid: a rank that is silent for ten minutes counts as failed
 LONGEST_S = 1.0  # of steps in a block of the fastest ones
 GPT2 = "gpt2-124m"
+SMALL = "small micros"
 GPT2_TOKENS = 50257  # its vocabulary matters for speed, its text does not: random tokens do
 ON_CPU = {"precision": "fp32", "dropout": 0.0}
-RECIPES: dict[str, Record] = {
+RECIPES: dict[str, Record] = {  # a preset, or one that is named, and what is changed of it
     "shakespeare-cpu": ON_CPU,
+    SMALL: ON_CPU | {"preset": "shakespeare-cpu", "micro_batch_size": 1},
     "shakespeare-char": ON_CPU | {"global_batch_size": 4},
     "moe-tiny": ON_CPU,
     GPT2: {"tokenizer": "auto", "global_batch_size": 96, "micro_batch_size": 12},
@@ -229,7 +232,8 @@ def _open(subject: str, args: argparse.Namespace, folder: Path) -> RunSpec:
         values |= RECIPES[subject]
         if subject == GPT2:
             values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
-        config = load_config(preset=subject, overrides=values)
+        preset = values.pop("preset", subject)
+        config = load_config(preset=preset, overrides=values)
         return open_run(config, prepare(config), started)
     from nanoray.own.settings import DEFAULTS
 

@@ -40,7 +40,7 @@ class FaultKeys(Group):
     abort_nccl: bool = field(False, "fault")
     """recovery in place and shrink over NCCL too, or over a backend of your own, where each rank
     holds the whole state; ranks wait for their device in each step. Rehearsed on CPU over a
-    stand-in for NCCL, and not run on a GPU yet"""
+    stand-in, whose traits NCCL has on one GPU; no run has recovered on GPUs yet"""
 
     replace_timeout: float = field(60.0, "fault", ge=0)
     """seconds to wait for a lost rank's replacement; then in_place saves and restarts, and shrink
