@@ -288,7 +288,7 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
 
     from nanoray.mesh.rendezvous import Order, Rendezvous
     from nanoray.train.arm import memory_of_rank, same_loss
-    from nanoray.tune.expect import Expected, measured_network
+    from nanoray.tune.expect import expected_of
     from nanoray.tune.here import here_of
     from nanoray.tune.search import Search
     from nanoray.tune.space import words
@@ -306,9 +306,6 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     subject = subject_of(spec, place, MAINS.get(order["subject"]), given)
     facts = here_of(spec, mesh, place, subject)
     here = facts.here
-    expected = None
-    if here.job is not None:
-        expected = Expected(here.job, mesh.world_size, here.threads, measured_network(mesh))
 
     def trials_in(name: str) -> Trials:
         folder = spec.folder / name
@@ -321,7 +318,8 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     # The search
     may = ("norms", "masks")
     trials = trials_in("search")
-    search = Search(trials, here, may, memory_of_rank(mesh), expected, order["leave"])
+    formulas = expected_of(here, mesh)
+    search = Search(trials, here, may, memory_of_rank(mesh), formulas, order["leave"])
     tuned = search.run()
     apart = _losses_apart(mesh, spec, subject, here, tuned)
     precision = here.config.precision

@@ -21,6 +21,7 @@ from nanoray.forecast.links import LANES, Link, Topology
 from nanoray.forecast.predict import OnTopology, Speed, memory_of, predict
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
+from nanoray.tune.space import TunedRun
 
 LINK_SIZES = (64 << 10, 1 << 20, 8 << 20)  # bytes of the sums from which the link is fitted
 LINK_TIMES = 5  # each of them
@@ -69,6 +70,13 @@ class Expected:
             sequences=batch.global_size,
         )
         return job, layout, batch.micro
+
+
+def expected_of(here: TunedRun, mesh: Mesh) -> Expected | None:
+    """Return the formulas of this model on these ranks; None for a model without. (all ranks)"""
+    if here.job is None:
+        return None
+    return Expected(here.job, mesh.world_size, here.threads, measured_network(mesh))
 
 
 def measured_network(mesh: Mesh) -> OnTopology:

@@ -54,7 +54,7 @@ class Tuning:
         from nanoray.train.arm import FOLDER, memory_of_rank
         from nanoray.train.hardware import describe_place
         from nanoray.train.rank import meet_group, prepare_process
-        from nanoray.tune.expect import Expected, measured_network
+        from nanoray.tune.expect import expected_of
         from nanoray.tune.here import here_of
         from nanoray.tune.result import (
             closing_lines,
@@ -91,9 +91,7 @@ class Tuning:
                 raise
             say(f"resume  {error}: this is one")
             trials.read(files_of(spec.folder), place)
-        expected = None
-        if here.job is not None:
-            expected = Expected(here.job, mesh.world_size, here.threads, measured_network(mesh))
+        expected = expected_of(here, mesh)
         search = Search(trials, here, self.may, memory_of_rank(mesh), expected, self.leave)
         try:
             search.run()

@@ -28,7 +28,13 @@ def broken(bench: Bench) -> FeatureResult:
     raise RuntimeError("no kernel for these shapes")
 
 
+def parent(bench: Bench) -> FeatureResult:
+    """The process that forked this one; a fork of one that has counted GPUs cannot use them."""
+    return FeatureResult([("distance", "", float(os.getppid()))], 0)
+
+
 features.FEATURES |= {"crash": crash, "hang": hang, "wrong": wrong, "broken": broken}
+features.FEATURES |= {"parent": parent}
 
 if __name__ == "__main__":
     raise SystemExit(features.main())

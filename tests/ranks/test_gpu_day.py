@@ -157,15 +157,17 @@ def test_a_part_that_fails_or_hangs_costs_its_own_row(
 @pytest.mark.full
 def test_a_feature_that_crashes_hangs_or_errs_costs_its_own_row(tmp_path: Path) -> None:
     out = tmp_path / "features.json"
-    names = ["facts", "wrong", "crash", "hang", "broken", "fp8", "bf16"]
+    names = ["facts", "wrong", "crash", "hang", "broken", "fp8", "bf16", "parent"]
     command = [sys.executable, "-m", "tests.harness.planted_features", "cpu", "--feature_s", "5"]
-    done = subprocess.run(
+    process = subprocess.Popen(
         [*command, "--features", ",".join(names), "--json", str(out)],
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    assert done.returncode == 1, done.stderr
+    _, told = process.communicate()
+    assert process.returncode == 1, told
     report = json.loads(out.read_text())
     rows = {r["arm"]: r for r in report["rows"] if r["metric"] in ("distance", "feature")}
     assert [*rows] == names[1:]
@@ -176,6 +178,7 @@ def test_a_feature_that_crashes_hangs_or_errs_costs_its_own_row(tmp_path: Path) 
     assert rows["broken"]["error"] == "RuntimeError: no kernel for these shapes"
     assert rows["wrong"]["wrong"] == 1
     assert rows["fp8"]["skipped"] == "only on GPUs"
+    assert rows["parent"]["values"] != [process.pid], "it has counted the GPUs"
     assert not report["ok"]
 
 

@@ -67,13 +67,14 @@ class Machine(Trials):
     cost: Cost = lambda settings: 1.0
     noise: float = 0.0
     blocks: int = 10**9  # after which the budget is spent
+    reserved: int = 0  # blocks beyond, for what the reserve is kept for
     stops: bool = False
     loss_of: Cost = lambda settings: 4.0
     measured: list[Choice] = field(default_factory=list)
     random: random.Random = field(default_factory=random.Random)
 
     def _require_time(self) -> None:
-        if len(self.measured) >= self.blocks:
+        if len(self.measured) >= self.blocks + (0 if self.reserve_s else self.reserved):
             raise SearchEnded(STOPPED if self.stops else "the budget is spent")
 
     def _run_block(self, choice: Choice, config: Config, block_s: float) -> Trial:
@@ -206,6 +207,16 @@ def test_a_spent_budget_ends_the_search_and_recommends_only_what_was_confirmed(
     assert len(trials.measured) == 12
     assert search.ended == "the budget is spent"
     assert search.best == ()
+
+
+def test_a_budget_that_ends_in_the_first_turn_confirms_its_leader(tmp_path: Path) -> None:
+    """Where each block compiles first, a budget may be no longer than that."""
+    here = here_of()
+    once = 1 + len(options(here, ()))  # the present setting and each change, a block of each
+    search, trials = run(tmp_path, here, plain_wins, blocks=once, reserved=100, noise=0.005)
+    assert max(len(samples) for choice, samples in trials.samples.items() if choice) > 1
+    assert dict(search.best) == {"attention": "plain"}
+    assert search.verdict.turns >= 5
 
 
 def test_a_search_that_is_stopped_says_so(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanoray import __version__
 from nanoray.bench.harness.processes import (
@@ -44,8 +44,10 @@ from nanoray.host.device import Device
 from nanoray.host.gpus import discover_gpus, take_own_slice
 from nanoray.host.host import available_cpus, cpu_name
 from nanoray.host.slots import local_slots
-from nanoray.mesh.mesh import Mesh, join
 from nanoray.mesh.rendezvous import RankDevice, Rendezvous, choose_backend, connect_store
+
+if TYPE_CHECKING:
+    from nanoray.mesh.mesh import Mesh
 
 LAUNCHERS = ("processes", "ray", "torchrun")
 START_S = 90.0  # for a rank to import torch and meet the others
@@ -100,7 +102,10 @@ class Rank:
 
     def meet(self, record: Record) -> Record:
         """Join the others; return this rank's facts. (all ranks)"""
+        # Imported by ranks: the benchmark's own process needs no torch.
         import torch
+
+        from nanoray.mesh.mesh import join
 
         r = Rendezvous(**record)
         os.environ.update(r.env)
