@@ -29,6 +29,7 @@ from tests.harness.cluster import (
     start,
     undisturbed,
 )
+from tests.harness.parsing import parse
 
 PACKAGE = Path(__file__).resolve().parents[2] / "nanoray"
 ALL = os.environ.get("NANORAY_TEST_POINTS") == "all"
@@ -76,7 +77,7 @@ IN_RECOVERY = {*MEETING, "exchange_state"} - {"last"}
 def test_the_points_in_the_code_are_those_that_are_listed() -> None:
     found, built = set(), set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse(path.read_text(encoding="utf-8"))):
             match node:
                 case ast.Call(func=ast.Name(id="reached"), args=[ast.Constant(value=name)]):
                     found.add(str(name))

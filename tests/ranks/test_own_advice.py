@@ -23,6 +23,7 @@ from nanoray.own.run import Run
 from nanoray.own.settings import DEFAULTS
 from nanoray.start.folder import open_run
 from tests.harness.lasting_ranks import LastingRanks
+from tests.harness.parsing import parse
 from tests.harness.zoo import SAMPLES, WIDTH, Checkpointed, Layered, vectors
 
 ROOT = Path(__file__).resolve().parents[2] / "nanoray"
@@ -276,7 +277,7 @@ def texts_with_advice() -> Iterator[str]:
     files += [ROOT / "own" / "absent.py", ROOT / "parallel" / "ddp.py"]
     files.append(ROOT / "own" / "storable.py")
     for file in files:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = parse(file.read_text(encoding="utf-8"))
         inner = {id(n) for j in ast.walk(tree) if isinstance(j, ast.JoinedStr) for n in j.values}
         for node in ast.walk(tree):
             parts: list[str] = []

@@ -27,6 +27,7 @@ from nanoray.mesh import wire
 from nanoray.mesh.mesh import Mesh, join
 from nanoray.mesh.rendezvous import Rendezvous, open_store
 from tests.harness.commands import forkserver
+from tests.harness.parsing import parse
 
 SECRET = "a secret of 32 bytes, so to speak"
 
@@ -198,7 +199,7 @@ def test_nothing_of_ours_unpickles() -> None:
     root = Path(nanoray.__file__).parent
     found = []
     for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parse(path.read_text(encoding="utf-8"))):
             name = (
                 node.attr
                 if isinstance(node, ast.Attribute)
