@@ -40,6 +40,7 @@ from nanoray.bench.harness.processes import (
     scratch_folder,
 )
 from nanoray.bench.harness.report import Report, conditions, load_average, say
+from nanoray.host.host import available_cpus
 
 OLDEST_TORCH = (2, 11)
 LEAST_S = 15.0  # with less, no part begins
@@ -87,7 +88,10 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
     two_ranks = ("nanoray.bench", "equivalence", "--quick", "--workers", "2", *where)
     # Without the conftest.py of all tests, which wants Ray and hypothesis
     folder = str(ROOT / TESTS)
-    tests = ("pytest", "-q", "-p", "no:cacheprovider", f"--confcutdir={folder}", folder)
+    tests = ["pytest", "-q", "-p", "no:cacheprovider", f"--confcutdir={folder}", folder]
+    # They start processes, and wait: with pytest-xdist several of them do at once
+    if is_there("xdist"):
+        tests += ["-n", str(max(1, int(available_cpus() // 2)))]
     gpt2, char = "gpt2-124m", "shakespeare-char"
     # On a CPU, to try it out, the smallest subject
     tuned = ("encoder", "--quick", "--workers", "1") if device == "cpu" else (gpt2, "--compile")
@@ -98,7 +102,7 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
         DayPart(f"ladder of {gpt2}", ladder(gpt2, rungs), 130, "gpu-gpt2", True),
         DayPart("seconds to 1.47", ladder(char, "baby"), 80, "gpu-baby", True),
         DayPart("features", features, 60, "gpu-features", True),
-        DayPart(TESTS, tests, 50),
+        DayPart(TESTS, tuple(tests), 50),
         DayPart(f"ladder of {char}", ladder(char, rungs), 30, "gpu-char", True),
         DayPart("equivalence of two ranks", two_ranks, 20, "equivalence"),
     ]

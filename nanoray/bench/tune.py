@@ -232,7 +232,7 @@ def _open(subject: str, args: argparse.Namespace, folder: Path) -> RunSpec:
         values |= RECIPES[subject]
         if subject == GPT2:
             values["dataset"] = str(random_tokens(folder / "random-tokens", GPT2_TOKENS))
-        preset = values.pop("preset", subject)
+        preset = str(values.pop("preset", subject))
         config = load_config(preset=preset, overrides=values)
         return open_run(config, prepare(config), started)
     from nanoray.own.settings import DEFAULTS
