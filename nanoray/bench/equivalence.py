@@ -490,8 +490,8 @@ def whole_weights(arm: Arm) -> list[Tensor]:
     for name, p in arm.case.model.named_parameters():
         whole = p.detach()
         if isinstance(whole, DTensor):
-            on_host = arm.mesh.backend == "gloo"
-            whole = (whole.cpu() if on_host else whole).full_tensor()
+            sharded: Any = whole.cpu() if arm.mesh.backend == "gloo" else whole
+            whole = sharded.full_tensor()
         own[name] = whole.cpu().clone()
     # Pieces of tp, pp and ep are put together by their places.
     if is_cut(arm.case.model):
