@@ -45,7 +45,8 @@ from nanoray.host.host import available_cpus
 OLDEST_TORCH = (2, 11)
 LEAST_S = 15.0  # with less, no part begins
 GRACE_S = 15.0  # between a benchmark's own budget and its end
-COMPARE_S = 75.0  # for what follows a search: equal losses, and turns of both settings
+COMPARE_S = 100.0  # for what follows a search: equal losses, and turns of both settings
+TEST_S = 45.0  # of the longest test: none begins later than this before the end
 SECONDS = "seconds"
 TESTS = "tests/gpu"
 LOG_LINES = 40  # of a part, on the terminal
@@ -62,6 +63,7 @@ class DayPart:
     result: str = ""  # the JSON file that it writes, without the device
     writes_budget: bool = False  # whether the command takes --budget_s
     after_s: float = GRACE_S  # between that budget and the command's end
+    least_s: float = LEAST_S  # with less, it does not begin
 
 
 def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
@@ -85,6 +87,7 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
     limit = ("--feature_s", str(args.feature_s))
     features = ("tests.gpu.features", device, "--features", args.features, *limit)
     where = ("--device", "cpu") if device == "cpu" else ("--share_devices",)
+    whole_s = LEAST_S if device == "cpu" else 90.0  # it has no budget of its own
     two_ranks = ("nanoray.bench", "equivalence", "--quick", "--workers", "2", *where)
     # Without the conftest.py of all tests, which wants Ray and hypothesis
     folder = str(ROOT / TESTS)
@@ -102,9 +105,10 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
         DayPart(f"ladder of {gpt2}", ladder(gpt2, rungs), 130, "gpu-gpt2", True),
         DayPart("seconds to 1.47", ladder(char, "baby"), 80, "gpu-baby", True),
         DayPart("features", features, 60, "gpu-features", True),
-        DayPart(TESTS, tuple(tests), 50),
-        DayPart(f"ladder of {char}", ladder(char, rungs), 30, "gpu-char", True),
-        DayPart("equivalence of two ranks", two_ranks, 20, "equivalence"),
+        DayPart(TESTS, tuple(tests), 100, after_s=TEST_S),
+        # What the ones before it leave
+        DayPart(f"ladder of {char}", ladder(char, rungs), 0, "gpu-char", True),
+        DayPart("equivalence of two ranks", two_ranks, 0, "equivalence", least_s=whole_s),
     ]
 
 
@@ -153,7 +157,7 @@ class Day:
             why = "tests/gpu needs a GPU"
         elif part.name == TESTS and not is_there("pytest"):
             why = "needs pytest, which make bench-gpu-bundle collects"
-        elif limit_s < LEAST_S:
+        elif limit_s < part.least_s:
             why = f"no time was left of budget_s = {self.args.budget_s:g}"
         if why:
             say(f"skipped  {part.name}: {why}")
@@ -184,7 +188,7 @@ class Day:
             command += ["--budget_s", f"{max(limit_s - part.after_s, 1):.0f}"]
         log = self.folder / f"{part.result or 'tests'}.log"
         # Tests that begin later are skipped: a test cannot be cut off without a failure.
-        until = time.time() + limit_s - GRACE_S
+        until = time.time() + limit_s - part.after_s
         own = {"NANORAY_TEST_GPU": "1", "NANORAY_TEST_GPU_UNTIL": str(until)}
         with Child(command, {**self.env, **own}, log) as child:
             try:

@@ -94,7 +94,7 @@ def test_all_ranks_but_one_are_lost_at_once(cluster: Cluster, recipe: Path, tmp_
 @rests_on("A1", "A2", "A3", "A5", "A9", "A10", "A13")
 @pytest.mark.full
 def test_the_network_reports_a_lost_peer(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    """The watchdog notes the error, and the next call raises it, with or before the order."""
+    """The next collective raises the network's error, with or before the order."""
     plan = "kill@rank=1,step=4,phase=backward;kill@rank=2,step=8,phase=eval"
     expected = clean(recipe, tmp_path / "clean", 12)
     env = {REMOTE_ERROR: "1"}

@@ -57,7 +57,7 @@ def assert_equal(a: StateDict, b: StateDict) -> None:
         assert not [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
 
 
-# What has never run on a GPU comes first: `make bench-gpu` has time for some of them only.
+# The less usual come first: `make bench-gpu` has time for some of them only.
 RESUMED = [
     ("bf16", ("--compile", "cuda_graphs", "--grad_accum_steps", "2")),
     ("fp8", ()),

@@ -1,6 +1,6 @@
 """What recovery over NCCL rests on, checked on NCCL one by one: two ranks, on two GPUs or on one.
 
-tests/harness/nccl_assumptions.py has the list with its sources. None of it has run on a GPU yet.
+tests/harness/nccl_assumptions.py has the list with its sources. docs/gpu.md says where it has run.
 """
 
 from __future__ import annotations

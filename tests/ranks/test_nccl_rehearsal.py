@@ -140,10 +140,10 @@ def the_network_reports() -> None:
 
 @rests_on("A1", "A4", "A5", "A9", "A10", "A13")
 @pytest.mark.full
-def test_the_watchdog_has_noted_the_error_of_a_lost_rank(
+def test_the_network_reports_a_lost_rank(
     text: Path, tmp_path: Path, clean: Clean
 ) -> None:
-    """It ends no process, and survivors leave by the order."""
+    """The next collective raises the error, no process ends, and survivors leave by the order."""
     plan = "kill@rank=1,step=5,phase=backward"
     spec = make_spec(text, tmp_path, **RECIPE | ABORTS | PATIENT | {"faults": plan})
     patches = dict.fromkeys(range(3), the_network_reports)
