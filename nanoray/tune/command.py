@@ -44,12 +44,12 @@ def tune_own(
     started = time.time()
     code = start(loaded, started, program, ray)
     folder = program.folders[0] if program.folders else folder_of(loaded, started)
-    if folder is None:
-        raise WorkerFailed(f"the search ended with exit code {code}; its last lines say why")
     if code:
+        kept = f", and what it has measured is in {folder}" if folder else ""
+        raise WorkerFailed(f"the search ended with exit code {code}; its last lines say why{kept}")
+    if folder is None:
         raise WorkerFailed(
-            f"the search ended with exit code {code}; its last lines say why, and what it has "
-            f"measured is in {folder}"
+            f"the search has ended well, but its folder in {loaded.config.out_dir} is gone; search again"
         )
     return read_tuned(folder)
 
