@@ -98,7 +98,7 @@ class ApiServer:
         asyncio.set_event_loop(self._loop)
         app = web.Application(client_max_size=2**26)
         app.router.add_route("*", "/{tail:.*}", self._answer)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)  # some answers never come
         self._loop.run_until_complete(runner.setup())
         site = web.TCPSite(runner, "127.0.0.1", 0)
         self._loop.run_until_complete(site.start())
@@ -311,7 +311,8 @@ def ray_head(server: ApiServer, *clusters: str) -> Iterator[dict[str, str]]:
             """Print nothing."""
 
     ray = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=ray.serve_forever, daemon=True).start()
+    # shutdown() waits for as long as it sleeps
+    threading.Thread(target=ray.serve_forever, args=(0.02,), daemon=True).start()
     for cluster in clusters:
         server.proxies[f"{cluster}-head-svc"] = f"http://127.0.0.1:{ray.server_port}"
         reference = {"secretKeyRef": {"name": "token", "key": "auth_token"}}
