@@ -339,7 +339,9 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     three = {PRESENT: (), TUNED: tuned}
     if order["most"]:
         choices = _combinations(here, may, order["leave"], order["most"])
-        three[BEST] = _walk_grid(trials_in("grid"), choices, search, order["block_s"], emit)
+        turns = min(GRID_TURNS, order["rounds"])
+        grid = trials_in("grid")
+        three[BEST] = _walk_grid(grid, choices, turns, search, order["block_s"], emit)
 
     # Side by side, in turns of their own
     last = trials_in("compared")
@@ -365,7 +367,7 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
 
 
 def _walk_grid(
-    grid: Trials, choices: list[Choice], search: Search, block_s: float, emit: Emit
+    grid: Trials, choices: list[Choice], turns: int, search: Search, block_s: float, emit: Emit
 ) -> Choice:
     """Measure every combination once, and the fastest more often; return the best. (all ranks)"""
     from nanoray.tune.space import words
@@ -379,7 +381,7 @@ def _walk_grid(
             emit({"what": "going on", "line": line})
     right = [choice for choice in grid.samples if choice not in grid.refused]
     fastest = sorted(right, key=lambda choice: grid.samples[choice][0].step_s)[:FINALISTS]
-    for _ in range(GRID_TURNS - 1):
+    for _ in range(turns - 1):
         grid.next_turn()
         for choice in fastest:
             grid.measure(choice, block_s)

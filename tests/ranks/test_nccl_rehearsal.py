@@ -140,9 +140,7 @@ def the_network_reports() -> None:
 
 @rests_on("A1", "A4", "A5", "A9", "A10", "A13")
 @pytest.mark.full
-def test_the_network_reports_a_lost_rank(
-    text: Path, tmp_path: Path, clean: Clean
-) -> None:
+def test_the_network_reports_a_lost_rank(text: Path, tmp_path: Path, clean: Clean) -> None:
     """The next collective raises the error, no process ends, and survivors leave by the order."""
     plan = "kill@rank=1,step=5,phase=backward"
     spec = make_spec(text, tmp_path, **RECIPE | ABORTS | PATIENT | {"faults": plan})
