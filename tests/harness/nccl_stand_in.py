@@ -8,8 +8,8 @@ gloo computes, so a healthy run has gloo's bits. What a caller sees of a failure
 
 Each trait is an assumption about NCCL, listed with its source in nccl_assumptions.py; a number in
 brackets names it. One is not on the list, because two ranks of one machine cannot show it: an error
-that the network reports is raised by the next collective. A CPU has no streams, so `wait()` blocks the host, where NCCL's lets the current
-stream wait and blocks the host at the next synchronisation.
+that the network reports is raised by the next collective. A CPU has no streams, so `wait()` blocks
+the host, where NCCL's lets the current stream wait and blocks the host at the next synchronisation.
 """
 
 from __future__ import annotations
