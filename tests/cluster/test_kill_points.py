@@ -142,7 +142,7 @@ def test_ranks_end_at_every_point(
         if point in ("meet", "roll_call", "groups", "met") and not newcomer
     ]
     assert sum("in regroup of step" in title for title in titles) >= len(meeting) * (kind == "kill")
-    note(kind, points, "newcomer" if newcomer else "rank")
+    note(kind, [*points, "last"], "newcomer" if newcomer else "rank")
 
 
 @pytest.mark.full
