@@ -116,7 +116,7 @@ def test_the_oldest_versions_that_are_allowed_are_tested() -> None:
     for name, version in (("torch", PAIRS[0].torch), ("ray", PAIRS[0].ray)):
         (lowest,) = [p.version for p in declared()[name].specifier if p.operator == ">="]
         assert version == f"{lowest}.0"
-    assert {(record["torch"], record["ray"]) for record in load()} == {
+    assert {(record["torch"], record["ray"]) for record in load()} >= {
         (pair.torch, pair.ray) for pair in PAIRS
     }
 
@@ -125,8 +125,7 @@ def test_the_pythons_that_are_claimed_are_those_that_can_be_tested() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     ((lowest, above),) = re.findall(r'^requires-python = ">=3\.(\d+),<3\.(\d+)"', text, re.M)
     assert [*MINORS] == [*range(int(lowest), int(above))]
-    tested = {int(record["python"].split(".")[1]) for record in load("pythons")}
-    assert tested <= {*MINORS}
+    assert {int(record["python"].split(".")[1]) for record in load()} == {*MINORS}
 
 
 @pytest.mark.parametrize(
