@@ -108,7 +108,9 @@ def outcome(python: Path, file: str) -> dict[str, Any]:
         ]
         if (ROOT / file).is_dir():
             command += ["-n", "2", "--dist", "loadfile"]
-        done = subprocess.run(command, cwd=ROOT)
+        # As in the Makefile: otherwise each process compiles torch anew
+        env = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
+        done = subprocess.run(command, cwd=ROOT, env=env)
         if not report.exists():
             return {"error": f"pytest ended with exit code {done.returncode}"}
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))
