@@ -165,7 +165,7 @@ def generate(first: int, count: int) -> bytes:
         numbers = np.arange(first + start, first + end, dtype=np.uint64)  # (N,)
         labels = (numbers % np.uint64(classes)).astype(np.uint8)  # (N,)
         seeds = (numbers + np.uint64(1)) << np.uint64(16)
-        seeds = seeds[:, None] + np.arange(words, dtype=np.uint64)  # (N, words)
+        seeds = np.add(seeds[:, None], np.arange(words, dtype=np.uint64))  # (N, words)
         noise = _hash_to_bytes(seeds).reshape(len(numbers), PIXELS)
 
         # One part pattern, three parts noise.

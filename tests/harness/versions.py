@@ -83,6 +83,7 @@ def environment_of(pair: Pair, python: str) -> Path:
     print(f"making {folder.relative_to(ROOT)}: gigabytes, minutes ...", flush=True)
     subprocess.run([python, "-m", "venv", "--clear", str(folder)], check=True)
     packages = [f"torch=={pair.torch}", f"ray[default]=={pair.ray}", "-e", f"{ROOT}[test]"]
+    packages += ["ruff", "types-PyYAML"]  # a few tests check code, as lint does
     if pair == pinned():
         packages += ["-c", str(ROOT / "constraints.txt")]
     pip = (str(inside), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
