@@ -125,9 +125,16 @@ class Accounts:
 
 
 def read_processes(folder: Path) -> list[Process]:
-    """Return the ledgers of a run's processes, in the order of commands, slots and time."""
+    """Return the ledgers of a run's processes, in the order of commands, slots and time.
+
+    Raises OSError for a folder that may not be read.
+    """
     processes = []
-    for path in (folder / "logs").glob("rank*.ledger"):
+    paths: list[Path] = []
+    # Path.glob of Python 3.13 takes a folder that may not be read for an empty one.
+    with suppress(FileNotFoundError, NotADirectoryError):
+        paths = [path for path in (folder / "logs").iterdir() if path.match("rank*.ledger")]
+    for path in paths:
         with suppress(OSError, struct.error, ValueError):
             # A file of an older nanoray is shorter; it lacks the last numbers.
             data = path.read_bytes().ljust(FORMAT.size, b"\0")
