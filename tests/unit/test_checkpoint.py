@@ -12,10 +12,10 @@ import pickle
 import random
 import resource
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
-import sys
 import torch
 from safetensors.torch import load_file
 
