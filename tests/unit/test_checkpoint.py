@@ -578,7 +578,9 @@ def test_disk_full_in_mid_write(tmp_path):
 def test_every_failing_system_call_leaves_the_old_set(tmp_path, monkeypatch, call, times, error):
     """The n-th call fails, for every n; the same step is there already, so renames set it aside."""
     if call == "mkdir" and sys.version_info < (3, 11):
-        pytest.skip("pathlib of Python 3.10 calls the os.mkdir of its import, which no test replaces")
+        pytest.skip(
+            "pathlib of Python 3.10 calls the os.mkdir of its import, which no test replaces"
+        )
     save(tmp_path, make(10), keep=1)
     real, texts = getattr(os, call), []
     for n in range(times):
