@@ -87,7 +87,7 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
     limit = ("--feature_s", str(args.feature_s))
     features = ("tests.gpu.features", device, "--features", args.features, *limit)
     where = ("--device", "cpu") if device == "cpu" else ("--share_devices",)
-    whole_s = LEAST_S if device == "cpu" else 90.0  # it has no budget of its own
+    two_ranks_s = LEAST_S if device == "cpu" else 90.0  # they have no budget of their own
     two_ranks = ("nanoray.bench", "equivalence", "--quick", "--workers", "2", *where)
     # Without the conftest.py of all tests, which wants Ray and hypothesis
     folder = str(ROOT / TESTS)
@@ -108,7 +108,7 @@ def parts_of(args: argparse.Namespace, device: str) -> list[DayPart]:
         DayPart(TESTS, tuple(tests), 100, after_s=TEST_S),
         # What the ones before it leave
         DayPart(f"ladder of {char}", ladder(char, rungs), 0, "gpu-char", True),
-        DayPart("equivalence of two ranks", two_ranks, 0, "equivalence", least_s=whole_s),
+        DayPart("equivalence of two ranks", two_ranks, 0, "equivalence", least_s=two_ranks_s),
     ]
 
 
@@ -142,7 +142,8 @@ class Day:
         for part in parts:
             shares_s += part.share_s
             spent_s = time.monotonic() - self.begun
-            self.run_part(part, self.args.budget_s * shares_s / whole_s - spent_s)
+            share = shares_s / whole_s if whole_s else 1.0
+            self.run_part(part, self.args.budget_s * share - spent_s)
             self.report.conditions["seconds"] = round(time.monotonic() - self.begun, 1)
             self.report.conditions["load"]["after"] = load_average()
             # A call that is cut off keeps the parts before. The report is none of a benchmark, so

@@ -151,6 +151,15 @@ def test_a_part_that_fails_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
     assert [row["arm"] for row in json.loads(seen.read_text())["rows"]] == ["fails", "hangs"]
 
 
+def test_a_part_that_takes_what_is_left_has_all_of_it_when_it_is_alone(tmp_path: Path) -> None:
+    (tmp_path / "quick_part.py").write_text("print('done')")
+    with scratch_folder() as folder:
+        day = a_day(folder, tmp_path, budget_s=30.0)
+        day.run([DayPart("quick", ("quick_part",), 0.0, least_s=25.0)])
+    (row,) = day.report.rows
+    assert row.n == 1, row
+
+
 @pytest.mark.full
 def test_a_feature_that_crashes_hangs_or_errs_costs_its_own_row(tmp_path: Path) -> None:
     out = tmp_path / "features.json"
