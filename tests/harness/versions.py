@@ -65,11 +65,19 @@ FILES_OF_A_PYTHON = ("tests/unit", "tests/ranks/test_train.py")
 MINORS = (10, 11, 12, 13)
 
 
+def pins() -> dict[str, str]:
+    """Return the versions of constraints.txt, by name; of several for different Pythons, the last."""
+    found = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        name, equals, version = line.partition(";")[0].strip().partition("==")
+        if equals:
+            found[name] = version.strip()
+    return found
+
+
 def pinned() -> Pair:
     """Return the pair of constraints.txt."""
-    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    found = dict(line.split("==") for line in lines if line.startswith(("torch==", "ray==")))
-    return Pair(**found)
+    return Pair(pins()["torch"], pins()["ray"])
 
 
 def environment_of(pair: Pair, python: str) -> Path:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 from nanoray.launch import ray_compat
 from tests.harness.parsing import parse
-from tests.harness.versions import MINORS, PAIRS, load
+from tests.harness.versions import MINORS, PAIRS, load, pinned, pins
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPATIBILITY = {"nanoray/base/compat.py", "nanoray/launch/ray_compat.py"}
@@ -102,23 +101,11 @@ def declared() -> dict[str, Requirement]:
     return {requirement.name: requirement for requirement in found}
 
 
-def pinned() -> dict[str, Version]:
-    """The versions of constraints.txt, by name; of several for different Pythons, the last."""
-    found = {}
-    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
-        name, equals, version = line.partition(";")[0].strip().partition("==")
-        if equals:
-            found[name] = Version(version.strip())
-    return found
-
-
 def test_the_oldest_versions_that_are_allowed_are_tested() -> None:
     for name, version in (("torch", PAIRS[0].torch), ("ray", PAIRS[0].ray)):
         (lowest,) = [p.version for p in declared()[name].specifier if p.operator == ">="]
         assert version == f"{lowest}.0"
-    assert {(record["torch"], record["ray"]) for record in load()} >= {
-        (pair.torch, pair.ray) for pair in PAIRS
-    }
+    assert {(record["torch"], record["ray"]) for record in load()} == {*PAIRS, pinned()}
 
 
 def test_the_pythons_that_are_claimed_are_those_that_can_be_tested() -> None:
@@ -139,4 +126,4 @@ def test_rays_that_can_ask_for_a_token(version: str, has: bool) -> None:
 def test_a_range_of_versions_is_declared_and_one_of_them_is_pinned(name: str) -> None:
     specifier = declared()[name].specifier
     assert {part.operator for part in specifier} == {">=", "<"}, "no exact version"
-    assert pinned()[name] in specifier
+    assert pins()[name] in specifier
