@@ -2,7 +2,7 @@
 
     present ─► race of every single change ─► those that gained, together ─► race ─► the new present
                                                                                           │
-           final: the best beside the first setting, FINAL turns each  ◄── nothing gains ◄┘
+           final: the best beside the first setting, in turns of its own ◄── nothing gains ◄┘
 
 A race runs its choices in turns, each a short block of real steps, the present setting among them.
 After a turn the slower half leaves, and what is far behind, and blocks get longer. A choice is
@@ -27,7 +27,10 @@ FIRST_S = 0.3  # of steps in the first block of a choice
 LONGEST_S = 1.0  # of steps in a block
 STAYING = 3  # choices of a race that are not halved any more
 RACE_TURNS = 5  # of those that stay
-FINAL = 8  # turns of the best and the first setting, and as many again where they are not clear
+LEAST_RACE_TURNS = 3  # of those that stay, where the turns of the fastest one are CLOSE together
+CLOSE = 0.1  # between the quartiles of a ratio
+FINAL = 8  # turns of the best and the first setting: fewer where it is clear, else twice as many
+FINAL_S = 0.5  # of steps in a block of these turns
 PASSES = 3  # of single changes
 GAIN = 1.02  # from this ratio on a change is worth a place in the settings
 TOO_SLOW = 1.5  # times the present setting by formula: not tried
@@ -50,7 +53,12 @@ class Ratio(NamedTuple):
     @property
     def gains(self) -> bool:
         """Whether it seems to be faster: worth a place in what is measured next."""
-        return self.turns >= 3 and self.median >= GAIN and self.low > 1
+        return self.turns >= LEAST_RACE_TURNS and self.median >= GAIN and self.low > 1
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it is so much faster that more turns would not tell more."""
+        return self.is_certain and self.low > FAR
 
     @property
     def is_certain(self) -> bool:
@@ -136,7 +144,8 @@ class Search:
             better = self._together(singles, order)
             if not better:
                 return
-            ranked = self.race(better)
+            # One change alone has just been raced.
+            ranked = self.race(better) if len(better) > 1 else better
             if not ranked or not self.ratio(ranked[0], self.best).gains:
                 return
             self.best = ranked[0]
@@ -147,7 +156,9 @@ class Search:
         found: dict[Choice, Option] = {}
         for option in options(self.here, self.may, self.leave):
             choice = with_settings(self.here, self.best, option.choice)
-            if choice == self.best or choice in self.trials.refused or self._is_hopeless(option):
+            if choice == self.best or choice in self.trials.refused:
+                continue
+            if self._is_hopeless(option) or self._has_lost(choice):
                 continue
             reason = self._not_worth(choice)
             if reason:
@@ -166,6 +177,11 @@ class Search:
             return False
         ratio = self.ratio(option.choice, ())
         return ratio.turns > 0 and ratio.median < 1 / HOPELESS
+
+    def _has_lost(self, choice: Choice) -> bool:
+        """Return whether this choice was in a race with the best one, and was not faster."""
+        ratio = self.ratio(choice, self.best)
+        return ratio.turns > 0 and ratio.median < GAIN
 
     def _not_worth(self, choice: Choice) -> str:
         """Return why a choice is not tried, by formula or by a rule; "" where it is."""
@@ -203,14 +219,17 @@ class Search:
             alive = [choice for choice in alive if choice not in self.trials.refused]
             alive.sort(key=lambda choice: -self.ratio(choice, self.best).median)
             self._show(len(running), alive)
-            ratios = [self.ratio(choice, self.best).median for choice in alive]
-            near = sum(ratio > ratios[0] / FAR for ratio in ratios)
+            ratios = [self.ratio(choice, self.best) for choice in alive]
+            first = ratios[0] if ratios else NO_RATIO
+            near = sum(ratio.median > first.median / FAR for ratio in ratios)
             stay = min(near, max(STAYING, (len(alive) + 1) // 2))
             if len(alive) > STAYING:
                 turns = 0
                 block_s = min(LONGEST_S, 1.5 * block_s)
-            elif alive and turns >= 2 and ratios[0] < (1 if turns > 2 else 1 / GAIN):
+            elif turns >= 2 and first.median < 1:
                 break  # not even the best of them is faster
+            elif turns >= LEAST_RACE_TURNS and first.high - first.low < CLOSE:
+                break  # on a machine as quiet as this one more turns would not tell more
             places = alive[stay:] + places
             alive = alive[:stay]
         return alive + places
@@ -251,12 +270,12 @@ class Search:
         since = self.trials.turn
         for number in range(2 * FINAL):
             verdict = self.ratio(self.best, (), since)
-            if number >= FINAL and (verdict.is_certain or verdict.median < GAIN):
+            if verdict.is_clear or (number >= FINAL and (verdict.is_certain or verdict.median < GAIN)):
                 return
             turn = self.trials.next_turn()
             pair = [self.best, ()] if turn % 2 else [(), self.best]
             for choice in pair:
-                self.trials.measure(choice, LONGEST_S)
+                self.trials.measure(choice, FINAL_S)
 
     def ratio(self, choice: Choice, other: Choice, since: int = 0) -> Ratio:
         """Return how many times as fast `choice` is as `other`, in the turns after `since` with both."""
