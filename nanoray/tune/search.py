@@ -270,7 +270,9 @@ class Search:
         since = self.trials.turn
         for number in range(2 * FINAL):
             verdict = self.ratio(self.best, (), since)
-            if verdict.is_clear or (number >= FINAL and (verdict.is_certain or verdict.median < GAIN)):
+            if verdict.is_clear or (
+                number >= FINAL and (verdict.is_certain or verdict.median < GAIN)
+            ):
                 return
             turn = self.trials.next_turn()
             pair = [self.best, ()] if turn % 2 else [(), self.best]

@@ -35,7 +35,7 @@ from nanoray.tune.result import (
     tuned_values,
     write_results,
 )
-from nanoray.tune.search import Search
+from nanoray.tune.search import LEAST_RACE_TURNS, LEAST_TURNS, RACE_TURNS, Search
 from nanoray.tune.space import (
     KNOBS,
     Choice,
@@ -188,6 +188,43 @@ def test_changes_that_gain_alone_and_fail_in_their_race_end_the_search(
     search.run()
     assert len(races) == 2
     assert search.best == ()
+
+
+def test_what_is_decided_is_not_measured_again(tmp_path: Path) -> None:
+    """One change gains much, and nothing beside it: no block more than shows that."""
+
+    def cost(settings: dict[str, Any]) -> float:
+        return 0.6 if settings.get("attention") == "plain" else 1.0
+
+    search, trials = run(tmp_path, here_of(), cost)
+    assert dict(search.best) == {"attention": "plain"}
+    # It is confirmed in as many turns as a verdict needs.
+    assert search.verdict.turns == LEAST_TURNS
+    assert search.verdict.is_clear
+    # It is the only change that gains, so it is not raced a second time, alone.
+    plain = (("attention", "plain"),)
+    beside_plain = [choice for choice in trials.samples if dict(choice).get("attention") == "plain"]
+    first_beside = min(trials.samples[choice][0].turn for choice in beside_plain if choice != plain)
+    races = [sample.turn for sample in trials.samples[plain] if sample.turn < first_beside]
+    assert len(races) <= 1 + LEAST_RACE_TURNS
+    # What it has been raced with is not raced with it again.
+    lost = [choice for choice in trials.samples if choice and choice not in beside_plain]
+    assert lost
+    assert max(sample.turn for choice in lost for sample in trials.samples[choice]) < first_beside
+
+
+def test_on_a_noisy_machine_a_race_takes_more_turns(tmp_path: Path) -> None:
+    def turns_of(noise: float, folder: Path) -> int:
+        folder.mkdir()
+        trials = machine(here_of(), folder, cost=plain_wins, noise=noise)
+        search = Search(trials, here_of(), (), 1 << 40)
+        trials.next_turn()
+        trials.measure((), 1.0)
+        search.race([(("attention", "plain"),)])
+        return trials.turn - 1
+
+    assert turns_of(0.01, tmp_path / "quiet") == LEAST_RACE_TURNS
+    assert turns_of(0.3, tmp_path / "noisy") == RACE_TURNS
 
 
 def test_a_setting_that_is_far_slower_leaves_after_one_turn(tmp_path: Path) -> None:
