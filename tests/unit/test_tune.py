@@ -207,10 +207,24 @@ def test_what_is_decided_is_not_measured_again(tmp_path: Path) -> None:
     first_beside = min(trials.samples[choice][0].turn for choice in beside_plain if choice != plain)
     races = [sample.turn for sample in trials.samples[plain] if sample.turn < first_beside]
     assert len(races) <= 1 + LEAST_RACE_TURNS
-    # What it has been raced with is not raced with it again.
-    lost = [choice for choice in trials.samples if choice and choice not in beside_plain]
-    assert lost
-    assert max(sample.turn for choice in lost for sample in trials.samples[choice]) < first_beside
+
+
+def test_what_lost_beside_the_best_change_is_not_raced_with_it_again(tmp_path: Path) -> None:
+    def cost(settings: dict[str, Any]) -> float:
+        return {4: 0.6, 2: 0.63}.get(settings.get("micro_batch_size", 0), 1.0)
+
+    here = here_of(micro_batch_size=1, global_batch_size=4)
+    search, trials = run(tmp_path, here, cost)
+    assert dict(search.best)["micro_batch_size"] == 4
+    turns_of = {
+        dict(choice)["micro_batch_size"]: [sample.turn for sample in trials.samples[choice]]
+        for choice in trials.samples
+        if "micro_batch_size" in dict(choice) and len(choice) == len(search.best)
+    }
+    beside = [choice for choice in trials.samples if len(choice) > len(search.best)]
+    second_pass = min(trials.samples[choice][0].turn for choice in beside)
+    assert turns_of[2]
+    assert max(turns_of[2]) < second_pass <= max(turns_of[4])
 
 
 def test_on_a_noisy_machine_a_race_takes_more_turns(tmp_path: Path) -> None:
