@@ -58,7 +58,8 @@ from nanoray.mesh.rendezvous import (
 from nanoray.start.opening import Opening
 from nanoray.train.launcher import watch_launcher
 from nanoray.train.program import Trains
-from nanoray.train.rank import settings_put_back, train
+from nanoray.train.rank import train
+from nanoray.train.recipe import settings_put_back
 from nanoray.train.report import closing_lines
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console

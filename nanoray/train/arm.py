@@ -34,7 +34,7 @@ from nanoray.mesh.rendezvous import Order
 from nanoray.parallel import cp
 from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
 from nanoray.train.elastic import TrainingGroup
-from nanoray.train.recipe import Recipe, use_products
+from nanoray.train.recipe import Recipe, settings_put_back, use_products
 from nanoray.train.tasks import ConfiguredTask, Task
 
 FOLDER = "arms"  # of what the instruments of arms write, in the run's folder
@@ -91,14 +91,15 @@ class LoopArm:
         self._counted = 0
         self._begun = 0.0
         self._loss = torch.zeros(())
+        self._threads = torch.get_num_threads()
 
         # The configuration is completed as that of a run is (rank.train).
         precision, _ = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
-        use_products(mesh.device, precision)
         config = resolved(spec.config, mesh, precision, task.settings())
+        self._precision = precision
         config = config.model_copy(update=QUIET)
         if config.cpus_per_worker and mesh.device.type == "cpu":
-            torch.set_num_threads(max(1, int(config.cpus_per_worker)))
+            self._threads = max(1, int(config.cpus_per_worker))
         spec = replace(spec, config=config, folder=spec.folder / FOLDER, resume="", attempt=0)
         if isinstance(task, ConfiguredTask):
             task.spec = spec
@@ -117,7 +118,9 @@ class LoopArm:
         """
         self._left = settling + steps
         self._counted = steps
-        with suppress(BlockEnded):
+        with settings_put_back(), suppress(BlockEnded):
+            torch.set_num_threads(self._threads)
+            use_products(self._device, self._precision)
             self.engine.fit()
         seconds = time.perf_counter() - self._begun
         peak = _peak_bytes(self._device) - self._before

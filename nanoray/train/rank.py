@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -174,20 +173,6 @@ def prepare_process(spec: RunSpec, rendezvous: Rendezvous) -> None:
     # A step frees what the next one takes: without this the system would zero it each time.
     if rendezvous.device == "cpu":
         keep_freed_memory()
-
-
-@contextmanager
-def settings_put_back() -> Iterator[None]:
-    """Put back at the end what a rank sets in torch: a program that trained may compute more itself."""
-    threads = torch.get_num_threads()
-    products = torch.get_float32_matmul_precision()
-    convolutions = torch.backends.cudnn.allow_tf32
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def meet_group(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -77,6 +78,20 @@ def use_products(device: torch.device, precision: str) -> None:
     torch.set_float32_matmul_precision(float32_products(precision))
     # Convolutions have a setting of their own.
     torch.backends.cudnn.allow_tf32 = precision != "fp32"
+
+
+@contextmanager
+def settings_put_back() -> Iterator[None]:
+    """Put back at the end what a rank sets in torch: a program that trained may compute more itself."""
+    threads = torch.get_num_threads()
+    products = torch.get_float32_matmul_precision()
+    convolutions = torch.backends.cudnn.allow_tf32
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 class Recipe:

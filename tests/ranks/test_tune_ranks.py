@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,35 @@ def test_an_arm_leaves_out_what_a_run_does_in_a_few_steps_alone(text: Path, tmp_
     assert losses[0] == losses[1]
     assert not (spec.folder / FOLDER / "profile").exists()
     assert not (spec.folder / FOLDER / "memory").exists()
+
+
+def note_threads(
+    spec: RunSpec, rendezvous: Rendezvous, *parts: Any, **named: Any
+) -> dict[str, Any]:
+    """Measure choices on a rank that has two threads; return how many the steps of each have."""
+    import torch
+
+    from nanoray.train.engine import Engine
+
+    threads: list[int] = []
+    judge = Engine.judge
+
+    def note_and_judge(self: Engine, *given: Any) -> Any:
+        threads.append(torch.get_num_threads())
+        return judge(self, *given)
+
+    choices = ({}, {"cpus_per_worker": 1.0}, {"attention": "plain"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "judge", note_and_judge)
+        measure_choices(spec, replace(rendezvous, threads=2), *parts, **named, choices=choices)
+    return {"threads": [count for count, _ in groupby(threads)], "exit_reason": "finished"}
+
+
+def test_the_threads_of_one_choice_are_not_those_of_the_next(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path, precision="fp32")
+    (outcome,) = run_ranks(spec, 1, train=note_threads, timeout_s=60)
+    assert "error" not in outcome, outcome
+    assert outcome["threads"] == [2, 1, 2]
 
 
 # Compiling takes most of the time of a search
