@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import gc
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -118,7 +118,7 @@ class LoopArm:
         """
         self._left = settling + steps
         self._counted = steps
-        with settings_put_back(), suppress(BlockEnded):
+        with settings_put_back(), self._fixed_sizes(), suppress(BlockEnded):
             torch.set_num_threads(self._threads)
             use_products(self._device, self._precision)
             self.engine.fit()
@@ -141,6 +141,19 @@ class LoopArm:
         self._left -= 1
         return Order.GO_ON
 
+    def _fixed_sizes(self) -> AbstractContextManager[Any]:
+        """Compile for the sizes of this arm alone.
+
+        At the second size in a process torch compiles a layer for any size. A run with one size has
+        no such code.
+        """
+        if not self.engine.cfg.compile:
+            return nullcontext()
+        patch: AbstractContextManager[Any] = torch._dynamo.config.patch(
+            automatic_dynamic_shapes=False
+        )
+        return patch
+
     def _newest_loss(self) -> torch.Tensor:
         """Return this rank's loss of the newest step; 0 before the first one."""
         losses = self.engine.par.own_losses
@@ -158,8 +171,7 @@ class LoopArm:
         self.engine.par.close()
         self._recipe.close()
         cp.release(self.engine.state.model)
-        # At the second size torch compiles a layer for any size. A run with one size has no such code.
-        if self.engine.cfg.compile:
+        if self.engine.cfg.compile:  # the code of earlier arms would count as versions of a layer
             torch.compiler.reset()
         del self.engine, self._recipe
         free_memory(self._device)

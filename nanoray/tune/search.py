@@ -13,7 +13,7 @@ choices in order, and leave out what they predict to be too large, or far too sl
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,13 +21,13 @@ from nanoray.errors import ConfigError
 from nanoray.forecast.layouts import GB
 from nanoray.tune.expect import Expected
 from nanoray.tune.space import Choice, Option, TunedRun, configured, options, with_settings, words
-from nanoray.tune.trials import STOPPED, SearchEnded, Trials
+from nanoray.tune.trials import STOPPED, SearchEnded, T, Trials
 
 FIRST_S = 0.3  # of steps in the first block of a choice
 LONGEST_S = 1.0  # of steps in a block
 STAYING = 3  # choices of a race that are not halved any more
-RACE_TURNS = 5  # of those that stay
-LEAST_RACE_TURNS = 3  # of those that stay, where the turns of the fastest one are CLOSE together
+RACE_TURNS = 5  # of those that stay, all in all
+LEAST_RACE_TURNS = 3  # where those of the fastest one are CLOSE together
 CLOSE = 0.1  # between the quartiles of a ratio
 FINAL = 8  # turns of the best and the first setting: fewer where it is clear, else twice as many
 FINAL_S = 0.5  # of steps in a block of these turns
@@ -144,8 +144,7 @@ class Search:
             better = self._together(singles, order)
             if not better:
                 return
-            # One change alone has just been raced.
-            ranked = self.race(better) if len(better) > 1 else better
+            ranked = self.race(better)
             if not ranked or not self.ratio(ranked[0], self.best).gains:
                 return
             self.best = ranked[0]
@@ -206,33 +205,59 @@ class Search:
     def race(self, choices: Sequence[Choice]) -> list[Choice]:
         """Run choices beside the best one; return them, the fastest first. (all ranks)"""
         alive = list(dict.fromkeys(choices))
+        behind: list[Choice] = []  # those that have left, the last one first
         block_s = FIRST_S
-        turns = 0
-        places: list[Choice] = []  # of those that have left, the last one first
-        while alive and turns < RACE_TURNS:
-            self.trials.next_turn()
-            running = [self.best, *alive]
-            start = turns % len(running)
-            turns += 1
-            for choice in running[start:] + running[:start]:
-                self.trials.measure(choice, block_s)
-            alive = [choice for choice in alive if choice not in self.trials.refused]
-            alive.sort(key=lambda choice: -self.ratio(choice, self.best).median)
-            self._show(len(running), alive)
-            ratios = [self.ratio(choice, self.best) for choice in alive]
-            first = ratios[0] if ratios else NO_RATIO
-            near = sum(ratio.median > first.median / FAR for ratio in ratios)
-            stay = min(near, max(STAYING, (len(alive) + 1) // 2))
-            if len(alive) > STAYING:
-                turns = 0
-                block_s = min(LONGEST_S, 1.5 * block_s)
-            elif turns >= 2 and first.median < 1:
-                break  # not even the best of them is faster
-            elif turns >= LEAST_RACE_TURNS and first.high - first.low < CLOSE:
-                break  # on a machine as quiet as this one more turns would not tell more
-            places = alive[stay:] + places
-            alive = alive[:stay]
-        return alive + places
+        # Each of them once, and then the faster half again, until a few are left
+        while len(alive) > STAYING or any(choice not in self.trials.samples for choice in alive):
+            alive, left = self._run_turn(alive, block_s)
+            behind = left + behind
+            block_s = min(LONGEST_S, 1.5 * block_s)
+        # These side by side, until it is clear which is the fastest
+        last = [*alive]
+        return self._side_by_side([self.best, *last], lambda: self._decide(last, block_s)) + behind
+
+    def _decide(self, alive: list[Choice], block_s: float) -> list[Choice]:
+        """Run turns of the last choices of a race; return them, the fastest first. (all ranks)"""
+        behind: list[Choice] = []
+        while not self._is_decided(alive):
+            alive, left = self._run_turn(alive, block_s)
+            behind = left + behind
+        return alive + behind
+
+    def _run_turn(
+        self, alive: Sequence[Choice], block_s: float
+    ) -> tuple[list[Choice], list[Choice]]:
+        """Run a block of each choice and of the best one. (all ranks)
+
+        Return the choices that stay in the race, and those that leave it, each the fastest first.
+        """
+        start = self.trials.next_turn() % (len(alive) + 1)
+        running = [self.best, *alive]
+        for choice in running[start:] + running[:start]:
+            self.trials.measure(choice, block_s)
+        right = [choice for choice in alive if choice not in self.trials.refused]
+        right.sort(key=lambda choice: -self.ratio(choice, self.best).median)
+        self._show(len(running), right)
+        # The faster half, but nothing that is far behind
+        ratios = [self.ratio(choice, self.best).median for choice in right]
+        near = sum(ratio > ratios[0] / FAR for ratio in ratios)
+        stay = min(near, max(STAYING, (len(right) + 1) // 2))
+        return right[:stay], right[stay:]
+
+    def _is_decided(self, alive: Sequence[Choice]) -> bool:
+        """Return whether more turns would change nothing; `alive` has the fastest choice first."""
+        if not alive:
+            return True
+        first = self.ratio(alive[0], self.best)
+        if first.turns > 1 and first.median < 1:
+            return True  # not even the best of them is faster
+        turns = min(self.ratio(choice, self.best).turns for choice in alive)
+        is_quiet = first.high - first.low < CLOSE
+        return turns >= (LEAST_RACE_TURNS if is_quiet else RACE_TURNS)
+
+    def _side_by_side(self, choices: Sequence[Choice], use: Callable[[], T]) -> T:
+        """Return what `use` returns, which measures these choices in turn. (all ranks)"""
+        return self.trials.keep_open(choices, (1 - MARGIN) * self.memory_bytes, use)
 
     def _show(self, count: int, alive: Sequence[Choice]) -> None:
         """Print how a race stands."""
@@ -267,6 +292,10 @@ class Search:
         if not self.best or self.ended == STOPPED:
             return
         self.trials.reserve_s = 0.0
+        self._side_by_side([self.best, ()], self._run_final)
+
+    def _run_final(self) -> None:
+        """Run turns of the best choice and the first setting, until it is clear. (all ranks)"""
         since = self.trials.turn
         for number in range(2 * FINAL):
             verdict = self.ratio(self.best, (), since)

@@ -19,6 +19,8 @@ from nanoray.tune.trials import T, TuneSubject
 class Configured:
     """The model that the configuration describes."""
 
+    keeps_tasks = True
+
     def open(self, spec: RunSpec, use: Callable[[Task], T]) -> T:
         """Make the task of `spec`, and return what `use` returns for it. (all ranks)"""
         return use(task_of(spec))
@@ -31,6 +33,7 @@ class Scripted:
     main: Callable[[Run], Any]
     given: frozenset[str]
     rendezvous: Rendezvous
+    keeps_tasks = False  # when its function returns, what it made may be closed
 
     def open(self, spec: RunSpec, use: Callable[[Task], T]) -> T:
         """Make the task of `spec`, and return what `use` returns for it. (all ranks)"""

@@ -2,6 +2,7 @@
 
     measure(choice, turn, seconds) ─► known already?  ─► its Trial of then
                                    ─► all ranks: LoopArm ─► block ─► Trial ─► tune.jsonl (rank 0)
+    keep_open(choices, ..., use)   ─► the arms of these choices stay, so that a block makes none anew
 
 All ranks search by the same rules and from the same samples, so they agree on what comes next. A
 search that goes on asks the same questions again, and gets the answers that the file has.
@@ -13,8 +14,10 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -59,6 +62,8 @@ class SearchEnded(Exception):
 class TuneSubject(Protocol):
     """What is tuned: it hands the model and the data of a run to those who train."""
 
+    keeps_tasks: bool  # whether a task may still be used when `open` has returned
+
     def open(self, spec: RunSpec, use: Callable[[Task], T]) -> T:
         """Make the task of `spec`, and return what `use` returns for it. (all ranks)"""
 
@@ -83,6 +88,7 @@ class Trials:
     turn: int = 0
 
     def __post_init__(self) -> None:
+        self._open: dict[Choice, LoopArm] = {}  # arms that stay between their blocks
         self._deadline = time.monotonic() + self.budget_s
         # Until it is set to 0 the budget ends so much earlier
         self.reserve_s = min(MOST_RESERVED_S, RESERVED * self.budget_s)
@@ -167,6 +173,35 @@ class Trials:
         self._keep({"choice": choice, **sample._asdict()})
         return self._right(choice, sample)
 
+    def keep_open(self, choices: Sequence[Choice], memory_bytes: float, use: Callable[[], T]) -> T:
+        """Return what `use` returns; meanwhile the arms of these choices stay open. (all ranks)
+
+        To make an arm, and above all to compile it, takes longer than a block of steps. The arms are
+        made for each block nevertheless where all of them may need more than `memory_bytes`
+        together.
+        """
+        if not self._can_stay_open(choices, memory_bytes):
+            return use()
+        with ExitStack() as stack:
+            stack.callback(self._open.clear)
+            for choice in choices:
+                spec = replace(self.spec, config=configured(self.here, choice))
+                arm = self.subject.open(spec, partial(LoopArm, spec, self.mesh))
+                stack.callback(arm.close)
+                self._open[choice] = arm
+            return use()
+
+    def _can_stay_open(self, choices: Sequence[Choice], memory_bytes: float) -> bool:
+        """Return whether arms of these choices may be open together."""
+        if not self.subject.keeps_tasks:
+            return False
+        for choice in choices:
+            # Captured graphs of several models in one process were never tried.
+            if configured(self.here, choice).compile == "cuda_graphs":
+                return False
+        peaks = [self.samples[choice][-1].peak_bytes for choice in choices]
+        return sum(peaks) <= memory_bytes
+
     def _right(self, choice: Choice, trial: Trial) -> Trial | None:
         """Return a trial whose loss is that of the present setting; refuse the choice otherwise.
 
@@ -187,8 +222,14 @@ class Trials:
         """Train a block of a choice on the ranks of this run. (all ranks)"""
         began = time.monotonic()
         spec = replace(self.spec, config=config)
+        arm = self._open.get(choice)
         try:
-            block = self.subject.open(spec, lambda task: self._train(spec, task, choice, block_s))
+            if arm:
+                block = self._train_on(arm, choice, block_s)
+            else:
+                block = self.subject.open(
+                    spec, lambda task: self._train(spec, task, choice, block_s)
+                )
         finally:
             free_memory(self.mesh.device)
         wall_s = self.mesh.broadcast(time.monotonic() - began)
@@ -199,20 +240,31 @@ class Trials:
         self.spent_s += sample.wall_s
 
     def _train(self, spec: RunSpec, task: Task, choice: Choice, block_s: float) -> BlockCost:
+        """Train a block on an arm that is made for it. (all ranks)"""
         arm = LoopArm(spec, self.mesh, task)
         try:
-            known = self.samples.get(choice)
-            steps = FIRST_STEPS
-            if known:
-                steps = min(MOST_STEPS, max(FIRST_STEPS, round(block_s / known[-1].step_s)))
-            else:
-                # The first steps of a choice also show how long they take.
-                first = arm.block(1)
-                steps = self.mesh.broadcast(max(FIRST_STEPS, round(block_s / first.step_s)))
-                return arm.block(min(MOST_STEPS, steps), settling=0)._replace(loss=first.loss)
-            return arm.block(steps)
+            if choice in self.samples:
+                return arm.block(self._steps(choice, block_s))
+            # The first steps of a choice also show how long they take.
+            first = arm.block(1)
+            steps = self.mesh.broadcast(max(FIRST_STEPS, round(block_s / first.step_s)))
+            return arm.block(min(MOST_STEPS, steps), settling=0)._replace(loss=first.loss)
         finally:
             arm.close()
+
+    def _train_on(self, arm: LoopArm, choice: Choice, block_s: float) -> BlockCost:
+        """Train a block on an arm that stays open. (all ranks)
+
+        Its memory contains that of the other arms, and its losses are those of later steps.
+        """
+        block = arm.block(self._steps(choice, block_s))
+        known = self.samples[choice][-1]
+        return block._replace(peak_bytes=known.peak_bytes, loss=known.loss)
+
+    def _steps(self, choice: Choice, block_s: float) -> int:
+        """Return how many steps of a choice that was measured take so long."""
+        steps = round(block_s / self.samples[choice][-1].step_s)
+        return min(MOST_STEPS, max(FIRST_STEPS, steps))
 
     def _require_time(self) -> None:
         """Raise SearchEnded where the budget is spent, or any rank shall stop. (all ranks)"""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,6 +21,9 @@ from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.train.arm import FOLDER
 from tests.harness.commands import run, torchrun
 from tests.harness.ranks import make_spec, run_ranks
+
+if TYPE_CHECKING:
+    from nanoray.tune.trials import Trials
 
 BATCH = {"global_batch_size": 12, "grad_accum_steps": 0}
 # What two ranks may do otherwise, with the same losses
@@ -43,6 +46,23 @@ CHOICES: tuple[dict[str, Any], ...] = (
 )
 
 
+def trials_of(
+    spec: RunSpec, rendezvous: Rendezvous, wanted: Callable[[], Order], store: Any
+) -> Trials:
+    """Return what measures choices, as a search has it. (all ranks)"""
+    from nanoray.faults.plan import Injector
+    from nanoray.train.rank import meet_group, prepare_process
+    from nanoray.tune.here import here_of
+    from nanoray.tune.subject import subject_of
+    from nanoray.tune.trials import Trials
+
+    prepare_process(spec, rendezvous)
+    mesh = meet_group(Injector(spec.folder / "faults.jsonl"), join, spec, rendezvous, store)
+    subject = subject_of(spec, rendezvous, None, frozenset())
+    here = here_of(spec, mesh, rendezvous, subject).here
+    return Trials(spec, mesh, subject, here, 300.0, wanted, print)
+
+
 def measure_choices(
     spec: RunSpec,
     rendezvous: Rendezvous,
@@ -53,18 +73,9 @@ def measure_choices(
     choices: Sequence[dict[str, Any]] = CHOICES,
 ) -> dict[str, Any]:
     """Measure each choice once, as a search does. (all ranks)"""
-    from nanoray.faults.plan import Injector
-    from nanoray.train.rank import meet_group, prepare_process
-    from nanoray.tune.here import here_of
     from nanoray.tune.space import choice_of
-    from nanoray.tune.subject import subject_of
-    from nanoray.tune.trials import Trials
 
-    prepare_process(spec, rendezvous)
-    mesh = meet_group(Injector(spec.folder / "faults.jsonl"), join, spec, rendezvous, store)
-    subject = subject_of(spec, rendezvous, None, frozenset())
-    here = here_of(spec, mesh, rendezvous, subject).here
-    trials = Trials(spec, mesh, subject, here, 300.0, wanted, print)
+    trials = trials_of(spec, rendezvous, wanted, store)
     trials.next_turn()
     found = []
     for settings in choices:
@@ -89,6 +100,71 @@ def test_every_choice_has_the_losses_of_the_present_setting(text: Path, tmp_path
         assert trial["step_s"] > 0
     lines = (spec.folder / "tune.jsonl").read_text().splitlines()
     assert len(lines) == len(CHOICES)
+
+
+def measure_side_by_side(
+    spec: RunSpec,
+    rendezvous: Rendezvous,
+    observers: Sequence[Any] = (),
+    wanted: Callable[[], Order] = lambda: Order.GO_ON,
+    store: Any = None,
+    rejoin: Any = None,
+) -> dict[str, Any]:
+    """Measure choices in turns while their arms stay open; count the arms that were made. (all ranks)"""
+    import torch
+
+    from nanoray.train import arm
+    from nanoray.tune.space import choice_of
+
+    made: list[int] = []
+    recipe_of = arm.Recipe
+
+    def noted(*given: Any) -> Any:
+        made.append(1)
+        return recipe_of(*given)
+
+    trials = trials_of(spec, rendezvous, wanted, store)
+    choices = [choice_of(settings) for settings in CHOICES]
+    counts = []
+
+    def run_turn() -> None:
+        trials.next_turn()
+        for choice in choices:
+            trials.measure(choice, 0.01)
+        counts.append(len(made))
+
+    def run_turns() -> None:
+        run_turn()
+        run_turn()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arm, "Recipe", noted)
+        run_turn()
+        trials.keep_open(choices, 1e12, run_turns)
+        # With less memory than all of them may need together, each block makes its arm.
+        choices = choices[:2]
+        trials.keep_open(choices, 0.0, run_turn)
+    samples = [[trial._asdict() for trial in trials.samples[choice]] for choice in trials.samples]
+    found = {"samples": samples, "refused": list(trials.refused.values()), "counts": counts}
+    return found | {"threads": torch.get_num_threads(), "exit_reason": "finished"}
+
+
+def test_arms_stay_while_they_are_compared(text: Path, tmp_path: Path) -> None:
+    """Other layouts, shardings and threads, in turn, on ranks that have all of them at once."""
+    spec = make_spec(text, tmp_path, precision="fp32", optimizer="sgd", lr=0.5, min_lr=0.1)
+    outcomes = run_ranks(spec, 2, train=measure_side_by_side, timeout_s=180)
+    assert all("error" not in outcome for outcome in outcomes), outcomes
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0]["refused"] == []
+    n = len(CHOICES)
+    assert outcomes[0]["counts"] == [n, 2 * n, 2 * n, 2 * n + 2]
+    for number, trials in enumerate(outcomes[0]["samples"]):
+        assert len(trials) == (4 if number < 2 else 3)
+        first = trials[0]
+        for trial in trials[1:3]:
+            # What an arm holds beside others, and the losses of later steps, say nothing about it.
+            assert (trial["peak_bytes"], trial["loss"]) == (first["peak_bytes"], first["loss"])
+            assert trial["step_s"] > 0
 
 
 def test_an_arm_leaves_out_what_a_run_does_in_a_few_steps_alone(text: Path, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class Machine(Trials):
 def machine(here: TunedRun, folder: Path, seed: int = 0, **how: Any) -> Machine:
     mesh = Mesh(0, 1, 0, torch.device("cpu"), "none", "a test")
     spec: Any = SimpleNamespace(folder=folder)
-    subject: Any = None
+    subject: Any = SimpleNamespace(keeps_tasks=False)
     trials = Machine(
         spec, mesh, subject, here, 300.0, lambda: Order.GO_ON, lambda line: None, **how
     )
