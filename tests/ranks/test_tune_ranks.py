@@ -182,33 +182,37 @@ def test_an_arm_leaves_out_what_a_run_does_in_a_few_steps_alone(text: Path, tmp_
     assert not (spec.folder / FOLDER / "memory").exists()
 
 
-def note_threads(
+def note_settings(
     spec: RunSpec, rendezvous: Rendezvous, *parts: Any, **named: Any
 ) -> dict[str, Any]:
-    """Measure choices on a rank that has two threads; return how many the steps of each have."""
+    """Measure choices on a rank that has two threads; return torch's settings in the steps of each."""
     import torch
 
     from nanoray.train.engine import Engine
 
-    threads: list[int] = []
+    seen: list[Any] = []
     judge = Engine.judge
 
     def note_and_judge(self: Engine, *given: Any) -> Any:
-        threads.append(torch.get_num_threads())
+        any_size = torch._dynamo.config.automatic_dynamic_shapes
+        seen.append([torch.get_num_threads(), any_size])
         return judge(self, *given)
 
-    choices = ({}, {"cpus_per_worker": 1.0}, {"attention": "plain"})
+    choices = ({}, {"cpus_per_worker": 1.0}, {"attention": "plain"}, {"compile": True})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "judge", note_and_judge)
+        patch.setattr(torch.nn.Module, "compile", lambda *given, **named: None)
+        patch.setattr(torch, "compile", lambda function, **named: function)
         measure_choices(spec, replace(rendezvous, threads=2), *parts, **named, choices=choices)
-    return {"threads": [count for count, _ in groupby(threads)], "exit_reason": "finished"}
+    return {"seen": [what for what, _ in groupby(seen)], "exit_reason": "finished"}
 
 
-def test_the_threads_of_one_choice_are_not_those_of_the_next(text: Path, tmp_path: Path) -> None:
+def test_the_settings_of_one_choice_are_not_those_of_the_next(text: Path, tmp_path: Path) -> None:
+    """Threads; and a compiled one has code for its own sizes alone."""
     spec = make_spec(text, tmp_path, precision="fp32")
-    (outcome,) = run_ranks(spec, 1, train=note_threads, timeout_s=60)
+    (outcome,) = run_ranks(spec, 1, train=note_settings, timeout_s=60)
     assert "error" not in outcome, outcome
-    assert outcome["threads"] == [2, 1, 2]
+    assert outcome["seen"] == [[2, True], [1, True], [2, True], [2, False]]
 
 
 # Compiling takes most of the time of a search
