@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanoray import cli, errors
+from nanoray.cli import page
 from nanoray.errors import ConfigError, NanorayError
 from tests.harness.foreign import written_gpt2
 from tests.harness.page_commands import check_command, commands, mentions
@@ -196,7 +197,7 @@ def test_a_name_that_is_gone_is_found_in_a_recipe() -> None:
 
 
 def test_generated_pages_are_up_to_date() -> None:
-    for name, module in (("flags", cli), ("errors", errors)):
+    for name, module in (("flags", page), ("errors", errors)):
         assert (DOCS / f"{name}.md").read_text(encoding="utf-8") == module.to_markdown() + "\n", (
             "run: make docs"
         )
