@@ -9,6 +9,7 @@ from typing import Any
 from ray.util.metrics import Gauge
 
 from nanoray.base.metrics import METRICS
+from nanoray.train.track.observer import Observer
 
 HOLD_S = 1.0  # Ray exports a gauge every 10 s, but only if it was set since the last export
 
@@ -47,7 +48,7 @@ class RayMetrics:
                 self._gauges[name].set(value, tags=self._tags)
 
 
-class MessageQueue:
+class MessageQueue(Observer):
     """Keeps rank 0's notes, records and number of steps until the driver polls them, and sets the Ray metrics."""
 
     def __init__(self, messages: deque[tuple[str, Any]], metrics: RayMetrics) -> None:
@@ -63,6 +64,3 @@ class MessageQueue:
     def on_record(self, record: dict[str, Any]) -> None:
         self._messages.append(("record", record))
         self._metrics.set(record)
-
-    def close(self) -> None:
-        """Nothing to close."""

@@ -15,6 +15,7 @@ from nanoray.base.script_errors import one_line
 from nanoray.mesh.rendezvous import Order
 from nanoray.own.hook_guard import HookGuard
 from nanoray.own.run import Run
+from nanoray.train.track.observer import Observer
 
 log = logging.getLogger("nanoray.rank")
 SLOW_S = 10.0  # a hook that takes longer gets a warning, while it runs
@@ -77,8 +78,8 @@ def observers_of(
     return [CallbackObserver(each, run, guard) for each in (Callback(), *own, *reporting)]
 
 
-class CallbackObserver:
-    """A script's callback as the engine calls it (observers.Callback)."""
+class CallbackObserver(Observer):
+    """A script's callback as the engine calls it."""
 
     def __init__(self, callback: Callback, run: Run, guard: HookGuard) -> None:
         self._callback = callback
@@ -99,14 +100,14 @@ class CallbackObserver:
             self._call("on_eval_end", record["step"], record)
 
     def added(self) -> dict[str, Any]:
-        """Return what the script has logged since the last call (observers.AddsValues)."""
+        """Return what the script has logged since the last call."""
         values = self._run.logged.take()
         for line in self._run.logged.warnings():
             self._note(line)
         return values
 
     def on_late(self, record: dict[str, Any]) -> None:
-        """Report values that were logged after the newest record (observers.TakesLate)."""
+        """Report values that were logged after the newest record."""
         if isinstance(self._callback, ReportingCallback):
             self._call("on_step_end", record["step"], record)
 

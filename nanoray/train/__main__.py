@@ -61,9 +61,9 @@ from nanoray.train.program import Trains
 from nanoray.train.rank import train
 from nanoray.train.recipe import settings_put_back
 from nanoray.train.report import closing_lines
+from nanoray.train.track.observer import Observer
 from nanoray.train.track.tracking import require_tracker
 from nanoray.train.watch.console import choose_console
-from nanoray.train.watch.observers import Observer
 
 log = logging.getLogger("nanoray.rank")
 
@@ -336,15 +336,12 @@ def _from_rank(store: Any, rank: int, key: str, config: Config) -> Any:
         ) from None
 
 
-class FolderWatch:
+class FolderWatch(Observer):
     """An observer that makes anew what another program removes from the run's folder."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._keeper = FolderKeeper(spec)
-
-    def on_note(self, text: str) -> None:
-        """Look at the folder with the records alone."""
 
     def on_record(self, record: dict[str, Any]) -> None:
         """Look at the folder, before the record is written into it."""
@@ -358,21 +355,15 @@ class FolderWatch:
         self.on_record({})
 
 
-class UploadNews:
+class UploadNews(Observer):
     """An observer that prints what the upload has to say."""
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
 
-    def on_note(self, text: str) -> None:
-        """Print with the records alone."""
-
     def on_record(self, record: dict[str, Any]) -> None:
         """Print the lines since the last record."""
         self._upload.say_news()
-
-    def close(self) -> None:
-        """Leave the rest to the end of the run."""
 
 
 class StopSignals:

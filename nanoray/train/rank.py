@@ -51,7 +51,7 @@ from nanoray.train.out_of_memory import (
 )
 from nanoray.train.recipe import Recipe, use_products
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
-from nanoray.train.watch.observers import Observer
+from nanoray.train.track.observer import Observer
 
 log = logging.getLogger("nanoray.rank")
 

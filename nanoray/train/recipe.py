@@ -56,10 +56,11 @@ from nanoray.train.out_of_memory import (
 )
 from nanoray.train.saving import read_checkpoint
 from nanoray.train.tasks import Task
+from nanoray.train.track.observer import Observer
 from nanoray.train.watch.instruments import Instruments
 from nanoray.train.watch.links import Links
 from nanoray.train.watch.memory_timeline import MemoryTimeline
-from nanoray.train.watch.observers import Observer, Observers
+from nanoray.train.watch.observers import Observers
 from nanoray.train.watch.precision_stats import PrecisionStats
 from nanoray.train.watch.profile import Profile
 from nanoray.train.watch.routing import RoutingMeans, routing_of

@@ -11,7 +11,6 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from nanoray.base.atomic import read_json
 from nanoray.base.metrics import METRICS, check_record, mfu_percent, to_markdown
 from nanoray.base.text import aligned, clock, short
+from nanoray.train.track.observer import Observer
 from nanoray.train.watch.observers import (
     Console,
     Observers,
@@ -164,18 +164,12 @@ def test_a_full_disk_does_not_end_a_rewind(text: Path, tmp_path: Path) -> None:
     ]
 
 
-class Told:
+class Told(Observer):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
     def on_note(self, text: str) -> None:
         self.notes.append(text)
-
-    def on_record(self, record: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def test_console_prints_one_line_per_record() -> None:

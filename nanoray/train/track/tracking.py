@@ -21,6 +21,7 @@ from nanoray.base.metrics import METRICS, values_of
 from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import ConfigError
 from nanoray.train.track.mlflow_tracker import MlflowTracker
+from nanoray.train.track.observer import Observer
 from nanoray.train.track.tracker import Results, TrackedRun, Tracker, tracked_run, without_passwords
 from nanoray.train.track.wandb_tracker import WandbTracker
 
@@ -62,8 +63,8 @@ def require_tracker(kind: str) -> None:
         raise ConfigError(missing)
 
 
-class Tracking:
-    """An observer (observers.Callback) that reports to a tracker. (rank 0 only)"""
+class Tracking(Observer):
+    """An observer that reports to a tracker. (rank 0 only)"""
 
     def __init__(
         self,

@@ -8,94 +8,21 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from math import nan
-from typing import Any, Protocol, TextIO, runtime_checkable
+from typing import Any, TextIO
 
 from nanoray.base.metrics import check_record
 from nanoray.base.output import LINES, STEPS, say
 from nanoray.base.text import clock, short
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config.settings import public
+from nanoray.train.track.observer import Observer
 from nanoray.train.track.tracking import TRACKERS, Tracking
 from nanoray.train.watch.record_files import JsonlWriter, TensorBoardWriter
 
 log = logging.getLogger("nanoray.rank")
 
 
-class Observer(Protocol):
-    """An observer. Its methods must be quick, because the step waits for them."""
-
-    def on_note(self, text: str) -> None:
-        """Receive one line of text for the user."""
-
-    def on_record(self, record: dict[str, Any]) -> None:
-        """Receive the metrics of one logged step; `step` is the number of completed optimizer
-        steps.
-        """
-
-    def close(self) -> None:
-        """Flush what is still in memory."""
-
-
-@runtime_checkable
-class Rewindable(Protocol):
-    """An observer that keeps records, and must drop some when training goes back to an older step."""
-
-    def rewind(self, step: int) -> None:
-        """Drop the records after `step`; those steps will be repeated."""
-
-
-@runtime_checkable
-class Saves(Protocol):
-    """An observer that is called after checkpoints."""
-
-    def on_saved(self, step: int) -> None:
-        """Do something now that the checkpoint of a step is on disk."""
-
-
-@runtime_checkable
-class ShowsLength(Protocol):
-    """An observer that shows after which step the run ends."""
-
-    def on_length(self, steps: int) -> None:
-        """Receive that number: max_steps, or the steps that a script gave to `fit`."""
-
-
-@runtime_checkable
-class SeesEnd(Protocol):
-    """An observer that reports how a run ends. `close` follows."""
-
-    def on_end(self, outcome: Mapping[str, Any]) -> None:
-        """Receive the outcome, after the last checkpoint is on disk."""
-
-    def on_failure(self, error: BaseException) -> None:
-        """Receive the error that ends the run in its place."""
-
-
-@runtime_checkable
-class MayRefuse(Protocol):
-    """An observer that may be unable to do its work, which is found out before step 1."""
-
-    def problem(self) -> str | None:
-        """Return why it cannot, and the remedy; None if it can."""
-
-
-@runtime_checkable
-class AddsValues(Protocol):
-    """An observer that adds values to the records: those that come after it receive them."""
-
-    def added(self) -> dict[str, Any]:
-        """Return the values since the last call."""
-
-
-@runtime_checkable
-class TakesLate(Protocol):
-    """An observer that keeps records, and completes the newest one with values that come late."""
-
-    def on_late(self, record: dict[str, Any]) -> None:
-        """Receive the step and time of the newest record, and the values that it lacks."""
-
-
-class Console:
+class Console(Observer):
     """Prints one line per logged step; console.py contains others, for terminals and --quiet."""
 
     def __init__(self, max_steps: int, stream: TextIO | None = None) -> None:
@@ -165,9 +92,6 @@ class Console:
         step_s = (record["time"] - first_time) / (step - first_step)
         return [f"eta {clock(step_s * (self.max_steps - step))}"]
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class Observers:
     """The observers of this process, which are open on rank 0 alone.
@@ -201,19 +125,14 @@ class Observers:
                 tracker = TRACKERS[config.track]()
                 self.opened.append(Tracking(tracker, self._spec, self.note))
             for observer in self.opened:
-                if isinstance(observer, ShowsLength):
-                    observer.on_length(config.max_steps)
+                observer.on_length(config.max_steps)
         while rank and self.opened:
             self.opened.pop().close()
 
     def problem(self) -> str | None:
         """Return why an observer cannot do its work, and the remedy; None if all can."""
-        for observer in self.opened:
-            if isinstance(observer, MayRefuse):
-                problem = observer.problem()
-                if problem:
-                    return problem
-        return None
+        problems = (observer.problem() for observer in self.opened)
+        return next(filter(None, problems), None)
 
     def catch_up(self, newest: dict[str, Any], reported_step: int) -> None:
         """Report the newest record if an interruption or a lost rank kept it from being reported."""
@@ -233,9 +152,8 @@ class Observers:
         check_record(record)
         for observer in self.opened:
             self._pass_on(observer, observer.on_record, record)
-            if isinstance(observer, AddsValues):
-                # Another dict: all ranks keep the engine's own. Its names take precedence.
-                record = record | observer.added() | record
+            # Another dict: all ranks keep the engine's own. Its names take precedence.
+            record = record | observer.added() | record
 
     def _pass_on(
         self,
@@ -263,8 +181,7 @@ class Observers:
         """Add to the newest record what was added after it."""
         late: dict[str, Any] = {}
         for observer in self.opened:
-            if isinstance(observer, AddsValues):
-                late |= observer.added()
+            late |= observer.added()
         if not late:
             return
         newest = self._metrics.newest if self._metrics else {}
@@ -273,40 +190,35 @@ class Observers:
             return
         late = {"step": newest["step"], "time": newest["time"], **late}
         for observer in self.opened:
-            if isinstance(observer, TakesLate):
-                self._pass_on(observer, observer.on_late, late)
+            self._pass_on(observer, observer.on_late, late)
 
     def saved(self, step: int) -> None:
         """Call the observers for which the checkpoint of a step matters: it is on disk."""
         for observer in self.opened:
-            if isinstance(observer, Saves):
-                observer.on_saved(step)
+            observer.on_saved(step)
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step` where an observer keeps records."""
         for observer in self.opened:
-            if isinstance(observer, Rewindable):
-                try:
-                    observer.rewind(step)
-                except OSError as error:
-                    where = _target(observer)
-                    self.note(
-                        f"warning  records after step {step} could not be dropped from {where}: "
-                        f"{_reason(error)}"
-                    )
+            try:
+                observer.rewind(step)
+            except OSError as error:
+                where = _target(observer)
+                self.note(
+                    f"warning  records after step {step} could not be dropped from {where}: "
+                    f"{_reason(error)}"
+                )
 
     def ended(self, outcome: Mapping[str, Any]) -> None:
         """Pass the outcome to the observers that report it."""
         for observer in self.opened:
-            if isinstance(observer, SeesEnd):
-                observer.on_end(outcome)
+            observer.on_end(outcome)
         self._complete_newest()
 
     def failed(self, error: BaseException) -> None:
         """Pass the error that ends the run to the observers that report it."""
         for observer in self.opened:
-            if isinstance(observer, SeesEnd):
-                observer.on_failure(error)
+            observer.on_failure(error)
         self._complete_newest()
 
     def close(self) -> None:

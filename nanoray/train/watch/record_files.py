@@ -15,6 +15,7 @@ from typing import Any
 
 from nanoray.base.atomic import replace_bytes, write_whole
 from nanoray.base.metrics import values_of
+from nanoray.train.track.observer import Observer
 
 MOST_WAITING = 100_000  # records that wait for room on the disk
 CLOSED = -1  # in the place of a descriptor
@@ -92,7 +93,7 @@ class AppendedFile:
             self.release()
 
 
-class JsonlWriter:
+class JsonlWriter(Observer):
     """metrics.jsonl: one line per logged step, written before the step's checkpoint.
 
     Opening it at `resume_step` drops the records after that step, which the resumed run writes
@@ -137,9 +138,6 @@ class JsonlWriter:
         if self._file.waiting:
             self.newest = json.loads(self._file.waiting[-1][1])
 
-    def on_note(self, text: str) -> None:
-        """Notes are not metrics."""
-
     def on_record(self, record: dict[str, Any]) -> None:
         """Append one line; json writes floats so that they read back to the same bits.
 
@@ -167,7 +165,7 @@ def _step_of(line: bytes) -> float:
         return float("inf")  # a torn last line of a killed run
 
 
-class TensorBoardWriter:
+class TensorBoardWriter(Observer):
     """TensorBoard events under tb/: the configuration as text, each metric as a scalar.
 
     torch's SummaryWriter has a thread that ends at the first error, with a traceback on the console
@@ -231,9 +229,6 @@ class TensorBoardWriter:
             # What could not be written yet goes into the new file.
             self._file.waiting.extend(item for item in before.waiting if item[0] > 0)
         self._file.write()
-
-    def on_note(self, text: str) -> None:
-        """Notes are not metrics."""
 
     def on_record(self, record: dict[str, Any]) -> None:
         """Add each metric as a scalar, and each text as a text.
