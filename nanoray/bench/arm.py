@@ -189,7 +189,7 @@ class Arm:
         self.end_step: Callable[[int], None] | None = None
         if self.plan.rounds:
             self.outer, self.end_step = _rounds_of(self, config, batch)
-        self.recorder = CommRecorder(mesh, every=1, profile=False)
+        self.recorder = CommRecorder(mesh, every=1)
         if traced:
             self.plan.add_twin(self.recorder.hook)
         self.plan.warm_up(*self._micro_batch(0))

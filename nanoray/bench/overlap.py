@@ -267,7 +267,7 @@ def measure_rank(mesh: Any, order: Record, emit: Emit) -> None:
 
     gpt, optimizer, forward, description = _make_recipe(mesh, order["preset"])
     plain: Record = {_arm_name(mb): apply_ddp(gpt, mesh, mb) for mb in order["sizes"]}
-    recorders = {arm: CommRecorder(mesh, every=1, profile=False) for arm in plain}
+    recorders = {arm: CommRecorder(mesh, every=1) for arm in plain}
     noted = {
         _arm_name(mb): apply_ddp(gpt, mesh, mb, recorders[_arm_name(mb)].hook)
         for mb in order["sizes"]

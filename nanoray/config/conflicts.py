@@ -334,8 +334,6 @@ TABLE: tuple[Row, ...] = tuple(chain(
             "allocations of compiled layers cannot be seen", "drop one of the two"),
     rule("profile max_steps num_epochs stop_at",
          "profile A:B: the run must reach step B - 1", sizes.profile_is_reached),
-    refused("profile", "comm_trace",
-            "both need torch.profiler, of which a process has one", "drop one of the two"),
 
     # Object storage
     ignored("upload_timeout", "upload empty",

@@ -244,8 +244,8 @@ def read_past(run: Path) -> FittedRun:
         for record in records
         if group_of(record) == group_of(newest) and len(record["phases"]) == ranks
     ]
-    # A profiler slows steps down, so its steps count only where there are no others.
-    records = [record for record in records if not record["figures"]["profiled"]] or records
+    # Older versions sometimes profiled a step, which is slower: it counts only without others.
+    records = [record for record in records if not record["figures"].get("profiled")] or records
     with_traffic = [record for record in records if _has_traffic(record)]
     steps = [parts_of(record) for record in with_traffic]
 

@@ -86,7 +86,7 @@ class CommTrace:
         self._recorder.phase(name)
 
     def prepare(self) -> None:
-        """Set up the profiler, compare clocks and measure memory, before step 1. (all ranks)"""
+        """Compare clocks and measure memory, before step 1. (all ranks)"""
         self._recorder.prepare()
         self._offsets = measure_offsets(self._mesh)
 
@@ -156,7 +156,6 @@ class CommTrace:
 
     def finish(self, note: Callable[[str], None]) -> dict[str, Any] | None:
         """Read the remaining notes, draw, and return the summary. (all ranks)"""
-        self._recorder.stop_profile()
         wait_for(self._mesh.device)
         self.read(note)
         return self._log.finish(self._offsets, note) if self._log else None
@@ -192,7 +191,6 @@ class CommLog:
         self._straggler: dict[str, Any] | None = None
         self._window: deque[dict[str, Any]] = deque(maxlen=MAX_DRAWN)
         self._total = Totals()
-        self._profiled = Totals()  # apart, because the profiler slows a step down
         self._slowest: dict[str, Any] = {}  # the bucket that took longest
         self._failed = ""  # the error of the first failed write
         self._file = _open_at(folder / "steps.jsonl", resume_step)
@@ -221,8 +219,7 @@ class CommLog:
 
             messages += self._name_straggler(figures)
             added.add(figures)
-            total = self._profiled if figures["profiled"] else self._total
-            total.add(figures)
+            self._total.add(figures)
             messages += self._write(step, buckets)
 
         # The record has the means of the steps since the last one.
@@ -288,8 +285,7 @@ class CommLog:
     def finish(self, offsets: Sequence[ClockOffset], note: Callable[[str], None]) -> dict[str, Any]:
         """Draw the newest window and return the summary; a failed drawing gives a warning."""
         self._file.close()
-        # Profiled steps are slow, so they count only when there are no others.
-        total = self._total if self._total.steps else self._profiled
+        total = self._total
         if not total.steps:
             return {"traced_steps": 0}
         try:
@@ -323,7 +319,7 @@ class CommLog:
         if uncertainties:
             clock = f"hosts compared to ± {1e6 * max(uncertainties):.0f} µs"
         return summary | {
-            "traced_steps": self._total.steps + self._profiled.steps,
+            "traced_steps": total.steps,
             "busy_share": 100 * mean["busy_ms"] / mean["step_ms"],
             "ab_ms": total.ab_ms(MIN_COMPARED),
             "compared_steps": len(total.compared),
@@ -514,7 +510,6 @@ def _figures(step: dict[str, Any], rank_notes: Sequence[dict[str, Any]]) -> dict
         "skew_ms": skew_ms,
         **_late_figures(rank_notes),
         **_traffic_figures(step["collectives"], buckets),
-        "profiled": rank_notes[0]["profiled"],
     }
 
 

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,9 @@ from nanoray.parallel.ddp import first_of
 
 # Of one window of `every=K`, in the middle of K, where steps are seldom logged, evaluated or saved
 WINDOW_STEPS = 2
-PROFILE_EVERY = 500  # steps at least between two profiled windows: reading one takes a while
 NO_SYNC_EVERY = 100  # steps at least between two extra backward passes: under 1 % of the steps
 GLOO_LANES = 2  # threads of a gloo process group; each runs one collective at a time
 CLOCK_ROUNDS = 12
-ANCHORS = 5  # marks in a profile; the quickest of them ties its clock to perf_counter
 
 Moment = Any  # float: time.perf_counter seconds; or a torch.cuda.Event that marks such a moment
 
@@ -60,8 +57,8 @@ class Collective:
     enqueue: Moment  # the data were ready on this rank
     start: Moment  # it began to run, after earlier ones of its queue
     end: Moment
-    # How `start` and `end` were obtained: events | profiler | queue (start follows from the order
-    # of the queue) | host (without the copy) | call
+    # How `start` and `end` were obtained: events | queue (start follows from the order of the queue)
+    # | host (without the copy) | call
     timing: str
     bucket: int | None = None
     last: bool = False  # the last bucket of a backward pass
@@ -177,7 +174,6 @@ class _Step:
     phases: list[tuple[str, Moment]] = field(default_factory=list)  # each lasts until the next
     collectives: list[Collective] = field(default_factory=list)
     no_sync: tuple[Moment, Moment] | None = None  # a forward and backward without all-reduce
-    profiled: bool = False  # profiled steps are slower and stay out of the means
 
     @property
     def phase(self) -> str:
@@ -193,14 +189,12 @@ class CommRecorder:
         mesh: Mesh,
         every: int,
         reduce: Callable[[Tensor], Any] | None = None,
-        profile: bool = True,
         axis: Axis | None = None,
     ) -> None:
         """Trace windows of steps, `every` apart.
 
         `reduce` starts the all-reduce of a gradient bucket; None: torch's. torch's DDP sums over
-        `axis`; None: over all ranks. With `profile`, torch's profiler sometimes measures when
-        gloo's threads begin; otherwise that moment follows from the queue.
+        `axis`; None: over all ranks.
         """
         self.mesh = mesh
         self.every = every
@@ -230,11 +224,6 @@ class CommRecorder:
 
         self._now: _Step | None = None
         self._done: list[_Step] = []
-        self._profiler: Any = None  # from the start of a profiled window until its notes are read
-        self._profiling = False
-        # Only gloo's own all-reduce on the CPU appears in a profile.
-        can_profile = profile and not reduce and gloo and mesh.device.type == "cpu"
-        self._next_profile = 0 if can_profile else None
         self._next_no_sync = 0
 
     def is_traced(self, step: int) -> bool:
@@ -243,11 +232,7 @@ class CommRecorder:
         return 0 <= place < WINDOW_STEPS
 
     def prepare(self) -> None:
-        """Run the profiler once before the first step: its first use takes a second. (all ranks)"""
-        if self._next_profile is not None:
-            quieten_profiler()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-                pass
+        """Tie the device's clock to the host's before the first step."""
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
         self.clock.anchor()
@@ -256,17 +241,7 @@ class CommRecorder:
         """Open the notes of a step, if it is to be traced; return whether it is."""
         if not self.is_traced(step):
             return False
-        self._now = _Step(step, profiled=self._profiling)
-
-        # Profile this window if the last profile has been read and is long enough ago.
-        if self._next_profile is not None and self._profiler is None and step >= self._next_profile:
-            self._next_profile = step + PROFILE_EVERY
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-            self._profiling = True
-            self._now.profiled = True
-            self._profiler.start()
-            self._anchors = [_mark_profile() for _ in range(ANCHORS)]
+        self._now = _Step(step)
         return True
 
     def phase(self, name: str) -> None:
@@ -280,17 +255,7 @@ class CommRecorder:
             return
         self.phase("end")
         self._done.append(self._now)
-        next_step = self._now.step + 1
         self._now = None
-        # A profile covers one window. With every=1 windows have no end, so it covers one step.
-        if self._profiling and (self.every == 1 or not self.is_traced(next_step)):
-            self.stop_profile()
-
-    def stop_profile(self) -> None:
-        """End a profile that is under way: at the end of its window, or of the run."""
-        if self._profiling:
-            self._profiling = False
-            self._profiler.stop()
 
     @contextmanager
     def call(self, op: str, what: str, group: str, tensor: Tensor | None = None) -> Iterator[None]:
@@ -421,7 +386,7 @@ class CommRecorder:
 
     def no_sync_due(self) -> bool:
         """Whether to compare the step just traced with a backward that does not communicate."""
-        if not self._done or self._profiler is not None:
+        if not self._done:
             return False
         step = self._done[-1].step
         inside_window = self.is_traced(step + 1) and self.every > 1
@@ -443,17 +408,6 @@ class CommRecorder:
         The notes are dropped afterwards. On CUDA the device must have finished the steps: call it
         after fetching a value.
         """
-        if self._profiling:
-            return []  # a window's steps are read together
-
-        # Replace the estimated starts by those that the profiler measured.
-        if self._profiler is not None:
-            runs = _gloo_runs(self._profiler, self._anchors)
-            for step in self._done:
-                if step.profiled:
-                    step.collectives = _with_profile(step.collectives, runs)
-            self._profiler = None
-
         steps = [self._resolve(step) for step in self._done]
         self._done = []
         return steps
@@ -479,8 +433,7 @@ class CommRecorder:
         buckets = sorted((c for c in in_seconds if c.bucket is not None), key=lambda c: c.enqueue)
         starts = queue_starts([c.enqueue for c in buckets], [c.end for c in buckets], self._lanes)
         for i, start in enumerate(starts):
-            if buckets[i].timing != "profiler":
-                buckets[i] = replace(buckets[i], start=start, timing=self._timing)
+            buckets[i] = replace(buckets[i], start=start, timing=self._timing)
 
         # A phase lasts until the next one begins; the last mark is the end of the step.
         marks = [(name, seconds(moment)) for name, moment in notes.phases]
@@ -494,7 +447,6 @@ class CommRecorder:
             "step": notes.step,
             "phases": phases,
             "collectives": [asdict(c) for c in sorted([*buckets, *calls], key=lambda c: c.enqueue)],
-            "profiled": notes.profiled,
             "no_sync_s": no_sync_s,
         }
 
@@ -505,60 +457,6 @@ def _nothing() -> None:
 
 def _name_dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-# torch's profiler measures when gloo's threads begin.
-
-
-def _mark_profile() -> tuple[float, float]:
-    """Leave a mark in the running profile; return the seconds it took and its perf_counter time."""
-    before = time.perf_counter()
-    with torch.profiler.record_function("nanoray: anchor"):
-        inside = time.perf_counter()
-    return inside - before, inside
-
-
-def _gloo_runs(profiler: Any, anchors: list[tuple[float, float]]) -> list[tuple[float, int]]:
-    """Return (start in perf_counter seconds, elements) of each all-reduce of gloo, sorted.
-
-    Kineto's own list: torch's `events()` builds a tree of all operators first, which takes half a
-    second. The quickest of the `anchors` ties the profile's clock to perf_counter's: in it this
-    thread was held up least.
-    """
-    # Marks and runs are in the profile's own clock, in ns.
-    events = profiler.profiler.kineto_results.events()
-    marks_ns = sorted(e.start_ns() for e in events if e.name() == "nanoray: anchor")
-    if not anchors or not marks_ns:
-        return []
-    (_, anchor_s), anchor_ns = min(zip(anchors, marks_ns, strict=False))
-
-    runs = []
-    for event in events:
-        if event.name() == "gloo:all_reduce" and event.shapes():
-            start_s = anchor_s + (event.start_ns() - anchor_ns) / 1e9
-            runs.append((start_s, prod(event.shapes()[0])))
-    return sorted(runs)
-
-
-def _with_profile(collectives: list[Collective], runs: list[tuple[float, int]]) -> list[Collective]:
-    """Set each bucket's start to gloo's first run of its size after it was enqueued."""
-    result = []
-    for c in sorted(collectives, key=lambda c: c.enqueue):
-        if c.bucket is not None:
-            elements = c.size_bytes // getattr(torch, c.dtype).itemsize
-            for run in runs:
-                start, run_elements = run
-                if run_elements == elements and c.enqueue <= start <= c.end:
-                    runs.remove(run)  # a run belongs to one bucket
-                    c = replace(c, start=start, timing="profiler")
-                    break
-        result.append(c)
-    return result
-
-
-def quieten_profiler() -> None:
-    """Keep torch's profiler from writing to stderr; call it before the first profile."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "7")
 
 
 # Clock offsets between hosts.

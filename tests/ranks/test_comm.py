@@ -232,7 +232,7 @@ def test_tracing_changes_no_bit(untraced: RunSpec, text: Path, tmp_path: Path) -
     assert all("error" not in r for r in run_ranks(spec, 3))
     steps = {s["step"]: s["figures"]["ab_ms"] for s in traced(spec)}
     assert list(steps) == [2, 3, 5, 6, 8]
-    assert steps[6] is not None  # after it, and before steps 7 and 8, came such a pass
+    assert steps[3] is not None  # after it, and before the other steps, came such a pass
     for key in ("train/loss", "train/grad_norm", "val/loss"):
         assert series(spec, key) == series(untraced, key)
 
@@ -283,26 +283,10 @@ def test_moments_are_in_order(always: RunSpec) -> None:
         assert 0 < figures["busy_ms"] < figures["step_ms"]
 
 
-def test_gloo_itself_says_when_it_began(always: RunSpec) -> None:
-    """The first window is profiled; afterwards the order of the queue tells."""
-    assert timings(always) == {1: {"profiler"}} | {step: {"queue"} for step in range(2, 9)}
-
-
-def timings(spec: RunSpec) -> dict[int, set[str]]:
-    return {
-        s["step"]: {c["timing"] for c in s["collectives"] if c["what"] == "gradients"}
-        for s in traced(spec)
-    }
-
-
-def test_a_profiled_window_is_read_whole(text: Path, tmp_path: Path) -> None:
-    """Every step is logged, also the first one of the window, and the run ends within the second
-    window.
-    """
-    spec = make_spec(text, tmp_path, comm_trace="every=5", max_steps=8)
-    assert all("error" not in r for r in run_ranks(spec, 2))
-    assert timings(spec) == {3: {"profiler"}, 4: {"profiler"}, 8: {"queue"}}
-    assert [s["figures"]["profiled"] for s in traced(spec)] == [True, True, False]
+def test_the_order_of_the_queue_says_when_gloo_began(always: RunSpec) -> None:
+    for step in traced(always):
+        gradients = [c for c in step["collectives"] if c["what"] == "gradients"]
+        assert {c["timing"] for c in gradients} == {"queue"}
 
 
 def test_buckets_are_named_by_their_parameters(always: RunSpec) -> None:
@@ -320,8 +304,7 @@ def test_the_run_ends_with_what_communication_came_to(
     spec, result = outcome
     comm, figures = result["comm"], [s["figures"] for s in traced(spec)]
     assert comm["traced_steps"] == 8
-    # 1 was profiled
-    assert comm["exposed_ms"] == pytest.approx(sum(f["exposed_ms"] for f in figures[1:]) / 7)
+    assert comm["exposed_ms"] == pytest.approx(sum(f["exposed_ms"] for f in figures) / 8)
     assert comm["exposed_share"] == pytest.approx(100 * comm["exposed_ms"] / comm["step_ms"])
     assert comm["limit_share"] == pytest.approx(100 * comm["busbw_gbps"] / comm["limit_gbps"])
     gradients = [c for s in traced(spec) for c in s["collectives"] if c["what"] == "gradients"]

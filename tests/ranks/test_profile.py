@@ -63,6 +63,13 @@ def test_two_ranks_on_one_clock(
         assert "aten::mm" in inside
 
 
+def test_profiled_steps_may_be_traced(text: Path, tmp_path: Path) -> None:
+    spec = make_spec(text, tmp_path, **RECIPE, profile="3:5", comm_trace="always")
+    first, _ = run_ranks(spec, 2)
+    assert first["comm"]["traced_steps"] == RECIPE["max_steps"]
+    assert [profile[KEY]["steps"] for profile in read_profiles(spec.folder)] == [[3, 4]] * 2
+
+
 def test_a_run_that_ends_within_its_profile_keeps_what_it_has(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,7 +130,6 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
         ({"profile": "5:5"}, "is not A:B"),
         ({"profile": "5:8"}, "ends at step 6"),
         ({"profile": "1:60", "max_steps": 100}, "59 steps"),
-        ({"profile": "2:4", "comm_trace": "always"}, "both need torch.profiler"),
     ],
 )
 def test_what_cannot_be_profiled(settings: dict[str, Any], message: str) -> None:

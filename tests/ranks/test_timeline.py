@@ -239,7 +239,7 @@ def two_hosts_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
     nanoray.trace.recorder.clock_domain = nanoray.trace.log.clock_domain = lambda: (
         f"host{mesh.rank}"
     )
-    recorder = CommRecorder(mesh, every=1, profile=False)
+    recorder = CommRecorder(mesh, every=1)
     log = CommLog(Path(order["folder"]) / "comm", 0, 0) if mesh.rank == 0 else None
     trace = CommTrace(mesh, recorder, dict, log)
     trace.prepare()

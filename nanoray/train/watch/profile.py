@@ -8,6 +8,7 @@ trace/profiles.py.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from nanoray.config import Config
 from nanoray.faults.progress import OUTSIDE
 from nanoray.mesh.mesh import Mesh
 from nanoray.trace.profiles import FOLDER, KEY, name_of
-from nanoray.trace.recorder import measure_offsets, quieten_profiler
+from nanoray.trace.recorder import measure_offsets
 
 
 class Profile:
@@ -75,7 +76,7 @@ class Profile:
         self._span.__enter__()
 
     def _start(self, step: int) -> None:
-        quieten_profiler()
+        os.environ.setdefault("KINETO_LOG_LEVEL", "7")  # else it writes to stderr
         activities = [ProfilerActivity.CPU]
         if self._mesh.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)

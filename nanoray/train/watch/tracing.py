@@ -89,10 +89,7 @@ def comm_trace(spec: RunSpec, mesh: Mesh, plan: Plan, resume_step: int) -> CommT
     if not config.trace_every or mesh.world_size == 1:
         return None
 
-    # torch's profiler sees the threads of gloo, but not which of several groups they serve.
-    plain_ddp = config.dp_mode == "ddp" and config.grad_compress == "none"
-    profile = plain_ddp and config.replica_ranks == 1
-    recorder = CommRecorder(mesh, config.trace_every, plan.reduce, profile, plan.data)
+    recorder = CommRecorder(mesh, config.trace_every, plan.reduce, plan.data)
 
     # torch's DDP chooses its buckets itself; its hook sees them.
     twin = plan.add_twin(recorder.hook)
