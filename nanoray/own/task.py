@@ -26,6 +26,7 @@ from nanoray.own.call import loss_of
 from nanoray.own.data.source import LOADER, STREAM, Batches, Counted, OwnData, batch_size_of
 from nanoray.own.data.stateful import is_stateful
 from nanoray.own.dry_run import own_lines
+from nanoray.own.layer_order import LayerOrder
 from nanoray.own.loose_buffers import LooseBuffers, is_loose
 from nanoray.own.part import describe, part
 from nanoray.own.run import Run
@@ -34,6 +35,7 @@ from nanoray.own.shards import cut_optimizer, follow_parameters
 from nanoray.own.side_effects import undisturbed
 from nanoray.own.step_hooks import AfterUpdate, StepHooks
 from nanoray.own.trial import TrialSubject, try_model
+from nanoray.own.weighted_flow import WeightedFlow
 from nanoray.parallel.compress import Compressor
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mode import DataParallel
@@ -226,7 +228,8 @@ class OwnTask:
 
     @property
     def script(self) -> Script:
-        return Script(partial(undisturbed, code=(self._given.loss_fn,)), self._step_hooks)
+        no_trace = partial(undisturbed, code=(self._given.loss_fn,))
+        return Script(no_trace, self._step_hooks, LayerOrder, WeightedFlow)
 
     def _step_hooks(
         self,

@@ -1,8 +1,10 @@
 """How the micro batches of a step pass through a rank.
 
-    Straight                     the whole model is on this rank: F0 B0 F1 B1 F2 B2 ...
-    weighted_flow.WeightedFlow   the same, for a loss that is a sum with a weight
-    pp.Pipe                      a stage of a pipeline is: forwards and backwards by a schedule
+    Straight   the whole model is on this rank: F0 B0 F1 B1 F2 B2 ...
+    pp.Pipe    a stage of a pipeline is: forwards and backwards by a schedule
+
+The loss of a script's model may be a sum with a weight: then own/weighted_flow.py takes the place of
+Straight.
 
 They put the factor of the mean, 1/(accum · divisor), on the loss, so that all sums of gradients that
 follow are plain sums.
@@ -36,6 +38,7 @@ class Flow(ABC):
     has_loss = True  # whether `whole` returns the loss on this rank
     has_twin = True  # whether a second DDP wrapper can measure a step
     found_weights = False  # whether the loss of the warm-up was a sum with a weight
+    takes_weights = False  # whether `run` can take such losses
 
     def __init__(
         self, model: nn.Module, accum: int, loss: Loss, scaler: LossScaler, device: torch.device
@@ -100,7 +103,7 @@ class Straight(Flow):
                 if seed:
                     seed(micro)
                 loss = self._loss(mode.wrapped, x, y)  # mean over (B, T)
-                assert isinstance(loss, Tensor), "see weighted_flow.py"
+                assert isinstance(loss, Tensor), "see own/weighted_flow.py"
 
             # Only the graph keeps what backward needs of the batch.
             total += loss.detach()

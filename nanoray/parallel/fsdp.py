@@ -35,11 +35,10 @@ from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.pieces import Piece, Shard, whole_pieces
 from nanoray.models.batch_norm import BatchNorm
-from nanoray.parallel.fsdp_order import LayerOrder
 from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import norm_of_owned
-from nanoray.parallel.script import unfrozen
+from nanoray.parallel.script import LayerCalls, Script, unfrozen
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -56,12 +55,13 @@ class FSDP(DataParallel):
         config: Config,
         mirror: int = 0,
         groups: Groups | None = None,
+        script: Script | None = None,
     ) -> None:
         """Cut `model`, in place, and keep this rank's rows. (all ranks of the axis)
 
         They must hold equal weights. mirror: rank r + mirror also updates a copy of rank r's rows,
         from the same gradients; 0: no rank does. groups: those across which the rows' gradients are
-        summed, of which `axis` is one.
+        summed, of which `axis` is one. script: for a model of a script.
         """
         super().__init__(model, axis, groups)
         self.divisor = self._data.size
@@ -81,14 +81,18 @@ class FSDP(DataParallel):
         _shard_fully(model, axis, config, groups)
         # A script's own model may skip parameters, each rank others.
         self._computed: set[str] = set()
-        self._layers: LayerOrder | None = None
+        self._layers: LayerCalls | None = None
         self._skips = False  # the ranks called different layers in the warm-up
         # Whole parameters, as forwards use them: those that are trained, and the others
         self._gathered: list[nn.Parameter] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self._may_skip = config.model == "own" and axis.size > 1
         if self._may_skip:
-            self._sum_skipped(model, bool(config.compile))
+            self._sum_skipped(model)
+            # A compiled layer cannot be called as the identity.
+            if script is not None and not config.compile:
+                self._layers = script.layer_calls(model, units_of(model))
+            self._watch_gradients(model)
 
         # This rank's rows, as flat views of the DTensors' local parts. Those of trained weights are
         # updated.
@@ -130,19 +134,20 @@ class FSDP(DataParallel):
                 shards.append(_shard_of(piece, param, pieces[name]))
         return shards
 
-    def _sum_skipped(self, model: nn.Module, compiled: bool) -> None:
+    def _sum_skipped(self, model: nn.Module) -> None:
         """Sum all parameters on every rank, also those that this rank skips.
 
         torch sums only those with a gradient on this rank, which would match others elsewhere.
         """
         assert isinstance(model, FSDPModule)
         sum_unused_parameters(model)
-        # A compiled layer cannot be called as the identity.
-        if not compiled:
-            self._layers = LayerOrder(model, units_of(model))
 
-        # Which parameters have a gradient of this rank: hooks on those that a forward uses, which
-        # are not the model's own rows. They exist when torch's hook has gathered them.
+    def _watch_gradients(self, model: nn.Module) -> None:
+        """Note which parameters have a gradient of this rank.
+
+        By hooks on those that a forward uses, which are not the model's own rows. They exist when
+        torch's hook has gathered them.
+        """
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         names = {id(module): name for name, module in model.named_modules()}
         hooked: set[int] = set()

@@ -41,7 +41,6 @@ from nanoray.parallel.norm import clip_to, norm_of_owned
 from nanoray.parallel.script import Script
 from nanoray.parallel.statistics import RunningStatistics, has_statistics
 from nanoray.parallel.stream import PartialGradients
-from nanoray.parallel.weighted_flow import WeightedFlow
 from nanoray.state.modules import Undisturbed
 
 Axes = Mapping[str, Axis]  # by name, see axes_of
@@ -122,7 +121,7 @@ class Plan:
             groups = Groups(axes["dp_cp"], axes["replica"])
         self.copies = groups.count if groups else 1  # of the whole sharded state
         self._mode = share(
-            model, mode, axes, config, self.compressor, mirror, mirrored_experts, groups
+            model, mode, axes, config, self.compressor, mirror, mirrored_experts, groups, script
         )
         self.shards, self.weights = owned_shards(model, mode, axes, self._mode, groups)
         # This rank's shards of frozen weights, where a group of ranks cuts them
@@ -325,8 +324,8 @@ class Plan:
             self._mode.learn()
             self.zero_grad()
             # The first loss shows whether a script's losses come with weights.
-            if self.flow.found_weights and not isinstance(self.flow, WeightedFlow):
-                self.flow = WeightedFlow(
+            if self._script and self.flow.found_weights and not self.flow.takes_weights:
+                self.flow = self._script.weighted_flow(
                     self.model,
                     self._accum,
                     self._loss,
@@ -456,6 +455,7 @@ def share(
     mirror: int,
     mirrored_experts: Mapping[str, tuple[Tensor, Piece]] | None,
     groups: Groups | None,
+    script: Script | None,
 ) -> DataParallel:
     """Return how the data ranks share the batch and exchange gradients. (all ranks)"""
     data = axes["dp_cp"]
@@ -464,7 +464,7 @@ def share(
     if mode == "ddp":
         return TorchDDP(model, data, config, compressor)
     if mode == "fsdp":
-        return FSDP(model, data, config, mirror, groups)
+        return FSDP(model, data, config, mirror, groups, script)
     assert mode in BY_HAND
     if axes["ep"].size > 1:
         replicas = axes["edp"]

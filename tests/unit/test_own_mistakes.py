@@ -15,9 +15,9 @@ from nanoray.own.data.reader import Reader
 from nanoray.own.data.source import OwnData
 from nanoray.own.data.stateful import Stateful
 from nanoray.own.engine import RuntimeEngine
+from nanoray.own.layer_order import LayerOrder
 from nanoray.own.loose_buffers import LooseBuffers
 from nanoray.own.storable import unstorable
-from nanoray.parallel.fsdp_order import LayerOrder
 from nanoray.parallel.script import Script
 from tests.harness.own_mistakes import MISTAKES
 from tests.harness.parsing import parse

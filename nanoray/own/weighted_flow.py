@@ -28,6 +28,8 @@ from nanoray.parallel.mode import DataParallel
 class WeightedFlow(Straight):
     """As Straight, for a loss that is a sum with a weight."""
 
+    takes_weights = True
+
     def __init__(
         self,
         model: nn.Module,

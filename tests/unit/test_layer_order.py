@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from nanoray.errors import ConfigError
+from nanoray.own.layer_order import LayerOrder
 from nanoray.parallel.fsdp import units_of
-from nanoray.parallel.fsdp_order import LayerOrder
 
 WIDTH = 3
 
