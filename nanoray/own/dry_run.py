@@ -23,7 +23,8 @@ from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.forecast.rank_memory import assume_device, memory_line
 from nanoray.forecast.trial import trial_on_fakes
 from nanoray.mesh.layout import Layout
-from nanoray.state.optimizers import PROBE, kept_alone, name_of
+from nanoray.own.optimizer_trial import PROBE, kept_alone
+from nanoray.state.optimizers import name_of
 
 
 def own_lines(

@@ -19,14 +19,19 @@ from torch.optim import Optimizer
 from nanoray.base.script_errors import one_line
 from nanoray.checkpoint.tensorfile import DTYPE_NAMES
 from nanoray.errors import ConfigError
+from nanoray.own.optimizer_trial import (
+    TRIAL_STEPS,
+    OptimizerTrial,
+    copy_of,
+    copy_with_state,
+    trial_of,
+    trial_of_copies,
+    tried_format,
+)
 from nanoray.own.part import part
 from nanoray.own.several import Several
 from nanoray.state.optimizers import (
-    TRIAL_STEPS,
-    OptimizerTrial,
     changed_groups,
-    copy_of,
-    copy_with_state,
     elements_of,
     group_values,
     has_own_state_dict,
@@ -34,8 +39,6 @@ from nanoray.state.optimizers import (
     load_tensors,
     members_of,
     tensors_of,
-    trial_of,
-    trial_of_copies,
     values_of,
 )
 from nanoray.state.values import Unsupported, same
@@ -110,7 +113,8 @@ def _require_resumable(optimizer: Optimizer) -> None:
         new.data.copy_(old.data)
     with part(f"{name}, resumed from its own state_dict,", "use another optimizer"):
         params = {str(i): probe for i, probe in enumerate(second.probes)}
-        load_tensors(second.optimizer, params, tensors, json.loads(json.dumps(values)))
+        kept = json.loads(json.dumps(values))
+        load_tensors(second.optimizer, params, tensors, kept, format_of=tried_format)
         load_groups(second.optimizer, json.loads(json.dumps(groups)))
         restored, _ = _saved(second)
         exact = same(dict(sorted(tensors.items())), dict(sorted(restored.items())))

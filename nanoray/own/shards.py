@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.mesh.pieces import Shard
-from nanoray.state.optimizers import copy_of, members_of
+from nanoray.own.optimizer_trial import copy_of
+from nanoray.state.optimizers import members_of
 
 
 def cut_optimizer(

@@ -28,6 +28,7 @@ from nanoray.own.data.stateful import is_stateful
 from nanoray.own.dry_run import own_lines
 from nanoray.own.layer_order import LayerOrder
 from nanoray.own.loose_buffers import LooseBuffers, is_loose
+from nanoray.own.optimizer_trial import tried_format
 from nanoray.own.part import describe, part
 from nanoray.own.run import Run
 from nanoray.own.schedule import OwnSchedule
@@ -40,6 +41,7 @@ from nanoray.parallel.compress import Compressor
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.script import Script
+from nanoray.state.optimizers import FormatOf
 from nanoray.train.tasks import Loss, RankStates
 from nanoray.train.workload import Workload
 
@@ -82,6 +84,10 @@ class OwnTask:
         self._batch_size: int | None = UNKNOWN  # of the data; None: they have none of their own
         self._begun: Batches | None = None  # of an iterable, whose first batch was read for that
         self._has_weights: bool | None = None  # whether losses come with weights; not known yet
+
+    @property
+    def format_of(self) -> FormatOf:
+        return tried_format
 
     @property
     def schedule(self) -> OwnSchedule | None:

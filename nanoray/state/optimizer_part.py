@@ -11,8 +11,10 @@ from torch import Tensor
 from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import Shard
 from nanoray.state.optimizers import (
+    FormatOf,
     changed_groups,
     group_values,
+    known_format,
     load_groups,
     load_tensors,
     tensors_of,
@@ -74,7 +76,9 @@ class OptimizerPart(StatePart):
         tensors = without_outer(saved.optimizer)
         # Before its first step an optimizer has no state.
         if saved.has_optimizer and (tensors or kept or step > 0):
-            load_optimizer_tensors(state.optimizer, state.shards, tensors, kept, cut=state.sharded)
+            load_optimizer_tensors(
+                state.optimizer, state.shards, tensors, kept, state.sharded, state.format_of
+            )
         for each in state.optimizers:
             load_groups(each, values.get("groups", []))
         if state.schedule:
@@ -104,14 +108,15 @@ def load_optimizer_tensors(
     tensors: Tensors,
     values: dict[str, Any] | None = None,
     cut: bool = False,
+    format_of: FormatOf = known_format,
 ) -> None:
     """Restore what `optimizer_tensors` returned, in place on each parameter's device.
 
-    `values` are those of `values_of`; with `cut` the tensors are flat pieces. Raises
-    CheckpointError when the state belongs to another optimizer or to other parameters.
+    `values` are those of `values_of`; with `cut` the tensors are flat pieces. format_of: see
+    `load_tensors`. Raises CheckpointError when the state belongs to another optimizer or to other parameters.
     """
     params = {shard.piece.name: shard.param for shard in shards}
-    load_tensors(optimizer, params, tensors, values or {}, cut)
+    load_tensors(optimizer, params, tensors, values or {}, cut, format_of)
 
 
 def _names_of(shards: Sequence[Shard]) -> dict[Tensor, str]:

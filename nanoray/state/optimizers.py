@@ -1,4 +1,4 @@
-"""An optimizer's state as named tensors and JSON, whatever its class, and copies to try it on.
+"""An optimizer's state as named tensors and JSON, whatever its class.
 
     state[p]["exp_avg"]        ─► tensor "exp_avg.<param>"
     state[p]["step"] = 7       ─► tensor "step:int.<param>", one element
@@ -11,12 +11,8 @@ An optimizer with a `state_dict` of its own is asked for it, and gets the same o
 
 from __future__ import annotations
 
-import copy
 import json
-import logging
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -24,12 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nanoray.base.compat import OPTIMIZER_HOOKS, STATE_HOOKS, without_global_optimizer_hooks
+from nanoray.base.compat import STATE_HOOKS
 from nanoray.errors import CheckpointError
 from nanoray.state.values import Unsupported, put_together, take_apart
 
-PROBE = (2, 8)  # the parameter that an optimizer is tried on
-TRIAL_STEPS = 3  # some optimizers make a part of their state in a later step than the first
 # Python numbers, as tensors of one element
 NUMBERS: dict[str, tuple[type, torch.dtype]] = {
     "int": (int, torch.int64),
@@ -287,212 +281,6 @@ def load_groups(optimizer: Optimizer, changed: Groups) -> None:
                     group[key] = value
 
 
-# Copies of an optimizer, over other parameters.
-
-
-def copy_of(optimizer: Optimizer, swap: Mapping[Tensor, Tensor | None]) -> Optimizer:
-    """Return a copy of an optimizer, without its state, over other parameters.
-
-    `swap` has the new parameter of each old one; None: the copy is without it. A group that loses
-    all of its parameters stays, empty. The copy has none of the script's hooks. Nothing is
-    constructed anew, so the arguments of the class do not matter.
-    """
-    # copy.deepcopy takes what stands in its memo for the copy of an object. So all references to a
-    # parameter change, also those in attributes of the optimizer.
-    memo: dict[int, Any] = {}
-    dropped = set()
-    for old, new in swap.items():
-        if new is None:
-            new = nn.Parameter(torch.empty(0))
-            dropped.add(id(new))
-        memo[id(old)] = new
-    return _copy(optimizer, memo, dropped)
-
-
-def _copy(optimizer: Optimizer, memo: dict[int, Any], dropped: set[int]) -> Optimizer:
-    members = members_of(optimizer)
-    if members != [optimizer]:
-        several: Any = type(optimizer)
-        composite: Optimizer = several([_copy(member, memo, dropped) for member in members])
-        return composite
-
-    # torch's own way to copy an optimizer keeps its state and its groups only, so every attribute is
-    # copied here. An optimizer may contain another one, and share its state.
-    duplicate = object.__new__(type(optimizer))
-    memo[id(optimizer)] = duplicate
-    memo.setdefault(id(optimizer.state), defaultdict(dict))
-    for value in vars(optimizer).values():
-        if isinstance(value, Optimizer) and id(value) not in memo:
-            memo[id(value)] = _copy(value, memo, dropped)
-    for name, value in vars(optimizer).items():
-        # A script's hooks belong to the steps of the original: a copy is tried, or steps shards.
-        if name in OPTIMIZER_HOOKS:
-            duplicate.__dict__[name] = OrderedDict()
-        # A scheduler has replaced `step` by a function of the original.
-        elif name != "step":
-            duplicate.__dict__[name] = copy.deepcopy(value, memo)
-    for group in duplicate.param_groups:
-        group["params"] = [p for p in group["params"] if id(p) not in dropped]
-    return duplicate
-
-
-def copy_with_state(optimizer: Optimizer, swap: Mapping[Tensor, Tensor | None]) -> Optimizer:
-    """Return a copy over other parameters, which begin with the state of the old ones.
-
-    Some optimizers make their state when they are constructed, and need it in their first step.
-    Where a new parameter has another shape, its state has the old one's first element everywhere.
-    What has the old one's dtype gets that of the new one.
-    """
-    duplicate = copy_of(optimizer, swap)
-    for member, own in zip(members_of(duplicate), members_of(optimizer), strict=True):
-        for p, new in swap.items():
-            if new is None or p not in own.state:
-                continue
-            state = {}
-            for key, value in own.state[p].items():
-                if not isinstance(value, Tensor):
-                    state[key] = copy.deepcopy(value)
-                    continue
-                dtype = new.dtype if value.dtype == p.dtype else value.dtype
-                if value.shape == p.shape and new.shape != p.shape and value.numel():
-                    state[key] = torch.full(new.shape, value.flatten()[0].item(), dtype=dtype)
-                else:
-                    state[key] = value.detach().to("cpu", dtype, copy=True)
-            member.state[new] = state
-    return duplicate
-
-
-class OptimizerTrial(NamedTuple):
-    """A copy of an optimizer over small parameters of the same numbers of dimensions."""
-
-    optimizer: Optimizer
-    probes: list[nn.Parameter]
-
-    def step(self, seed: int) -> None:
-        """Do one step with random gradients that follow from the seed alone."""
-        for number, probe in enumerate(self.probes):
-            generator = torch.Generator().manual_seed(1000 * seed + number)
-            probe.grad = torch.randn(probe.shape, generator=generator).to(probe.dtype)
-        with torch.random.fork_rng(devices=[]):
-            # For an optimizer that draws random numbers. The trial lies on the CPU:
-            # torch.manual_seed would seed the generators of GPUs as well, and leave them so.
-            torch.default_generator.manual_seed(seed)
-            self.update()
-
-    def update(self) -> None:
-        """Do one step with the gradients that are there, which no hook of the script sees."""
-        with without_global_optimizer_hooks():
-            self.optimizer.step()
-
-    @property
-    def names(self) -> dict[Tensor, str]:
-        """Names for the parameters of the trial."""
-        return {probe: str(i) for i, probe in enumerate(self.probes)}
-
-
-def trial_of_copies(optimizer: Optimizer) -> OptimizerTrial:
-    """Return a copy of an optimizer over copies of all of its parameters, on the CPU.
-
-    For an optimizer that has tensors of its parameters' shapes besides its state.
-    """
-    swap: dict[Tensor, Tensor | None] = {}
-    probes = []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            probes.append(nn.Parameter(p.detach().cpu().clone(), requires_grad=p.requires_grad))
-            swap[p] = probes[-1]
-    return OptimizerTrial(copy_with_state(optimizer, swap), probes)
-
-
-def small_shape(dim: int) -> tuple[int, ...]:
-    """Return the shape of a trial's parameter with `dim` dimensions; PROBE for a number."""
-    if dim == 0:
-        return PROBE
-    if dim == 1:
-        return PROBE[1:]
-    return (*PROBE, *[3] * (dim - 2))
-
-
-def trial_of(
-    optimizer: Optimizer, shape_of: Callable[[int], Sequence[int]] = small_shape
-) -> OptimizerTrial:
-    """Return a copy of an optimizer with one small parameter per group and number of dimensions.
-
-    `shape_of` returns the shape for a number of dimensions. The copy lies on the CPU, where no
-    kernel can be captured.
-    """
-    swap: dict[Tensor, Tensor | None] = {}
-    probes: list[nn.Parameter] = []
-    for group in optimizer.param_groups:
-        seen = set()
-        for p in group["params"]:
-            swap[p] = None
-            if p.dim() in seen or not p.requires_grad:
-                continue
-            seen.add(p.dim())
-            generator = torch.Generator().manual_seed(len(probes))
-            values = torch.randn(tuple(shape_of(p.dim())), generator=generator)
-            probe = nn.Parameter(values.to(p.dtype))
-            swap[p] = probe
-            probes.append(probe)
-
-    duplicate = copy_with_state(optimizer, swap)
-    for group in duplicate.param_groups:
-        if group.get("capturable"):
-            group["capturable"] = False
-    return OptimizerTrial(duplicate, probes)
-
-
-Kept = list[tuple[tuple[int, ...], dict[str, Tensor]]]  # a shape, and what is kept for it
-
-
-def kept_by_kind(
-    optimizer: Optimizer,
-    shape_of: Callable[[int], Sequence[int]] = small_shape,
-    with_own_dicts: bool = False,
-) -> Kept | None:
-    """Return what an optimizer keeps for one parameter of each group and number of dimensions.
-
-    None if no copy of it can be made and tried. `with_own_dicts`: also what is saved by a
-    `state_dict` of its own.
-    """
-    try:
-        trial = trial_of(optimizer, shape_of)
-        for seed in range(TRIAL_STEPS):
-            trial.step(seed)
-        kept: Kept = []
-        for member in members_of(trial.optimizer):
-            if has_own_state_dict(member) and not with_own_dicts:
-                continue
-            for group in member.param_groups:
-                for probe in group["params"]:
-                    kept.append((tuple(probe.shape), elements_of(member.state.get(probe, {}))))
-        return kept
-    except Exception as error:  # any class of optimizer may come from a user's script
-        logging.getLogger("nanoray.rank").info(
-            "%s could not be tried alone: %r", type(optimizer).__name__, error
-        )
-        return None
-
-
-def _always(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return shape
-
-
-def kept_alone(optimizer: Optimizer) -> dict[str, Tensor] | None:
-    """Return the tensors that an optimizer keeps for a parameter of shape PROBE after a few steps.
-
-    With several groups, those of any of them. None if no copy of it can be made and tried.
-    """
-    found = kept_by_kind(optimizer, partial(_always, PROBE), with_own_dicts=True)
-    if found is None:
-        return None
-    kept: dict[str, Tensor] = {}
-    for _, tensors in found:
-        kept |= tensors
-    return kept
-
-
 # Loading the tensors of parameters.
 
 
@@ -508,37 +296,30 @@ class StateFormat(NamedTuple):
     dtype: torch.dtype | None  # of its tensors; None: see `_dtype_of`
 
 
-def state_format(optimizer: Optimizer, shapes: Collection[tuple[int, ...]] = ()) -> StateFormat:
-    """Return what an optimizer keeps: as it declares it, else as a few steps of a copy show it.
+Shape = tuple[int, ...]
+# Of an optimizer, and of further shapes of parameters that it may treat in another way
+FormatOf = Callable[[Optimizer, Collection[Shape]], StateFormat]
 
-    The copy is tried on small parameters, and on those of the given shapes.
+
+def known_format(optimizer: Optimizer, shapes: Collection[Shape] = ()) -> StateFormat:
+    """Return what an optimizer of a configuration keeps: as it declares it, or as torch's are known.
+
+    Of another optimizer nothing is known: own/optimizer_trial.py tries it.
     """
     on_host = getattr(optimizer, "scalars_on_host", False)
     dtype = getattr(optimizer, "state_type", None)
     declared = getattr(optimizer, "state_keys", None)
+    keys: set[str]
     if declared is not None:
         keys = set(declared)
-        return StateFormat(keys, keys, keys - {"step"}, {"step"}, on_host, True, dtype)
-
-    kinds = kept_by_kind(optimizer)
-    for shape in shapes:
-        kinds = (kinds or []) + (kept_by_kind(optimizer, partial(_always, shape)) or [])
-    if not kinds:
+    elif type(optimizer) is torch.optim.AdamW:
+        keys = {"step", "exp_avg", "exp_avg_sq"}
+    elif type(optimizer) is torch.optim.SGD:
+        keys = {"momentum_buffer"} if optimizer.param_groups[0]["momentum"] else set()
+    else:
         return StateFormat(None, set(), set(), {"step"}, on_host, False, dtype)
-    keys = set()
-    required = set(kinds[0][1])
-    shaped_otherwise = set()
-    with_dimensions = set()
-    for shape, kept in kinds:
-        keys |= kept.keys()
-        required &= kept.keys()
-        for key, tensor in kept.items():
-            if tensor.dim():
-                with_dimensions.add(key)
-            if tensor.shape != shape:
-                shaped_otherwise.add(key)
-    scalars = keys - with_dimensions | {"step"}
-    return StateFormat(keys, required, keys - shaped_otherwise, scalars, on_host, False, dtype)
+    is_declared = declared is not None
+    return StateFormat(keys, keys, keys - {"step"}, {"step"}, on_host, is_declared, dtype)
 
 
 def load_tensors(
@@ -547,14 +328,15 @@ def load_tensors(
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
     cut: bool = False,
+    format_of: FormatOf = known_format,
 ) -> None:
     """Restore what `tensors_of` and `values_of` returned, on each parameter's device.
 
-    With `cut` a tensor is a flat piece of its parameter's. Raises CheckpointError when the state
-    belongs to another optimizer or to other parameters.
+    With `cut` a tensor is a flat piece of its parameter's. format_of: says what the optimizer
+    keeps. Raises CheckpointError when the state belongs to another optimizer or to other parameters.
     """
     # The state must have the keys of this optimizer, where they are known.
-    form = state_format(optimizer)
+    form = format_of(optimizer, ())
     of_parameters = {}
     for name, tensor in tensors.items():
         key, _, owner = name.partition(".")
@@ -571,7 +353,7 @@ def load_tensors(
             key, _, owner = name.partition(".")
             if key not in (form.keys or ()) and owner in params:
                 shapes.add(tuple(params[owner].shape))
-        form = state_format(optimizer, shapes)
+        form = format_of(optimizer, shapes)
         fits = form.keys is None or form.required <= saved_keys <= form.keys
     if has_state and not fits:
         where = ", in its precision" if form.declared else ""

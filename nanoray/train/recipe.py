@@ -136,6 +136,7 @@ class Recipe:
         self.guards = Guards(cfg, self.batch_for(mesh), mesh.device, fp16_scaler)
         self.state = TrainState(model, task.optimizer(model, None), self.scaler, self.guards)
         self.state.schedule = task.schedule
+        self.state.format_of = task.format_of
         self.data = self.task.data(mesh.device)
         self._front = 0  # see Engine
 

@@ -25,6 +25,7 @@ from nanoray.models.resnet import ResNetShape, loss_and_accuracy
 from nanoray.models.sampling import write_text
 from nanoray.models.weighted import LossValue
 from nanoray.parallel.script import Script
+from nanoray.state.optimizers import FormatOf, known_format
 from nanoray.state.rank_state import Schedule
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.workload import Workload
@@ -52,6 +53,10 @@ class Task(Protocol):
     @property
     def schedule(self) -> Schedule | None:
         """The rates of a script's optimizer; None: the configuration sets them in each step."""
+
+    @property
+    def format_of(self) -> FormatOf:
+        """The function that says what the optimizer keeps."""
 
     @property
     def loss(self) -> Loss | None:
@@ -102,6 +107,10 @@ class ConfiguredTask:
 
     def settings(self) -> dict[str, Any]:
         return {}
+
+    @property
+    def format_of(self) -> FormatOf:
+        return known_format
 
     def apart(self: T) -> T:
         return type(self)(self.spec)

@@ -25,6 +25,7 @@ from nanoray.own.optimizer import (
     require_no_draws,
     require_resumable,
 )
+from nanoray.own.optimizer_trial import tried_format
 from nanoray.own.shards import cut_optimizer
 from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.state.optimizers import changed_groups, group_values, load_groups, values_of
@@ -215,7 +216,7 @@ def test_an_optimizer_continues_from_its_saved_state_to_the_bit(name: str) -> No
     values = json.loads(json.dumps(values_of(unbroken, names), allow_nan=False))
     groups = json.loads(json.dumps(changed_groups(unbroken, before), allow_nan=False))
     second.load_state_dict(first.state_dict())
-    load_optimizer_tensors(resumed, whole_shards(second), tensors, values)
+    load_optimizer_tensors(resumed, whole_shards(second), tensors, values, format_of=tried_format)
     load_groups(resumed, groups)
     theirs, ours = unbroken.state_dict(), resumed.state_dict()
     for kept in (theirs, ours):
@@ -345,7 +346,7 @@ def test_a_state_of_another_optimizer_names_the_keys() -> None:
         CheckpointError,
         match=r"optimizer state holds \['exp_avg'\], but Lion needs \['exp_avg', 'step:int'\]",
     ):
-        load_optimizer_tensors(lion, whole_shards(model), old)
+        load_optimizer_tensors(lion, whole_shards(model), old, format_of=tried_format)
 
 
 def test_what_is_no_optimizer_is_refused() -> None:
