@@ -96,11 +96,21 @@ compile: setup
 # Not compiled: of the packages' twenty thousand files only those that are imported are worth it, at their first import.
 # Where the environment forbids that (PYTHONDONTWRITEBYTECODE, as many images set it), each process of each run would
 # compile torch and Ray anew: one short run here may do it for all.
-# uv, where it is installed, makes the same environment in less time. It does not read pip's configuration: where that
-# names an index or a folder of wheels, pip installs, and `make UV=` has pip do it anywhere.
-UV = $(shell "$(PYTHON)" -m pip config list 2>/dev/null | grep -qE "index-url|find-links" || command -v uv)
-VENV = $(if $(UV),rm -rf .venv && "$(UV)" venv --quiet --seed --python "$(PYTHON)" .venv,"$(PYTHON)" -m venv --clear .venv)
-INSTALL = $(if $(UV),"$(UV)" pip install --quiet --python $(PY),$(PY) -m pip install --quiet --disable-pip-version-check --no-compile)
+# uv downloads and unpacks many packages at once, in a third of pip's time. Where it is not installed pip brings it into .venv;
+# where there is none, or uv fails, and with `make UV=`, pip installs.
+OWN_UV := .venv/bin/uv
+UV = $(or $(shell command -v uv 2>/dev/null),$(OWN_UV))
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+VENV = $(if $(filter-out $(OWN_UV),$(UV)),rm -rf .venv && "$(UV)" venv --quiet --seed --python "$(PYTHON)" .venv,"$(PYTHON)" -m venv --clear .venv)
+GET_UV = $(if $(filter $(OWN_UV),$(UV)),$(PIP) uv || echo "without uv: pip installs all",:)
+# uv does not read pip's configuration: the indexes and folders of wheels that it names, as flags.
+INDEXES := from pip._internal.commands import create_command; from pip._internal.models.index import PyPI; \
+	o, _ = create_command("install").parse_args([]); \
+	print(*["--default-index=" + o.index_url] * (o.index_url != PyPI.simple_url), *["--no-index"] * o.no_index, \
+	*["--index=" + url for url in o.extra_index_urls], *["--find-links=" + url for url in o.find_links])
+UV_PIP = [ -x "$(UV)" ] && "$(UV)" pip install --quiet --python $(PY) --index-strategy unsafe-best-match \
+	$$($(PY) -c '$(INDEXES)') -c constraints.txt
+INSTALL = { $(UV_PIP) $(1); } || $(PIP) $(1)
 FIRST_RUN = --dataset stdlib --workers 1 --max_steps 2 --global_batch_size 1 --micro_batch_size 1 --eval_samples 1
 COMPILE = echo "compiling what a run imports, by a run of two steps ..."; runs=$$(mktemp -d); \
 	PYTHONDONTWRITEBYTECODE= timeout 300 $(PY) -m nanoray.launch $(FIRST_RUN) --data_dir "$$runs" --out_dir "$$runs" \
@@ -110,8 +120,9 @@ $(STAMP):
 	@test -n "$(PYTHON)" || { echo "nanoray needs Python 3.10 to 3.13 on the PATH; or: make $(MAKECMDGOALS) PYTHON=/path/to/python"; exit 1; }
 	@echo "setting up .venv with $$("$(PYTHON)" -V) (once; minutes on a slow line) ..."
 	@$(VENV)
-	@$(INSTALL) -c constraints.txt setuptools
-	@$(INSTALL) --no-build-isolation -c constraints.txt -e ".[dev]"
+	@$(GET_UV)
+	@$(call INSTALL,setuptools)
+	@$(call INSTALL,--no-build-isolation -e ".[dev]")
 	@if [ -n "$$PYTHONDONTWRITEBYTECODE" ]; then $(COMPILE); fi
 	@touch $@
 
