@@ -254,6 +254,7 @@ def test_torchrun_on_two_hosts_and_a_cut_that_heals_in_time(
     )
 
 
+@pytest.mark.full
 def test_hosts_without_a_shared_folder_say_so_at_once_on_both(tmp_path: Path, text: Path) -> None:
     if reason := missing():
         pytest.skip(reason)

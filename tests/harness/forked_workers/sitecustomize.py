@@ -38,3 +38,6 @@ if "NANORAY_TEST_RAY_WORKERS" in os.environ:
         is_worker = word.endswith("/ray/_private/workers/default_worker.py")
         if is_worker and not unset and not has_files:
             hand_over(os.environ["NANORAY_TEST_RAY_WORKERS"], words[at:])
+    if words[1:3] == ["-m", "ray.scripts.scripts"]:
+        # `ray start` also offers the commands of Ray Serve, and goes on without it: half of its imports
+        sys.modules["ray.serve"] = None
