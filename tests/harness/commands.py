@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,21 @@ from nanoray.mesh.rendezvous import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 
-forkserver = multiprocessing.get_context("forkserver")
+
+class _Process(ForkServerProcess):
+    """A forked process that starts its own, such as the workers of a DataLoader, as any other does.
+
+    They would be forked from a server of its own, which would import all of the below first.
+    """
+
+    _start_method = None
+
+
+class _Context(ForkServerContext):
+    Process = _Process
+
+
+forkserver = _Context()
 # The first optimizer of a process imports torch._dynamo, which takes longer than torch itself and
 # than most tests. Ray is not among them: it reads its settings from the environment when it is
 # imported. But what it imports in turn is, which is two fifths of its time.
