@@ -87,6 +87,14 @@ class Buckets:
                     yield [order.pop() for _ in range(min(size, len(order)))]
 
 
+class Endless:
+    """A sampler that never ends."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(COUNT).tolist()
+
+
 class Listed:
     """An iterable whose epochs have different lengths, an empty batch, and a short one at the end."""
 
@@ -195,6 +203,7 @@ TABLE = {
         drawn(SubsetRandomSampler(range(0, COUNT, 3))),
     ),
     "a generator": Case(lambda: two(DATA, sampler=seeded()), drawn(seeded())),
+    "an endless sampler": Case(lambda: two(DATA, sampler=Endless()), drawn(Endless())),
     "a list as sampler": Case(lambda: two(DATA, sampler=[3, 1, 2]), drawn([3, 1, 2])),
     "distributed": Case(lambda: two(DATA, sampler=distributed()), alone_of(distributed())),
     "batches of an iterable": Case(lambda: two(Streamed()), plain(two(DATA))),

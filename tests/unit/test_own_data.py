@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nanoray.config import Batch
 from nanoray.data.tokens import MicroBatches
-from nanoray.own.data.epochs import Epochs
+from nanoray.own.data.epochs import PART, Drawn, Epochs
+from nanoray.own.data.loader import plan_of
 from nanoray.own.data.source import Counted, NamedBatch, OwnData
 
 CPU = torch.device("cpu")
@@ -45,6 +47,46 @@ def test_epochs_of_different_lengths_are_counted_from_the_first() -> None:
     drawn = [sample.item for sample in lengths.samples(0, 12)]
     assert drawn == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
     assert [sample.item for sample in lengths.samples(2, 2)] == [1, 1], "and back"
+
+
+class Endless:
+    """A sampler that never ends, as trainers that count iterations use it."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from torch.randperm(10).tolist()
+
+
+class Twice:
+    """A sampler whose epochs are longer than a part of it."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10 * self.epoch, 10 * self.epoch + 10))
+
+
+def test_a_sampler_is_drawn_in_parts_as_it_may_have_no_end() -> None:
+    endless = Epochs(Drawn(Endless(), 1, part=8), None, batch=4)
+    items = [sample.item for sample in endless.samples(0, 80)]
+    for first in range(0, 80, 10):
+        assert sorted(items[first : first + 10]) == list(range(10)), "no item is lost between parts"
+    assert [sample.item for sample in endless.samples(4, 40)] == items[4:44], "and back"
+
+    # An epoch ends in the middle of its second part, or with it.
+    for part in (4, 5, 8, 10):
+        ends = Epochs(Drawn(Twice(), 1, part=part), None)
+        assert [sample.item for sample in ends.samples(0, 60)] == list(range(60))
+        assert [sample.item for sample in ends.samples(13, 9)] == list(range(13, 22)), "and back"
+
+    # A batch_size that divides no part that would be drawn
+    loader = DataLoader(TensorDataset(torch.zeros(10)), batch_size=3, sampler=Endless())
+    order = plan_of(loader, "train", 1).epochs.samples(PART - 3, 9)
+    assert [sample.number for sample in order] == list(range(PART - 3, PART + 6)), "no gap"
 
 
 class Noisy(Dataset[Any]):

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ from nanoray.errors import DataError
 
 Draw = Callable[[int], Any]  # epoch -> its items in their order: an array, or a list
 KEPT = 3  # epochs whose order is kept: a step may begin in one and end in the next
+PART = 2**18  # the most items of a sampler that are drawn ahead
+PART_OF_BATCHES = 2**13  # the same of a batch_sampler
 
 
 class Sample(NamedTuple):
@@ -134,44 +137,72 @@ class Epochs:
 
 
 class Drawn:
-    """The epochs of a sampler of torch's or of the script's, as its `__iter__` draws them."""
+    """What a sampler of torch's or of the script's draws, in parts of at most `part` items.
 
-    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
+    A part is an epoch, unless `__iter__` yields more items: then the next part begins where this one
+    stopped. So a sampler may have no end.
+    """
+
+    def __init__(self, sampler: Iterable[Any], seed: int, part: int = PART) -> None:
         self._sampler = sampler
         self._seed = seed
+        self._part = part
         # The generators that it draws from, with the seeds that the script has given them
         self._generators = {}
         for owner in (sampler, getattr(sampler, "sampler", None)):
             generator = getattr(owner, "generator", None)
             if isinstance(generator, torch.Generator):
                 self._generators[generator] = generator.initial_seed()
-        self._drawn = 0
+        self._epochs: list[int] = []  # the epoch of each part that was drawn
+        self._epoch = 0
+        self._iterator: Iterator[Any] | None = None  # of this epoch; None: it has not begun
 
-    def __call__(self, epoch: int) -> Sequence[Any]:
-        """Return an epoch's items. The epochs before it are drawn first, in their order."""
+    def __call__(self, part: int) -> Sequence[Any]:
+        """Return a part's items. The parts before it are drawn first, in their order."""
+        # Going back means to begin the part's epoch anew.
+        if part < len(self._epochs):
+            self._epoch = self._epochs[part]
+            self._iterator = None
+            del self._epochs[self._epochs.index(self._epoch) :]
+
         # A sampler may have a state of its own, which is the same in every process.
         items: Sequence[Any] = ()
-        for each in range(min(self._drawn, epoch), epoch + 1):
-            items = self._iterate(each)
-        self._drawn = epoch + 1
+        while len(self._epochs) <= part:
+            with generators_kept():
+                items = self._next_part()
         return items
 
-    def _iterate(self, epoch: int) -> Sequence[Any]:
+    def _next_part(self) -> Sequence[Any]:
+        items: Sequence[Any] = ()
+        if self._iterator is not None:
+            seed_generators_for(self._seed, self._epoch, len(self._epochs))
+            items = list(islice(self._iterator, self._part))
+            if not items:
+                self._epoch += 1
+        if not items:
+            self._iterator = self._begin(self._epoch)
+            items = list(islice(self._iterator, self._part))
+        self._epochs.append(self._epoch)
+        return items
+
+    def _begin(self, epoch: int) -> Iterator[Any]:
         set_epoch = getattr(self._sampler, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-        with generators_kept():
-            seed_generators_for(self._seed, epoch)
-            for generator, initial in self._generators.items():
-                generator.manual_seed(_seed_of_epoch(initial, epoch))
-            return list(self._sampler)
+        seed_generators_for(self._seed, epoch)
+        for generator, initial in self._generators.items():
+            generator.manual_seed(_seed_of_epoch(initial, epoch))
+        return iter(self._sampler)
 
 
 class DrawnBatches(Drawn):
-    """The epochs of a batch_sampler: lists of items."""
+    """The parts of a batch_sampler: lists of items."""
 
-    def __call__(self, epoch: int) -> Sequence[Any]:
-        return [BatchOfItems(batch) for batch in super().__call__(epoch) if len(batch)]
+    def __init__(self, sampler: Iterable[Any], seed: int) -> None:
+        super().__init__(sampler, seed, PART_OF_BATCHES)
+
+    def __call__(self, part: int) -> Sequence[Any]:
+        return [BatchOfItems(batch) for batch in super().__call__(part) if len(batch)]
 
 
 def _seed_of_epoch(initial: int, epoch: int) -> int:
@@ -179,10 +210,13 @@ def _seed_of_epoch(initial: int, epoch: int) -> int:
     return (initial + epoch * 0x9E3779B97F4A7C15) % 2**63
 
 
-def draw_of(sampler: Iterable[Any], seed: int, own: EpochOrder) -> tuple[Draw, int | None]:
+def draw_of(
+    sampler: Iterable[Any], seed: int, own: EpochOrder, batch: int
+) -> tuple[Draw, int | None]:
     """Return how a sampler's epochs are drawn, and their size where it is the same for all.
 
     `own`: nanoray's order of the dataset, for a shuffle that the script leaves to the loader.
+    `batch`: the samples of a batch; one with samples of two parts would be cut.
     """
     if type(sampler) is SequentialSampler:
         return lambda epoch: range(own.count), own.count
@@ -199,5 +233,5 @@ def draw_of(sampler: Iterable[Any], seed: int, own: EpochOrder) -> tuple[Draw, i
         whole.rank = 0
         whole.num_samples = own.count
         whole.total_size = own.count
-        return Drawn(whole, seed), own.count
-    return Drawn(sampler, seed), None
+        return Drawn(whole, seed, own.count), own.count
+    return Drawn(sampler, seed, batch * max(PART // batch, 1)), None

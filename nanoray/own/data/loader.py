@@ -2,7 +2,8 @@
 
 shuffle=True                 nanoray's own order, a function of (seed, epoch)
 shuffle=False                the dataset's order
-another sampler              drawn once for each epoch, with generators seeded from (seed, epoch)
+another sampler              drawn once for each epoch, with generators seeded from (seed, epoch);
+                             one without an end in parts
 DistributedSampler           its order for one process: the ranks share each step of it
 batch_sampler                drawn in the same way; each of its batches goes to one rank
 batch_size, drop_last        a batch goes to one rank as its micro batch (epochs.py)
@@ -59,7 +60,7 @@ def plan_of(loader: DataLoader[Any], split: str, seed: int) -> LoaderPlan:
 
     # Each item is a batch already.
     if batches is None:
-        draw, size = _draw_of(loader, loader.sampler, split, seed)
+        draw, size = _draw_of(loader, loader.sampler, split, seed, 1)
         reader = Reader(dataset, loader.collate_fn, seed, whole=True)
         what = f"a DataLoader with batch_size=None{processes}"
         return LoaderPlan(reader, Epochs(draw, size), None, workers, what)
@@ -70,7 +71,7 @@ def plan_of(loader: DataLoader[Any], split: str, seed: int) -> LoaderPlan:
         what = f"a DataLoader with a {type(batches).__name__}{processes}"
         return LoaderPlan(reader, Epochs(DrawnBatches(batches, seed), None), None, workers, what)
 
-    draw, size = _draw_of(loader, batches.sampler, split, seed)
+    draw, size = _draw_of(loader, batches.sampler, split, seed, batches.batch_size)
     epochs = Epochs(draw, size, batches.batch_size, batches.drop_last)
     order = type(batches.sampler).__name__
     if isinstance(dataset, ShardStream):
@@ -80,13 +81,14 @@ def plan_of(loader: DataLoader[Any], split: str, seed: int) -> LoaderPlan:
 
 
 def _draw_of(
-    loader: DataLoader[Any], sampler: Iterable[Any], split: str, seed: int
+    loader: DataLoader[Any], sampler: Iterable[Any], split: str, seed: int, batch: int
 ) -> tuple[Draw, int | None]:
     """Return how the epochs of a loader are drawn, and their size where it is the same for all."""
     dataset = loader.dataset
     if isinstance(dataset, ShardStream):
         return draw_of_stream(dataset, split, seed), len(dataset)
-    return draw_of(sampler, seed, own_order(len(dataset), seed))  # type: ignore[arg-type]
+    own = own_order(len(dataset), seed)  # type: ignore[arg-type]
+    return draw_of(sampler, seed, own, batch)
 
 
 def draw_of_stream(stream: ShardStream, split: str, seed: int) -> Draw:
