@@ -118,6 +118,13 @@ MakeCase = Callable[["Mesh", Config, str, int], Case]
 MODELS: dict[str, MakeCase] = {"gpt": gpt, "gpt on text": gpt_on_text, "resnet": resnet}
 
 
+def alone_on(mesh: Mesh) -> Mesh:
+    """Return the mesh of this rank alone: the same code, without communication."""
+    from nanoray.mesh.mesh import Mesh
+
+    return Mesh(0, 1, 0, mesh.device, "none", "alone")
+
+
 class Arm:
     """One way to train a case on this rank: the steps of the loop, without its guards and records."""
 
@@ -286,7 +293,8 @@ class Arm:
             "busy_ms": 1e3 * (cost.busy + waiting),
             "exposed_ms": 1e3 * (cost.exposed + waiting),
         }
-        return times | {"collectives": sent, "on_axes": dict(on_axes)}
+        largest = max((c.size_bytes for c in seen), default=0)
+        return times | {"collectives": sent, "on_axes": dict(on_axes), "largest": largest}
 
 
 def _rounds_of(arm: Arm, config: Config, batch: Batch) -> tuple[Outer, Callable[[int], None]]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from nanoray.bench.arm import MODELS, Arm
+from nanoray.bench.arm import MODELS, Arm, alone_on
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.config import Config
@@ -47,14 +47,17 @@ def order_of(
     measures: Iterable[str] = (),
     model: str = "gpt",
     mirrored: Iterable[str] = (),
+    alone: Iterable[str] = (),
 ) -> Record:
     """Return the order of `time_rank` and `memory_rank`: arms by name, and what to do with them.
 
     mirrored: the arms whose shards another rank keeps as well.
+    alone: the arms in which each rank trains by itself, without the others.
     """
     arms = {}
     for name, config in configs.items():
-        arms[name] = {"config": config.model_dump(), "mirrored": name in mirrored}
+        how = {"mirrored": name in mirrored, "alone": name in alone}
+        arms[name] = {"config": config.model_dump(), **how}
     counts = {"rounds": rounds, "steps": steps}
     return {"arms": arms, "model": model, "measures": list(measures), **counts}
 
@@ -88,10 +91,11 @@ def note_of_sent(collectives: Mapping[str, tuple[int, int]]) -> str:
 
 def _arms_of(mesh: Mesh, order: Record, traced: bool) -> dict[str, Arm]:
     make = MODELS[order["model"]]
-    return {
-        name: Arm(mesh, Config(**own["config"]), make, traced, own["mirrored"])
-        for name, own in order["arms"].items()
-    }
+    arms = {}
+    for name, own in order["arms"].items():
+        ranks = alone_on(mesh) if own["alone"] else mesh
+        arms[name] = Arm(ranks, Config(**own["config"]), make, traced, own["mirrored"])
+    return arms
 
 
 def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
@@ -165,6 +169,7 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
                 event["theory"] = 100 * arm.plan.flow.bubble
             if BITS in measures:
                 event["digests"] = arm.digests()
+            event["norm"] = float(arm.norm)
             event["samples"] = arm.case.samples * arm.accum * arm.dp
             event["tokens"] = event["samples"] * arm.case.tokens
             event["kept"] = 0 if arm.plan.memory is None else arm.plan.memory.nbytes

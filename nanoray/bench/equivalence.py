@@ -15,7 +15,7 @@ import hashlib
 import math
 from typing import TYPE_CHECKING, Any
 
-from nanoray.bench.arm import Arm, Case
+from nanoray.bench.arm import Arm, Case, alone_on
 from nanoray.bench.harness.benchmark import Benchmark, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
@@ -514,10 +514,7 @@ def measure_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     With "alone" rank 0 also trains the whole batch by itself: how far a rank's weights are from
     that is "off".
     """
-    from nanoray.mesh.mesh import Mesh
-
-    # A mesh of one rank: the same code, without communication.
-    single = Mesh(0, 1, 0, mesh.device, "none", "alone")
+    single = alone_on(mesh)
     samples = samples_for(mesh.world_size)
     for case in order["cases"]:
         settings = case["settings"]

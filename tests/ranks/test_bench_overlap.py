@@ -11,9 +11,20 @@ import torch
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import overlap
+from nanoray.bench.arm import gpt
 from nanoray.bench.harness.report import Measurement, Report, ratio
-from nanoray.bench.overlap import BUSY, COST, EXPOSED, NO_SYNC, STEP, OverlapBenchmark
+from nanoray.bench.overlap import (
+    BUSY,
+    COST,
+    EXPOSED,
+    NO_SYNC,
+    STEP,
+    OverlapBenchmark,
+    _add_rows,
+    arms_of,
+)
 from nanoray.config import load_config
+from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.costs import count_parameters
 from nanoray.models.gpt import ModelShape
@@ -38,11 +49,11 @@ def test_a_real_sweep(
     assert out.count(few) == 2, "to paste, and in the report"
     page = (tmp_path / "o.html").read_text()
     assert page.count(few) == 1
-    assert "Wrong: parameters whose gradient is not that of the first bucket size." in page
+    assert "Wrong: arms whose gradients have not the norm of the first bucket size&#39;s" in page
     shape = ModelShape.of(load_config(preset="tiny"), 65)
     recipe = json.loads((tmp_path / "o.json").read_text())["conditions"]["recipe"]
-    assert recipe.startswith("preset tiny, 2 rounds of 2 steps, random tokens, fp32 (")
-    assert recipe.endswith(f"), {count_parameters(shape):,} parameters, vocabulary of 65")
+    assert recipe.startswith(f"GPT of {count_parameters(shape):,} parameters, 2 blocks of width 32")
+    assert recipe.endswith(", preset tiny, 2 rounds of 2 steps, random tokens")
     rows = {
         (r["arm"], r["metric"], r["unit"]): r
         for r in json.loads((tmp_path / "o.json").read_text())["rows"]
@@ -87,23 +98,36 @@ def test_what_makes_no_sense_is_refused(
     assert text in capsys.readouterr().err
 
 
-def test_vocabulary_and_precision_are_the_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = load_config(preset="tiny", overrides={"tokenizer": "gpt2", "precision": "bf16"})
-    monkeypatch.setattr(overlap, "load_config", lambda preset: cfg)
-    gpt, _, forward, told = overlap._make_recipe(
-        Mesh(0, 1, 0, torch.device("cpu"), "none", ""), "tiny"
+def test_a_step_has_one_micro_batch_of_the_preset() -> None:
+    arms = arms_of("gpt2-124m", [1.0, 25.0], 4)
+    assert list(arms) == [NO_SYNC, "1 MB", "25 MB"]
+    sizes = {(c.micro_batch_size, c.grad_accum_steps, c.global_batch_size) for c in arms.values()}
+    assert sizes == {(12, 1, 0)}, (
+        "a step of 480 sequences would hide its gradients behind 10 others"
     )
-    seen, dtypes = [], set()
-    gpt.tok_emb.register_forward_pre_hook(lambda module, given: seen.append(int(given[0].max())))
-    for module in gpt.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(lambda module, given, out: dtypes.add(out.dtype))
-    assert forward(gpt).isfinite()
-    assert gpt.tok_emb.num_embeddings == 50304
-    assert max(seen) > 40000, "tokens of the whole vocabulary"
-    assert dtypes == {torch.bfloat16}
-    assert (told["precision"], told["vocabulary"], told["why"]) == ("bf16", 50257, "asked for")
-    assert told["parameters"] == count_parameters(ModelShape.of(cfg, 50257))
+    assert [arm.bucket_mb for arm in arms.values()][1:] == [1.0, 25.0]
+
+
+def test_the_tokens_are_of_the_configurations_whole_vocabulary() -> None:
+    overrides = {"tokenizer": "gpt2", "n_embd": 16}
+    config = load_config(preset="tiny", overrides=overrides)
+    mesh = Mesh(0, 1, 0, torch.device("cpu"), "none", "", layout=Layout.of(config, 1))
+    case = gpt(mesh, config, "fp32", 64)
+    assert case.model.tok_emb.num_embeddings == 50304
+    assert int(case.batch(0)[0].max()) > 40000
+
+
+def test_gradients_of_another_size_are_wrong() -> None:
+    """Twice the gradient changes no update of AdamW, so the losses would not show it."""
+    events = [{"step_ms": 1.0, "busy_ms": 0.5, "exposed_ms": 0.5, "largest": 4, "norm": 2.0}]
+    events[0]["collectives"] = {"all_reduce gradients": (1, 4)}  # type: ignore[assignment]
+    twice = [events[0] | {"norm": 4.0}]
+    report = Report("overlap", {})
+    found: dict[str, Any] = {NO_SYNC: events, "1 MB": events, "25 MB": twice}
+    for arm, of_arm in found.items():
+        _add_rows(report, arm, of_arm, found)
+    wrong = {row.arm: row.wrong for row in report.rows if row.metric == STEP and row.unit == "ms"}
+    assert wrong == {NO_SYNC: None, "1 MB": 0, "25 MB": 1}
 
 
 def swept(times: dict[str, tuple[float, float, float]]) -> Report:
