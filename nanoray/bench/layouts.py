@@ -4,35 +4,26 @@
     compute    forward, backward, update at 2 ranks, whole and cut for tp 2   -> seconds; what tp does not divide
     predict    nanoray.forecast.predict with these, and real steps, at 2, 4 and 8 ranks, all in each round
 
-Between two calls of a collective each rank computes an MLP, as a step computes between two of them.
-Back to back they take less: then gloo's threads are awake, the tensor is in the cache, and no rank
-waits for one that still computes.
-
-A round's value is the fastest of several turns, and a turn's that of its slowest rank: other load
-on the machine only adds time. More ranks than cores share them fairly, as in `bench scaling`, whose
-other assumptions hold, too. Run it on an idle machine.
+How each is measured stands in parts.py. More ranks than cores share them fairly, as in
+`bench scaling`, whose other assumptions hold, too. Run it on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from typing import Any
 
+from nanoray.bench.engine import TIME_ENTRY, order_of
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.plan import numbers_of, rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Emit, Record, Report, say
+from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
+from nanoray.bench.parts import COLLECTIVES, COMPUTE, PARTS, fastest_turns, one_micro_batch
 from nanoray.bench.simulate import (
     MEASURED,
     PREDICTED,
@@ -49,7 +40,6 @@ from nanoray.forecast.fit import Fit, fit
 from nanoray.forecast.links import LANES, Cost
 from nanoray.host.host import available_cpus
 from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh
 
 BASE = 2
 RANKS = (2, 4, 8)
@@ -105,7 +95,7 @@ class LayoutsBenchmark(Benchmark):
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Fit links and compute at 2 ranks, and measure and predict every layout, in each round."""
-        where = replace(where_from(args), workers=BASE)
+        where = replace(where_from(args), workers=BASE, threads=1)
         ranks = sorted(set(numbers_of(args.ranks, "ranks", "2,4,8", int, BASE - 1)))
         steps = args.steps
         if args.workers not in (None, BASE) or where.launcher == "torchrun":
@@ -117,14 +107,18 @@ class LayoutsBenchmark(Benchmark):
         config = load_config(preset=args.preset, overrides={"precision": "fp32", "device": "cpu"})
         arms = {n: arms_of(config, n) for n in ranks}
         # Sizes of messages from which the links are fitted, four times larger each.
-        size = [1 << 10, 1 << 16, 1 << 20] if args.quick else [4**i << 10 for i in range(7)]
-        order = {
-            "preset": args.preset,
-            "turns": args.turns,
-            "steps": steps,
-            "sizes": size,
-            "calls": 5 * steps,
-        }
+        sizes = [1 << 10, 1 << 16, 1 << 20] if args.quick else [4**i << 10 for i in range(7)]
+        turns = {"preset": args.preset, "turns": args.turns}
+        calls = turns | {"ops": OPS, "sizes": sizes, "calls": 5 * steps, "micro": MICRO}
+        compute = turns | {"steps": steps, "cases": [(1, MICRO), (2, MICRO)]}
+        # Real steps, of a round's turns
+        orders = {}
+        for n, of_ranks in arms.items():
+            configs = {
+                arm: config.model_copy(update=one_micro_batch(MICRO) | own)
+                for arm, own in of_ranks.items()
+            }
+            orders[n] = order_of(configs, args.turns, steps)
         # (predicted, measured) of each round
         found: dict[str, list[tuple[float, float]]] = defaultdict(list)
         # One pool of ranks for each number of ranks, kept over all rounds.
@@ -140,20 +134,20 @@ class LayoutsBenchmark(Benchmark):
                 )
             # Links and compute are fitted anew in each round, because the machine's speed drifts.
             for turn in range(args.rounds):
-                fitted = list(pools[BASE].run("nanoray.bench.layouts:fit_rank", order))
-                here = _fit_machine(fitted, config)
+                fitted = [*pools[BASE].run(COLLECTIVES, calls), *pools[BASE].run(COMPUTE, compute)]
+                here = _fit_machine(fitted)
                 # The fit of the first round stands for all in the conditions.
                 if not turn:
                     report.conditions["fit"] = here.format_fit()
                 # The order of the sizes rotates, so that none is always measured first.
                 for n in rotated(ranks, turn):
-                    own = order | {"arms": arms[n]}
-                    for event in pools[n].run("nanoray.bench.layouts:time_rank", own):
-                        layout = Layout(dp=n // event["tp"], tp=event["tp"])
-                        predicted_s = here.predict(config, layout, event["mode"])
-                        found[event["arm"]].append((predicted_s, event["step_s"]))
-                        times = f"{1e3 * event['step_s']:.1f} ms, predicted {1e3 * predicted_s:.1f}"
-                        say(f"round {turn}  {event['arm']:<30} {times}")
+                    for arm, step_s in fastest_turns(pools[n].run(TIME_ENTRY, orders[n])).items():
+                        own = arms[n][arm]
+                        layout = Layout(dp=n // own["tp"], tp=own["tp"])
+                        predicted_s = here.predict(config, layout, own["dp_mode"])
+                        found[arm].append((predicted_s, step_s))
+                        times = f"{1e3 * step_s:.1f} ms, predicted {1e3 * predicted_s:.1f}"
+                        say(f"round {turn}  {arm:<30} {times}")
 
 
 def arms_of(config: Config, ranks: int) -> dict[str, Record]:
@@ -233,8 +227,8 @@ class Here:
         return "; ".join([*links, *parts])
 
 
-def _fit_machine(events: list[Record], config: Config) -> Here:
-    """Fit links and compute to the events of `fit_rank`.
+def _fit_machine(events: list[Record]) -> Here:
+    """Fit links and compute to the events of a round.
 
     A reduce-scatter or all-gather is fitted as a ring of its own.
     """
@@ -247,12 +241,11 @@ def _fit_machine(events: list[Record], config: Config) -> Here:
     links, cpu = (
         {op: fit(own, "backend", BASE) for op, own in points[key].items()} for key in _TIMES
     )
-    compute = {e["tp"]: {key: e[key] for key in _PARTS} for e in events if "tp" in e}
+    compute = {e["tp"]: {key: e[key] for key in PARTS} for e in events if "tp" in e}
     return Here(links, cpu, compute)
 
 
 _TIMES = ("seconds", "cpu_s")
-_PARTS = ("forward_s", "backward_s", "update_s")
 
 
 def _add_rows(report: Report, found: dict[str, list[tuple[float, float]]]) -> None:
@@ -260,164 +253,3 @@ def _add_rows(report: Report, found: dict[str, list[tuple[float, float]]]) -> No
         predicted, measured = zip(*pairs, strict=True)
         notes = ("fastest turn of each round", "links and compute of the same round")
         add_error_target(report, add_step_rows(report, arm, measured, predicted, notes), arm)
-
-
-# The ranks' side.
-
-
-def fit_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
-    """Emit the seconds and CPU seconds of each collective, and of compute alone. (all ranks)"""
-    import torch
-
-    from nanoray.host.host import keep_freed_memory
-    from nanoray.mesh.axis import data_axis
-
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    axis = data_axis(mesh)
-    n = mesh.world_size
-    work = _make_work(order)
-    for nbytes in order["sizes"]:
-        # The calls of a training step, on buffers that exist before the clock starts.
-        flat = torch.zeros(nbytes // 4)
-        own = torch.zeros(nbytes // 4 // n)
-        calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": lambda flat=flat: axis.sum(flat, "gradients"),  # type: ignore[misc]
-            "reduce_scatter": lambda flat=flat, own=own: axis.start_reduce_scatter(
-                flat, "gradients"
-            )(own),  # type: ignore[misc]
-            "all_gather": lambda flat=flat: axis.start_all_gather(flat, "weights")(),  # type: ignore[misc]
-        }
-        for op, call in calls.items():
-            times = []
-            spent = []
-            # Compute between two calls keeps the caches as cold as in a step.
-            for _ in range(order["turns"]):
-                mesh.barrier()
-                seconds = cpu_s = 0.0
-                for _ in range(order["calls"]):
-                    work()
-                    start = time.perf_counter()
-                    cpu = time.process_time()
-                    call()
-                    seconds = seconds + time.perf_counter() - start
-                    cpu_s = cpu_s + time.process_time() - cpu
-                times.append(seconds / order["calls"])
-                spent.append(cpu_s / order["calls"])
-            # The fastest turn of each rank, then the mean over ranks: they share the cores.
-            worst = mesh.gather((min(times), min(spent)))
-            if worst is not None:
-                seconds, cpu_s = (statistics.fmean(each) for each in zip(*worst, strict=True))
-                emit({"op": op, "nbytes": nbytes, "seconds": seconds, "cpu_s": cpu_s})
-    # Compute alone, of a whole model and of one that is cut in two.
-    for tp in (1, 2):
-        everyone = mesh.gather([_time_compute(mesh, order, tp) for _ in range(order["turns"])])
-        if everyone is not None:  # a turn's time is that of its slowest rank, as a step's is
-            turns = [
-                max(of_turn, key=lambda parts: sum(parts.values()))
-                for of_turn in zip(*everyone, strict=True)
-            ]
-            emit({"tp": tp} | min(turns, key=lambda parts: sum(parts.values())))
-
-
-def _make_work(order: Record) -> Callable[[], Any]:
-    """Return what a rank computes between two collectives: the MLP of a block."""
-    import torch
-
-    from nanoray.models.gpt import MLP, ModelShape
-
-    config = load_config(preset=order["preset"])
-    mlp = MLP(ModelShape.of(config, VOCAB[config.tokenizer]), 0.0)
-    x = torch.randn(MICRO, config.block_size, config.n_embd)  # (B, T, C)
-    return torch.no_grad()(lambda: mlp(x))
-
-
-def _time_compute(mesh: Mesh, order: Record, tp: int) -> dict[str, float]:
-    """Return the median seconds of forward, backward and update of a model without collectives."""
-    import torch
-    from torch.nn.utils import get_total_norm
-
-    from nanoray.mesh.axis import Axis
-    from nanoray.models.gpt import GPT, ModelShape
-    from nanoray.parallel.tp import cut
-
-    # The cut model needs an axis, but its sums would bring communication into the time.
-    class Silent(Axis):
-        """An axis whose sums are the rank's own tensors."""
-
-        def _all_reduce(self, tensor: Any, what: str, op: Any) -> Any:
-            return tensor
-
-    config = load_config(preset=order["preset"])
-    shape = ModelShape.of(config, VOCAB[config.tokenizer])
-    model = GPT(shape)
-    if tp > 1:
-        cut(model, Silent("tp", tuple(range(tp)), mesh.rank % tp, None, mesh))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    x = torch.randint(shape.vocab_size, (MICRO, shape.block_size))  # (B, T)
-    spans = []
-    mesh.barrier()
-    # Two more steps than are counted.
-    for _ in range(order["steps"] + 2):
-        marks = [time.perf_counter()]
-        loss = model(x, x)
-        marks.append(time.perf_counter())
-        loss.backward()
-        marks.append(time.perf_counter())
-        get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        optimizer.step()
-        for p in model.parameters():
-            if p.grad is not None:
-                p.grad.zero_()  # buckets keep theirs
-        marks.append(time.perf_counter())
-        spans.append([b - a for a, b in pairwise(marks)])
-    # The first ones fill caches
-    medians = [statistics.median(part) for part in zip(*spans[2:], strict=True)]
-    return dict(zip(_PARTS, medians, strict=True))
-
-
-def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
-    """Run the arms in turns and emit the fastest turn's median step. (all ranks)
-
-    A step takes as long as on its slowest rank.
-    """
-    import torch
-
-    from nanoray.bench.arm import Arm, gpt
-    from nanoray.host.host import keep_freed_memory
-
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    arms = {}
-    for name, own in order["arms"].items():
-        # Every rank has the same micro batch in every layout, so that steps compare.
-        batch = {"global_batch_size": 0, "micro_batch_size": MICRO, "grad_accum_steps": 1}
-        base = load_config(preset=order["preset"]).model_dump()
-        config = Config(
-            **(base | {"precision": "fp32", "device": "cpu", "grad_clip": 0.0} | batch | own)
-        )
-        arms[name] = Arm(mesh, config, gpt)
-    fastest = dict.fromkeys(arms, math.inf)
-    # Arms in turn, in another order each time.
-    for turn in range(order["turns"]):
-        for name in rotated(list(arms), turn):
-            arm = arms[name]
-            times = []
-            for _ in range(order["steps"]):
-                mesh.barrier()
-                start = time.perf_counter()
-                arm.step()
-                arm.plan.settle()
-                arm.plan.zero_grad()
-                times.append(time.perf_counter() - start)
-            # A step is as slow as its slowest rank.
-            worst = mesh.all_reduce(
-                torch.tensor([statistics.median(times)], dtype=torch.float64), op="max"
-            ).item()
-            fastest[name] = min(fastest[name], worst)
-    for name, arm in arms.items():
-        arm.plan.close()
-        emit(
-            {"arm": name, "tp": order["arms"][name]["tp"], "mode": order["arms"][name]["dp_mode"]}
-            | {"step_s": fastest[name]}
-        )

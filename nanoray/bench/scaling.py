@@ -1,9 +1,8 @@
 """`python -m nanoray.bench scaling`: fit what communication costs, predict steps, check them.
 
     sweep      all-reduces of every algorithm at --workers ranks (2)     -> alpha and beta of each
-    parts      forward, backward up to each bucket, optimizer, there     -> compute without waiting
-    predict    the simulated step at 2, 3 and 4 ranks, next to the measured one, round by round; a round's value is the
-               fastest of several turns, of parts and of steps: other load on the machine only adds time
+    parts      forward, backward and optimizer there, without exchange   -> compute (parts.py)
+    predict    the simulated step of DDP at 2, 3 and 4 ranks, next to the measured one, round by round
     topologies the same simulation from 1 to 16,384 ranks, on links that a YAML file describes
 
 What the model assumes of this machine. All ranks are equal. Ranks on CPU share the cores fairly:
@@ -18,19 +17,31 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import time
 from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from nanoray.bench.engine import TIME_ENTRY, order_of
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
+from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
-from nanoray.bench.harness.report import Emit, Record, Report, number, say, table
+from nanoray.bench.harness.report import Record, Report, number, say, table
 from nanoray.bench.harness.table import Table, TableColumn, names
+from nanoray.bench.parts import (
+    COLLECTIVES,
+    COMPUTE,
+    PARTS,
+    PLAIN,
+    fastest_turns,
+    one_micro_batch,
+)
 from nanoray.bench.simulate import (
     MEASURED,
     PREDICTED,
@@ -43,20 +54,21 @@ from nanoray.bench.simulate import (
     model_work,
     percent_of_error,
     scaling,
+    work_of,
 )
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.forecast.fit import Fit, fit
 from nanoray.forecast.links import LANES, MODELS, Topology, best, load_topology, topology_names
-from nanoray.forecast.simulate import SimulatedBucket, SimulatedStep, Step, simulate
+from nanoray.forecast.simulate import SimulatedStep, simulate
 from nanoray.host.host import available_cpus
-from nanoray.mesh.mesh import Mesh
+from nanoray.models.gpt import ModelShape
 
-STEP_ENTRY = "nanoray.bench.scaling:step_rank"
 PRESET = "shakespeare-cpu"  # whose step is measured
 SWEEP = ("backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat")
 RANKS = [2**i for i in range(15)]
 SHOWN = (1, 8, 64, 512, 4096, 16384)
+CPU_BYTES = (1 << 12, 1 << 18, 1 << 22)  # of the all-reduces whose CPU time is measured
 TURNS = 6  # of all arms in a round
 
 
@@ -239,17 +251,19 @@ class ScalingBenchmark(Benchmark):
             fits = _sweep(pool, report, args.quick)
 
         # Measure steps, at the base ranks and, if they fit on this machine, at more
-        try:
-            most = RankPool(replace(where, workers=max(where.workers, *checks)))
-        except PlacementError as error:
-            for n in checks:
+        ranks = (where.workers, *checks)
+        there = replace(where, threads=max(1, int(available_cpus()) // max(ranks)))
+        pools = {}
+        for n in ranks:
+            try:
+                pools[n] = RankPool(replace(there, workers=n))
+            except PlacementError as error:
                 report.add(f"{n} ranks", MEASURED, "ms", (), skipped=str(error))
-            most = RankPool(where)
-            checks = []
         turns = 1 if args.quick else TURNS
-        here = _MachineSteps(where.workers, load_config(preset=PRESET).global_batch_size)
-        with part(report, lambda: _compare(report, here, fits["backend"])), most as pool:
-            _measure_steps(pool, here, checks, (args.rounds, turns, args.steps))
+        here = MachineSteps(where.workers, load_config(preset=PRESET, overrides=PLAIN))
+        with part(report, lambda: _compare(report, here, fits["backend"])), ExitStack() as stack:
+            ready = {n: stack.enter_context(pool) for n, pool in pools.items()}
+            here.measure(ready, args.rounds, turns, args.steps)
         if not report.failures:
             _predict(args, report, topologies, fits["backend"], model, here)
 
@@ -309,116 +323,92 @@ def _sweep(pool: RankPool, report: Report, quick: bool) -> dict[str, Fit]:
 
 
 @dataclass
-class _MachineSteps:
+class MachineSteps:
     """The steps of this machine, round by round, and what they ran on."""
 
-    base: int  # ranks whose parts and links are known
-    total: int  # sequences of strong scaling, all ranks together
+    base: int  # ranks whose compute and links are known
+    config: Config
     cores: float = math.inf  # of all ranks together; no limit on GPUs
     threads: int = 1
     lanes: int = 1
-    # (ranks, sequences of each, silent) -> one per round
-    steps: dict[tuple[int, int, bool], list[Record]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    bucket_mb: float = 0.0  # of DDP
+    # By sequences of a rank, one per round
+    compute: dict[int, list[Record]] = field(default_factory=lambda: defaultdict(list))
+    # By (ranks, sequences of each), seconds, one per round
+    steps: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     cpu: Fit | None = None  # CPU seconds of an all-reduce on each rank
 
     @property
     def batch(self) -> int:
         """Sequences of each rank in weak scaling."""
-        return self.total // self.base
+        return self.config.global_batch_size // self.base
+
+    def measure(self, pools: Mapping[int, RankPool], rounds: int, turns: int, steps: int) -> None:
+        """Measure compute at the base ranks, and steps at every number of ranks, in each round."""
+        from nanoray.parallel.ddp import default_bucket_mb
+
+        most = pools[max(pools)]
+        device = torch.device(most.facts[0]["device"])
+        self.lanes = LANES[most.backend]
+        self.bucket_mb = default_bucket_mb(device)
+        common = {"preset": PRESET, "turns": turns, "micro": self.batch}
+        if device.type == "cpu":
+            self.cores = available_cpus() * len({fact["host"] for fact in most.facts})
+            self.threads = most.facts[0]["threads"]
+            calls = {"ops": ["all_reduce"], "sizes": CPU_BYTES, "calls": 10 * steps}
+            spent = [
+                (event["nbytes"], event["cpu_s"])
+                for event in pools[self.base].run(COLLECTIVES, common | calls)
+            ]
+            self.cpu = fit(spent, "backend", self.base)
+
+        # Sequences of each rank: as many as at the base (weak scaling), and where the total divides
+        # evenly also a share of it (strong scaling)
+        orders = {}
+        for n in pools:
+            batches = [self.batch]
+            if n != self.base and self.config.global_batch_size % n == 0:
+                batches.append(self.config.global_batch_size // n)
+            self.steps |= {(n, batch): [] for batch in batches}
+            arms = {
+                str(batch): self.config.model_copy(update=one_micro_batch(batch))
+                for batch in batches
+            }
+            orders[n] = order_of(arms, turns, steps)
+
+        cases = [(1, batch) for batch in sorted({batch for _, batch in self.steps})]
+        for turn in range(rounds):
+            compute = common | {"steps": steps, "cases": cases}
+            for event in pools[self.base].run(COMPUTE, compute):
+                self.compute[event["micro"]].append(event)
+            for n in rotated(list(pools), turn):
+                for batch, step_s in fastest_turns(pools[n].run(TIME_ENTRY, orders[n])).items():
+                    self.steps[n, int(batch)].append(step_s)
+                    say(f"round {turn}  {n} ranks x {batch} sequences  {1e3 * step_s:.1f} ms")
+
+    def work(self, batch: int, turn: int | None = None) -> Work:
+        """Return the compute of a rank with so many sequences: of a round, or of the median one."""
+        rounds = self.compute[batch]
+        if turn is None:
+            rounds = sorted(rounds, key=lambda parts: sum(parts[part] for part in PARTS))
+            turn = len(rounds) // 2
+        forward_s, backward_s, update_s = (rounds[turn][part] for part in PARTS)
+        shape = ModelShape.of(self.config, VOCAB[self.config.tokenizer])
+        passes = (forward_s / batch, backward_s / batch)
+        return work_of(shape, self.bucket_mb, batch, *passes, update_s)
 
     def predict(self, ranks: int, batch: int, turn: int, link: Fit) -> SimulatedStep:
-        """Simulate a step of `ranks` ranks from the parts measured in the same round."""
-        parts = self.steps[self.base, batch, True][turn]
-
+        """Simulate a step of `ranks` ranks from the compute measured in the same round."""
         return simulate(
-            _step(parts),
+            self.work(batch, turn).step(batch),
             lambda nbytes: cost_of(ranks, nbytes, link, self.cpu),
             self.lanes,
             self.cores / ranks,
             self.threads,
         )
 
-    def work(self) -> Work:
-        """Return the median step of weak scaling as compute per sequence."""
-        rounds = sorted(self.steps[self.base, self.batch, True], key=lambda parts: parts["step_s"])
-        step = _step(rounds[len(rounds) // 2])
-        buckets = tuple(SimulatedBucket(b.ready_s / self.batch, b.nbytes) for b in step.buckets)
-        return Work(
-            step.forward_s / self.batch,
-            step.backward_s / self.batch,
-            step.optimizer_s,
-            buckets,
-            self.batch,
-        )
 
-
-def _step(parts: Record) -> Step:
-    buckets = tuple(map(SimulatedBucket, parts["ready_s"], parts["nbytes"]))
-    return Step(parts["forward_s"], parts["backward_s"], parts["optimizer_s"], buckets)
-
-
-def _measure_steps(
-    pool: RankPool, here: _MachineSteps, checks: list[int], counts: tuple[int, int, int]
-) -> None:
-    """Measure the parts at the base ranks, and whole steps at every number of ranks.
-
-    `counts`: rounds, turns of each, steps.
-    """
-    from nanoray.models.gpt import ModelShape
-
-    config = load_config(preset=PRESET)
-    base = here.base
-    on_cpu = pool.facts[0]["device"] == "cpu"
-    cores = available_cpus() * len({f["host"] for f in pool.facts})
-    here.lanes = LANES[pool.backend]
-    if on_cpu:
-        here.cores = cores
-        here.threads = max(1, int(cores) // len(pool.facts))
-
-    # Sequences of each rank, by the number of ranks: as many as at the base (weak scaling), and
-    # where the total divides evenly also a share of it (strong scaling)
-    batches = {base: [here.batch]}
-    for n in checks:
-        batches[n] = [here.batch]
-        if here.total % n == 0:
-            batches[n].append(here.total // n)
-
-    # The parts of a step are measured by silent arms at the base ranks, one for every batch
-    all_batches = sorted({batch for own in batches.values() for batch in own})
-    arms = [(base, batch, True) for batch in all_batches]
-    arms += [(n, batch, False) for n, own in batches.items() for batch in own]
-    rounds, turns, steps = counts
-    order = {
-        "arms": arms,
-        "base": base,
-        "threads": here.threads,
-        "rounds": rounds,
-        "turns": turns,
-        "steps": steps,
-        "shape": ModelShape.of(config, VOCAB[config.tokenizer]).to_dict(),
-        "cpu_bytes": [1 << 12, 1 << 18, 1 << 22] if on_cpu else [],
-        "cpu_calls": 10 * steps,
-    }
-    spent = []
-    for event in pool.run(STEP_ENTRY, order):
-        if "cpu_s" in event:
-            spent.append((event["nbytes"], event["cpu_s"]))
-            continue
-        if spent and here.cpu is None:  # all of them come before the first step
-            here.cpu = fit(spent, "backend", base)
-        arm = event["ranks"], event["batch"], event["silent"]
-        events = here.steps[arm]
-        events.append(event)
-        if len(events) == rounds:
-            median_ms = 1e3 * statistics.median(event["step_s"] for event in events)
-            kind = "parts" if event["silent"] else "step "
-            ranks = f"{event['ranks']} ranks x {event['batch']} sequences"
-            say(f"{kind}  {ranks}  {median_ms:.1f} ms")
-
-
-def _compare(report: Report, here: _MachineSteps, link: Fit) -> None:
+def _compare(report: Report, here: MachineSteps, link: Fit) -> None:
     """Add predicted and measured steps with their error.
 
     Targets apply to more ranks than the model was fitted at.
@@ -427,13 +417,12 @@ def _compare(report: Report, here: _MachineSteps, link: Fit) -> None:
         values = [100 * abs(r) for r in here.cpu.residuals]
         note = "CPU seconds of the backend's all-reduce, fitted in the same way"
         report.add("fit CPU", "residual", "%", values, note, extra=asdict(here.cpu))
-    for (ranks, batch, silent), events in here.steps.items():
-        if silent:
+    for (ranks, batch), measured in here.steps.items():
+        if not measured:
             continue
         mode = "weak" if batch == here.batch else "strong"
         arm = f"{mode} {ranks}"
-        measured = [event["step_s"] for event in events]
-        plans = [here.predict(ranks, batch, turn, link) for turn in range(len(events))]
+        plans = [here.predict(ranks, batch, turn, link) for turn in range(len(measured))]
 
         # The row keeps one schedule: that of the median step
         extra: Record = {"mode": mode, "ranks": ranks, "sequences": batch}
@@ -446,8 +435,8 @@ def _compare(report: Report, here: _MachineSteps, link: Fit) -> None:
         exposed = f"{1e3 * middle.exposed_s:.1f} of {1e3 * middle.busy_s:.1f} ms exposed"
         note = f"{batch} sequences a rank; {exposed}"
 
-        # Sizes outside of the fitted range; only a silent arm records the sizes of its buckets
-        for nbytes in sorted(set(here.steps[here.base, batch, True][0]["nbytes"])):
+        # Sizes outside of the fitted range
+        for nbytes in sorted({bucket.nbytes for bucket in here.work(batch).buckets}):
             remark = link.outside(nbytes)
             if remark:
                 note += f"; {remark}"
@@ -465,7 +454,7 @@ def _predict(
     topologies: dict[str, Topology],
     link: Fit,
     model: Config,
-    here: _MachineSteps,
+    here: MachineSteps,
 ) -> None:
     """Add a row of efficiency per topology, mode and number of ranks.
 
@@ -478,7 +467,7 @@ def _predict(
             work = model_work(model, given, args.compute_ms)
             preset = args.model
         else:
-            work = here.work()
+            work = here.work(here.batch)
             preset = PRESET
         what = f"{preset}, {work.micro} sequences a rank at once"
         compute_ms = 1e3 * (work.forward_s + work.backward_s) * work.micro
@@ -501,170 +490,3 @@ def _predict(
                 note = f"best: {chosen}"
                 report.add(arm, "efficiency", "%", percent, note, extra=extra)
         say(f"predicted  {name}")
-
-
-# The ranks' side.
-
-
-def step_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
-    """Run rounds of the arms [ranks, batch, silent]. (all ranks)
-
-    Emits the CPU time of communication, then the times of each arm. A round is several turns of all
-    arms, and the fastest turn of each counts: other load on the machine only adds time.
-
-    The first `ranks` ranks run an arm in a group of their own while the others wait. A silent arm
-    is DDP with a hook that exchanges nothing: it shows compute, and when each bucket is ready.
-    """
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(order["threads"])
-    arms = [tuple(arm) for arm in order["arms"]]
-    groups = {n: dist.new_group(range(n)) for n in sorted({n for n, _, _ in arms})}
-    own_arms = {}
-    for ranks, batch, silent in arms:
-        if mesh.rank < ranks:
-            group = groups[ranks]
-            own_arms[ranks, batch, silent] = _Arm(mesh, order["shape"], group, batch, silent)
-
-    # CPU seconds of an all-reduce at the base ranks: cores that training cannot use meanwhile
-    for nbytes in order["cpu_bytes"]:
-        spent = None
-        if mesh.rank < order["base"]:
-            tensor = torch.zeros(nbytes // 4)
-            start = time.process_time()
-            for _ in range(order["cpu_calls"]):
-                dist.all_reduce(tensor, group=groups[order["base"]])
-            spent = (time.process_time() - start) / order["cpu_calls"]
-        values = [cpu_s for cpu_s in mesh.gather(spent) or [] if cpu_s is not None]
-        if mesh.rank == 0:
-            emit({"nbytes": nbytes, "cpu_s": statistics.fmean(values)})
-
-    # Steps: of each round the fastest turn counts
-    for _ in range(order["rounds"]):
-        fastest: dict[Any, Record] = {}
-        for _ in range(order["turns"]):
-            for arm in arms:
-                mesh.barrier()
-                own_times = None
-                if arm in own_arms:
-                    own_times = own_arms[arm].run(order["steps"])
-                everyone = mesh.gather(own_times)
-                if everyone is None:
-                    continue  # not rank 0
-                ranks, batch, silent = arm
-                turn = {"ranks": ranks, "batch": batch, "silent": silent}
-                turn |= _across([times for times in everyone if times])
-                if arm not in fastest or turn["step_s"] < fastest[arm]["step_s"]:
-                    fastest[arm] = turn
-        for event in fastest.values():
-            emit(event)
-
-
-def _across(ranks: list[Record]) -> Record:
-    """Join the times of the ranks: the slowest step, and the mean of each part."""
-    joined: Record = {}
-    for key in ("forward_s", "backward_s", "optimizer_s"):
-        joined[key] = statistics.fmean(times[key] for times in ranks)
-    by_bucket = zip(*(times["ready_s"] for times in ranks), strict=True)
-    joined["ready_s"] = [statistics.fmean(moments) for moments in by_bucket]
-    joined["nbytes"] = ranks[0]["nbytes"]
-    joined["step_s"] = max(times["step_s"] for times in ranks)
-    return joined
-
-
-class _Arm:
-    """A model under DDP that runs steps and times their parts.
-
-    Losses mean nothing here: the tokens are random.
-    """
-
-    def __init__(self, mesh: Mesh, shape: Record, group: Any, batch: int, silent: bool) -> None:
-        import torch
-        from torch.nn.parallel import DistributedDataParallel
-
-        from nanoray.models.gpt import GPT, ModelShape
-        from nanoray.parallel.ddp import default_bucket_mb
-
-        torch.manual_seed(0)
-        self.device = mesh.device
-        self.ready = list[tuple[Any, int]]()
-        size = ModelShape(**shape)
-        self.model = DistributedDataParallel(
-            GPT(size).to(mesh.device),
-            device_ids=[mesh.device.index] if mesh.device.type == "cuda" else None,
-            process_group=group,
-            bucket_cap_mb=default_bucket_mb(mesh.device),
-            gradient_as_bucket_view=True,
-        )
-        if silent:
-            self.model.register_comm_hook(
-                group.size(), lambda ranks, bucket: self._stay_silent(ranks, bucket)
-            )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        tokens = (batch, size.block_size)
-        self.tokens = torch.randint(size.vocab_size, tokens, device=mesh.device)  # (B, T)
-        self.run(1)  # after its first backward DDP regroups its buckets
-        self.run(2)  # memory and caches settle
-
-    def _stay_silent(self, ranks: int, bucket: Any) -> Any:
-        import torch
-
-        buffer = bucket.buffer().div_(ranks)  # as DDP does, when it has no hook
-        self.ready.append((self._mark(), buffer.nbytes))
-        devices: list[Any] = [self.device] if self.device.type == "cuda" else []
-        future: Any = torch.futures.Future(devices=devices)
-        future.set_result(buffer)
-        return future
-
-    def _mark(self) -> Any:
-        """Return a moment: of the clock, or of the GPU's stream, which the host runs ahead of."""
-        import torch
-
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def run(self, steps: int) -> Record:
-        """Run steps; return the median step and the medians of its parts.
-
-        The moments of buckets count from the end of forward.
-        """
-        import torch
-
-        # Per step: start, end of forward, each bucket ready, end of backward, end
-        moments: list[list[Any]] = []
-        for _ in range(steps):
-            self.ready = []
-            start = self._mark()
-            loss = self.model(self.tokens, self.tokens)
-            forward = self._mark()
-            loss.backward()
-            backward = self._mark()
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            moments.append([start, forward, *(at for at, _ in self.ready), backward, self._mark()])
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
-        # The median of every span between two moments; backward's spans end at the buckets
-        spans = [[_seconds(begin, end) for begin, end in pairwise(step)] for step in moments]
-        medians = [statistics.median(part) for part in zip(*spans, strict=True)]
-        forward_s, *backward_spans, optimizer_s = medians
-        ends = list(accumulate(backward_spans))
-        return {
-            "forward_s": forward_s,
-            "ready_s": ends[:-1],
-            "backward_s": ends[-1],
-            "optimizer_s": optimizer_s,
-            "nbytes": [nbytes for _, nbytes in self.ready],
-            "step_s": statistics.median(_seconds(step[0], step[-1]) for step in moments),
-        }
-
-
-def _seconds(start: Any, end: Any) -> float:
-    if isinstance(start, float):
-        return end - start
-    return start.elapsed_time(end) / 1e3  # CUDA events, in milliseconds

@@ -129,13 +129,24 @@ def model_work(config: Config, topology: Topology, compute_ms: float | None = No
         seconds = (
             flops_per_token(shape) * shape.block_size / (1e12 * topology.peak_tflops * topology.mfu)
         )
-    backward_s = seconds * 2 / 3
     cap_mb = config.bucket_mb or default_bucket_mb(torch.device("cuda"))
+    return work_of(shape, cap_mb, micro, seconds / 3, seconds * 2 / 3)
+
+
+def work_of(
+    shape: ModelShape,
+    cap_mb: float,
+    micro: int,
+    forward_s: float,
+    backward_s: float,
+    optimizer_s: float = 0.0,
+) -> Work:
+    """Return the work of a model whose passes over one sequence take so long, in DDP's buckets."""
     buckets = tuple(
         SimulatedBucket(share * backward_s, nbytes)
         for share, nbytes in gradient_buckets(shape, cap_mb)
     )
-    return Work(seconds / 3, backward_s, 0.0, buckets, micro)
+    return Work(forward_s, backward_s, optimizer_s, buckets, micro)
 
 
 def gradient_buckets(shape: ModelShape, cap_mb: float) -> list[tuple[float, int]]:

@@ -64,6 +64,7 @@ class Where:
     ray_address: str = "auto"
     timeout_s: float = 600.0  # of a collective, and of the ranks' silence
     shared: bool = False  # more ranks than devices: they take turns on them (processes only)
+    threads: int = 0  # of each rank; 0: an equal share of the cores (not under torchrun)
 
 
 class Rank:
@@ -197,7 +198,7 @@ class _Processes(RankChannel):
             local_slots("cpu", where.workers, [], available_cpus())
             choose_backend([RankDevice("cpu", "", "")], where.backend, None)
         self.ranks = range(where.workers)
-        threads = max(1, int(available_cpus()) // where.workers)
+        threads = where.threads or max(1, int(available_cpus()) // where.workers)
         devices: list[Device | None] = list(slots.devices) or [None]
         self._slots: list[Record] = []
         for rank in self.ranks:
@@ -275,6 +276,7 @@ class _Actors(RankChannel):
             )
         self.ranks = range(where.workers)
         self._timeout_s = where.timeout_s
+        self._threads = where.threads
         self._stack = ExitStack()
         self._actors: list[Any] = []
         self._pending: dict[Any, int] = {}
@@ -299,7 +301,7 @@ class _Actors(RankChannel):
         slot = {
             "workers": place.workers,
             "kind": place.kind,
-            "threads": place.threads,
+            "threads": self._threads or place.threads,
             "timeout_s": self._timeout_s,
         }
         for rank, index in enumerate(place.order):
