@@ -14,10 +14,9 @@ The MIG mode is never changed; the commands for it are printed.
 from __future__ import annotations
 
 import argparse
-import hashlib
+import math
 import os
 import statistics
-import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +24,13 @@ from typing import Any
 from nanoray.base.environment import environment
 from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.bench import collectives
+from nanoray.bench.engine import BITS, STEP, each, order_of
+from nanoray.bench.engine import TIME_ENTRY as ENTRY
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
 from nanoray.bench.harness.plan import SEE_FAILED
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where
-from nanoray.bench.harness.report import Emit, Measurement, Record, Report, say
+from nanoray.bench.harness.report import Measurement, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, names
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
@@ -38,15 +39,10 @@ from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
 from nanoray.host.mig import mig_commands
 from nanoray.host.slots import local_slots
-from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import RankDevice, choose_backend, runtime_nccl_version
 from nanoray.tools.mig import CARDS, compute_share, peak_text, peaks, plan
 
-ENTRY = "nanoray.bench.mig:step_rank"
-# Shakespeare's characters; the tokens are random, because their values cost no time
-VOCAB_SIZE = 65
 MAX_SLICES = 7
-STEP = "step"
 THROUGHPUT = "throughput"
 OF_FLOPS = "of peak FLOP/s"
 OF_BANDWIDTH = "of peak bandwidth"
@@ -133,63 +129,6 @@ def _over(backend: str, arm: Experiment, nccl: tuple[int, int, int] | None) -> E
     return Experiment(
         arm.experiment, f"{arm.name} over {backend}", arm.ranks, arm.devices, backend, refused
     )
-
-
-def step_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
-    """Time blocks of training steps. (all ranks)
-
-    Emits step_ms (one per block, slowest rank), the SMs of rank 0's device, and in `wrong` how many
-    ranks hold weights that are not finite, or not rank 0's, after the last step.
-    """
-    import torch
-
-    from nanoray.models.gpt import GPT, ModelShape
-    from nanoray.models.precision import autocast
-    from nanoray.parallel.ddp import apply_ddp
-    from nanoray.train.optim.groups import make_optimizer
-
-    config = Config(**order["config"])
-    device = mesh.device
-    torch.manual_seed(config.seed)
-    gpt = GPT(ModelShape.of(config, VOCAB_SIZE), config.dropout).to(device)
-    model = apply_ddp(gpt, mesh, config.bucket_mb)
-    optimizer = make_optimizer(gpt, config)
-    torch.manual_seed(config.seed + 1 + mesh.rank)
-    tokens = torch.randint(VOCAB_SIZE, (config.global_batch_size, config.block_size + 1)).to(device)
-    x = tokens[:, :-1].contiguous()  # (B, T)
-    y = tokens[:, 1:].contiguous()  # (B, T)
-
-    def seconds(steps: int) -> float:
-        """Return the seconds of the slowest rank, on rank 0."""
-        mesh.barrier()
-        start = time.perf_counter()
-        for _ in range(steps):
-            with autocast(device.type, config.precision):
-                loss = model(x, y)
-            loss.backward()  # (all ranks) all-reduce of gradients
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return max(mesh.gather(time.perf_counter() - start) or [0.0])
-
-    seconds(3)  # buckets, caches and clocks settle
-    steps = mesh.broadcast(max(2, round(order["block_s"] / max(1e-6, seconds(2) / 2))))
-    step_ms = [1e3 * seconds(steps) / steps for _ in range(order["blocks"])]
-    weights = torch.nn.utils.parameters_to_vector(gpt.parameters()).detach().cpu()
-    held = mesh.gather(
-        (hashlib.sha256(weights.numpy().tobytes()).hexdigest(), bool(weights.isfinite().all()))
-    )
-    if held is not None:
-        if device.type == "cuda":
-            sms = torch.cuda.get_device_properties(device).multi_processor_count
-        else:
-            sms = None
-        wrong = sum(not finite or digest != held[0][0] for digest, finite in held)
-        emit({"step_ms": step_ms, "sms": sms, "wrong": wrong})
-
-
-# The driver's side.
 
 
 # How it is shown.
@@ -444,6 +383,29 @@ def _describe_slice(device: Device) -> str:
     return f"{name} {device.uuid} ({memory}, {compute}, {bandwidth}, {peak_text(peaks(device))})"
 
 
+def time_steps(pool: RankPool, config: Config, blocks: int, block_s: float) -> Record:
+    """Time blocks of steps in which each rank has `global_batch_size` sequences.
+
+    `wrong`: the ranks whose weights are not rank 0's after the last step, or all where the loss is not
+    finite.
+    """
+    sizes = {"micro_batch_size": config.global_batch_size, "grad_accum_steps": 1}
+    own = config.model_copy(update=sizes | {"global_batch_size": 0})
+
+    def run(blocks: int, steps: int) -> list[Record]:
+        # The first block has the first step, in which buckets, caches and clocks settle.
+        order = order_of({STEP: own}, 1 + blocks, steps, [BITS])
+        return [event for event in pool.run(ENTRY, order) if "arm" in event][1:]
+
+    (trial,) = run(1, 2)
+    events = run(blocks, max(2, round(1e3 * block_s / trial["step_ms"])))
+    digests = events[-1]["digests"]
+    wrong = sum(digest != digests[0] for digest in digests)
+    if not math.isfinite(events[-1]["losses"][-1]):
+        wrong = len(digests)
+    return {"step_ms": each(events, "step_ms"), "sms": pool.facts[0]["sms"], "wrong": wrong}
+
+
 def _run(arm: Experiment, args: argparse.Namespace, report: Report, config: Config) -> None:
     """Run one arm and add its rows. Raises RankFailed."""
     devices = len(arm.devices)
@@ -454,7 +416,6 @@ def _run(arm: Experiment, args: argparse.Namespace, report: Report, config: Conf
     )
     blocks = 3 if args.quick else 7
     block_s = 0.2 if args.quick else 1.0
-    steps = {"config": config.model_dump(), "blocks": blocks, "block_s": block_s}
     reduce = {
         "ops": ["all_reduce"] if arm.ranks > 1 else [],
         "dtypes": ["float32"],
@@ -467,7 +428,7 @@ def _run(arm: Experiment, args: argparse.Namespace, report: Report, config: Conf
     # Only the arm's devices are visible, because a pool takes the first that it finds
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(d.uuid for d in arm.devices)}
     with environment(visible), RankPool(where) as pool:
-        events = [*pool.run(ENTRY, steps), *pool.run(collectives.ENTRY, reduce)]
+        events = [time_steps(pool, config, blocks, block_s), *pool.run(collectives.ENTRY, reduce)]
         backend = {"backend": pool.backend, "backend_reason": pool.backend_reason}
         add_rows(report, arm, config, events, backend)
 
@@ -483,6 +444,7 @@ def add_rows(
 
     A share of the peak is one of the peak of its slices.
     """
+    from nanoray.bench.simulate import VOCAB
     from nanoray.models.costs import flops_per_token
     from nanoray.models.gpt import ModelShape
 
@@ -506,7 +468,7 @@ def add_rows(
 
     # Shares of the peaks: compute by the model's operations, bandwidth by the copies
     if "peak_gbps" in extra:
-        flops = flops_per_token(ModelShape.of(config, VOCAB_SIZE))
+        flops = flops_per_token(ModelShape.of(config, VOCAB[config.tokenizer]))
         peak = 1e12 * extra["peak_tflops"] * len(arm.devices)
         add(OF_FLOPS, "%", [100 * rate * flops / peak for rate in rates], peak_text(extra))
         sharers = arm.ranks / len(arm.devices)

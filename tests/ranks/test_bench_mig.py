@@ -13,7 +13,9 @@ import pytest
 
 from nanoray.bench import __main__ as bench
 from nanoray.bench import mig
+from nanoray.bench.engine import time_rank
 from nanoray.bench.harness.report import Report
+from nanoray.bench.simulate import VOCAB
 from nanoray.config import load_config
 from nanoray.host.device import Device
 from nanoray.models.gpt import GPT, ModelShape
@@ -247,7 +249,7 @@ def filled(*cards: dict[str, Any]) -> Report:
 def test_rows_against_closed_forms() -> None:
     report = filled(h200("a", "1g.35gb", *["1g.18gb"] * 5))
     config = load_config(preset="tiny")
-    model = GPT(ModelShape.of(config, mig.VOCAB_SIZE))
+    model = GPT(ModelShape.of(config, VOCAB[config.tokenizer]))
     layers, width, block = config.n_layer, config.n_embd, config.block_size
     per_token = (
         6 * (sum(p.numel() for p in model.parameters()) - block * width)
@@ -326,21 +328,20 @@ def apart(mesh: Any, order: dict[str, Any], emit: Any) -> None:
     from nanoray.parallel import ddp
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ddp, "apply_ddp", lambda model, mesh, bucket_mb: model)
-        mig.step_rank(mesh, order, emit)
+        patch.setattr(ddp, "apply_ddp", lambda model, *_: model)
+        time_rank(mesh, order, emit)
 
 
 def die(mesh: Any, order: dict[str, Any], emit: Any) -> None:
     os._exit(7)
 
 
-def test_ranks_agree_or_are_counted_as_wrong(pools: Any) -> None:
-    order = {"config": load_config(preset="tiny", overrides={"precision": "fp32"}).model_dump()}
-    order |= {"blocks": 2, "block_s": 0.01}
-    broken = order | {"config": order["config"] | {"lr": 1e30}}
-    (right,) = pools(2).run(mig.ENTRY, order)
-    (infinite,) = pools(2).run(mig.ENTRY, broken)
-    (wrong,) = pools(2).run("tests.ranks.test_bench_mig:apart", order)
+def test_ranks_agree_or_are_counted_as_wrong(pools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(preset="tiny", overrides={"precision": "fp32"})
+    right = mig.time_steps(pools(2), config, 2, 0.01)
+    infinite = mig.time_steps(pools(2), config.model_copy(update={"lr": 1e30}), 2, 0.01)
+    monkeypatch.setattr(mig, "ENTRY", "tests.ranks.test_bench_mig:apart")
+    wrong = mig.time_steps(pools(2), config, 2, 0.01)
     assert (right["wrong"], len(right["step_ms"]), right["sms"]) == (0, 2, None)
     assert infinite["wrong"] == 2
     assert wrong["wrong"] == 1

@@ -88,7 +88,7 @@ def test_a_pool_lives_over_several_calls_until_a_rank_raises() -> None:
     assert len(second) == 1
     assert first[0]["threads"] == facts[0]["threads"]
     assert [f["rank"] for f in facts] == [0, 1]
-    assert {"rank", "host", "pid", "device", "name", "uuid", "threads"} == facts[0].keys()
+    assert {"rank", "host", "pid", "device", "name", "uuid", "sms", "threads"} == facts[0].keys()
     assert (pool.backend, pool.backend_reason, pool.nccl) == ("gloo", "CPU ranks", None)
     assert report.conditions["ranks"]["world size"] == 2
     assert report.conditions["ranks"]["on hosts"] == "1 (2)"

@@ -115,9 +115,11 @@ class Rank:
         self._mesh = join(r, versions, self.slot["timeout_s"], START_S, self.store)
         name = cpu_name()
         uuid = ""
+        sms = None
         if self._mesh.device.type == "cuda":
             properties = torch.cuda.get_device_properties(self._mesh.device)
             name = properties.name
+            sms = properties.multi_processor_count
             uuid = self.slot["uuid"] or f"GPU-{properties.uuid}"
         return {
             "rank": r.rank,
@@ -126,6 +128,7 @@ class Rank:
             "device": r.device,
             "name": name,
             "uuid": uuid,
+            "sms": sms,
             "threads": r.threads,
         }
 
