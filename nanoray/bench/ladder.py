@@ -14,15 +14,16 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoray.base.atomic import read_json_lines
 from nanoray.bench.harness.figure import Panel, bars
-from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, data_flags
-from nanoray.bench.harness.processes import Child, arm_environment
-from nanoray.bench.harness.report import Measurement, Record, Report
+from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, data_flags, rotated
+from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment
+from nanoray.bench.harness.report import Measurement, Record, Report, say
 from nanoray.config import Config, load_config, make_config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.prepare import prepare
@@ -44,7 +45,7 @@ class Ladder:
 
     args: argparse.Namespace
     report: Report
-    name: str  # of the preset
+    name: str  # of the preset; "": there is only one ladder
     config: Config
     data: DatasetInfo
     folder: Path
@@ -88,7 +89,7 @@ class Ladder:
 
     def arm(self, rung: str) -> str:
         """Return a rung's name in the report."""
-        return f"{self.name}: {rung}"
+        return f"{self.name}: {rung}" if self.name else rung
 
     def open(self, rung: str, settings: Mapping[str, Any], name: str) -> Record:
         """Open a run for a rung; return the order of its one rank. Raises a NanorayError."""
@@ -190,6 +191,89 @@ class RungProcesses:
         answers = [child.answer(timeout_s) for child in self.children]
         slowest = max(answers, key=lambda answer: answer["step_ms"])
         return slowest | {"cpu_ms": sum(answer["cpu_ms"] for answer in answers)}
+
+
+@dataclass
+class Climb(Ladder):
+    """A ladder of which all rungs stay alive, with what was started and found."""
+
+    ranks: dict[str, RungProcesses] = field(default_factory=dict)
+    ready_s: dict[str, list[float]] = field(default_factory=dict)
+    step_ms: dict[str, list[float]] = field(default_factory=dict)
+    cpu_ms: dict[str, list[float]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    steps: int = 1  # of a block
+
+    def fail(self, rung: str, error: Exception) -> None:
+        """Note that a rung has failed, and end it; the others go on."""
+        self.failed[rung] = f"{self.arm(rung)}: {error}"
+        self.report.failures.append(self.failed[rung])
+        if rung in self.ranks:
+            self.ranks.pop(rung).end()
+
+    def add(self, rung: str, *row: Any, **more: Any) -> None:
+        """Add a row of a rung, with the reason where it failed or was skipped."""
+        more["error"] = self.failed.get(rung, "")
+        if not more["error"]:
+            more["skipped"] = self.skipped.get(rung, "")
+        super().add(rung, *row, **more)
+
+    def orders(self, rung: str, settings: Mapping[str, Any]) -> list[Record]:
+        """Open a run for a rung; return the order of each of its ranks. Raises a NanorayError."""
+        # A rung that is started again opens a second run, which needs a name of its own.
+        name = rung.replace(" + ", "-").replace(" ", "-") + f"-{len(self.ready_s.get(rung, []))}"
+        ranks = settings.get("_ranks", 1)
+        order = self.open(rung, settings, name) | {"world": ranks}
+        order |= {"pinned": settings.get("_pinned"), "keep_memory": settings.get("_keep")}
+        if settings.get("_eager"):
+            order["arm"] = "plain"
+        if settings.get("_threads"):
+            order["threads"] = settings["_threads"]
+        return [order | {"rank": rank} for rank in range(ranks)]
+
+    def start(self, rung: str, orders: list[Record], stack: ExitStack) -> None:
+        """Start the processes of a rung; record the seconds until they are ready for a step."""
+        try:
+            ranks = RungProcesses(self, rung, orders, self.args.timeout_s)
+        except ChildFailed as error:
+            self.fail(rung, error)
+            return
+        self.ranks[rung] = stack.enter_context(ranks)
+        self.ready_s.setdefault(rung, []).append(ranks.ready_s)
+
+    def run_rounds(
+        self,
+        rungs: Sequence[str],
+        rounds: int,
+        block: Callable[[str, bool], Mapping[str, float]],
+        steps_for: Callable[[Mapping[str, float]], int],
+    ) -> None:
+        """Let the rungs run a block of steps in turn, round by round in rotating order.
+
+        The first round does not count: memory and caches settle. Its milliseconds of a step decide
+        how many steps a block has, the same for all rungs: `steps_for`. block(rung, counts) runs one
+        and returns its answer, or {} for a rung that leaves the round out. A rung that fails leaves
+        the rotation, and the others go on.
+        """
+        for turn in range(-1, rounds):
+            settled: dict[str, float] = {}
+            for rung in rotated(rungs, max(turn, 0)):
+                if rung in self.failed:
+                    continue
+                try:
+                    found = block(rung, turn >= 0)
+                except ChildFailed as error:
+                    self.fail(rung, error)
+                    continue
+                if turn >= 0:
+                    self.step_ms.setdefault(rung, []).append(found["step_ms"])
+                    self.cpu_ms.setdefault(rung, []).append(found.get("cpu_ms", 0.0))
+                elif found:
+                    settled[rung] = found["step_ms"]
+            if turn < 0:
+                self.steps = steps_for(settled)
+            say(f"round {turn + 1}/{rounds}  {self.name}  blocks of {self.steps} steps")
 
 
 def environment_of(folder: Path, name: str, gpu: str = "") -> dict[str, str]:

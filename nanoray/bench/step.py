@@ -31,18 +31,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, with_values
-from nanoray.bench.harness.plan import (
-    chosen,
-    rotated,
-    settings_of,
-)
-from nanoray.bench.harness.processes import ChildFailed, scratch_folder
+from nanoray.bench.harness.plan import chosen, settings_of
+from nanoray.bench.harness.processes import scratch_folder
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.ladder import (
@@ -50,8 +46,7 @@ from nanoray.bench.ladder import (
     MEMORY,
     PRODUCTS,
     TOKENS,
-    Ladder,
-    RungProcesses,
+    Climb,
     add_ladder_flags,
     draw_rungs,
     environment_of,
@@ -239,36 +234,6 @@ class StepBenchmark(Benchmark):
 # What is measured.
 
 
-@dataclass
-class Climb(Ladder):
-    """A ladder of which all rungs stay alive, with what was started and found."""
-
-    ranks: dict[str, RungProcesses] = field(default_factory=dict)
-    ready_s: dict[str, list[float]] = field(default_factory=dict)
-    step_ms: dict[str, list[float]] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    steps: int = 1
-
-    @property
-    def rungs(self) -> tuple[str, ...]:
-        return LADDERS[self.name].rungs
-
-    def fail(self, arm: str, error: Exception) -> None:
-        """Note that an arm has failed, and end it; the others go on."""
-        self.failed[arm] = f"{self.arm(arm)}: {error}"
-        self.report.failures.append(self.failed[arm])
-        if arm in self.ranks:
-            self.ranks.pop(arm).end()
-
-    def add(self, rung: str, *row: Any, **more: Any) -> None:
-        """Add a row of a rung, with the reason where it failed or was skipped."""
-        more["error"] = self.failed.get(rung, "")
-        if not more["error"]:
-            more["skipped"] = self.skipped.get(rung, "")
-        super().add(rung, *row, **more)
-
-
 def _prepare(
     args: argparse.Namespace, report: Report, name: str, overrides: dict[str, str], folder: Path
 ) -> Climb:
@@ -299,7 +264,7 @@ def _start_all(climb: Climb, arms: list[str], stack: ExitStack) -> None:
 
     # The ceiling of `of peak`.
     for dtype in ("float32", "bfloat16"):
-        _start(climb, stack, f"{PRODUCTS} {dtype}", [products(_size_of(dtype), dtype)])
+        climb.start(f"{PRODUCTS} {dtype}", [products(_size_of(dtype), dtype)], stack)
 
     # Only what this machine can run is started; the rest appears in the report with its
     # reason.
@@ -316,42 +281,16 @@ def _start_all(climb: Climb, arms: list[str], stack: ExitStack) -> None:
             climb.skipped[arm] = f"compile = true {reason}"
             continue
         say(f"start  {climb.arm(arm)}")
-        _start(climb, stack, arm, _orders_of(climb, arm))
+        climb.start(arm, climb.orders(arm, RUNGS[arm]), stack)
         # Once more, from the cache that the first start has left
         if arm == "compile" and arm in climb.ranks:
             climb.ranks.pop(arm).end()
-            _start(climb, stack, arm, _orders_of(climb, arm))
+            climb.start(arm, climb.orders(arm, RUNGS[arm]), stack)
 
 
 def _size_of(dtype: str) -> int:
     """Return the size of the matrices: smaller where a product in bf16 is emulated, and so slower."""
     return SIZE if dtype == "float32" or cpu_features() & BF16_UNITS else SIZE // 2
-
-
-def _orders_of(climb: Climb, arm: str) -> list[Record]:
-    """Open a run for an arm; return the order of each of its ranks."""
-    how = RUNGS[arm]
-    # `compile` opens a second run, which needs a name of its own.
-    name = arm.replace(" + ", "-").replace(" ", "-") + f"-{len(climb.ready_s.get(arm, []))}"
-    ranks = how.get("_ranks", 1)
-    order = climb.open(arm, how, name) | {"world": ranks}
-    order |= {"pinned": how.get("_pinned"), "keep_memory": how.get("_keep")}
-    if how.get("_eager"):
-        order["arm"] = "plain"
-    if how.get("_threads"):
-        order["threads"] = how["_threads"]
-    return [order | {"rank": rank} for rank in range(ranks)]
-
-
-def _start(climb: Climb, stack: ExitStack, arm: str, orders: list[Record]) -> None:
-    """Start the processes of an arm; record the seconds until they are ready for a step."""
-    try:
-        ranks = RungProcesses(climb, arm, orders, climb.args.timeout_s)
-    except ChildFailed as error:
-        climb.fail(arm, error)
-        return
-    climb.ranks[arm] = stack.enter_context(ranks)
-    climb.ready_s.setdefault(arm, []).append(ranks.ready_s)
 
 
 def _run_rounds(climb: Climb) -> None:
@@ -361,47 +300,32 @@ def _run_rounds(climb: Climb) -> None:
     # itself.
     args = climb.args
     peer = None
-    if args.nanogpt and PEER in climb.rungs and PEER in chosen(args.arms, ARMS):
+    if args.nanogpt and PEER in _rungs_of(climb) and PEER in chosen(args.arms, ARMS):
         peer = NanoGPT(args.nanogpt, climb.config, climb.data, climb.folder)
 
-    # An arm that fails leaves the rotation, and the others go on.
-    arms = [*climb.ranks, *([PEER] if peer else [])]
-    settled = 0.0
-    # The first one does not count: memory and caches settle
-    for turn in range(-1, args.rounds):
-        for arm in rotated(arms, max(turn, 0)):
-            if arm in climb.failed or (arm == PEER and turn < 0):
-                continue
-            try:
-                if peer and arm == PEER:
-                    steps = max(LEAST_OF_PEER, climb.steps)
-                    ms = peer.step_ms(steps, climb.env, args.timeout_s)
-                else:
-                    ms = _time_block(climb, arm)
-            except ChildFailed as error:
-                climb.fail(arm, error)
-                continue
-            settled = ms if arm == BASE else settled
-            if turn >= 0:
-                climb.step_ms.setdefault(arm, []).append(ms)
+    def block(arm: str, counts: bool) -> dict[str, float]:
+        if peer and arm == PEER:
+            if not counts:
+                return {}
+            steps = max(LEAST_OF_PEER, climb.steps)
+            return {"step_ms": peer.step_ms(steps, climb.env, args.timeout_s)}
+        # A step that does not count: while the arm slept, others had the caches, and idle memory
+        # may be gone.
+        climb.ranks[arm].block(1, args.timeout_s)
+        steps = PRODUCTS_PER_BLOCK if arm.startswith(PRODUCTS) else climb.steps
+        return climb.ranks[arm].block(steps, args.timeout_s)
 
-        # The block that did not count decides how many steps fill BLOCK_MS. The number is the
-        # same for all arms, so that a slow minute of the machine hits all of them.
-        if turn < 0 and settled and not args.quick:
-            climb.steps = max(1, round(BLOCK_MS / settled))
-        say(f"round {turn + 1}/{args.rounds}  {climb.name}  {BASE} {settled:.1f} ms")
+    # As many steps as fill BLOCK_MS with the base, for all arms
+    def steps_for(settled_ms: Mapping[str, float]) -> int:
+        if args.quick or BASE not in settled_ms:
+            return climb.steps
+        return max(1, round(BLOCK_MS / settled_ms[BASE]))
+
+    climb.run_rounds([*climb.ranks, *([PEER] if peer else [])], args.rounds, block, steps_for)
 
 
-def _time_block(climb: Climb, arm: str) -> float:
-    """Let an arm run a block of steps; return milliseconds per step, of the slower rank.
-
-    A step before the block does not count: while the arm slept, others had the caches, and idle
-    memory may be gone.
-    """
-    ranks = climb.ranks[arm]
-    ranks.block(1, climb.args.timeout_s)
-    steps = PRODUCTS_PER_BLOCK if arm.startswith(PRODUCTS) else climb.steps
-    return ranks.block(steps, climb.args.timeout_s)["step_ms"]
+def _rungs_of(climb: Climb) -> tuple[str, ...]:
+    return LADDERS[climb.name].rungs
 
 
 def _add_rows(climb: Climb) -> None:
@@ -419,7 +343,7 @@ def _add_rows(climb: Climb) -> None:
     what = f"{config.global_batch_size} sequences of {config.block_size} tokens, blocks of {climb.steps}"
 
     # A failed or skipped arm gets its row of tokens, which carries the reason, and no others.
-    for arm in climb.rungs:
+    for arm in _rungs_of(climb):
         if arm not in (*climb.step_ms, *climb.failed, *climb.skipped):
             continue
         rate = [1e3 * tokens / ms for ms in climb.step_ms.get(arm, [])]

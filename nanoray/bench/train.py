@@ -23,11 +23,12 @@ baseline-384, engine-384), and what measuring the collectives of two ranks costs
 from __future__ import annotations
 
 import argparse
-import json
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from nanoray.base.atomic import read_json_lines
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, measured
 from nanoray.bench.harness.launchers import (
@@ -49,18 +50,22 @@ from nanoray.bench.harness.plan import (
     rotated,
 )
 from nanoray.bench.harness.processes import ChildFailed, python_in, session_members
-from nanoray.bench.harness.report import Report, say
+from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, names
-from nanoray.bench.ladder import Ladder, RungProcesses
+from nanoray.bench.ladder import Climb
 from nanoray.errors import ConfigError
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
 from nanoray.host.slots import local_slots
 
-NARROW = ("baseline", "engine", "engine-2")
-WIDE = ("baseline-384", "engine-384")
-# Arm -> --comm_trace, at two ranks
-TRACED = {"untraced": "off", "every-50": "every=50", "always": "always"}
+# The loops: settings of each, as of the rungs of a ladder
+NARROW: dict[str, Record] = {"baseline": {"_eager": True}, "engine": {}, "engine-2": {"_ranks": 2}}
+WIDE: dict[str, Record] = {"baseline-384": {"_eager": True}, "engine-384": {}}
+TRACED: dict[str, Record] = {
+    "untraced": {"_ranks": 2},
+    "every-50": {"_ranks": 2, "comm_trace": "every=50"},
+    "always": {"_ranks": 2, "comm_trace": "always"},
+}
 ARMS = (*LAUNCHERS, *NARROW, *WIDE, *TRACED)
 ON_CLUSTER = {"ray", "torchtrainer"}
 WIDTH_384 = {"n_layer": 6, "n_head": 6, "n_embd": 384, "block_size": 256, "global_batch_size": 4}
@@ -203,8 +208,7 @@ class TrainBenchmark(Benchmark):
             _measure_launchers(plan)
             _measure_loops(plan, NARROW, {})
             _measure_loops(plan, WIDE, WIDTH_384)
-            _measure_loops(plan, tuple(TRACED), {})
-            _add_communication_rows(plan)
+            _measure_loops(plan, TRACED, {})
         _add_targets(report)
 
 
@@ -292,101 +296,62 @@ def _add_launcher_rows(plan: BenchPlan, found: dict[str, list[Moments]]) -> None
             )
 
 
-def _measure_loops(plan: BenchPlan, group: tuple[str, ...], shape: dict[str, int]) -> None:
+def _measure_loops(plan: BenchPlan, group: dict[str, Record], shape: dict[str, int]) -> None:
     """Run blocks of steps of each arm of a group in turn, and add their step times."""
     arms = [arm for arm in plan.arms if arm in group]
     if not arms:
         return
+    args = plan.args
+    traced = group is TRACED
 
-    # A traced block has its length from the windows that it must contain, so it is longer.
-    traced = group == tuple(TRACED)
-    timeout_s = plan.args.timeout_s
-    blocks = 1 if plan.args.quick else (2 if traced else BLOCKS_PER_ROUND) * plan.args.rounds
-    found: dict[str, list[tuple[float, float]]] = {arm: [] for arm in arms}
-    with ExitStack() as stack:
-        ranks: dict[str, RungProcesses] = {}
+    # As the baseline's: loops are compared here, number formats in `bench step`. No arm sees a GPU.
+    values = {"precision": "fp32", "log_every": 10, "timeout_s": args.timeout_s} | shape
+    where = (plan.folder, plan.env | {"CUDA_VISIBLE_DEVICES": ""}, "cpu")
+    climb = Climb.of_preset(args, plan.report, "", *where, values, args.loop_preset)
+    # Blocks of wide loops take seconds
+    climb.steps = 1 if shape else 5
 
-        # All arms of a group stay alive and run in turns. The first block is short: it warms an
-        # arm up and shows how fast the machine is.
-        for arm in arms:
-            try:
-                ranks[arm] = stack.enter_context(_start_arm(plan, arm, shape))
-                found[arm] = [_time_block(ranks[arm], 5 if not shape else 1, timeout_s)]
-                say(f"warm  {arm:<13} {found[arm][0][0]:.1f} ms")
-            except ChildFailed as error:
-                plan.fail(arm, error)
+    def block(arm: str, counts: bool) -> dict[str, float]:
+        return climb.ranks[arm].block(climb.steps, args.timeout_s)
 
-        # A block of the fastest arm takes about a second; all arms do as many steps.
-        fastest_ms = min((values[0][0] for values in found.values() if values), default=1000.0)
-        steps = max(1, round((200 if plan.args.quick else 1000) / fastest_ms))
+    def steps_for(settled_ms: Mapping[str, float]) -> int:
+        # A traced block has its length from the windows that it must contain, so it is longer.
         if traced:
-            steps = TRACED_STEPS // 2 if plan.args.quick else TRACED_STEPS
-        # A block that does not count: memory and caches settle
-        settle = 0 if plan.args.quick else 1
+            return TRACED_STEPS // 2 if args.quick else TRACED_STEPS
+        # A block of the fastest arm takes about a second; all arms do as many steps.
+        fastest_ms = min(settled_ms.values(), default=1000.0)
+        return max(1, round((200 if args.quick else 1000) / fastest_ms))
 
-        def add_rows() -> None:
-            # The warm-up, and the block in which memory settles, count for nothing.
-            note = f"blocks of {steps} steps; preset {plan.args.loop_preset}"
-            if shape:
-                note += ", width 384, T 256, batch 4"
-            for arm in arms:
-                counted = found[arm][1 + settle :]
-                times = [step for step, _ in counted]
-                plan.add(arm, "compute: step", "ms", times, note)
-                if traced:
-                    cpu = [cpu for _, cpu in counted]
-                    plan.add(arm, CPU_TIME, "ms", cpu, "all threads of both ranks")
+    def add_rows() -> None:
+        note = f"blocks of {climb.steps} steps; preset {args.loop_preset}"
+        if shape:
+            note += ", width 384, T 256, batch 4"
+        for arm in arms:
+            climb.add(arm, "compute: step", "ms", climb.step_ms.get(arm, []), note)
+            if traced:
+                cpu = climb.cpu_ms.get(arm, [])
+                climb.add(arm, CPU_TIME, "ms", cpu, "all threads of both ranks")
+        if traced:
+            _add_communication_rows(climb)
 
-        with part(plan.report, add_rows):
-            for turn in range(-settle, blocks):
-                for arm in rotated(arms, turn):
-                    try:
-                        if arm not in plan.broken:
-                            found[arm].append(_time_block(ranks[arm], steps, timeout_s))
-                    except ChildFailed as error:
-                        plan.fail(arm, error)
+    blocks = 1 if args.quick else (2 if traced else BLOCKS_PER_ROUND) * args.rounds
+    with part(plan.report, add_rows), ExitStack() as stack:
+        for arm in arms:
+            climb.start(arm, climb.orders(arm, group[arm]), stack)
+        climb.run_rounds(list(climb.ranks), blocks, block, steps_for)
 
 
-def _add_communication_rows(plan: BenchPlan) -> None:
+def _add_communication_rows(climb: Climb) -> None:
     """Add what the traced arms found out about their collectives: one value per record of the run."""
-    for arm in TRACED:
-        if arm == "untraced" or arm not in plan.arms or arm in plan.broken:
-            continue
-
+    for arm, run in climb.runs.items():
         # The run itself recorded its collectives; nothing is measured a second time here.
-        (run,) = plan.folder.glob(f"*_{arm}")
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        if "comm_trace" not in TRACED[arm] or arm in climb.failed:
+            continue
+        records = read_json_lines(run / "metrics.jsonl")
         for metric, (name, unit) in COMM.items():
             values = [r[metric] for r in records if metric in r]
             if values:  # a short run has no A/B comparison
-                plan.add(arm, name, unit, values, "of a step, as the run itself recorded it")
-
-
-def _start_arm(plan: BenchPlan, arm: str, shape: dict[str, int]) -> RungProcesses:
-    """Start the processes of an arm, ready for their first step. Raises ChildFailed."""
-    world = 2 if arm in ("engine-2", *TRACED) else 1
-
-    # As the baseline's: loops are compared here, number formats in `bench step`
-    values = {"precision": "fp32", "log_every": 10, "timeout_s": plan.args.timeout_s} | shape
-    values["comm_trace"] = TRACED.get(arm, "off")
-
-    # No arm sees a GPU.
-    env = plan.env | {"CUDA_VISIBLE_DEVICES": ""}
-    where = (plan.folder, env, "cpu")
-    ladder = Ladder.of_preset(
-        plan.args, plan.report, "loops", *where, values, plan.args.loop_preset
-    )
-    order = ladder.open(arm, {}, arm) | {"world": world}
-    if arm.startswith("baseline"):
-        order["arm"] = "plain"
-    orders = [order | {"rank": rank} for rank in range(world)]
-    return RungProcesses(ladder, arm, orders, plan.args.timeout_s)
-
-
-def _time_block(ranks: RungProcesses, steps: int, timeout_s: float) -> tuple[float, float]:
-    """Run `steps` steps of an arm; return wall and CPU milliseconds per step."""
-    found = ranks.block(steps, timeout_s)
-    return found["step_ms"], found["cpu_ms"]
+                climb.add(arm, name, unit, values, "of a step, as the run itself recorded it")
 
 
 def _add_targets(report: Report) -> None:
