@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any
 
 from nanoray.bench.engine import STEP, TIME_ENTRY, Found, collect, each, order_of
-from nanoray.bench.harness.benchmark import Benchmark, Count
+from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel, dots, with_values
-from nanoray.bench.harness.node import run_on_nodes
 from nanoray.bench.harness.plan import add_arms_flag, add_settings_flag, chosen, settings_of
-from nanoray.bench.harness.processes import ChildFailed
+from nanoray.bench.harness.rank_pool import RankPool
+from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Measurement, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, arms_with, names
 from nanoray.bench.harness.thin_links import parse_links, why_not
@@ -142,20 +142,19 @@ class HybridBenchmark(Benchmark):
         for speed in links:
             link = str(speed) if speed else LOOPBACK
             say(link)
-            per_node = args.ranks_per_node
-            try:
-                answer = run_on_nodes(NODES, per_node, speed, TIME_ENTRY, order, args.timeout_s)
-            except ChildFailed as error:
-                report.failures.append(f"{link}: {error}")
-                continue
-            report.conditions["ranks"] = f"{len(answer['facts'])}, {answer['backend']}"
             found: Found = {name: [] for name in arms}
-            collect(answer["events"], report, found)
-            for name, events in found.items():
-                times = each(events, "step_ms")
-                crossed = [event["crossed"] / args.steps / 1e6 for event in events if speed]
-                _add_rows(report, f"{name} at {link}", times, crossed, expected[name])
-            _compare(report, arms, link)
+
+            def add_rows(link: str = link, found: Found = found) -> None:
+                for name, events in found.items():
+                    times = each(events, "step_ms")
+                    crossed = [e["crossed"] / args.steps / 1e6 for e in events if "crossed" in e]
+                    _add_rows(report, f"{name} at {link}", times, crossed, expected[name])
+                _compare(report, arms, link)
+
+            where = Where(ranks, device="cpu", timeout_s=args.timeout_s, nodes=NODES, speed=speed)
+            with part(report, add_rows), RankPool(where) as pool:
+                report.conditions["ranks"] = f"{len(pool.facts)}, {pool.backend}"
+                collect(pool.run(TIME_ENTRY, order), report, found)
 
 
 def _expected_mb(config: Config, ranks: int) -> float:

@@ -31,7 +31,6 @@ from nanoray.base.atomic import read_json_lines
 from nanoray.bench.engine import STEP, TIME_ENTRY, each, order_of
 from nanoray.bench.harness.benchmark import Benchmark, Count, part
 from nanoray.bench.harness.figure import Figure, Panel
-from nanoray.bench.harness.node import run_on_nodes
 from nanoray.bench.harness.plan import (
     add_arms_flag,
     add_data_flags,
@@ -41,8 +40,8 @@ from nanoray.bench.harness.plan import (
     numbers_of,
     settings_of,
 )
-from nanoray.bench.harness.processes import ChildFailed, scratch_folder
-from nanoray.bench.harness.rank_pool import RankPool, describe
+from nanoray.bench.harness.processes import scratch_folder
+from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
 from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Emit, Record, Report, number, say
 from nanoray.bench.harness.table import Cell, Table, TableColumn, names
@@ -603,13 +602,17 @@ def time_all(
     for (arm, config), speed in itertools.product(configs.items(), speeds):
         steps = max(LEAST_STEPS, config.sync_every)  # a window is a round of replicas that meet
         order = order_of({arm: config}, 1 + WINDOWS, steps, model="gpt on text")
+        where = Where(
+            args.workers, device="cpu", timeout_s=args.timeout_s, nodes=args.workers, speed=speed
+        )
         try:
-            answer = run_on_nodes(args.workers, 1, speed, TIME_ENTRY, order, args.timeout_s)
-        except ChildFailed as error:
+            with RankPool(where) as pool:
+                events = list(pool.run(TIME_ENTRY, order))
+        except RankFailed as error:
             report.failures.append(f"{arm}, on {speed}: {error}")
             continue
         # The first window has the first step, which allocates
-        windows = [event for event in answer["events"] if "step_ms" in event][1:]
+        windows = [event for event in events if "step_ms" in event][1:]
         ms = each(windows, "step_ms")
         kb = [window["crossed"] / steps / args.workers / 1e3 for window in windows]
         note = f"windows of {steps} steps"

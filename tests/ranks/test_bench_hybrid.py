@@ -28,7 +28,7 @@ from nanoray.bench.hybrid import ARMS, BETWEEN, FORMULA, STEP, HybridBenchmark
 def test_what_makes_no_sense_is_refused(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hybrid, "run_on_nodes", lambda *_: pytest.fail("it started a node"))
+    monkeypatch.setattr(hybrid, "RankPool", lambda _: pytest.fail("it started ranks"))
     assert bench.main(["hybrid", "--quick", *flags]) == 2
     assert text in capsys.readouterr().err
 
