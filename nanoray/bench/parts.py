@@ -47,6 +47,11 @@ def fastest_turns(events: Iterable[Record]) -> dict[str, float]:
     return {arm: min(seconds) for arm, seconds in turns.items()}
 
 
+def seconds_of(compute: Record) -> float:
+    """Return what forward, backward and update take together."""
+    return float(sum(compute[part] for part in PARTS))
+
+
 # On every rank.
 
 
@@ -114,15 +119,12 @@ def compute_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     if mesh.device.type == "cpu":
         keep_freed_memory()
 
-    def whole(parts: dict[str, float]) -> float:
-        return sum(parts.values())
-
     for tp, micro in order["cases"]:
         own = [_time_compute(mesh, order, tp, micro) for _ in range(order["turns"])]
         everyone = mesh.gather(own)
         if everyone is not None:
-            turns = [max(of_turn, key=whole) for of_turn in zip(*everyone, strict=True)]
-            emit({"tp": tp, "micro": micro} | min(turns, key=whole))
+            turns = [max(of_turn, key=seconds_of) for of_turn in zip(*everyone, strict=True)]
+            emit({"tp": tp, "micro": micro} | min(turns, key=seconds_of))
 
 
 def _time_compute(mesh: Mesh, order: Record, tp: int, micro: int) -> dict[str, float]:

@@ -18,8 +18,8 @@ import argparse
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ from nanoray.bench.parts import (
     PLAIN,
     fastest_turns,
     one_micro_batch,
+    seconds_of,
 )
 from nanoray.bench.simulate import (
     MEASURED,
@@ -251,10 +252,9 @@ class ScalingBenchmark(Benchmark):
             fits = _sweep(pool, report, args.quick)
 
         # Measure steps, at the base ranks and, if they fit on this machine, at more
-        ranks = (where.workers, *checks)
-        there = replace(where, threads=max(1, int(available_cpus()) // max(ranks)))
+        there = replace(where, threads=max(1, int(available_cpus()) // max(where.workers, *checks)))
         pools = {}
-        for n in ranks:
+        for n in (where.workers, *checks):
             try:
                 pools[n] = RankPool(replace(there, workers=n))
             except PlacementError as error:
@@ -262,8 +262,15 @@ class ScalingBenchmark(Benchmark):
         turns = 1 if args.quick else TURNS
         here = MachineSteps(where.workers, load_config(preset=PRESET, overrides=PLAIN))
         with part(report, lambda: _compare(report, here, fits["backend"])), ExitStack() as stack:
-            ready = {n: stack.enter_context(pool) for n, pool in pools.items()}
-            here.measure(ready, args.rounds, turns, args.steps)
+            # On this machine all of them live as long as it takes; a cluster may have room for one.
+            living = {}
+            if where.launcher == "processes":
+                living = {n: stack.enter_context(pool) for n, pool in pools.items()}
+
+            def pool_of(n: int) -> AbstractContextManager[RankPool]:
+                return nullcontext(living[n]) if living else RankPool(replace(there, workers=n))
+
+            here.measure(list(pools), pool_of, args.rounds, turns, args.steps)
         if not report.failures:
             _predict(args, report, topologies, fits["backend"], model, here)
 
@@ -343,29 +350,41 @@ class MachineSteps:
         """Sequences of each rank in weak scaling."""
         return self.config.global_batch_size // self.base
 
-    def measure(self, pools: Mapping[int, RankPool], rounds: int, turns: int, steps: int) -> None:
+    def measure(
+        self,
+        ranks: Sequence[int],
+        pool_of: Callable[[int], AbstractContextManager[RankPool]],
+        rounds: int,
+        turns: int,
+        steps: int,
+    ) -> None:
         """Measure compute at the base ranks, and steps at every number of ranks, in each round."""
         from nanoray.parallel.ddp import default_bucket_mb
 
-        most = pools[max(pools)]
-        device = torch.device(most.facts[0]["device"])
-        self.lanes = LANES[most.backend]
+        def run(n: int, function: str, order: Record) -> list[Record]:
+            with pool_of(n) as pool:
+                return list(pool.run(function, order))
+
+        with pool_of(max(ranks)) as most:
+            facts = most.facts
+            self.lanes = LANES[most.backend]
+        device = torch.device(facts[0]["device"])
         self.bucket_mb = default_bucket_mb(device)
-        common = {"preset": PRESET, "turns": turns, "micro": self.batch}
+        common = {"preset": PRESET, "micro": self.batch}
         if device.type == "cpu":
-            self.cores = available_cpus() * len({fact["host"] for fact in most.facts})
-            self.threads = most.facts[0]["threads"]
-            calls = {"ops": ["all_reduce"], "sizes": CPU_BYTES, "calls": 10 * steps}
+            self.cores = available_cpus() * len({fact["host"] for fact in facts})
+            self.threads = facts[0]["threads"]
+            calls = {"ops": ["all_reduce"], "sizes": CPU_BYTES, "calls": 10 * steps, "turns": turns}
             spent = [
                 (event["nbytes"], event["cpu_s"])
-                for event in pools[self.base].run(COLLECTIVES, common | calls)
+                for event in run(self.base, COLLECTIVES, common | calls)
             ]
             self.cpu = fit(spent, "backend", self.base)
 
         # Sequences of each rank: as many as at the base (weak scaling), and where the total divides
         # evenly also a share of it (strong scaling)
         orders = {}
-        for n in pools:
+        for n in ranks:
             batches = [self.batch]
             if n != self.base and self.config.global_batch_size % n == 0:
                 batches.append(self.config.global_batch_size // n)
@@ -377,20 +396,24 @@ class MachineSteps:
             orders[n] = order_of(arms, turns, steps)
 
         cases = [(1, batch) for batch in sorted({batch for _, batch in self.steps})]
+        compute = common | {"turns": max(1, turns // 2), "steps": steps, "cases": cases}
         for turn in range(rounds):
-            compute = common | {"steps": steps, "cases": cases}
-            for event in pools[self.base].run(COMPUTE, compute):
-                self.compute[event["micro"]].append(event)
-            for n in rotated(list(pools), turn):
-                for batch, step_s in fastest_turns(pools[n].run(TIME_ENTRY, orders[n])).items():
+            # Compute before and after the steps: other load on the machine may begin in between.
+            alone = run(self.base, COMPUTE, compute)
+            for n in rotated(ranks, turn):
+                for batch, step_s in fastest_turns(run(n, TIME_ENTRY, orders[n])).items():
                     self.steps[n, int(batch)].append(step_s)
                     say(f"round {turn}  {n} ranks x {batch} sequences  {1e3 * step_s:.1f} ms")
+            alone += run(self.base, COMPUTE, compute)
+            for _, micro in cases:
+                turns_of = [event for event in alone if event["micro"] == micro]
+                self.compute[micro].append(min(turns_of, key=seconds_of))
 
     def work(self, batch: int, turn: int | None = None) -> Work:
         """Return the compute of a rank with so many sequences: of a round, or of the median one."""
         rounds = self.compute[batch]
         if turn is None:
-            rounds = sorted(rounds, key=lambda parts: sum(parts[part] for part in PARTS))
+            rounds = sorted(rounds, key=seconds_of)
             turn = len(rounds) // 2
         forward_s, backward_s, update_s = (rounds[turn][part] for part in PARTS)
         shape = ModelShape.of(self.config, VOCAB[self.config.tokenizer])
@@ -417,7 +440,9 @@ def _compare(report: Report, here: MachineSteps, link: Fit) -> None:
         values = [100 * abs(r) for r in here.cpu.residuals]
         note = "CPU seconds of the backend's all-reduce, fitted in the same way"
         report.add("fit CPU", "residual", "%", values, note, extra=asdict(here.cpu))
-    for (ranks, batch), measured in here.steps.items():
+    for (ranks, batch), found in here.steps.items():
+        # A round that was interrupted may have steps, and no compute yet
+        measured = found[: len(here.compute[batch])]
         if not measured:
             continue
         mode = "weak" if batch == here.batch else "strong"

@@ -209,7 +209,7 @@ def test_a_killed_rank_leaves_the_fits(
     )
     written = json.loads((tmp_path / "r.json").read_text())
     assert {r["arm"] for r in written["rows"]} >= {"fit backend", "fit ring", "fit tree"}
-    assert {r["arm"] for r in written["rows"] if r["metric"] == MEASURED} == {"weak 2"}
+    assert not [r for r in written["rows"] if r["metric"] == MEASURED]
     (failure,) = written["failures"]
     assert re.match(
         r"rank 1 \(pid \d+, cpu\) in tests.ranks.test_bench_scaling:die: it was ended by SIGKILL",
