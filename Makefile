@@ -69,11 +69,11 @@ bench: setup
 # ARGS="--device cpu" tries it out. Writes docs/results/gpu-*.json.
 bench-gpu:
 	@test -n "$(GPU_PYTHON)" || { echo "bench-gpu: no python3 here has torch; make bench-gpu GPU_PYTHON=/path/to/python3" >&2; exit 1; }
-	@"$(GPU_PYTHON)" -m nanoray.bench.gpu_day $(ARGS)
+	@"$(GPU_PYTHON)" -m tests.gpu.day $(ARGS)
 
 # Where pip works, for a GPU machine without a package index: what may be missing there, as build/gpu-day.tar.
 bench-gpu-bundle:
-	@"$(PYTHON)" -m nanoray.bench.gpu_bundle $(ARGS)
+	@"$(PYTHON)" -m tests.gpu.bundle $(ARGS)
 
 # The generated pages of docs/, and with `make site` all of it as a website in build/site, which opens without a server.
 docs: setup

@@ -4,7 +4,7 @@
 
 Each feature is compared with a plain way to compute the same, and both are timed, at the sizes of
 GPT-2 124M with micro batches of 12. Each runs in a process of its own: one that hangs or crashes
-costs its own row. gpu_day.py starts it.
+costs its own row. day.py starts it.
 """
 
 from __future__ import annotations

@@ -15,11 +15,13 @@ from typing import Any
 import pydantic
 import pytest
 
-from nanoray.bench import gpu, gpu_bundle, gpu_day
-from nanoray.bench.gpu_day import Day, DayPart
+from nanoray.bench import gpu
 from nanoray.bench.harness.processes import arm_environment, scratch_folder
 from nanoray.bench.harness.report import Report, conditions
+from tests.gpu import bundle as gpu_bundle
+from tests.gpu import day as gpu_day
 from tests.gpu import features
+from tests.gpu.day import Day, DayPart
 
 ROOT = Path(__file__).resolve().parents[2]
 HIDDEN = ROOT / "tests" / "harness" / "hidden"
@@ -30,7 +32,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run the day in a Python without some packages, from a folder with a space."""
     out = tmp_path / "the results"
-    command = [sys.executable, "-m", "nanoray.bench.gpu_day", "--device", "cpu"]
+    command = [sys.executable, "-m", "tests.gpu.day", "--device", "cpu"]
     env = os.environ | {"PYTHONPATH": str(HIDDEN), "NANORAY_TEST_HIDDEN": hidden}
     return subprocess.run(
         [*command, "--out", str(out), "--bundle", str(tmp_path / "bundle"), *flags],
@@ -214,15 +216,13 @@ def test_what_cannot_run_is_said_in_one_line(
     if hidden:
         # Its metadata, too, which a hidden module leaves
         script = "import importlib.metadata as m, sys\nm.version = lambda name: m.distribution('no ' + name).version\n"
-        script += (
-            "from nanoray.bench import gpu_day\nraise SystemExit(gpu_day.main(['--device', 'cpu']))"
-        )
+        script += "from tests.gpu import day as gpu_day\nraise SystemExit(gpu_day.main(['--device', 'cpu']))"
         done = subprocess.run(
             [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True
         )
     else:
         env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "nanoray.bench.gpu_day", *flags, "--out", str(tmp_path)]
+        command = [sys.executable, "-m", "tests.gpu.day", *flags, "--out", str(tmp_path)]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert (done.returncode, message in done.stderr) == (code, True), done.stderr
 
@@ -286,7 +286,7 @@ def test_make_installs_nothing_for_it() -> None:
         capture_output=True,
         text=True,
     )
-    assert told.stdout.splitlines()[-1] == '"some python" -m nanoray.bench.gpu_day --device cpu'
+    assert told.stdout.splitlines()[-1] == '"some python" -m tests.gpu.day --device cpu'
     assert "venv" not in told.stdout
     assert "pip" not in told.stdout
 

@@ -1,9 +1,10 @@
 """All that a GPU should be asked while it is at hand, in ten minutes: `make bench-gpu`.
 
-    python3 -m nanoray.bench.gpu_day [--budget_s 570] [--device cpu] [--quick] [--parts A,B]
+    python3 -m tests.gpu.day [--budget_s 570] [--device cpu] [--quick] [--parts A,B]
 
-It needs Python 3.10, torch 2.11 or newer, this tree, and the packages that gpu_bundle.py collects.
-Of those it takes from build/gpu-day what this Python cannot import.
+It needs Python 3.10, torch 2.11 or newer, this tree, and the packages that bundle.py collects.
+Of those it takes from build/gpu-day what this Python cannot import. It lies here and not in the
+package because it runs the tests of this folder: an installed nanoray has none.
 
     search for gpt2-124m         the fastest settings, and their MFU              bench tune
     ladder of gpt2-124m          what each change gains a step                    bench gpu
@@ -31,7 +32,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanoray.base.atomic import write_json
-from nanoray.bench.gpu_bundle import FOLDER, NEEDED, ROOT, how_to_get, is_there, unpack
 from nanoray.bench.harness.processes import (
     Child,
     ChildFailed,
@@ -41,6 +41,7 @@ from nanoray.bench.harness.processes import (
 )
 from nanoray.bench.harness.report import Report, conditions, load_average, say
 from nanoray.host.host import available_cpus
+from tests.gpu.bundle import FOLDER, NEEDED, ROOT, how_to_get, is_there, unpack
 
 OLDEST_TORCH = (2, 11)
 LEAST_S = 15.0  # with less, no part begins
@@ -50,7 +51,7 @@ TEST_S = 45.0  # of the longest test: none begins later than this before the end
 SECONDS = "seconds"
 TESTS = "tests/gpu"
 LOG_LINES = 40  # of a part, on the terminal
-COMMAND = "python -m nanoray.bench.gpu_day"
+COMMAND = "python -m tests.gpu.day"
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """The packages that a GPU machine without a package index may lack: `make bench-gpu-bundle`.
 
-    python3 -m nanoray.bench.gpu_bundle [--python 3.12] [--text input.txt]
+    python3 -m tests.gpu.bundle [--python 3.12] [--text input.txt]
 
 It needs Python with pip, and a package index. build/gpu-day then has wheels of numpy, pydantic,
 PyYAML, nvidia-ml-py and pytest with all that they need, and tiny Shakespeare.
 build/gpu-day.tar has that and this tree: unpack it on the GPU machine, and run `make bench-gpu`
-there. gpu_day.py takes from it only what cannot be imported there.
+there. day.py takes from it only what cannot be imported there.
 """
 
 from __future__ import annotations
