@@ -62,28 +62,16 @@ LARGE = "64 MB"
 STATED_FOR = (4, "gloo")  # ranks and backend of the targets
 TIE = 1.1  # medians closer than this swap places from run to run
 
-# NCCL's numbers, which its logs of before 2.24 have in place of names (nccl.h, NCCL_ALGO_* and
-# NCCL_PROTO_*).
-_ALGOS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
-_PROTOS = ("LL", "LL128", "SIMPLE")
 _DECISION = re.compile(r"AllReduce: *(\d+) Bytes -> Algo (\w+) proto (\w+)", re.IGNORECASE)
 
 
 def parse_tuning_log(text: str) -> list[tuple[int, str, str]]:
     """Return (bytes, algorithm, protocol) of every all-reduce in a log of NCCL's TUNING subsystem.
 
-    The names are in capitals. Both forms are read: `Algo 1 proto 2 time ...` (NCCL 2.19 to 2.23)
-    and `Algo RING proto SIMPLE channel{...}`.
+    The names are in capitals. (NCCL before 2.24, which no torch from 2.11 on has, writes numbers.)
     """
-
-    def name(word: str, names: tuple[str, ...]) -> str:
-        known = word.isdigit() and int(word) < len(names)
-        return names[int(word)] if known else word.upper()
-
-    return [
-        (int(size), name(algo, _ALGOS), name(proto, _PROTOS))
-        for size, algo, proto in _DECISION.findall(text)
-    ]
+    found = _DECISION.findall(text)
+    return [(int(size), algo.upper(), proto.upper()) for size, algo, proto in found]
 
 
 # What a rank does.

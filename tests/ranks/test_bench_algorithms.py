@@ -20,21 +20,10 @@ node:41:41 [0] NCCL INFO AllReduce: 4 Bytes -> Algo RING proto LL channel{Lo..Hi
 node:41:41 [0] NCCL INFO Broadcast: 1024 Bytes -> Algo RING proto SIMPLE channel{Lo..Hi}={0..1}
 node:41:41 [0] NCCL INFO AllReduce:   67108864 Bytes -> Algo NVLS_TREE proto Simple channel{Lo..Hi}={0..15}
 """
-NUMBERED = """\
-node:41:41 [0] NCCL INFO AllReduce: 1024 Bytes -> Algo 0 proto 0 time 12.300000
-node:41:41 [0] NCCL INFO AllGather: 1024 Bytes -> Algo 1 proto 2 time 9.900000
-node:41:41 [0] NCCL INFO AllReduce: 67108864 Bytes -> Algo 1 proto 2 time 400.125000
-node:41:41 [0] NCCL INFO AllReduce: 64 Bytes -> Algo 99 proto 1 time 1.000000
-"""
 
 
-def test_the_tuning_log_is_read_in_both_forms() -> None:
+def test_the_tuning_log_is_read() -> None:
     assert bench.parse_tuning_log(NAMED) == [(4, "RING", "LL"), (67108864, "NVLS_TREE", "SIMPLE")]
-    assert bench.parse_tuning_log(NUMBERED) == [
-        (1024, "TREE", "LL"),
-        (67108864, "RING", "SIMPLE"),
-        (64, "99", "LL128"),
-    ]
     assert bench.parse_tuning_log("NCCL INFO AllReduce: opCount 1 sendbuff 0x1 count 9") == []
 
 
