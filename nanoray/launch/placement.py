@@ -42,6 +42,7 @@ from nanoray.launch.ray_compat import (
     has_tokens,
     prepared_processes,
     refuses_token,
+    reread_authentication,
     token_of_this_user,
 )
 from nanoray.launch.signals import Stop, StopRequested
@@ -86,7 +87,9 @@ def connected(
     temp: str | None = None
     with ExitStack() as devices:
         # A program that goes on afterwards finds its environment as it was: with the token of a
-        # Ray that is gone it could connect to no other.
+        # Ray that is gone it could connect to no other, nor launch again.
+        if slots is not None:
+            devices.callback(reread_authentication)  # of the environment that is restored first
         devices.enter_context(restored(*_SET_BY_RAY))
         # The devices stay restricted until the end: another launch of this process may use others.
         if slots is not None:
@@ -138,6 +141,7 @@ def _local_options(slots: Slots, temp: str) -> dict[str, Any]:
     has_token = os.environ.keys() & {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"} or _TOKEN_FILE.exists()
     if not has_token:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+        reread_authentication()
     return {
         "num_cpus": max(1, int(available_cpus())),
         "num_gpus": len(slots.devices),

@@ -54,6 +54,17 @@ def token_of_this_user() -> str:
     return str(loader.get_raw_token(ignore_auth_mode=True))
 
 
+def reread_authentication() -> None:
+    """Let Ray read its token and whether to send one from the environment, as in a new process.
+
+    It keeps what it has read first: each later Ray of this process would refuse that token.
+    """
+    if has_tokens():
+        raylet: Any = ray._raylet
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
+        raylet.Config.initialize("")
+
+
 def draining_nodes(api: Any) -> dict[str, Any]:
     """Return the nodes that Ray is draining, by their id. A frozen head blocks this call."""
     return dict(api._private.state.state.get_draining_nodes())

@@ -490,7 +490,7 @@ def test_a_local_ray_is_closed_to_others_and_leaves_nothing(
     tmp_path: Path, forked_ray: dict[str, str]
 ) -> None:
     """The Ray that nanoray starts: its dashboard listens on loopback, the jobs API wants this run's
-    token, and its processes and folders go with it.
+    token, and its processes and folders go with it. The next one of the same process has another token.
     """
     code = """
 import contextlib, io, re, socket, urllib.error, urllib.request
@@ -510,6 +510,8 @@ with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, 
         local, state = line.split()[1], line.split()[3]
         if state == "0A" and int(local.split(":")[1], 16) == port:
             inodes.add(local.split(":")[0])
+with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, [], 1.0)):
+    pass
 print("cannot ask for a token" in said.getvalue(), code, sorted(inodes))
 """
     env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
