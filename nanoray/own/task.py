@@ -264,6 +264,13 @@ class OwnTask:
             y, samples = y
         loss = loss_of(model, self._given.loss_fn, x, y)
 
+        # The trial has seen the first batch. Python code may return something else for another one.
+        if not isinstance(loss, (Tensor, Weighted)):
+            raise ConfigError(
+                f"the loss of a batch is {describe(loss)}, and that of the first one was a tensor; "
+                "to skip a batch, return nanoray.Weighted for all of them, and for this one a sum "
+                "of the output times 0 and the weight 0"
+            )
         # All ranks add up weights, or none does.
         has_weight = isinstance(loss, Weighted)
         if self._has_weights is None:

@@ -45,6 +45,7 @@ MODEL = {
 LOSS = {
     "as a tensor of one real number": "a validation loss of many numbers",
     "the number of targets": "a gradient of the wrong sign or size",
+    "and that of the first one was a tensor": "an error that names no cause, and a retry",
     "the loss is nanoray.Weighted for some batches": "a mean with wrong weights",
 }
 OPTIMIZER = {
