@@ -86,7 +86,11 @@ def test_a_launcher_with_a_ray_of_its_own_trains(arm: str, text: Path, tmp_path:
 
 @pytest.mark.timeout(SLOW_S)
 @pytest.mark.parametrize(
-    "arms", [train.NARROW, pytest.param(train.WIDE, marks=pytest.mark.full), tuple(train.TRACED)]
+    "arms",
+    [
+        train.NARROW,
+        *(pytest.param(arms, marks=pytest.mark.full) for arms in (train.WIDE, tuple(train.TRACED))),
+    ],
 )
 def test_every_loop_trains(arms: tuple[str, ...], text: Path, tmp_path: Path) -> None:
     rows = measure(text, tmp_path, "--loop_preset", "tiny", "--arms", ",".join(arms))

@@ -116,14 +116,15 @@ def test_a_rank_keeps_its_share_of_the_experts_only(pools: Pools) -> None:
             assert rank["gradient_elements"] < rank["elements"] / 4 * 1.1, each["arm"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("bug", "arm", "metric"),
     [
         ("gates", {"tp": 2}, equivalence.WEIGHT),
-        pytest.param("expert_bias", {"tp": 2}, equivalence.WEIGHT, marks=pytest.mark.full),
-        pytest.param("expert_pieces", {"tp": 2}, equivalence.NORM, marks=pytest.mark.full),
-        pytest.param("lost_losses", {"pp": 2}, equivalence.WEIGHT, marks=pytest.mark.full),
-        pytest.param("bare_losses", {"pp": 2}, equivalence.WEIGHT, marks=pytest.mark.full),
+        ("expert_bias", {"tp": 2}, equivalence.WEIGHT),
+        ("expert_pieces", {"tp": 2}, equivalence.NORM),
+        ("lost_losses", {"pp": 2}, equivalence.WEIGHT),
+        ("bare_losses", {"pp": 2}, equivalence.WEIGHT),
     ],
 )
 def test_a_planted_bug_makes_the_matrix_red(

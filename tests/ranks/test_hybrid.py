@@ -102,6 +102,7 @@ def test_groups_train_as_one_process_does_beside_other_axes(
         require_one_process(found, settings)
 
 
+@pytest.mark.full
 def test_a_planted_bug_makes_it_red(pools: Pools) -> None:
     """In both ways to send slices; without the bugs these arms are right (above)."""
     order = {

@@ -246,7 +246,9 @@ def fit(
     return [json.loads(line)["train/loss"] for line in lines], model, optimizer
 
 
-@pytest.mark.parametrize("layers", [(nn.Tanh(),), (nn.Dropout(0.2),)])
+@pytest.mark.parametrize(
+    "layers", [pytest.param((nn.Tanh(),), marks=pytest.mark.full), (nn.Dropout(0.2),)]
+)
 def test_a_scripts_model_is_copied_and_left_alone(
     tmp_path: Path, layers: tuple[nn.Module, ...]
 ) -> None:

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -272,10 +271,10 @@ def test_a_missing_package_is_one_line_before_step_1(
     module: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A Python that finds no wandb
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['wandb'] = None\n")
-    command = [sys.executable, "-m", module, "--dataset", str(text), "--track", "wandb"]
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    script = tmp_path / "script.py"
+    start = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    script.write_text(f"import runpy, sys\nsys.modules['wandb'] = None\n{start}\n")
+    done = run(str(script), "--dataset", str(text), "--track", "wandb", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
         "error: track = wandb needs the package wandb, which this Python does not have; run: pip "

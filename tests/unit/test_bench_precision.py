@@ -197,7 +197,7 @@ def test_wrong_flags_are_refused(
     assert re.search(re.escape(message), capsys.readouterr().err)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_real_quick_run(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [
         f"--{flag}={tmp_path / f'r.{end}'}" for flag, end in (("json", "json"), ("figure", "svg"))

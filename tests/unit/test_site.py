@@ -164,6 +164,7 @@ def test_no_page_scrolls_to_the_side(site: Path, tab: Tab) -> None:
 
 
 @in_chromium
+@pytest.mark.full
 def test_what_is_too_wide_is_found(site: Path, tab: Tab, tmp_path: Path) -> None:
     """A picture that is wider than the phone, and a table that is wider than the screen."""
     html = (site / "gpu.html").read_text(encoding="utf-8")
