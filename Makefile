@@ -103,11 +103,12 @@ UV = $(or $(shell command -v uv 2>/dev/null),$(OWN_UV))
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 VENV = $(if $(filter-out $(OWN_UV),$(UV)),rm -rf .venv && "$(UV)" venv --quiet --seed --python "$(PYTHON)" .venv,"$(PYTHON)" -m venv --clear .venv)
 GET_UV = $(if $(filter $(OWN_UV),$(UV)),$(PIP) uv || echo "without uv: pip installs all",:)
-# uv does not read pip's configuration: the indexes and folders of wheels that it names, as flags.
-INDEXES := from pip._internal.commands import create_command; from pip._internal.models.index import PyPI; \
-	o, _ = create_command("install").parse_args([]); \
-	print(*["--default-index=" + o.index_url] * (o.index_url != PyPI.simple_url), *["--no-index"] * o.no_index, \
-	*["--index=" + url for url in o.extra_index_urls], *["--find-links=" + url for url in o.find_links])
+# uv does not read pip's configuration: the indexes and folders of wheels that it names, as flags of uv.
+INDEXES := import ast, subprocess, sys; \
+	pip = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True); \
+	rows = [line.partition("=") for line in pip.stdout.splitlines()]; \
+	named = [(key.split(".")[-1], ast.literal_eval(value)) for key, _, value in rows]; \
+	print(*[f"--{key}={url}" for key, value in named for url in value.split() if key in ("index-url", "extra-index-url", "find-links")])
 UV_PIP = [ -x "$(UV)" ] && "$(UV)" pip install --quiet --python $(PY) --index-strategy unsafe-best-match \
 	$$($(PY) -c '$(INDEXES)') -c constraints.txt
 INSTALL = { $(UV_PIP) $(1); } || $(PIP) $(1)
