@@ -34,7 +34,7 @@ PLAIN = {"precision": "fp32", "dropout": 0.0, "grad_clip": 0.0}
 
 
 def one_micro_batch(size: int) -> Record:
-    """Return the settings of an arm in which each replica has so many sequences a step."""
+    """Return the settings of an arm in which each replica has `size` sequences a step."""
     return PLAIN | {"micro_batch_size": size, "grad_accum_steps": 1, "global_batch_size": 0}
 
 

@@ -410,7 +410,7 @@ class MachineSteps:
                 self.compute[micro].append(min(turns_of, key=seconds_of))
 
     def work(self, batch: int, turn: int | None = None) -> Work:
-        """Return the compute of a rank with so many sequences: of a round, or of the median one."""
+        """Return the compute of a rank with `batch` sequences: of a round, or of the median one."""
         rounds = self.compute[batch]
         if turn is None:
             rounds = sorted(rounds, key=seconds_of)
