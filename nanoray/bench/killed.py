@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from nanoray.base.atomic import read_json_lines
 from nanoray.base.proc import stat_of
 from nanoray.bench.cluster import NodeCluster
 from nanoray.bench.harness.launchers import RANK_PID
@@ -334,8 +335,7 @@ class TrainingProcess:
     def losses(self) -> dict[int, float]:
         """Return step -> loss as the run's file holds them at its end."""
         (path,) = self.folder.glob("*/metrics.jsonl")
-        records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        return {record["step"]: record["train/loss"] for record in records}
+        return {record["step"]: record["train/loss"] for record in read_json_lines(path)}
 
     def noticed_s(self, arm: str, killed: float) -> float | None:
         """Return the seconds until the launcher logged the kill; None without such a line."""
@@ -360,10 +360,9 @@ class TrainingProcess:
         else:
             # nanoray's driver measures it itself
             for path in self.folder.glob("*/faults.jsonl"):
-                for line in path.read_text().splitlines():
-                    event = json.loads(line)
+                for event in read_json_lines(path):
                     if event.get("event") == "fault" and event.get("detect_s") is not None:
-                        return event["detect_s"]
+                        return float(event["detect_s"])
             return None
         return next((at - killed for at in sorted(moments) if at >= killed - 0.001), None)
 

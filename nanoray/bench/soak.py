@@ -13,7 +13,6 @@ nanoray.launch has `--faults disk-full@...`.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nanoray.base.atomic import read_json_lines
 from nanoray.base.text import aligned
 from nanoray.bench.chaos import (
     FAST_HEALTH,
@@ -440,10 +440,9 @@ def _compare_runs(report: Report, clean: Path | None, faulty: Path | None, steps
 
 
 def _read_logged_values(run: Path) -> dict[tuple[int, str], float]:
-    records = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return {
         (record["step"], key): record[key]
-        for record in records
+        for record in read_json_lines(run / "metrics.jsonl")
         for key in COMPARED
         if key in record
     }

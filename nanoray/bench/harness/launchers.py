@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from nanoray.base.atomic import read_json_lines
 from nanoray.bench.harness.processes import Child, ChildFailed, all_processes, free_port
 
 LAUNCHERS = ("plain", "torchrun", "ray", "ray-init", "torchtrainer", "torchtrainer-init")
@@ -184,9 +184,7 @@ def moments(
     """
     # A second run folder would be a restart, and its times those of a recovery
     (run,) = [path.parent for path in out_dir.glob("*/run.json")]
-    records: list[dict[str, Any]] = [
-        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
+    records = read_json_lines(run / "metrics.jsonl")
     if records[0]["step"] != 1 or records[-1]["step"] != steps:
         raise ValueError(
             f"steps {records[0]['step']} to {records[-1]['step']} instead of 1 to {steps}"
