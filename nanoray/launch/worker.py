@@ -254,7 +254,11 @@ class Worker:
             trainer: Callable[..., dict[str, Any]] = self._train or train
             if self._script:
                 trainer = self._script.unpack()
-            outcome = trainer(run, rendezvous, observers, self._next_order, store, rejoin)
+            try:
+                outcome = trainer(run, rendezvous, observers, self._next_order, store, rejoin)
+            except SystemExit as ended:
+                # This process would end without a word, as one that was killed.
+                raise RuntimeError(f"sys.exit({ended.code!r}) was called") from ended
             if self._output:
                 self._output.finish()
             result = {"ok": True, **outcome}

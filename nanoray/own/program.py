@@ -46,7 +46,12 @@ class Program:
 
         run = Run(spec, rendezvous, self._given, observers, wanted, store, rejoin)
         torch.manual_seed(spec.config.seed)  # the same new weights on all ranks
-        self._main(run)
+        try:
+            self._main(run)
+        except SystemExit as ended:
+            # A script may end by sys.exit() after its training.
+            if ended.code or run.outcome is None:
+                raise
         if run.outcome is None:
             raise ConfigError(_untrained(self._main))
         return run.outcome

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from nanoray.launch.worker import DRIVER_SILENT_S, LostPeer, Worker
 from nanoray.mesh.mesh import _MEETINGS
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.mesh.wire import SealedStore
+from nanoray.own.program import Program
 from tests.harness.commands import watchers_of
 from tests.harness.scripted_ray import make_spec
 
@@ -147,6 +149,26 @@ def test_an_exception_becomes_data(
     assert (found["step"], found["phase"]) == (7, "backward")
     assert (found["error"], found["message"]) == (type(error).__name__, str(error))
     assert "raise error" in found["traceback"]
+
+
+def test_a_script_that_exits_is_an_error_or_at_its_end_none(spec: RunSpec) -> None:
+    """SystemExit would end the process as if it had been killed."""
+
+    def main(run: Any, code: int | None, trained: bool) -> None:
+        run.outcome = {"exit_reason": "finished"} if trained else None
+        sys.exit(code)
+
+    def end(code: int | None, trained: bool) -> dict[str, Any]:
+        program = Program(partial(main, code=code, trained=trained), frozenset())
+        return worker(program).run(spec.to_dict(), R)
+
+    for code in (0, None):
+        assert end(code, trained=True) == {"ok": True, "exit_reason": "finished"}
+    for code, trained in ((5, True), (5, False), (0, False)):
+        found = end(code, trained)
+        assert (found["ok"], found["kind"]) == (False, "exception")
+        assert found["message"] == f"sys.exit({code}) was called"
+        assert "sys.exit(code)" in found["traceback"]
 
 
 def test_the_position_of_an_earlier_process_in_the_slot_is_forgotten(spec: RunSpec) -> None:
