@@ -320,6 +320,15 @@ class Driver:
         reached("finished")
         if self.faults.recovery:  # the run ended before it completed another step
             self.faults.close_as_recovered()
+
+        # What a script does after its training may fail on a rank: that changes no outcome.
+        assert self.at.collector
+        for failure in self.at.collector.failures:
+            if failure.cause in ("exception", "refused"):
+                say(
+                    f"\nwarning  {failure.title}. The training had ended, and its outcome stands; the "
+                    f"traceback is in {self.at.spec.log(failure.rank)}"
+                )
         if outcome["exit_reason"] != "stopped":
             return outcome | {"exit_code": 0, "why": ""}
         if self.stop.requested:

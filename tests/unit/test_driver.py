@@ -67,6 +67,29 @@ def test_a_run_without_faults(tmp_path: Path) -> None:
     assert (run.causes, run.reports, run.orders) == ([], [], [])
 
 
+def test_an_error_of_a_script_after_its_training_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another rank than 0, whose end is the run's."""
+    run = Run(tmp_path)
+    finish = run.ray._finish
+
+    def fail_after_fit(attempt: int, reason: str) -> None:
+        failed = {"ok": False, "kind": "exception", "exit_code": 1, "error": "ValueError"}
+        failed |= {"message": "in the export", "traceback": "", "step": 40, "phase": "done"}
+        run.ray.members[1].runs[-1].set(failed)
+        finish(attempt, reason)
+
+    monkeypatch.setattr(run.ray, "_finish", fail_after_fit)
+    assert ended_well(run())
+    output = capsys.readouterr().out
+    assert (
+        "warning  rank 1 (pid 1001, node 10.0.0.1) failed in done of step 40: ValueError: in the "
+        in output
+    )
+    assert f"its outcome stands; the traceback is in {run.spec.log(1)}\n" in output
+
+
 def test_a_killed_rank_is_replaced_and_the_others_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
