@@ -132,7 +132,18 @@ class CallbackObserver(Observer):
     def _begin(self) -> None:
         if not self._begun:
             self._begun = True
+            self._name_strange_hooks()
             self._call("on_run_start", self._run)
+
+    def _name_strange_hooks(self) -> None:
+        """Note hooks of other trainers, or with a slip in the name: nothing would call them."""
+        hooks = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in dir(type(self._callback)):
+            if name.startswith("on_") and name not in hooks:
+                self._note(
+                    f"note    {type(self._callback).__name__}.{name} is no hook of "
+                    f"nanoray.Callback, and nothing calls it; the hooks are {', '.join(hooks)}"
+                )
 
     def _call(self, name: str, *args: Any) -> None:
         """Call a hook. Whatever it does, the run goes on, or stops with a checkpoint."""

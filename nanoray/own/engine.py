@@ -104,7 +104,7 @@ class RuntimeEngine:
         self.model = model
         self.optimizer = optimizer
         self.loss_fn = loss_fn
-        self.callbacks = callbacks
+        self.callbacks = [*callbacks]  # an iterator would yield them once
         self._one = optimizer_of(optimizer)
         self._updated = require_all_parameters(model, self._one)
         schedulers = schedulers_of(scheduler, self._one)

@@ -68,8 +68,10 @@ class Fitted:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         settings = {"out_dir": str(out), "log_every": 1, "eval_every": 2, "checkpoint_every": 0}
         settings |= {"tensorboard": False, "device": "cpu", "micro_batch_size": 4} | config
+        # An iterator, which yields them once: each of these tests fails if it is read twice.
+        callbacks: Any = iter(given)
         engine = nanoray.RuntimeEngine(
-            self.model, self.optimizer, settings, nn.functional.mse_loss, given
+            self.model, self.optimizer, settings, nn.functional.mse_loss, callbacks
         )
         for each in given:
             each.engine = engine  # type: ignore[attr-defined]
@@ -246,6 +248,28 @@ class Reports(nanoray.own.callbacks.ReportingCallback):  # type: ignore[name-def
 
     def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
         self.seen[step] = self.seen.get(step, {}) | dict(record)
+
+
+class OfAnotherTrainer(nanoray.Callback):
+    """Has a hook that nanoray has not, and one that it has."""
+
+    def on_train_end(self, trainer: Any) -> None:
+        raise AssertionError("nothing calls it")
+
+    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
+        pass
+
+
+def test_a_hook_that_nothing_calls_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Fitted(tmp_path, OfAnotherTrainer())
+    output = capsys.readouterr().out
+    note = (
+        "note    OfAnotherTrainer.on_train_end is no hook of nanoray.Callback, and nothing calls it"
+    )
+    assert f"{note}; the hooks are on_run_start, on_step_end, " in output
+    assert output.count("is no hook") == 1
 
 
 def log_everywhere(self: Acts, *args: Any) -> None:
