@@ -34,6 +34,7 @@ from nanoray.own.run import Run
 from nanoray.own.schedule import OwnSchedule
 from nanoray.own.shards import cut_optimizer, follow_parameters
 from nanoray.own.side_effects import undisturbed
+from nanoray.own.skipping_ddp import SkippingDDP
 from nanoray.own.step_hooks import AfterUpdate, StepHooks
 from nanoray.own.trial import TrialSubject, try_model
 from nanoray.own.weighted_flow import WeightedFlow
@@ -235,7 +236,7 @@ class OwnTask:
     @property
     def script(self) -> Script:
         no_trace = partial(undisturbed, code=(self._given.loss_fn,))
-        return Script(no_trace, self._step_hooks, LayerOrder, WeightedFlow)
+        return Script(no_trace, self._step_hooks, SkippingDDP, LayerOrder, WeightedFlow)
 
     def _step_hooks(
         self,

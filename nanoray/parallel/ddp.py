@@ -10,9 +10,8 @@ A hook may average the buckets in place of the backend: by an all-reduce written
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -25,13 +24,11 @@ from torch.nn.utils import get_total_norm
 
 from nanoray.base.compat import NO_BUFFER_SYNC
 from nanoray.config import Config
-from nanoray.errors import ConfigError
 from nanoray.mesh.algorithms import AsyncAllReduce
 from nanoray.mesh.axis import Axis, data_axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.compress import Compressor, SendingBucket
 from nanoray.parallel.mode import DataParallel, Hook
-from nanoray.parallel.touch import touch
 
 
 class TorchDDP(DataParallel):
@@ -56,14 +53,6 @@ class TorchDDP(DataParallel):
         self._by_hand: AsyncAllReduce | None = None
         self._twin: nn.Module | None = None
 
-        # A script's own model may skip parameters, which torch's DDP would wait for.
-        self._names = {p: name for name, p in model.named_parameters()}
-        self._may_skip = config.model == "own" and axis.size > 1
-        self._arrived: set[nn.Parameter] = set()  # parameters that the present backward has reached
-        self._computed: set[str] = set()  # parameters with a gradient of this rank, in this step
-        if self._may_skip:
-            self._watch()
-
         # Who averages a bucket: the backend (no hook), an all-reduce by hand, or the compressor.
         hook: Hook | None = None
         if config.allreduce != "backend" and axis.size > 1:
@@ -72,10 +61,12 @@ class TorchDDP(DataParallel):
         if compressor is not None:
             hook = compress_by(compressor, axis.size)
 
-        self._plain = apply_ddp(model, axis.mesh, config.bucket_mb, hook, axis)
-        if self._may_skip:
-            settle_buckets(self._plain, self._params)
+        self._plain = self._wrap(hook)
         self.wrapped = self._plain
+
+    def _wrap(self, hook: Hook | None) -> nn.Module:
+        """Wrap the model; `hook` averages a bucket in place of DDP itself. (all ranks)"""
+        return apply_ddp(self._model, self._axis.mesh, self._bucket_mb, hook, self._axis)
 
     @property
     def reduce(self) -> Callable[[Tensor], Any] | None:
@@ -88,9 +79,7 @@ class TorchDDP(DataParallel):
     def add_twin(self, hook: Hook) -> nn.Module | None:
         if self._compressor is not None:
             return None
-        self._twin = apply_ddp(self._model, self._axis.mesh, self._bucket_mb, hook, self._axis)
-        if self._may_skip:
-            settle_buckets(self._twin, self._params)
+        self._twin = self._wrap(hook)
         return self._twin
 
     def has_twin(self) -> bool:
@@ -107,60 +96,7 @@ class TorchDDP(DataParallel):
     def backward(
         self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
     ) -> AbstractContextManager[None]:
-        if not last:
-            return self.quiet()
-        return self._complete() if self._may_skip else nullcontext()
-
-    @contextmanager
-    def _complete(self) -> Iterator[None]:
-        """Run the last backward inside, then hand DDP the parameters that it has not reached.
-
-        DDP sends a bucket when all of its gradients have come. Without this, a parameter that this
-        rank skips would keep the bucket here, and the other ranks waiting for it.
-        """
-        self._arrived.clear()
-        try:
-            yield
-        except RuntimeError as error:
-            if "mark a variable ready only once" not in str(error):
-                raise
-            raise ConfigError(
-                "dp_mode = ddp: backward computes the gradient of a parameter in two parts, as "
-                "torch.utils.checkpoint with use_reentrant=True does for a layer that is used "
-                "twice; set use_reentrant=False, or use dp_mode ddp_by_hand"
-            ) from error
-
-        missing = [p for p in self._params if p not in self._arrived]
-        for p in missing:  # an earlier micro batch, or a hook of the script, may have set one
-            if p.grad is not None:
-                self._computed.add(self._names[p])
-        if missing:
-            touch(missing)
-
-    def _watch(self) -> None:
-        """Note each gradient that a backward computes, before DDP sees it and fills in zeros."""
-        arrived = self._arrived
-        computed = self._computed
-        names = self._names
-
-        def note(p: Tensor) -> None:
-            assert isinstance(p, nn.Parameter)
-            arrived.add(p)
-            if p.grad is not None:  # a function of the script may return none
-                computed.add(names[p])
-
-        hooks = [p.register_post_accumulate_grad_hook(note) for p in self._params]
-        # The model outlives this object, which ends with its group of ranks.
-        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
-
-    @property
-    def computed(self) -> set[str]:
-        return self._computed
-
-    def leave_out(self, absent: Collection[str]) -> None:
-        for p in self._params:
-            if self._names[p] in absent:
-                p.grad = None
+        return nullcontext() if last else self.quiet()
 
     def quiet(self) -> AbstractContextManager[None]:
         if self._axis.size == 1:
@@ -184,7 +120,6 @@ class TorchDDP(DataParallel):
         return get_total_norm(gradients)
 
     def zero_grad(self) -> None:
-        self._computed.clear()
         for p in self._params:
             p.grad = None
 
@@ -243,36 +178,6 @@ def apply_ddp(
     if hook:
         wrapped.register_comm_hook(None, lambda state, bucket: hook(bucket))
     return wrapped
-
-
-class _NoForward(nn.Module):
-    """Stands for a model whose forward must not run."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def settle_buckets(wrapped: nn.Module, params: Sequence[nn.Parameter]) -> None:
-    """Let DDP regroup its buckets by the order of the parameters. (all ranks)
-
-    DDP regroups once, in the order in which its first backward computes the gradients, and the
-    groups decide the order of sums at three and more ranks. In a script's model that order may
-    depend on the batch, a buffer or the weights. The first ones of a resumed run are others than
-    those of a fresh run, so its sums would differ in their last bits.
-    """
-    # The wrapper expects a forward before it takes gradients; this one computes nothing.
-    model = wrapped.module
-    wrapped.module = _NoForward()
-    try:
-        wrapped(torch.zeros(()))
-    finally:
-        wrapped.module = model
-
-    # From the last parameter to the first, as the backward of most models goes. DDP averages zeros.
-    for p in reversed(params):
-        touch([p])
-    for p in params:
-        p.grad = None
 
 
 def average_by(reduce: Callable[[Tensor], Any], ranks: int) -> Hook:

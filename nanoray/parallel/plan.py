@@ -312,7 +312,7 @@ class Plan:
 
         DDP regroups its buckets after the first backward, which changes the order of sums. After
         the regrouping, every step of a fresh and of a resumed run sums in the same order, so resume
-        is bit-exact at 3 and more ranks (for a script's model see `settle_buckets` in ddp.py). The
+        is bit-exact at 3 and more ranks (for a script's model see own/skipping_ddp.py). The
         warm-up also compiles the model, and detects a lack of
         memory, before the first step.
         """
@@ -462,7 +462,9 @@ def share(
     if groups or config.sync_every:
         data = axes["shard"]
     if mode == "ddp":
-        return TorchDDP(model, data, config, compressor)
+        # A script's own model may skip parameters, which torch's DDP would wait for.
+        make = script.ddp if script and data.size > 1 else TorchDDP
+        return make(model, data, config, compressor)
     if mode == "fsdp":
         return FSDP(model, data, config, mirror, groups, script)
     assert mode in BY_HAND

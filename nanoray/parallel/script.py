@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.mesh import Mesh
@@ -36,6 +37,10 @@ class Undisturbing(Protocol):
         """keep_collected: but for what the code puts into lists, dicts, sets and arrays."""
 
 
+# The arguments of TorchDDP
+MakeMode = Callable[[nn.Module, Axis, Config, Compressor | None], DataParallel]
+
+
 class LayerCalls(Protocol):
     """Lets all ranks gather the layers of a model in one order, also those that a rank skips."""
 
@@ -58,6 +63,9 @@ class Script:
 
     hooks: MakeHooks
     """makes the hooks of a model that a mode has prepared (all ranks)"""
+
+    ddp: MakeMode
+    """makes torch's DDP for a model of which ranks may skip parameters"""
 
     layer_calls: Callable[[nn.Module, Sequence[nn.Module]], LayerCalls]
     """watches the calls of a model's layers that fsdp gathers"""

@@ -41,6 +41,7 @@ MODEL = {
     "does not depend on the": "buffers of mixed bytes",
     "calls them in a different order": "weights of another layer",
     "skips a layer before one that reads": "ranks that wait for ever",
+    "of a parameter in two parts": "an error on the ranks, and a retry",
 }
 LOSS = {
     "as a tensor of one real number": "a validation loss of many numbers",
