@@ -26,7 +26,6 @@ from nanoray.own.call import loss_of
 from nanoray.own.data.source import LOADER, STREAM, Batches, Counted, OwnData, batch_size_of
 from nanoray.own.data.stateful import is_stateful
 from nanoray.own.dry_run import own_lines
-from nanoray.own.layer_order import LayerOrder
 from nanoray.own.loose_buffers import LooseBuffers, is_loose
 from nanoray.own.optimizer_trial import tried_format
 from nanoray.own.part import describe, part
@@ -35,6 +34,7 @@ from nanoray.own.schedule import OwnSchedule
 from nanoray.own.shards import cut_optimizer, follow_parameters
 from nanoray.own.side_effects import undisturbed
 from nanoray.own.skipping_ddp import SkippingDDP
+from nanoray.own.skipping_fsdp import SkippingFSDP
 from nanoray.own.step_hooks import AfterUpdate, StepHooks
 from nanoray.own.trial import TrialSubject, try_model
 from nanoray.own.weighted_flow import WeightedFlow
@@ -236,7 +236,7 @@ class OwnTask:
     @property
     def script(self) -> Script:
         no_trace = partial(undisturbed, code=(self._given.loss_fn,))
-        return Script(no_trace, self._step_hooks, SkippingDDP, LayerOrder, WeightedFlow)
+        return Script(no_trace, self._step_hooks, SkippingDDP, SkippingFSDP, WeightedFlow)
 
     def _step_hooks(
         self,

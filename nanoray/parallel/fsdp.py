@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from nanoray.base.compat import all_gather_single, gradient_hooks, sum_unused_parameters
+from nanoray.base.compat import all_gather_single, gradient_hooks
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
@@ -38,7 +37,6 @@ from nanoray.models.batch_norm import BatchNorm
 from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.norm import norm_of_owned
-from nanoray.parallel.script import LayerCalls, Script, unfrozen
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -55,13 +53,12 @@ class FSDP(DataParallel):
         config: Config,
         mirror: int = 0,
         groups: Groups | None = None,
-        script: Script | None = None,
     ) -> None:
         """Cut `model`, in place, and keep this rank's rows. (all ranks of the axis)
 
         They must hold equal weights. mirror: rank r + mirror also updates a copy of rank r's rows,
         from the same gradients; 0: no rank does. groups: those across which the rows' gradients are
-        summed, of which `axis` is one. script: for a model of a script.
+        summed, of which `axis` is one.
         """
         super().__init__(model, axis, groups)
         self.divisor = self._data.size
@@ -79,21 +76,6 @@ class FSDP(DataParallel):
             self.mirrored_gradients = [self._mirror_grad]
 
         _shard_fully(model, axis, config, groups)
-        # A script's own model may skip parameters, each rank others.
-        self._computed: set[str] = set()
-        self._layers: LayerCalls | None = None
-        self._skips = False  # the ranks called different layers in the warm-up
-        # Whole parameters, as forwards use them: those that are trained, and the others
-        self._gathered: list[nn.Parameter] = []
-        self._frozen: list[tuple[str, nn.Parameter]] = []
-        self._may_skip = config.model == "own" and axis.size > 1
-        if self._may_skip:
-            self._sum_skipped(model)
-            # A compiled layer cannot be called as the identity.
-            if script is not None and not config.compile:
-                self._layers = script.layer_calls(model, units_of(model))
-            self._watch_gradients(model)
-
         # This rank's rows, as flat views of the DTensors' local parts. Those of trained weights are
         # updated.
         self._sharded: dict[str, nn.Parameter] = {}
@@ -134,71 +116,6 @@ class FSDP(DataParallel):
                 shards.append(_shard_of(piece, param, pieces[name]))
         return shards
 
-    def _sum_skipped(self, model: nn.Module) -> None:
-        """Sum all parameters on every rank, also those that this rank skips.
-
-        torch sums only those with a gradient on this rank, which would match others elsewhere.
-        """
-        assert isinstance(model, FSDPModule)
-        sum_unused_parameters(model)
-
-    def _watch_gradients(self, model: nn.Module) -> None:
-        """Note which parameters have a gradient of this rank.
-
-        By hooks on those that a forward uses, which are not the model's own rows. They exist when
-        torch's hook has gathered them.
-        """
-        units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        names = {id(module): name for name, module in model.named_modules()}
-        hooked: set[int] = set()
-        computed = self._computed
-        gathered = self._gathered
-        frozen = self._frozen
-        for unit in units:
-            assert isinstance(unit, nn.Module)
-
-            def watch(unit: nn.Module, *_: Any) -> None:
-                if id(unit) in hooked:
-                    return
-                hooked.add(id(unit))
-                for name, p in _own_params(unit, names[id(unit)]):
-                    if not p.requires_grad:
-                        frozen.append((name, p))
-                        continue
-                    gathered.append(p)
-                    p.register_post_accumulate_grad_hook(partial(_note, computed, name))
-
-            unit.register_forward_pre_hook(watch)
-
-    def learn(self) -> None:
-        if self._layers is not None:
-            calls_of_ranks = self._axis.mesh.all_gather(self._layers.calls)
-            self._layers.learn(calls_of_ranks)
-            self._skips = any(calls != calls_of_ranks[0] for calls in calls_of_ranks)
-
-    @property
-    def notes(self) -> list[str]:
-        if not self._skips:
-            return []
-        return [
-            "note    the ranks call different layers, and fsdp gathers the weights of all of them "
-            "on every rank: dp_mode zero2 sends less"
-        ]
-
-    @property
-    def checksum(self) -> int:
-        return 0 if self._layers is None else self._layers.checksum
-
-    @property
-    def computed(self) -> set[str]:
-        return self._computed
-
-    def leave_out(self, absent: Collection[str]) -> None:
-        # `backward` sets them anew in each step.
-        for shard in [*self._own, *(self.mirror_shards or ())]:
-            if shard.piece.name in absent:
-                shard.param.grad = None
-
     @contextmanager
     def backward(
         self, last: bool, chunk: int = 0, late: Collection[Tensor] | None = None
@@ -206,16 +123,7 @@ class FSDP(DataParallel):
         """Run a backward inside; the last one sums the gradients of all micro batches. (all ranks)"""
         assert isinstance(self._model, FSDPModule)
         self._model.set_requires_gradient_sync(last)
-        for name, p in self._frozen:
-            if p.requires_grad:  # its gradient would have no counterpart on other ranks
-                raise unfrozen(name)
-        # A parameter that the script has frozen on this rank takes part in the sum with zeros.
-        frozen = [p for p in self._gathered if not p.requires_grad]
-        for p in frozen:
-            p.requires_grad_(True)
         yield
-        for p in frozen:
-            p.requires_grad_(False)
         if not last:
             return
         if self.mirror_shards:
@@ -230,9 +138,6 @@ class FSDP(DataParallel):
                 continue
             assert isinstance(grad, DTensor)
             shard.param.grad = grad.to_local().view(-1)
-            # A hook of a script may have set a gradient without a backward that computes it.
-            if self._may_skip and shard.piece.name not in self._computed and grad.to_local().any():
-                self._computed.add(shard.piece.name)
 
     def sum_of(self, p: nn.Parameter) -> Tensor:
         raise NotImplementedError("a pipeline has no fsdp")
@@ -267,9 +172,6 @@ class FSDP(DataParallel):
                 module.reshard()
 
     def zero_grad(self) -> None:
-        self._computed.clear()
-        if self._layers is not None:
-            self._layers.checksum = 0
         for p in self._sharded.values():
             p.grad = None
         for shard in self._own:
@@ -372,19 +274,6 @@ def units_of(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList):
             units += [layer for layer in module if not isinstance(layer, _CONTAINERS)]
     return units
-
-
-def _own_params(unit: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Return the parameters that are gathered with a unit, by their names in the model."""
-    for name, p in unit.named_parameters(prefix):
-        if not isinstance(p, DTensor):
-            yield name, p
-
-
-def _note(computed: set[str], name: str, p: Tensor) -> None:
-    """Note a gradient that backward has computed; one of a skipped layer is undefined."""
-    if p.grad is not None:
-        computed.add(name)
 
 
 def unit_of(model: nn.Module) -> dict[nn.Parameter, set[int]]:

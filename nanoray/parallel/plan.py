@@ -461,12 +461,14 @@ def share(
     data = axes["dp_cp"]
     if groups or config.sync_every:
         data = axes["shard"]
+    # A script's own model may skip parameters, which torch's classes would wait for.
+    own = script if data.size > 1 else None
     if mode == "ddp":
-        # A script's own model may skip parameters, which torch's DDP would wait for.
-        make = script.ddp if script and data.size > 1 else TorchDDP
-        return make(model, data, config, compressor)
+        make_ddp = own.ddp if own else TorchDDP
+        return make_ddp(model, data, config, compressor)
     if mode == "fsdp":
-        return FSDP(model, data, config, mirror, groups, script)
+        make_fsdp = own.fsdp if own else FSDP
+        return make_fsdp(model, data, config, mirror, groups)
     assert mode in BY_HAND
     if axes["ep"].size > 1:
         replicas = axes["edp"]

@@ -4,7 +4,7 @@ a model may do that nanoray's own never do: skip layers, and return a loss with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +20,7 @@ from nanoray.models.precision import LossScaler
 from nanoray.parallel.compress import Compressor
 from nanoray.parallel.flow import Flow, Loss
 from nanoray.parallel.hooks import StepHook
+from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
 
 # (model, mode, mesh, the ranks whose gradients are averaged, compression if any) -> hooks
@@ -37,23 +38,6 @@ class Undisturbing(Protocol):
         """keep_collected: but for what the code puts into lists, dicts, sets and arrays."""
 
 
-# The arguments of TorchDDP
-MakeMode = Callable[[nn.Module, Axis, Config, Compressor | None], DataParallel]
-
-
-class LayerCalls(Protocol):
-    """Lets all ranks gather the layers of a model in one order, also those that a rank skips."""
-
-    calls: list[int]
-    """the model's own calls of layers in the newest forward"""
-
-    checksum: int
-    """of all calls since it was reset, which must be equal on all ranks"""
-
-    def learn(self, calls_of_ranks: Sequence[Sequence[int]]) -> None:
-        """Take the order of all ranks' calls in one forward."""
-
-
 @dataclass(frozen=True)
 class Script:
     """What a Plan needs from a script."""
@@ -64,11 +48,11 @@ class Script:
     hooks: MakeHooks
     """makes the hooks of a model that a mode has prepared (all ranks)"""
 
-    ddp: MakeMode
+    ddp: Callable[[nn.Module, Axis, Config, Compressor | None], DataParallel]
     """makes torch's DDP for a model of which ranks may skip parameters"""
 
-    layer_calls: Callable[[nn.Module, Sequence[nn.Module]], LayerCalls]
-    """watches the calls of a model's layers that fsdp gathers"""
+    fsdp: Callable[[nn.Module, Axis, Config, int, Groups | None], DataParallel]
+    """makes fully_shard for a model of which ranks may skip parameters and layers"""
 
     weighted_flow: MakeFlow
     """takes the place of a Straight flow where a loss is a sum with a weight"""
