@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from nanoray.base.output import lasting_output
 from nanoray.cli import Loaded
 from nanoray.errors import NanorayError
 from nanoray.mesh.mesh import abandon_groups
@@ -31,7 +32,9 @@ def fit_here(loaded: Loaded, steps: int | None, fit: Callable[[Run], None]) -> d
     refuse_while_spawned()
     loaded = with_steps(loaded, steps)
     try:
-        ended = train_here(loaded, time.time(), Program(fit, loaded.given))
+        # A terminal that is closed must not end the run before it has saved.
+        with lasting_output():
+            ended = train_here(loaded, time.time(), Program(fit, loaded.given))
     finally:
         # The next fit forms its own groups, and the end of Python must not wait for their threads.
         abandon_groups()

@@ -232,6 +232,35 @@ def test_a_signal_ends_it_as_python_would_with_a_checkpoint(
     assert len(list((folder / "checkpoints").iterdir())) == 1
 
 
+class Closes(nanoray.Callback):
+    """It closes this process's terminal, in whose place there is a pipe."""
+
+    def __init__(self, reader: int) -> None:
+        self.reader = reader
+
+    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
+        if step == 3:
+            os.close(self.reader)
+            os.kill(os.getpid(), signal.SIGHUP)
+        print("the script prints", step)
+
+
+def test_a_terminal_that_closes_costs_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    stdout = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    engine, data = an_engine(tmp_path, callbacks=[Closes(reader)])
+    with pytest.raises(SystemExit) as ended:
+        engine.fit(data, steps=50)
+    assert ended.value.code == 128 + signal.SIGHUP
+    assert sys.stdout is stdout, "as it was"
+    (folder,) = tmp_path.iterdir()
+    assert len(list((folder / "checkpoints").iterdir())) == 1
+    stdout.close()
+
+
 class Waits(nanoray.Callback):
     """It gives another thread the time to stop the run."""
 
