@@ -15,7 +15,7 @@ process, or as a rank of torchrun (here.py):
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
@@ -47,7 +47,7 @@ from nanoray.own.schedule import (
     require_no_other_scheduler,
     schedulers_of,
 )
-from nanoray.own.settings import loaded_of
+from nanoray.own.settings import loaded_of, steps_of
 from nanoray.own.step_hooks import StepHooks, require_callable_hooks
 from nanoray.own.task import Given, LossFn, OwnTask
 from nanoray.own.trackers import require_different_trackers
@@ -127,7 +127,7 @@ class RuntimeEngine:
         return self._run
 
     def fit(
-        self, train_data: Any, val_data: Any = None, steps: int | None = None
+        self, train_data: Any, val_data: Any = None, steps: SupportsIndex | None = None
     ) -> dict[str, Any]:
         """Train for `steps` optimizer steps, and return the outcome. (all ranks)
 
@@ -139,9 +139,11 @@ class RuntimeEngine:
         cannot start or continue.
         """
 
+        own_steps = steps_of(steps)
+
         def fit_as(run: Run) -> None:
             self._run = run
-            self._fit(run, train_data, val_data, steps)
+            self._fit(run, train_data, val_data, own_steps)
             self._is_cut = run.config.sharded
 
         if self._loaded is not None:
@@ -150,12 +152,12 @@ class RuntimeEngine:
                     f"dp_mode = {self._loaded.config.dp_mode} has cut the state of the optimizer in "
                     "the first fit; fit once, or start anew with resume auto and more steps"
                 )
-            return fit_here(self._loaded, steps, fit_as)
+            return fit_here(self._loaded, own_steps, fit_as)
 
         run = self.run
         if run.outcome is not None:
             raise ConfigError("fit was called twice in one run; launch a run for each of them")
-        return self._fit(run, train_data, val_data, steps)
+        return self._fit(run, train_data, val_data, own_steps)
 
     def _fit(self, run: Run, train_data: Any, val_data: Any, steps: int | None) -> dict[str, Any]:
         given = Given(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import operator
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex
 
 from nanoray.cli import Loaded
 from nanoray.config import Config
@@ -64,6 +65,23 @@ def refuse_while_spawned() -> None:
             "a process that multiprocessing has spawned imports this script, and came upon a run "
             "there; put what trains below `if __name__ == '__main__':`, or let processes fork"
         )
+
+
+def steps_of(steps: SupportsIndex | None) -> int | None:
+    """Return the steps that `fit` was given as an int; numpy's and torch's whole numbers are others.
+
+    Raises ConfigError for anything else, and below 1.
+    """
+    if steps is None:
+        return None
+    try:
+        number = operator.index(steps)
+    except TypeError:
+        kind = type(steps).__name__
+        raise ConfigError(f"steps = {steps!r} of fit is a {kind}; give a whole number") from None
+    if number < 1:
+        raise ConfigError(f"steps = {number} of fit; at least one")
+    return number
 
 
 def with_steps(loaded: Loaded, steps: int | None) -> Loaded:

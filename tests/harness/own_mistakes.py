@@ -99,6 +99,8 @@ DATA = {
 RUN = {
     "there is no run before fit": "None in the place of a run",
     "fit was called twice in one run": "two runs in one folder",
+    "; give a whole number": "an error in the loop, and a retry",
+    "of fit; at least one": "a run that has finished before step 1",
     "has cut the state of the optimizer": "an optimizer without its state",
     "returned without training": "a job that succeeds and trains nothing",
     "two trackers report to": "two runs in one of the tracker",

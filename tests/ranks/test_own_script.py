@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torch.utils.data import TensorDataset
 import nanoray
 from nanoray.errors import ConfigError
 from nanoray.own.engine import RuntimeEngine
+from nanoray.own.settings import steps_of
 from tests.harness.commands import run, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -146,6 +148,26 @@ def test_it_is_a_rank_under_torchrun_and_all_ranks_save_and_stop_together(tmp_pa
         ["step_00000003"],
         ["step_00000003", "step_00000006"],
     ]
+
+
+@pytest.mark.parametrize("steps", [np.int64(3), np.uint8(3), torch.tensor(3)])
+def test_steps_are_whole_numbers_of_any_library(steps: Any) -> None:
+    assert steps_of(steps) == 3
+    assert type(steps_of(steps)) is int
+
+
+@pytest.mark.parametrize(
+    ("steps", "why"),
+    [
+        ("3", "steps = '3' of fit is a str; give a whole number"),
+        (3.0, "steps = 3.0 of fit is a float; give a whole number"),
+        (0, "steps = 0 of fit; at least one"),
+        (np.int64(-1), "steps = -1 of fit; at least one"),
+    ],
+)
+def test_other_steps_are_refused(steps: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{why}$"):
+        steps_of(steps)
 
 
 CUT = """
