@@ -51,6 +51,7 @@ __all__ = [
     "autograd_sequence",
     "close_loader_writer",
     "collectives_of",
+    "compiled_for_one_size",
     "current_node",
     "end_loader",
     "foreach_add",
@@ -150,6 +151,16 @@ foreach_mul_ = torch._foreach_mul_
 # Products of 8-bit floats. torch.nn.functional.scaled_mm is public, but its fastest path is this
 # operator, with the scales named in another way.
 scaled_mm = torch._scaled_mm
+
+
+@contextmanager
+def compiled_for_one_size() -> Iterator[None]:
+    """Compile what is called meanwhile for the sizes that it is called with, each time.
+
+    At the second size in a process torch compiles a function for any size.
+    """
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        yield
 
 
 def process_groups() -> list[Any]:

@@ -15,10 +15,11 @@ import gc
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from nanoray.base.compat import compiled_for_one_size
 from nanoray.checkpoint.run import RunSpec
 from nanoray.faults.plan import Injector
 from nanoray.host.host import (
@@ -118,7 +119,7 @@ class LoopArm:
         """
         self._left = settling + steps
         self._counted = steps
-        with settings_put_back(), self._fixed_sizes(), suppress(BlockEnded):
+        with settings_put_back(), self._own_sizes(), suppress(BlockEnded):
             torch.set_num_threads(self._threads)
             use_products(self._device, self._precision)
             self.engine.fit()
@@ -141,18 +142,9 @@ class LoopArm:
         self._left -= 1
         return Order.GO_ON
 
-    def _fixed_sizes(self) -> AbstractContextManager[Any]:
-        """Compile for the sizes of this arm alone.
-
-        At the second size in a process torch compiles a layer for any size. A run with one size has
-        no such code.
-        """
-        if not self.engine.cfg.compile:
-            return nullcontext()
-        patch: AbstractContextManager[Any] = torch._dynamo.config.patch(
-            automatic_dynamic_shapes=False
-        )
-        return patch
+    def _own_sizes(self) -> AbstractContextManager[None]:
+        """Let layers be compiled for the sizes of this arm alone, as in a run, which has no others."""
+        return compiled_for_one_size() if self.engine.cfg.compile else nullcontext()
 
     def _newest_loss(self) -> torch.Tensor:
         """Return this rank's loss of the newest step; 0 before the first one."""
