@@ -53,11 +53,12 @@ def test_the_end_of_a_process_is_recorded(
     assert died.returncode == (
         says.get("exit_code") if "exit_code" in says else -signal.Signals[str(says["signal"])]
     )
-    while not record.exists() and time.monotonic() < ended + 5:
+    while not record.exists() and time.monotonic() < ended + 60:
         time.sleep(0.01)
+    seen = time.monotonic()  # on a busy machine its watcher notices the end after us
     found = exit_record.read(record)
     assert {key: found[key] for key in says} == says
-    assert began < float(found["monotonic"] or 0) < ended
+    assert began < float(found["monotonic"] or 0) < seen
     assert found["boot"] == exit_record.boot_id()
     assert found["oom"] is False
     assert [path.name for path in tmp_path.iterdir()] == ["rank0.exit.json"]
