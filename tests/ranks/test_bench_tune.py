@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from nanoray.bench.harness.report import Report
 from tests.harness.commands import run
 
 
-@pytest.mark.full
 def test_a_subject_is_searched_walked_and_compared(tmp_path: Path) -> None:
     out = tmp_path / "tune.json"
     flags = ["--quick", "--subjects", "encoder", "--workers", "1", "--device", "cpu"]
