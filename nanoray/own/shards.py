@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoray.config import Config
+from nanoray.errors import ConfigError
+from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.own.optimizer_trial import copy_of
 from nanoray.state.optimizers import members_of
@@ -49,6 +52,28 @@ def _cut_state(state: Mapping[str, Any], shard: Shard) -> dict[str, Any]:
         else:
             cut[key] = copy.deepcopy(value)
     return cut
+
+
+def require_state_everywhere(
+    optimizer: torch.optim.Optimizer,
+    updated: Mapping[str, nn.Parameter],
+    config: Config,
+    mesh: Mesh,
+) -> None:
+    """Raise ConfigError where some ranks alone have loaded a state before `fit`. (all ranks)
+
+    Each rank keeps its own part of the state, so the parts of the others would begin anew.
+    """
+    members = members_of(optimizer)
+    known = [name for name, p in updated.items() if any(p in each.state for each in members)]
+    everyone = mesh.all_gather(known)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ConfigError(
+                f"the optimizer has a state of {len(everyone[0])} parameters on rank 0, and of "
+                f"{len(theirs)} on rank {rank}; with dp_mode = {config.dp_mode} each rank keeps its own "
+                "part, so load the state on every rank"
+            )
 
 
 def follow_parameters(optimizer: torch.optim.Optimizer) -> None:

@@ -31,7 +31,7 @@ from nanoray.own.optimizer_trial import tried_format
 from nanoray.own.part import describe, part
 from nanoray.own.run import Run
 from nanoray.own.schedule import OwnSchedule
-from nanoray.own.shards import cut_optimizer, follow_parameters
+from nanoray.own.shards import cut_optimizer, follow_parameters, require_state_everywhere
 from nanoray.own.side_effects import undisturbed
 from nanoray.own.skipping_ddp import SkippingDDP
 from nanoray.own.skipping_fsdp import SkippingFSDP
@@ -328,6 +328,8 @@ class OwnTask:
 
         `config` has the run's precision. Raises ConfigError for a mistake of the script.
         """
+        if config.sharded and not self._spec.resume:
+            require_state_everywhere(self._given.optimizer, self._given.updated, config, mesh)
         data = self._data
         # A loader with a state would be read from its start, and not from where the run goes on.
         if data.stateful and self._spec.resume:

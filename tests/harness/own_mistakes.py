@@ -58,6 +58,7 @@ OPTIMIZER = {
     "takes other steps after a resume": "a resume that trains differently",
     "gives the optimizer flat pieces": "other updates than in one process",
     "draws random numbers in its step": "ranks that drift apart",
+    "part, so load the state on every rank": "moments of some parameters that begin anew",
     "the hook before the step of": "a hook that sees a part of the gradients",
     "(register_step_post_hook)": "a hook that sees a part of the weights",
     "has been replaced by another": "a replaced step that is never called",

@@ -341,6 +341,29 @@ def test_a_checkpoint_of_another_schedule_is_refused(ranks: LastingRanks, tmp_pa
         assert text in outcomes[0]["message"]
 
 
+def fit_with_state_on_rank_0(run: Run) -> None:
+    model = network()
+    optimizer = optim.Adam(model.parameters(), lr=0.01)
+    if run.rank == 0:  # as a script that has loaded a checkpoint where it logs
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1))
+
+
+@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
+def test_a_state_that_only_some_ranks_have_is_refused(
+    ranks: LastingRanks, tmp_path: Path, mode: str
+) -> None:
+    """The ranks without it would begin anew with their part."""
+    spec = open_own(tmp_path, dp_mode=mode)
+    outcomes = ranks.train(spec, Program(fit_with_state_on_rank_0, frozenset()))
+    assert [outcome.get("error") for outcome in outcomes] == ["ConfigError"] * 2, outcomes
+    for outcome in outcomes:
+        assert "a state of 4 parameters on rank 0, and of 0 on rank 1" in outcome["message"]
+        assert "part, so load the state on every rank" in outcome["message"]
+
+
 def refused(folder: Path, main: Callable[[Run], None], *given: str, **settings: Any) -> str:
     """Return the text of the ConfigError with which a script is refused before it trains."""
     spec = open_own(folder, **settings)
