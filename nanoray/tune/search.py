@@ -13,7 +13,7 @@ choices in order, and leave out what they predict to be too large, or far too sl
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -213,7 +213,7 @@ class Search:
             behind = left + behind
             block_s = min(LONGEST_S, 1.5 * block_s)
         # These side by side, until it is clear which is the fastest
-        last = [*alive]
+        last = self._ranked(alive)
         return self._side_by_side([self.best, *last], lambda: self._decide(last, block_s)) + behind
 
     def _decide(self, alive: list[Choice], block_s: float) -> list[Choice]:
@@ -235,14 +235,17 @@ class Search:
         running = [self.best, *alive]
         for choice in running[start:] + running[:start]:
             self.trials.measure(choice, block_s)
-        right = [choice for choice in alive if choice not in self.trials.refused]
-        right.sort(key=lambda choice: -self.ratio(choice, self.best).median)
+        right = self._ranked(choice for choice in alive if choice not in self.trials.refused)
         self._show(len(running), right)
         # The faster half, but nothing that is far behind
         ratios = [self.ratio(choice, self.best).median for choice in right]
         near = sum(ratio > ratios[0] / FAR for ratio in ratios)
         stay = min(near, max(STAYING, (len(right) + 1) // 2))
         return right[:stay], right[stay:]
+
+    def _ranked(self, choices: Iterable[Choice]) -> list[Choice]:
+        """Return choices, the fastest beside the best one first."""
+        return sorted(choices, key=lambda choice: -self.ratio(choice, self.best).median)
 
     def _is_decided(self, alive: Sequence[Choice]) -> bool:
         """Return whether more turns would change nothing; `alive` has the fastest choice first."""
@@ -288,7 +291,7 @@ class Search:
         return not reason
 
     def _confirm(self) -> None:
-        """Measure the best choice beside the first setting once more, in longer blocks."""
+        """Measure the best choice beside the first setting once more."""
         if not self.best or self.ended == STOPPED:
             return
         self.trials.reserve_s = 0.0
