@@ -80,6 +80,10 @@ def test_one_process_and_torchtrainer_train(text: Path, tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("arm", ["ray-init", "torchtrainer-init"])
 def test_a_launcher_with_a_ray_of_its_own_trains(arm: str, text: Path, tmp_path: Path) -> None:
+    if arm == "torchtrainer-init" and " " in sys.executable:
+        pytest.skip(
+            "Ray Train's workers start by a shell line in which Ray does not quote Python's path"
+        )
     rows = measure(text, tmp_path, "--arms", arm, "--workers", "1")
     assert 0 < rows[arm, train.FIRST]["median"] < rows[arm, train.WHOLE]["median"]
 
