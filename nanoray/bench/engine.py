@@ -170,6 +170,7 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
             if BITS in measures:
                 event["digests"] = arm.digests()
             event["norm"] = float(arm.norm)
+            event["precision"] = arm.config.precision
             event["samples"] = arm.case.samples * arm.accum * arm.dp
             event["tokens"] = event["samples"] * arm.case.tokens
             event["kept"] = 0 if arm.plan.memory is None else arm.plan.memory.nbytes

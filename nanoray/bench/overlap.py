@@ -40,8 +40,10 @@ from nanoray.errors import ConfigError
 
 COST = "A/B cost"
 NO_SYNC = "no_sync"
-# Relative, of the gradients' norm in the first round: a bucket that is lost or counted twice is more
-SAME_NORM = 1e-2
+# Relative, of the gradients' norm in the first round: buckets of another size sum in another order, no
+# more; in 16 bits attention's backward has an order as well.
+SAME_NORM = {"fp32": 1e-4}
+SAME_NORM_16 = 1e-2
 CPU_BUCKETS = "0.1,0.25,0.5,1,2,4"
 GPU_BUCKETS = "1,5,12.5,25,50,100,500"
 
@@ -80,7 +82,7 @@ def _note(report: Report) -> str:
 class OverlapBenchmark(Benchmark):
     """Time a DDP step for several bucket sizes, and the communication that it does not hide."""
 
-    wrong = "arms whose gradients have not the norm of the first bucket size's, to 1 %"
+    wrong = "arms whose gradients have not the norm of the first bucket size's"
     counts = (
         Count("rounds", "rounds of all sizes", usual=20, few=3),
         Count("steps", "steps of one size per round", usual=10, few=4),
@@ -206,7 +208,8 @@ def _add_rows(report: Report, arm: str, events: list[Record], found: Found) -> N
     note = f"{buckets} bucket(s) of at most {events[0]['largest'] / 1e6:.3g} MB"
     # After equal steps on equal batches only the order of sums differs.
     first = next(theirs for other, theirs in found.items() if other != NO_SYNC)
-    wrong = not math.isclose(events[0]["norm"], first[0]["norm"], rel_tol=SAME_NORM)
+    tolerance = SAME_NORM.get(events[0]["precision"], SAME_NORM_16)
+    wrong = not math.isclose(events[0]["norm"], first[0]["norm"], rel_tol=tolerance)
     own = report.add(arm, STEP, "ms", times, note, wrong=int(wrong))
     bare = report.row(NO_SYNC, STEP)
     assert bare is not None

@@ -117,13 +117,16 @@ def test_the_tokens_are_of_the_configurations_whole_vocabulary() -> None:
     assert int(case.batch(0)[0].max()) > 40000
 
 
-def test_gradients_of_another_size_are_wrong() -> None:
+@pytest.mark.parametrize(("precision", "factor"), [("fp32", 1.001), ("fp32", 2.0), ("bf16", 1.02)])
+def test_gradients_of_another_size_are_wrong(precision: str, factor: float) -> None:
     """Twice the gradient changes no update of AdamW, so the losses would not show it."""
-    events = [{"step_ms": 1.0, "busy_ms": 0.5, "exposed_ms": 0.5, "largest": 4, "norm": 2.0}]
-    events[0]["collectives"] = {"all_reduce gradients": (1, 4)}  # type: ignore[assignment]
-    twice = [events[0] | {"norm": 4.0}]
+    events: list[dict[str, Any]] = [
+        {"step_ms": 1.0, "busy_ms": 0.5, "exposed_ms": 0.5, "largest": 4, "norm": 2.0}
+    ]
+    events[0] |= {"collectives": {"all_reduce gradients": (1, 4)}, "precision": precision}
+    other = [events[0] | {"norm": 2.0 * factor}]
     report = Report("overlap", {})
-    found: dict[str, Any] = {NO_SYNC: events, "1 MB": events, "25 MB": twice}
+    found: dict[str, Any] = {NO_SYNC: events, "1 MB": events, "25 MB": other}
     for arm, of_arm in found.items():
         _add_rows(report, arm, of_arm, found)
     wrong = {row.arm: row.wrong for row in report.rows if row.metric == STEP and row.unit == "ms"}
