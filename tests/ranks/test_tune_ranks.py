@@ -47,7 +47,12 @@ CHOICES: tuple[dict[str, Any], ...] = (
 
 
 def trials_of(
-    spec: RunSpec, rendezvous: Rendezvous, wanted: Callable[[], Order], store: Any
+    spec: RunSpec,
+    rendezvous: Rendezvous,
+    observers: Sequence[Any] = (),
+    wanted: Callable[[], Order] = lambda: Order.GO_ON,
+    store: Any = None,
+    rejoin: Any = None,
 ) -> Trials:
     """Return what measures choices, as a search has it. (all ranks)"""
     from nanoray.faults.plan import Injector
@@ -64,18 +69,12 @@ def trials_of(
 
 
 def measure_choices(
-    spec: RunSpec,
-    rendezvous: Rendezvous,
-    observers: Sequence[Any] = (),
-    wanted: Callable[[], Order] = lambda: Order.GO_ON,
-    store: Any = None,
-    rejoin: Any = None,
-    choices: Sequence[dict[str, Any]] = CHOICES,
+    *rank: Any, choices: Sequence[dict[str, Any]] = CHOICES, **more: Any
 ) -> dict[str, Any]:
     """Measure each choice once, as a search does. (all ranks)"""
     from nanoray.tune.space import choice_of
 
-    trials = trials_of(spec, rendezvous, wanted, store)
+    trials = trials_of(*rank, **more)
     trials.next_turn()
     found = []
     for settings in choices:
@@ -102,17 +101,8 @@ def test_every_choice_has_the_losses_of_the_present_setting(text: Path, tmp_path
     assert len(lines) == len(CHOICES)
 
 
-def measure_side_by_side(
-    spec: RunSpec,
-    rendezvous: Rendezvous,
-    observers: Sequence[Any] = (),
-    wanted: Callable[[], Order] = lambda: Order.GO_ON,
-    store: Any = None,
-    rejoin: Any = None,
-) -> dict[str, Any]:
+def measure_side_by_side(*rank: Any, **more: Any) -> dict[str, Any]:
     """Measure choices in turns while their arms stay open; count the arms that were made. (all ranks)"""
-    import torch
-
     from nanoray.train import arm
     from nanoray.tune.space import choice_of
 
@@ -123,7 +113,7 @@ def measure_side_by_side(
         made.append(1)
         return recipe_of(*given)
 
-    trials = trials_of(spec, rendezvous, wanted, store)
+    trials = trials_of(*rank, **more)
     choices = [choice_of(settings) for settings in CHOICES]
     counts = []
 
@@ -146,7 +136,7 @@ def measure_side_by_side(
         trials.keep_open(choices, 0.0, run_turn)
     samples = [[trial._asdict() for trial in trials.samples[choice]] for choice in trials.samples]
     found = {"samples": samples, "refused": list(trials.refused.values()), "counts": counts}
-    return found | {"threads": torch.get_num_threads(), "exit_reason": "finished"}
+    return found | {"exit_reason": "finished"}
 
 
 def test_arms_stay_while_they_are_compared(text: Path, tmp_path: Path) -> None:
