@@ -137,7 +137,7 @@ EXIT_CODES = {
     4: "a checkpoint is damaged, missing, or of another model",
     5: "training diverged: the last checkpoint is from before",
     129: "stopped by SIGHUP, with a checkpoint",
-    130: "stopped by Ctrl-C, with a checkpoint; by a second Ctrl-C at once, without",
+    130: "stopped by Ctrl-C, with a checkpoint; by a second Ctrl-C, or KeyboardInterrupt in a script, at once",
     143: "stopped by SIGTERM, `ray job stop`, a lost head or a frozen driver, with a checkpoint",
 }
 

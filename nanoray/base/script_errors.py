@@ -48,6 +48,32 @@ def shown(error: BaseException) -> str:
     return "\n".join([line, *frames[-_FRAMES:]])
 
 
+def exit_code_after(error: BaseException) -> int:
+    """Return the exit code of a process that an error ends, as Python and nanoray define it."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code or 1  # sys.exit(0) before the end of a run leaves it unfinished, too
+    code: int = getattr(error, "exit_code", 1)
+    return code
+
+
+def how_it_ended_itself(error: BaseException) -> str:
+    """Return the text and the place of what a script has raised that is no Exception: it must end.
+
+    These are KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError and its own.
+    """
+    _, _, text = one_line(error).partition(": ")
+    words = [text, "raised"] if text else ["raised"]
+    what = ", ".join(words)
+    if isinstance(error, SystemExit):
+        what = f"sys.exit({error.code!r}) was called"
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return what
+    return f"{what} in {frames[-1].filename}, line {frames[-1].lineno}"
+
+
 def _folders_of_libraries() -> list[str]:
     """Return where the frames of a traceback lie that are not the script's."""
     folders = [f"{os.path.dirname(nanoray.__file__)}{os.sep}", contextlib.__file__]

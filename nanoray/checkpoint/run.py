@@ -40,6 +40,7 @@ from weakref import WeakValueDictionary
 from nanoray import __version__
 from nanoray.base.atomic import json_mapping, replace_text, write_json
 from nanoray.base.environment import working_folder
+from nanoray.base.script_errors import exit_code_after
 from nanoray.config import Config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import CheckpointError, ConfigError
@@ -371,9 +372,9 @@ def summary_on_failure(spec: RunSpec) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        code = 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", 1)
         reason = f"failed: {type(error).__name__}: {error}"
-        write_summary(spec, {"exit_reason": reason, "exit_code": code}, restarts=spec.attempt)
+        ending = {"exit_reason": reason, "exit_code": exit_code_after(error)}
+        write_summary(spec, ending, restarts=spec.attempt)
         raise
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from nanoray.base.output import say
 from nanoray.cli import exit_code_of
 from nanoray.config import Config
 from nanoray.errors import ConfigError
@@ -43,7 +44,8 @@ def _launch(main: Callable[[Any], Any], config: dict[str, Any], ray: bool, start
 
         try:
             return run_here(loaded, started, program)
-        except KeyboardInterrupt:  # the second Ctrl-C
+        except KeyboardInterrupt:  # the second Ctrl-C, or raised by the script itself
+            say("stop     KeyboardInterrupt: ended at once, without a checkpoint of this step")
             return 130
     from nanoray.launch.__main__ import launch
 

@@ -26,6 +26,7 @@ import ray
 from nanoray.base.atomic import write_json
 from nanoray.base.mapped import restore_missing
 from nanoray.base.proc import start_time
+from nanoray.base.script_errors import exit_code_after, how_it_ended_itself
 from nanoray.checkpoint.run import RunSpec, can_regroup
 from nanoray.errors import NanorayError, OutOfMemory, RankDiffers, RendezvousError
 from nanoray.faults import exit_record
@@ -254,32 +255,33 @@ class Worker:
             trainer: Callable[..., dict[str, Any]] = self._train or train
             if self._script:
                 trainer = self._script.unpack()
-            try:
-                outcome = trainer(run, rendezvous, observers, self._next_order, store, rejoin)
-            except SystemExit as ended:
-                # This process would end without a word, as one that was killed.
-                raise RuntimeError(f"sys.exit({ended.code!r}) was called") from ended
-            if self._output:
-                self._output.finish()
-            result = {"ok": True, **outcome}
-            self._end_if_orphaned(result)
-            return result
-        except Exception as error:  # the driver compares it with what other ranks report
+            outcome = trainer(run, rendezvous, observers, self._next_order, store, rejoin)
+        # The driver compares it with what other ranks report. What a script ends itself with is no
+        # Exception: Ray would take it for a killed process or a cancelled task.
+        except BaseException as error:
             log.exception("rank %d failed", self._rank)
             if self._output:
                 self._output.finish()
             self._end_if_orphaned(None)
             step, phase, _, _ = ProgressFile.read_own(run.progress(self._rank))
+            message = str(error)
+            if not isinstance(error, Exception):
+                message = how_it_ended_itself(error)
             return {
                 "ok": False,
                 "kind": _kind_of(error, rendezvous),
-                "exit_code": getattr(error, "exit_code", 1),
+                "exit_code": exit_code_after(error),
                 "error": type(error).__name__,
-                "message": str(error),
+                "message": message,
                 "traceback": traceback.format_exc(),
                 "step": step,
                 "phase": phase,
             }
+        if self._output:
+            self._output.finish()
+        result = {"ok": True, **outcome}
+        self._end_if_orphaned(result)
+        return result
 
     def _keep_output(self, path: Path) -> RankOutput | None:
         """Send what this process prints to the rank's log; None if that cannot be opened.
@@ -494,8 +496,10 @@ def _alone(rendezvous: Rendezvous) -> Rendezvous:
     )
 
 
-def _kind_of(error: Exception, rendezvous: Rendezvous) -> str:
+def _kind_of(error: BaseException, rendezvous: Rendezvous) -> str:
     """Return the key of CAUSES for an exception of `run`."""
+    if not isinstance(error, Exception):
+        return "refused"  # the script wants to end, and would end again
     if isinstance(error, LostPeer) or is_collective_error(error):
         return "peer_lost"
     missed_the_others = isinstance(error, RendezvousError) and not isinstance(error, RankDiffers)

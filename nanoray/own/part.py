@@ -33,7 +33,9 @@ def part(what: str, remedy: str) -> Iterator[None]:
         yield
     except (ConfigError, DataError):
         raise  # it says all
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise  # the user has pressed Ctrl-C twice
+    except BaseException as error:  # also sys.exit(), or asyncio.CancelledError
         if is_out_of_memory(error):
             raise ConfigError(
                 f"out of memory: {what} failed ({one_line(error)}); {HALVE}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -166,9 +167,38 @@ def test_a_script_that_exits_is_an_error_or_at_its_end_none(spec: RunSpec) -> No
         assert end(code, trained=True) == {"ok": True, "exit_reason": "finished"}
     for code, trained in ((5, True), (5, False), (0, False)):
         found = end(code, trained)
-        assert (found["ok"], found["kind"]) == (False, "exception")
-        assert found["message"] == f"sys.exit({code}) was called"
+        assert (found["ok"], found["kind"]) == (False, "refused")
+        assert found["message"].startswith(f"sys.exit({code}) was called in {__file__}, line ")
+        assert found["exit_code"] == (code or 1)
         assert "sys.exit(code)" in found["traceback"]
+
+
+class OwnEnding(BaseException):
+    """A script's own way to end."""
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (SystemExit("enough"), 1),
+        (GeneratorExit(), 1),
+        (asyncio.CancelledError(), 1),
+        (OwnEnding("enough"), 1),
+    ],
+)
+def test_what_a_script_ends_itself_with_is_not_tried_again(
+    spec: RunSpec, error: BaseException, exit_code: int
+) -> None:
+    """Ray would take it for a cancelled task or a killed process, and the driver would replace it."""
+
+    def train(*_: Any) -> dict[str, Any]:
+        raise error
+
+    found = worker(train).run(spec.to_dict(), R)
+    assert (found["ok"], found["kind"], found["exit_code"]) == (False, "refused", exit_code)
+    assert found["error"] == type(error).__name__
+    assert "in " + __file__ in found["message"]
 
 
 def test_the_position_of_an_earlier_process_in_the_slot_is_forgotten(spec: RunSpec) -> None:
