@@ -53,7 +53,7 @@ class FaultKeys(Group):
     hang_timeout: float = field(60.0, "fault", ge=0)
     """seconds without progress on any rank after which, on Ray, the rank that is behind is named,
     ended and replaced (0 = off). Keep it below timeout_s: after that the collectives fail first,
-    and no rank is named"""
+    and no rank is named. Ten times as long a script's function may go on after that of rank 0"""
 
     # What happens to a step that is not finite
     on_nan: Literal["stop", "skip", "rollback"] = field("stop", "fault")

@@ -267,9 +267,9 @@ class FailureCollector:
         if self.failures or self._waiting:
             self._deadline = min(self._deadline, now + self._patience_s)
 
-    def rank_0_finished(self, now: float) -> None:
-        """Note that the run is complete; wait a moment for the other ranks to finish, too."""
-        self._deadline = min(self._deadline, now + 2 * self._settle_s)
+    def rank_0_finished(self, now: float, patience_s: float = 0.0) -> None:
+        """Note that the run is complete; wait for the other ranks to finish, too: a moment or more."""
+        self._deadline = min(self._deadline, now + max(patience_s, 2 * self._settle_s))
 
     def set_waiting(self, rank: int, waiting: bool, now: float) -> None:
         """Note whether a rank has left its process groups and waits for the next attempt."""

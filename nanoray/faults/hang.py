@@ -19,7 +19,7 @@ from nanoray.faults.progress import LEFT
 # The order within a step. In a pipeline a rank alternates forwards and backwards, and is idle while
 # it waits for another stage.
 _ORDER = ("data", "forward", "backward", "idle", "optimizer", "log", "eval", "checkpoint", "done")
-_PATIENT = 10.0  # factor on the timeout while one rank may write files, or all ranks compute
+PATIENT = 10.0  # factor on the timeout while one rank may write files, or all ranks compute
 _ALONE = ("data", "forward")  # in these phases no rank waits for another one
 _SLOW = 4.0  # factor on the longest forward so far: a backward takes twice as long
 
@@ -96,7 +96,7 @@ class Watchdog:
         positions = {position for position, _ in self._positions.values()}
         phases = {position.phase for position in positions}
         together = len(positions) == 1 and phases <= set(_ALONE)
-        factor = _PATIENT if together or "checkpoint" in phases else 1.0
+        factor = PATIENT if together or "checkpoint" in phases else 1.0
         limit_s = max(self._timeout_s * factor, _SLOW * self._longest_s)
         return phases != {"done"} and self.silent_s > limit_s
 

@@ -323,7 +323,7 @@ class Driver:
 
         # What a script does after its training may fail on a rank: that changes no outcome.
         assert self.at.collector
-        for failure in self.at.collector.failures:
+        for failure in [*self.at.collector.failures, *self.at.failed_later]:
             if failure.cause in ("exception", "refused"):
                 say(
                     f"\nwarning  {failure.title}. The training had ended, and its outcome stands; the "

@@ -24,6 +24,7 @@ from nanoray.base.points import reached
 from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up
+from nanoray.faults.hang import PATIENT
 from nanoray.launch.actors import POLL_S, START_TRIES
 from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
 from nanoray.launch.fault_log import FaultLog
@@ -91,6 +92,10 @@ class Recoverer:
         if slot not in group.members:  # its actor is left over from before the group shrank
             group.pool.fill(slot)
             return
+        if failure and self._is_after_training(at, failure):
+            at.failed_later.append(failure)
+            collector.ended(slot, None, self.clock.monotonic())
+            return
         collector.ended(slot, failure, self.clock.monotonic())
         if failure and failure.cause == "driver_silent":
             return  # all ranks end for this reason: none of them is replaced
@@ -106,7 +111,27 @@ class Recoverer:
         elif slot == group.members[0] or (result and "silent_s" in result and not at.outcome):
             # Of ranks that waited for this driver, any one may have saved for all.
             at.outcome = result
-            collector.rank_0_finished(self.clock.monotonic())
+            collector.rank_0_finished(self.clock.monotonic(), self._patience_s(at))
+
+    def _is_after_training(self, at: RunState, failure: Failure) -> bool:
+        """Return whether a script has raised after its `fit`, on another rank than 0."""
+        if failure.cause not in ("exception", "refused") or failure.rank == at.ranks.members[0]:
+            return False
+        if at.outcome:
+            return True
+        # Before the last barrier a rank that is lost would be missed.
+        places = [position for position, _ in at.ranks.positions().values()]
+        return failure.phase == "done" and all(place.phase == "done" for place in places)
+
+    def _patience_s(self, at: RunState) -> float:
+        """Return how long ranks of a script may go on once rank 0 has returned from it.
+
+        Each may write results of its own, as under torchrun.
+        """
+        config = at.spec.config
+        if config.model != "own" or at.saving:
+            return 0.0
+        return PATIENT * config.hang_timeout or math.inf
 
     def start_replacements(
         self, at: RunState, collector: FailureCollector, failures: list[Failure]
@@ -115,7 +140,7 @@ class Recoverer:
 
         While ranks save, none is replaced.
         """
-        if not collector.in_place:
+        if not collector.in_place or at.outcome:
             return
         # One request to the head serves all: thousands of ranks may have failed at once.
         at.headless = not self.cluster.head_answers()

@@ -24,11 +24,11 @@ A restart begins with a new RunState, of which only the spec is the same.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanoray.checkpoint.run import RunSpec
-from nanoray.faults.cause import FailureCollector
+from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.launch.actors import START_TRIES
 from nanoray.launch.situation import GroupStage
 from nanoray.launch.worker_group import WorkerGroup
@@ -68,6 +68,8 @@ class RunState:
     group: WorkerGroup | None = None
     collector: FailureCollector | None = None
     outcome: dict[str, Any] | None = None  # rank 0's, which it returns after the last checkpoint
+    # Of a script, after its training: this changes no outcome
+    failed_later: list[Failure] = field(default_factory=list)
 
     # A fault.
     headless: bool = False  # the head did not answer when a rank was lost

@@ -205,3 +205,123 @@ def test_the_ray_of_a_program_is_used_and_stays_as_it_was(
     assert 'raise ValueError("of the script")' in done.stdout
     assert "WARNING:root:logged by rank 0\n" in done.stderr
     assert no_actors_left(cluster)
+
+
+ENDINGS = """
+import asyncio, json, pathlib, sys, time
+import torch
+from torch import nn
+import nanoray
+
+class Own(BaseException):
+    pass
+
+def exits():
+    sys.exit(3)
+
+def raises(error):
+    raise error
+
+ENDINGS = {
+    "KeyboardInterrupt": lambda: raises(KeyboardInterrupt()),
+    "SystemExit": exits,
+    "GeneratorExit": lambda: raises(GeneratorExit()),
+    "CancelledError": lambda: raises(asyncio.CancelledError()),
+    "Own": lambda: raises(Own("enough")),
+}
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, end):
+        self.end, self.reads = end, 0
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        self.reads += 1
+        if self.reads > 30:
+            self.end()
+        return torch.full((3,), index / 64), torch.zeros(1)
+
+def main(run, what, where):
+    end = ENDINGS[what] if run.rank == 1 else lambda: None
+    model = nn.Linear(3, 1)
+    calls = []
+
+    def loss(output, targets):
+        calls.append(1)
+        if where == "loss" and len(calls) > 3:
+            end()
+        return ((output - targets) ** 2).mean()
+
+    data = Points(end if where == "data" else lambda: None)
+    nanoray.RuntimeEngine(model, torch.optim.SGD(model.parameters(), 0.01), run, loss).fit(data)
+    if run.rank == 1:  # longer than the driver needs to see that rank 0 has returned
+        time.sleep(8)
+        (run.folder / "results of rank 1").write_text("complete")
+    if where == "after":
+        end()
+
+if __name__ == "__main__":
+    for what, where in json.loads(sys.argv[2]):
+        config = json.loads(sys.argv[1])
+        config["out_dir"] += f"/{what}-{where}"
+        code = nanoray.launch(lambda run: main(run, what, where), config)
+        print(f"{what} in {where}: exit code {code}", flush=True)
+"""
+LINES = {
+    "KeyboardInterrupt": ("KeyboardInterrupt: raised in", 130),
+    "SystemExit": ("SystemExit: sys.exit(3) was called in", 3),
+    "GeneratorExit": ("GeneratorExit: raised in", 1),
+    "CancelledError": ("CancelledError: raised in", 1),
+    "Own": ("Own: enough, raised in", 1),
+}
+
+
+@pytest.mark.parametrize(
+    "endings",
+    [
+        [("KeyboardInterrupt", "loss"), ("SystemExit", "after")],
+        pytest.param(
+            [(what, "loss") for what in LINES if what != "KeyboardInterrupt"],
+            marks=pytest.mark.full,
+        ),
+        pytest.param([(what, "data") for what in LINES], marks=pytest.mark.full),
+        pytest.param(
+            [(what, "after") for what in LINES if what != "SystemExit"], marks=pytest.mark.full
+        ),
+    ],
+    ids=["some", "in the loss", "in the data", "after fit"],
+)
+def test_a_script_that_ends_itself_ends_the_run_at_once(
+    cluster: Cluster, tmp_path: Path, endings: list[tuple[str, str]]
+) -> None:
+    """By what is no Exception, on another rank than 0. Where `fit` is over, its outcome stands.
+
+    There the driver waits for what the rank writes, too.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(ENDINGS)
+    config = SETTINGS | {"out_dir": str(tmp_path / "out"), "max_steps": 10, "env": []}
+    env = os.environ | cluster.env | {"RAY_ADDRESS": cluster.address}
+    done = run(str(script), json.dumps(config), json.dumps(endings), env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outputs = done.stdout + done.stderr
+    for what, where in endings:
+        line, code = LINES[what]
+        assert f"{what} in {where}: exit code {0 if where == 'after' else code}\n" in outputs, (
+            outputs
+        )
+        out = tmp_path / "out" / f"{what}-{where}"
+        if where == "after":
+            assert (only_run(out) / "results of rank 1").read_text() == "complete"
+            assert not (only_run(out) / "faults.jsonl").exists()
+            assert "warning  rank 1 (pid" in outputs
+            assert f"{line} {script}, line" in outputs
+        else:
+            assert outputs.count(f": {line} {script}, line") >= 2, outputs  # and the error's line
+            assert [report["cause"] for report in reports(out)] == ["refused"]
+            assert "Gave up: restarting cannot cure this" in outputs
+    assert "replace  " not in outputs, outputs
+    assert "TaskCancelledError" not in outputs
+    assert no_actors_left(cluster)

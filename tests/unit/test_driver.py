@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,104 @@ def test_an_error_of_a_script_after_its_training_is_said(
         in output
     )
     assert f"its outcome stands; the traceback is in {run.spec.log(1)}\n" in output
+
+
+def return_later(run: Run, slot: int, after_s: float | None, result: Any = None) -> None:
+    """Let a rank's function go on after `fit` when the others return; with None it never returns."""
+
+    def finish(attempt: int, reason: str) -> None:
+        members = run.ray.members
+        if not members or members[0].attempt != attempt or not run.ray.healthy:
+            return
+        for member in members:
+            member.write_progress()
+            member.phase, member.trains_since = "done", None
+            member.write_progress()
+            run.ray.saved = member.step
+        outcome = {"ok": True, "exit_reason": reason, "world_size": len(members)}
+        outcome |= {"step": run.ray.saved}
+        for member in members:
+            if member.slot != slot:
+                member.runs[-1].set(outcome)
+            elif after_s is not None:
+                run.ray.time.after(after_s, partial(member.runs[-1].set, result or outcome))
+
+    run.ray._finish = finish  # type: ignore[method-assign]
+
+
+def took_s(run: Run) -> float:
+    return run.ray.time.now - run.ray.time.began
+
+
+@pytest.mark.parametrize("slot", [1, 2])
+def test_a_script_of_another_rank_may_go_on_after_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], slot: int
+) -> None:
+    """It writes results of its own, as under torchrun: no actor is ended before it returns."""
+    run = Run(tmp_path, model="own")
+    return_later(run, slot, 300.0)
+    assert ended_well(run())
+    assert took_s(run) > RUN_S + 300
+    assert (run.causes, run.reports) == ([], [])
+    output = capsys.readouterr().out
+    assert output.count(f"wait     rank {slot} has not returned from the script's function") == 1
+    assert "warning" not in output
+
+
+def test_rank_0_of_a_script_may_go_on_alone_although_another_rank_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path, model="own")
+    return_later(run, 0, 2000.0)
+    error = {"ok": False, "kind": "exception", "exit_code": 1, "error": "ValueError"}
+    error |= {"message": "in the export", "traceback": "", "step": 40, "phase": "done"}
+    finish = run.ray._finish
+
+    def fail(attempt: int, reason: str) -> None:
+        failing = run.ray.members[1]
+        run.ray.time.after(5.0, partial(failing.runs[-1].set, error))
+        kept, failing.runs[-1] = failing.runs[-1], Ref()
+        finish(attempt, reason)
+        failing.runs[-1] = kept
+
+    run.ray._finish = fail  # type: ignore[method-assign]
+    assert ended_well(run())
+    assert took_s(run) > RUN_S + 2000
+    assert (run.causes, run.orders) == ([], [])
+    assert "its outcome stands; the traceback is in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "limit_s"), [({}, 600.0), ({"hang_timeout": 5.0}, 50.0), ({"model": "gpt"}, 3.0)]
+)
+def test_a_script_that_never_returns_holds_the_run_for_a_while_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any], limit_s: float
+) -> None:
+    run = Run(tmp_path, **({"model": "own"} | more))
+    return_later(run, 1, None)
+    assert ended_well(run())
+    assert limit_s <= took_s(run) - RUN_S < limit_s + 15
+    said = "rank 1 had not returned from the script's function" in capsys.readouterr().out
+    assert said is ("model" not in more)
+
+
+def test_a_frozen_rank_is_not_waited_for_as_long_as_one_that_answers(tmp_path: Path) -> None:
+    run = Run(tmp_path, model="own")
+    return_later(run, 1, None)
+    run.ray.at(RUN_S + 5, lambda: setattr(run.ray.actors[1], "frozen", True))
+    assert ended_well(run())
+    assert took_s(run) < RUN_S + 200
+    assert [order for order in run.ray.orders if order.startswith("start")] == [
+        f"start {slot}" for slot in range(3)
+    ], "no rank is replaced after the training"
+
+
+def test_a_stop_ends_the_wait_for_a_script_that_goes_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, model="own")
+    return_later(run, 1, None)
+    run.ray.at(RUN_S + 100, run.sigterm)
+    assert ended_well(run())
+    assert RUN_S + 130 <= took_s(run) < RUN_S + 145
 
 
 def test_a_killed_rank_is_replaced_and_the_others_go_on(
