@@ -36,7 +36,7 @@ _EXPORTED = {
     "Run": "nanoray.own.run",
     "RuntimeEngine": "nanoray.own.engine",
     "ShardStream": "nanoray.data.stream",
-    "Tuned": "nanoray.tune.tuned",
+    "Tuned": "nanoray.tune.command",
     "WandbCallback": "nanoray.own.trackers",
     "Weighted": "nanoray.models.weighted",
 }

@@ -12,7 +12,7 @@ from nanoray.own.engine import RuntimeEngine as RuntimeEngine
 from nanoray.own.run import Run as Run
 from nanoray.own.trackers import MlflowCallback as MlflowCallback
 from nanoray.own.trackers import WandbCallback as WandbCallback
-from nanoray.tune.tuned import Tuned as Tuned
+from nanoray.tune.command import Tuned as Tuned
 
 __all__ = [
     "Callback",

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from nanoray.checkpoint.contents import is_listed, missing_from
 from nanoray.checkpoint.export import FORMATS, format_of, write_model
 from nanoray.checkpoint.files import find_all, load, peek
 from nanoray.checkpoint.find import newest_valid
 from nanoray.cli import Parser, name_program, run_subcommand, tool_parser, writing
 from nanoray.errors import CheckpointError, ConfigError
+from nanoray.state.state_dict import is_listed, missing_from
 
 
 def main(argv: list[str] | None = None) -> int:

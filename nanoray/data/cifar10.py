@@ -24,7 +24,7 @@ from nanoray.config import Config
 from nanoray.data import download
 from nanoray.data.dataset import DatasetInfo, cache_dir, write
 from nanoray.data.download import FetchFailed, fetch
-from nanoray.data.hashing import mix
+from nanoray.data.order import mix
 from nanoray.data.verify import verify
 from nanoray.errors import DataError
 

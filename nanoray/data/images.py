@@ -13,8 +13,7 @@ import torch
 
 from nanoray.data.cifar10 import RECORD
 from nanoray.data.dataset import DatasetInfo
-from nanoray.data.hashing import GOLDEN, mix
-from nanoray.data.order import EpochOrder
+from nanoray.data.order import GOLDEN, EpochOrder, mix
 from nanoray.data.tokens import MemoryMap, evenly_spaced, open_mapped
 
 SIZE = 32  # rows and columns of an image

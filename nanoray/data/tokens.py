@@ -17,7 +17,7 @@ import torch
 
 from nanoray.config import Batch
 from nanoray.data.dataset import DatasetInfo, TokenFile
-from nanoray.data.hashing import GOLDEN, mix
+from nanoray.data.order import GOLDEN, mix
 from nanoray.data.sequence_part import SequencePart, own_parts
 from nanoray.errors import DataError
 

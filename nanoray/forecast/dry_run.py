@@ -80,8 +80,7 @@ def layout_lines(
 
     `limit_gb`: the memory of a rank's device, in 1e9 bytes. `about_batch` ends the line on the batch.
     """
-    from nanoray.forecast.rank_memory import memory_lines, rank_memory
-    from nanoray.forecast.weights import rank_sizes
+    from nanoray.forecast.rank_memory import memory_lines, rank_memory, rank_sizes
     from nanoray.models import costs, resnet_costs
     from nanoray.models.gpt import ModelShape
 

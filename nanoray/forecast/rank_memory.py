@@ -8,22 +8,23 @@ timetable of the pipeline keeps in flight.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from nanoray.config import Batch, Config
-from nanoray.forecast.memory import rank_state
+from nanoray.forecast.memory import RankSizes, Sizes, rank_state
 from nanoray.forecast.parallelisms.registry import PARALLELISMS
-from nanoray.forecast.weights import rank_sizes
 from nanoray.host.gpus import discover_gpus
 from nanoray.mesh.layout import Layout
 from nanoray.models import resnet_costs
 from nanoray.models.build import kernels_of
 from nanoray.models.costs import Cut, activation_memory, with_kernels
 from nanoray.models.gpt import ModelShape
-from nanoray.models.resnet import ResNetShape
+from nanoray.models.precision import weight_type
+from nanoray.models.resnet import ResNet, ResNetShape
+from nanoray.models.weights import Weights, weights_of
 from nanoray.parallel.ddp import default_bucket_mb
 from nanoray.parallel.schedules import in_flight
 
@@ -207,3 +208,39 @@ def memory_lines(
     most = sizes.index(max(sizes))
     name = f"stage {most} of {len(stages)}, which needs most: "
     return [memory_line(config, batch, precision, stages[most], name, limit_gb)]
+
+
+# The sizes of one rank's parameters, by formulas: no model is built, but for a ResNet's.
+
+
+def sizes_of(tensors: Iterable[Weights], bytes_of_one: float = 4.0) -> Sizes:
+    """Return the sums of the parameters that the memory formula needs."""
+    outside = 0
+    largest = 0
+    layers: dict[int, int] = {}
+    for each in tensors:
+        largest = max(largest, each.numel)
+        if each.layer is None:
+            outside += each.numel
+        else:
+            layers[each.layer] = layers.get(each.layer, 0) + each.numel
+    total = outside + sum(layers.values())
+    return Sizes(total, outside, max(layers.values(), default=0), largest, total, bytes_of_one)
+
+
+def rank_sizes(
+    config: Config, shape: ModelShape | ResNetShape, layout: Layout, stage: int
+) -> RankSizes:
+    """Return the sizes of a rank of `stage`; experts apart where fewer ranks share them."""
+    # Every rank has a whole ResNet, which is small: it is counted
+    if isinstance(shape, ResNetShape):
+        with torch.device("meta"):
+            return RankSizes(Sizes.of(ResNet(shape)))
+
+    each = weight_type(config.precision).itemsize
+    tensors = weights_of(shape, layout, stage)
+    if layout.ep == 1:
+        return RankSizes(sizes_of(tensors, each))
+    routed = [tensor for tensor in tensors if tensor.expert]
+    rest = [tensor for tensor in tensors if not tensor.expert]
+    return RankSizes(sizes_of(rest, each), sizes_of(routed, each))

@@ -192,7 +192,7 @@ class ActorPool:
             scheduling_strategy=where,
         )
 
-    # Actors that go back to their slots: see moves.py.
+    # Actors that go back to their slots: see drain.py.
 
     def homes(self) -> dict[int, str]:
         """Return the node of each slot's bundle, where a new actor can start now.

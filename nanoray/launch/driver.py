@@ -28,8 +28,8 @@ from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import Failure, FailureCollector, back_off_s
 from nanoray.launch.actors import ActorPool, start_timeout_s
 from nanoray.launch.cluster_watch import ClusterWatch
+from nanoray.launch.drain import Moves
 from nanoray.launch.fault_log import FaultLog
-from nanoray.launch.moves import Moves
 from nanoray.launch.placement import Placement
 from nanoray.launch.recover import Recoverer
 from nanoray.launch.run_state import RunState

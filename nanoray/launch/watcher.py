@@ -18,9 +18,8 @@ from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import PATIENT, Position, Watchdog
 from nanoray.launch.actors import POLL_S
 from nanoray.launch.cluster_watch import ClusterWatch
-from nanoray.launch.drain import AbortOrders, Drains, Leave
+from nanoray.launch.drain import AbortOrders, Drains, Leave, Moves
 from nanoray.launch.fault_log import FaultLog
-from nanoray.launch.moves import Moves
 from nanoray.launch.rank_end import end_frozen, end_hung
 from nanoray.launch.recover import Recoverer
 from nanoray.launch.run_state import RunState

@@ -7,33 +7,37 @@ RuntimeEngine, and its `fit` calls rank.train with an OwnTask:
     main(run) ─► RuntimeEngine(model, ..., run).fit(data) ─► rank.train
 
 A plain script needs no function: with a configuration in the place of `run`, `fit` trains in this
-process, or as a rank of torchrun (here.py):
+process, or as a rank of torchrun:
 
     RuntimeEngine(model, ..., {"dp_mode": "zero1"}).fit(data) ─► Program ─► rank.train
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any, SupportsIndex
 
 import torch
 from torch import nn
 
+from nanoray.base.output import lasting_output
 from nanoray.checkpoint.run import RunSpec
 from nanoray.cli import Loaded
 from nanoray.config import Config
-from nanoray.errors import ConfigError
+from nanoray.errors import ConfigError, NanorayError
+from nanoray.mesh.mesh import abandon_groups
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.batch_norm import adopt_norms
-from nanoray.own.callbacks import Callback, observers_of
+from nanoray.own.callbacks import Callback, HookGuard, observers_of
 from nanoray.own.checks import (
     lazy_parts,
     require_module,
     require_sharable,
 )
-from nanoray.own.here import end_in_one_line, fit_here
-from nanoray.own.hook_guard import HookGuard
 from nanoray.own.optimizer import (
     optimizer_of,
     require_all_parameters,
@@ -41,17 +45,19 @@ from nanoray.own.optimizer import (
     require_no_draws,
     require_resumable,
 )
+from nanoray.own.program import Program
 from nanoray.own.run import DryRunEnded, Run
 from nanoray.own.schedule import (
     OwnSchedule,
     require_no_other_scheduler,
     schedulers_of,
 )
-from nanoray.own.settings import loaded_of, steps_of
-from nanoray.own.step_hooks import StepHooks, require_callable_hooks
+from nanoray.own.settings import loaded_of, refuse_while_spawned, steps_of, with_steps
+from nanoray.own.shards import StepHooks, require_callable_hooks
 from nanoray.own.task import Given, LossFn, OwnTask
 from nanoray.own.trackers import require_different_trackers
 from nanoray.own.trial import fill_lazy_parameters, require_storable
+from nanoray.train.__main__ import train_here
 from nanoray.train.rank import train
 
 
@@ -207,3 +213,52 @@ class RuntimeEngine:
             run.spec, run.rendezvous, observers, run.order, run.store, again, task_of=task_of
         )
         return run.outcome
+
+
+# `fit` of a plain script, without nanoray.launch: `python script.py`, or under torchrun.
+#
+# The script calls `fit` in the middle, and goes on after it. So a run that fails raises, signals are
+# handled only while it trains, and process groups are left at its end.
+
+
+def fit_here(loaded: Loaded, steps: int | None, fit: Callable[[Run], None]) -> dict[str, Any]:
+    """Train in this process, as the only rank or as one of a launcher's; return the outcome.
+
+    `fit` trains a model as the rank that it is given. After Ctrl-C, with a checkpoint, it raises
+    KeyboardInterrupt, and after another stop signal SystemExit, as Python would without nanoray.
+    """
+    refuse_while_spawned()
+    loaded = with_steps(loaded, steps)
+    try:
+        # A terminal that is closed must not end the run before it has saved.
+        with lasting_output():
+            ended = train_here(loaded, time.time(), Program(fit, loaded.given))
+    finally:
+        # The next fit forms its own groups, and the end of Python must not wait for their threads.
+        abandon_groups()
+    if ended is None:  # a dry run, which ends the script
+        raise SystemExit(0)
+    if ended.code == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if ended.code:
+        raise SystemExit(ended.code)
+    return ended.outcome
+
+
+def end_in_one_line() -> None:
+    """Let an error of nanoray that a script does not catch end it in one line, with its exit code.
+
+    Nothing changes where another program has its own way to show errors, as notebooks have.
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_in_one_line
+
+
+def _print_in_one_line(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    if not isinstance(error, NanorayError):
+        sys.__excepthook__(kind, error, traceback)
+        return
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(error.exit_code)

@@ -31,11 +31,16 @@ from nanoray.own.optimizer_trial import tried_format
 from nanoray.own.part import describe, part
 from nanoray.own.run import Run
 from nanoray.own.schedule import OwnSchedule
-from nanoray.own.shards import cut_optimizer, follow_parameters, require_state_everywhere
+from nanoray.own.shards import (
+    AfterUpdate,
+    StepHooks,
+    cut_optimizer,
+    follow_parameters,
+    require_state_everywhere,
+)
 from nanoray.own.side_effects import undisturbed
 from nanoray.own.skipping_ddp import SkippingDDP
 from nanoray.own.skipping_fsdp import SkippingFSDP
-from nanoray.own.step_hooks import AfterUpdate, StepHooks
 from nanoray.own.trial import TrialSubject, try_model
 from nanoray.own.weighted_flow import WeightedFlow
 from nanoray.parallel.compress import Compressor

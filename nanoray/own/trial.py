@@ -27,9 +27,8 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.models.precision import autocast
 from nanoray.models.weighted import Weighted
 from nanoray.own.call import arguments_of, loss_in, loss_of
-from nanoray.own.checks import lazy_parts
+from nanoray.own.checks import lazy_parts, unstorable
 from nanoray.own.part import describe, part
-from nanoray.own.storable import unstorable
 from nanoray.own.untouched import untouched
 from nanoray.train.out_of_memory import HALVE
 

@@ -2,6 +2,6 @@
 
     cli, config ─► Settings ─► opening.Opening ─► RunSpec ─► train or launch
 
-plan.py decides the configuration for a number of ranks; scale.py plans for ranks that need not exist.
+plan.py decides the configuration for a number of ranks, which need not exist.
 The driver uses this room, so torch is imported late.
 """

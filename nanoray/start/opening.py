@@ -27,8 +27,7 @@ from nanoray.host.device import Device
 from nanoray.host.host import cpu_features
 from nanoray.mesh.layout import Layout
 from nanoray.start.folder import open_run
-from nanoray.start.plan import last_lines, plan
-from nanoray.start.scale import forecast_at
+from nanoray.start.plan import forecast_at, last_lines, plan
 
 S = TypeVar("S", bound=Settings)
 

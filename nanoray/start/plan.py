@@ -5,8 +5,10 @@ The driver uses it, so torch is imported late.
 
 from __future__ import annotations
 
+import math
 from typing import TypeVar
 
+from nanoray.cli import Loaded, Scale
 from nanoray.config import VOCAB_MULTIPLE, Settings, resolve_batch
 from nanoray.config.conflicts import refuse
 from nanoray.config.load import run_folder_of
@@ -16,6 +18,7 @@ from nanoray.data.dataset import DatasetInfo
 from nanoray.data.foreign_weights import describe_init
 from nanoray.errors import ConfigError
 from nanoray.faults.plan import parse_plan
+from nanoray.forecast import scale as forecast
 from nanoray.mesh.layout import Layout
 
 S = TypeVar("S", bound=Settings)
@@ -36,10 +39,9 @@ def plan(settings: S, ranks: int, dataset: DatasetInfo) -> S:
     if config.scaling == "nanochat":
         from nanoray.models.costs import scaling_parameters
         from nanoray.models.gpt import ModelShape
-        from nanoray.start.scaling import scale
 
         params = scaling_parameters(ModelShape.of(config, dataset.vocab_size))
-        settings = scale(settings, params, dp)
+        settings = apply_scaling(settings, params, dp)
 
     # A run that is resumed has its own weights.
     if run_folder_of(config.resume) is None:
@@ -91,3 +93,123 @@ def _count_steps(settings: S, dataset: DatasetInfo, global_size: int) -> S:
     reason = f"{config.num_epochs} epoch(s) × {samples:,} {unit} / {global_size} per step"
     settings = settings.set({"max_steps": steps, "num_epochs": 0}, reason)
     return settings.note(f"epochs max_steps = {steps}: {reason}")
+
+
+# nanochat's scaling rules: steps, batch, learning rate and weight decay from a model's size.
+
+
+# nanochat's reference point: depth 12 (width 768, vocabulary 32,768) trained on r = 12 tokens per
+# scaling parameter with 2^19 tokens a batch. The rules move a recipe tuned there to another size.
+_REF_BATCH_TOKENS = 2**19
+_REF_SCALING_PARAMS = 12 * 12 * 768**2 + 32768 * 768
+_REF_TOKENS_PER_PARAM = 12.0
+
+
+def apply_scaling(settings: S, scaling_params: int, dp: int) -> S:
+    """Derive tokens from the model's size, batch from tokens, rate and decay from the batch.
+
+    D = r·S; B = B_ref·(D/D_ref)^0.383 rounded to a power of two; lr ∝ √(B/B_ref); weight decay ∝
+    √(B/B_ref)·D_ref/D. `lr`, `muon_lr` and `weight_decay` of the configuration are taken as the
+    values at the reference point. Keys that the user has given are kept. The batch is at least
+    one sequence per rank and a multiple of the ranks' micro batches.
+    """
+    config, given = settings.config, settings.given
+    tokens = config.tokens_per_param * scaling_params
+    ref_tokens = _REF_TOKENS_PER_PARAM * _REF_SCALING_PARAMS
+    unit = max(1, config.micro_batch_size) * max(1, config.grad_accum_steps) * dp
+    if "global_batch_size" in given:
+        sequences = config.global_batch_size
+    else:
+        batch_tokens = 2 ** round(math.log2(_REF_BATCH_TOKENS * (tokens / ref_tokens) ** 0.383))
+        sequences = max(1, round(batch_tokens / config.block_size / unit)) * unit
+    steps = config.max_steps
+    if "max_steps" not in given:
+        steps = max(1, round(tokens / (sequences * config.block_size)))
+
+    # The noise of a gradient falls with the root of the batch, so rates may rise with it.
+    ratio = sequences * config.block_size / _REF_BATCH_TOKENS
+    lr_factor = math.sqrt(ratio)
+    decay = config.weight_decay * lr_factor * ref_tokens / tokens
+    by_batch = f"√(B/B_ref = {ratio:.3g})"
+
+    # key -> its value, and the reason for it
+    derived = {
+        "global_batch_size": (
+            sequences,
+            f"2^19 tok × (D/D_ref = {tokens / ref_tokens:.3g})^0.383 as a power of two, in units "
+            f"of {unit} sequences",
+        ),
+        "max_steps": (
+            steps,
+            f"D = {config.tokens_per_param:g} tok × S = {scaling_params:,} parameters = "
+            f"{tokens:.3g} tok",
+        ),
+        "lr": (config.lr * lr_factor, f"{config.lr:g} × {by_batch}"),
+    }
+    if config.optimizer == "muon":
+        derived["muon_lr"] = (config.muon_lr * lr_factor, f"{config.muon_lr:g} × {by_batch}")
+    derived["min_lr"] = (config.min_lr * lr_factor, f"{config.min_lr:g} × {by_batch}")
+    derived["weight_decay"] = (
+        decay,
+        f"{config.weight_decay:g} × {by_batch} × D_ref/D = {ref_tokens / tokens:.3g}",
+    )
+    for key in derived.keys() & given:
+        del derived[key]
+
+    values = {key: value for key, (value, _) in derived.items()}
+    reasons = {key: reason for key, (_, reason) in derived.items()}
+    done = {"expected_val_loss": {}, "scaling": "none"}
+    settings = settings.set(values | done, reasons | dict.fromkeys(done, "scaling nanochat"))
+    return settings.note(
+        *(f"scale  {key} = {values[key]:.4g}: {reason}" for key, reason in reasons.items())
+    )
+
+
+# The plan of `--dry_run --world_size N`: a run on any number of ranks, which need not exist.
+
+
+def forecast_at(loaded: Loaded, scale: Scale) -> list[str]:
+    """Plan a run at a scale, and return what it would do. Raises ConfigError."""
+    from nanoray.forecast.layouts import factors
+
+    if loaded.config.model != "gpt":
+        raise ConfigError(
+            f"world_size predicts the layers of a gpt, but model = {loaded.config.model}; drop "
+            "--world_size"
+        )
+    topology = forecast.complete_topology(scale.topology) if scale.topology else None
+
+    # The same rules as for a run, in an error that names the factors of the number of ranks.
+    try:
+        dp = Layout.of(loaded.config, scale.world_size).dp
+        dataset = forecast.known_dataset(loaded.config)
+        grown = _grow_batch(loaded, dp)
+        planned = plan(grown, scale.world_size, dataset)
+        resolve_batch(planned.config, dp)
+    except ConfigError as error:
+        raise ConfigError(f"world_size = {factors(scale.world_size)}: {error}") from None
+    about_batch = ""
+    if grown is not loaded:
+        about_batch = f"; {grown.origins['global_batch_size']} (--global_batch_size chooses)"
+    lines = forecast.forecast_lines(planned, dataset, scale, topology, about_batch)
+    return [*lines, *last_lines(planned)]
+
+
+def _grow_batch(loaded: Loaded, dp: int) -> Loaded:
+    """Return settings whose batch divides over dp replicas.
+
+    The global batch of a preset grows until it does; one given by the user does not: ConfigError.
+    """
+    config = loaded.config
+    try:
+        resolve_batch(config, dp)
+    except ConfigError:
+        if config.scaling != "none" or "global_batch_size" in loaded.given:
+            raise
+    else:
+        return loaded
+    # Whole micro batches for every replica, and at least as many sequences as were given.
+    unit = (config.micro_batch_size or 1) * (config.grad_accum_steps or 1) * dp
+    size = -(-config.global_batch_size // unit) * unit
+    grown = f"grown from {config.global_batch_size} sequences to {size} to divide"
+    return loaded.set({"global_batch_size": size}, grown)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from nanoray.state.rank_state import RankState
+from dataclasses import asdict
+
+from nanoray.state.rank_state import RankState, Scalars, Session
 from nanoray.state.state_dict import StateDict, Tensors
 
 
@@ -37,3 +39,62 @@ class StatePart:
 
     def compared(self, tensors: Tensors) -> None:
         """Add the live tensors that must be equal on all replicas."""
+
+
+# The parts of the state that are a few numbers: counters, what guards have seen, loss scale.
+
+
+class Counters(StatePart):
+    """The step, the cursor of the data, the losses and the clock."""
+
+    def pack(self, packed: StateDict) -> None:
+        state = self._state
+        scalars = state.scalars
+        is_evaluated = state.session.evaluated == state.step
+        packed.meta |= {
+            "step": state.step,
+            "samples_seen": state.samples,
+            "val_loss": scalars.val_loss if is_evaluated else None,
+            "best_val_loss": scalars.best_val_loss,
+            "scalars": {"step": state.step, "samples": state.samples, **asdict(scalars)},
+        }
+
+    def load(self, saved: StateDict) -> None:
+        state = self._state
+        meta = saved.meta
+        state.step = meta["step"]
+        state.samples = meta["samples_seen"]
+        # A checkpoint of an older nanoray has no scalars of its own: they are in its meta.
+        older = {key: meta.get(key) for key in ("val_loss", "best_val_loss")}
+        values = dict(meta.get("scalars", older | {"ema_step": state.step}))
+        values.pop("step", None)
+        values.pop("samples", None)
+        state.scalars = Scalars(**values)
+
+        # The step's end was done before it was saved. The command itself goes on.
+        step = state.step
+        first_step_s = state.session.first_step_s
+        state.session = Session(step, step, first_step_s, evaluated=step, reported=step, saved=step)
+
+
+class GuardsPart(StatePart):
+    """What the guards have seen, and counted."""
+
+    def pack(self, packed: StateDict) -> None:
+        packed.meta["guards"] = self._state.guards.values()
+
+    def load(self, saved: StateDict) -> None:
+        self._state.guards.load_values(saved.meta.get("guards", {}))
+
+
+class ScalerPart(StatePart):
+    """The loss scale of fp16."""
+
+    def pack(self, packed: StateDict) -> None:
+        packed.scaler = self._state.scaler.values()
+
+    def load(self, saved: StateDict) -> None:
+        self._state.scaler.load_values(saved.scaler)
+
+    def compared(self, tensors: Tensors) -> None:
+        tensors |= self._state.scaler.tensors()

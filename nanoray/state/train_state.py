@@ -23,9 +23,8 @@ from nanoray.state.model_part import ModelPart, without_owner
 from nanoray.state.optimizer_part import OptimizerPart
 from nanoray.state.optimizers import load_groups
 from nanoray.state.outer import Outer, fragments_of
-from nanoray.state.part import StatePart
+from nanoray.state.part import Counters, GuardsPart, ScalerPart, StatePart
 from nanoray.state.rank_state import RankState, Scaler, Share, Values
-from nanoray.state.small_parts import Counters, GuardsPart, ScalerPart
 from nanoray.state.state_dict import StateDict, Tensors
 
 

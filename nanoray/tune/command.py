@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from nanoray.launch.own import refuse_both
 from nanoray.own.settings import loaded_of, refuse_while_spawned
 from nanoray.tune.may import KNOB_NAMES, MAY
 from nanoray.tune.program import Tuning
-from nanoray.tune.tuned import Tuned, read_tuned
 
 BUDGET_S = 300.0
 # A search is a run of another kind: it draws nothing, and can be resumed by its own file only
@@ -107,3 +107,36 @@ def folder_of(loaded: Loaded, started: float) -> Path | None:
         if record.is_file() and read_json(record).get("started") == started:
             return folder
     return None
+
+
+# What a search has found, for a script that goes on with it.
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a search has found."""
+
+    settings: dict[str, Any]
+    """keys of the configuration to set, as users write them; {} where nothing is faster"""
+
+    speedup: float
+    """how many times as fast as the present setting, the median of turns that measured both; 1.0
+    where nothing is faster"""
+
+    folder: Path
+    """the folder of the search: tuned.yaml, tune.json (all choices), report.html"""
+
+    table: list[dict[str, Any]]
+    """the rows of tune.json, the fastest first"""
+
+
+def read_tuned(folder: Path) -> Tuned:
+    """Return what a search has written into its folder."""
+    table = read_json(folder / "tune.json")
+    best = bool(table["tuned"])
+    return Tuned(
+        table["tuned"],
+        table["verdict"]["median"] if best else 1.0,
+        folder,
+        table["rows"],
+    )

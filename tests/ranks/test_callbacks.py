@@ -23,7 +23,7 @@ import nanoray
 from nanoray.base.atomic import read_json_lines
 from nanoray.checkpoint.files import find_all
 from nanoray.own import callbacks
-from nanoray.own.logged import LONGEST_TEXT, MOST_NAMES, Logged
+from nanoray.own.run import LONGEST_TEXT, MOST_NAMES, Logged
 
 STEPS = 4
 HOOKS = ("on_run_start", "on_step_end", "on_eval_end", "on_checkpoint", "on_run_end")

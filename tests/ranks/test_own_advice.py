@@ -275,7 +275,6 @@ def texts_with_advice() -> Iterator[str]:
     """Yield each text of the code about a script's model that advises a mode, as a pattern."""
     files = [*(ROOT / "own").rglob("*.py"), *(ROOT / "parallel").glob("fsdp*.py")]
     files += [ROOT / "own" / "absent.py", ROOT / "parallel" / "ddp.py"]
-    files.append(ROOT / "own" / "storable.py")
     for file in files:
         tree = parse(file.read_text(encoding="utf-8"))
         inner = {id(n) for j in ast.walk(tree) if isinstance(j, ast.JoinedStr) for n in j.values}

@@ -27,8 +27,7 @@ from nanoray.checkpoint.find import newest_valid
 from nanoray.checkpoint.run import RunSpec
 from nanoray.data.headers import llmc_header
 from nanoray.data.seeding import seed_generators_for
-from nanoray.data.shard_order import ShardOrder
-from nanoray.data.stream import ShardStream
+from nanoray.data.stream import ShardOrder, ShardStream
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.own.engine import RuntimeEngine
 from nanoray.own.program import Program

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanoray import cli, errors
-from nanoray.cli import page
+from nanoray.cli import __main__ as page
 from nanoray.errors import ConfigError, NanorayError
 from tests.harness.foreign import written_gpt2
 from tests.harness.page_commands import check_command, commands, mentions

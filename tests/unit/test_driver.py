@@ -20,7 +20,7 @@ import pytest
 from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import MAX_CONSEQUENCES
 from nanoray.launch.cluster_watch import LEAVE_S
-from nanoray.launch.moves import Moves
+from nanoray.launch.drain import Moves
 from nanoray.launch.recover import SAVE_S
 from tests.harness.scripted_ray import (
     NOTICE_S,

@@ -16,14 +16,12 @@ from nanoray.forecast import scale
 from nanoray.forecast.dry_run import dry_run_lines
 from nanoray.forecast.memory import RankSizes
 from nanoray.forecast.owners import rank_model
-from nanoray.forecast.rank_memory import MOST_STAGES
+from nanoray.forecast.rank_memory import MOST_STAGES, rank_sizes
 from nanoray.forecast.scale import known_dataset
-from nanoray.forecast.weights import rank_sizes
 from nanoray.mesh.layout import Coords, Layout
 from nanoray.models.gpt import ModelShape
 from nanoray.models.precision import weight_type
-from nanoray.start.plan import plan
-from nanoray.start.scale import forecast_at
+from nanoray.start.plan import forecast_at, plan
 
 RANKS = 8
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 64, "block_size": 32, "tokenizer": "byte"}

@@ -212,7 +212,7 @@ def test_the_configuration_checks_the_examples_as_strictly_as_the_script() -> No
 # script's own output, the bar of a terminal, and the last line of a script that ends by an error.
 PRINTS = {
     "start/opening.py": 3,
-    "own/here.py": 1,
+    "own/engine.py": 1,
     "own/program.py": 1,
     "train/watch/observers.py": 2,
 }

@@ -21,7 +21,7 @@ from nanoray.forecast.scale import job_of
 from nanoray.kube.__main__ import _with
 from nanoray.mesh.layout import Layout
 from nanoray.models.costs import flops_per_token
-from nanoray.start.scale import forecast_at
+from nanoray.start.plan import forecast_at
 from tests.harness.factorizations import factorizations
 
 LARGE = ["--preset", "gpt2-124m", "--dry_run", "--world_size", "4096", "--tp", "4"]

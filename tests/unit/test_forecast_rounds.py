@@ -13,7 +13,7 @@ from nanoray.forecast.predict import OnTopology, predict
 from nanoray.forecast.traffic import talks_of
 from nanoray.mesh.layout import Layout
 from nanoray.models.costs import count_parameters
-from nanoray.start.scale import forecast_at
+from nanoray.start.plan import forecast_at
 from tests.unit.test_predict import SHAPE, SPEED, job
 
 P = count_parameters(SHAPE)

@@ -9,8 +9,7 @@ import pytest
 
 from nanoray.cli import Loaded, parse_args
 from nanoray.config import resolve_batch
-from nanoray.config.assignments import read_assignments
-from nanoray.config.nanogpt import NAMES
+from nanoray.config.nanogpt import NAMES, read_assignments
 from nanoray.config.neighbours import read_names
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError

@@ -27,8 +27,8 @@ from nanoray.state.rank_state import Holding, Share
 from nanoray.state.state_dict import StateDict
 from nanoray.state.train_state import TrainState
 from nanoray.train.guard.guards import Guards
+from nanoray.train.handover import FromReplicas, FromShardedReplicas
 from nanoray.train.rank import train
-from nanoray.train.rounds import FromReplicas, FromShardedReplicas
 from tests.harness.axes import equal, final
 from tests.harness.ranks import make_spec, series
 from tests.harness.replicas import CPU, Simulation

@@ -141,7 +141,7 @@ from nanoray.config import make_config, resolve_batch
 from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
 from nanoray.forecast.dry_run import dry_run_lines
-from nanoray.start.scale import forecast_at
+from nanoray.start.plan import forecast_at
 from nanoray.forecast.whatif import KNOWN
 from nanoray.tools.inspect.subject import _described
 from nanoray.tools.inspect.tree import dump

@@ -21,7 +21,7 @@ from nanoray.cli import exit_code_of
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.errors import ConfigError
-from nanoray.own.here import fit_here
+from nanoray.own.engine import fit_here
 from nanoray.own.settings import loaded_of
 from nanoray.start.folder import open_run
 from nanoray.train.report import _from_here

@@ -17,7 +17,7 @@ from nanoray.models.costs import scaling_parameters
 from nanoray.models.gpt import ModelShape
 from nanoray.own.optimizer_trial import kept_alone, tried_format
 from nanoray.parallel.norm import clip_to
-from nanoray.start.scaling import scale
+from nanoray.start.plan import apply_scaling
 from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.train.optim.groups import lr_at, make_optimizer
 
@@ -162,7 +162,7 @@ def test_scaling_rules_at_their_reference_point_change_nothing() -> None:
     c = load_config(preset="gpt2-124m", overrides={"block_size": "1024", "micro_batch_size": "1"})
     params = scaling_parameters(ModelShape.of(c, 32768))
     assert params == 12 * 12 * 768**2 + 32768 * 768
-    derived = scale(Settings(c), params, dp=8).config
+    derived = apply_scaling(Settings(c), params, dp=8).config
     assert derived.global_batch_size * derived.block_size == 2**19
     assert (derived.lr, derived.weight_decay) == pytest.approx((c.lr, c.weight_decay))
     assert derived.max_steps == round(12 * params / 2**19)
@@ -171,7 +171,7 @@ def test_scaling_rules_at_their_reference_point_change_nothing() -> None:
 def test_scaling_rules_move_as_they_say() -> None:
     c = load_config(preset="gpt2-124m", overrides={"micro_batch_size": "1"})
     params = scaling_parameters(ModelShape.of(c, 32768))
-    scaled = scale(Settings(c), params // 16, dp=2)
+    scaled = apply_scaling(Settings(c), params // 16, dp=2)
     small, derived = scaled.config, scaled.origins
     batch = 2 ** round(math.log2(2**19 * (1 / 16) ** 0.383))
     assert small.global_batch_size * 1024 == batch
@@ -192,7 +192,7 @@ def test_scaling_rules_move_as_they_say() -> None:
 
 def test_scaling_keeps_what_flags_gave() -> None:
     c = load_config(preset="gpt2-124m", overrides={"lr": "1e-3", "max_steps": "7"})
-    scaled = scale(Settings(c, frozenset({"lr", "max_steps"})), 10**8, dp=2)
+    scaled = apply_scaling(Settings(c, frozenset({"lr", "max_steps"})), 10**8, dp=2)
     assert (scaled.config.lr, scaled.config.max_steps) == (1e-3, 7)
     assert not {"lr", "max_steps"} & scaled.origins.keys()
 
@@ -202,4 +202,4 @@ def test_scaling_that_contradicts_another_flag_is_a_config_error() -> None:
         preset="gpt2-124m", overrides={"stop_at": "1900", "max_steps": "2000", "warmup_steps": "1"}
     )
     with pytest.raises(ConfigError, match="stop_at = 1900 is beyond max_steps = "):
-        scale(Settings(c, frozenset({"stop_at"})), 10**6, dp=1)
+        apply_scaling(Settings(c, frozenset({"stop_at"})), 10**6, dp=1)

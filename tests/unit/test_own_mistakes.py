@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nanoray.launch.own import launch_own
 from nanoray.own.absent import AbsentGradients
+from nanoray.own.checks import unstorable
 from nanoray.own.data.epochs import Epochs
 from nanoray.own.data.loader import LoaderPlan
 from nanoray.own.data.reader import Reader
@@ -17,7 +18,6 @@ from nanoray.own.data.stateful import Stateful
 from nanoray.own.engine import RuntimeEngine
 from nanoray.own.layer_order import LayerOrder
 from nanoray.own.loose_buffers import LooseBuffers
-from nanoray.own.storable import unstorable
 from nanoray.parallel.script import Script
 from tests.harness.own_mistakes import MISTAKES
 from tests.harness.parsing import parse

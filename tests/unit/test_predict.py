@@ -48,8 +48,8 @@ from nanoray.forecast.predict import (
     predict,
     stage_memory,
 )
+from nanoray.forecast.rank_memory import sizes_of
 from nanoray.forecast.traffic import talks_of
-from nanoray.forecast.weights import sizes_of
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh

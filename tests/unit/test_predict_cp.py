@@ -30,7 +30,7 @@ from nanoray.models.kernels import Kernels
 from nanoray.models.moe import RouterTraining
 from nanoray.models.precision import weight_type
 from nanoray.parallel import cp as context
-from nanoray.start.scale import forecast_at
+from nanoray.start.plan import forecast_at
 
 # 256 rows with padding
 SHAPE = ModelShape(n_layer=4, n_head=8, n_embd=64, block_size=16, bias=True, vocab_size=250)

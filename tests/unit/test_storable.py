@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.checkpoint.__main__ import main as checkpoint
-from nanoray.checkpoint.contents import is_listed, missing_from
 from nanoray.checkpoint.files import save
 from nanoray.mesh.memory import bytes_of
+from nanoray.own.checks import unstorable
 from nanoray.own.side_effects import undisturbed
-from nanoray.own.storable import unstorable
 from nanoray.own.task import mode_notes
 from nanoray.state.modules import Undisturbed, extra_states, join, split
-from nanoray.state.state_dict import StateDict
+from nanoray.state.state_dict import StateDict, is_listed, missing_from
 from nanoray.state.values import same
 from tests.harness.keepers import KEEPERS
 

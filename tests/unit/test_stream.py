@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader
 import nanoray
 from nanoray.data.headers import llmc_header
 from nanoray.data.line_index import FOLDER, find_starts, starts_of
-from nanoray.data.shard_order import ShardOrder
-from nanoray.data.stream import ShardStream
+from nanoray.data.stream import ShardOrder, ShardStream
 from nanoray.errors import DataError
 from nanoray.own.data.source import OwnData
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.checkpoint import parts
-from nanoray.checkpoint.contents import missing_from
 from nanoray.checkpoint.files import Draft, load, save_shared
 from nanoray.cli import Loaded
 from nanoray.config import Batch, make_config, resolve_batch
@@ -32,6 +31,7 @@ from nanoray.parallel import tp
 from nanoray.parallel.buckets import Buckets
 from nanoray.start.plan import plan
 from nanoray.state.rank_state import Holding, Share
+from nanoray.state.state_dict import missing_from
 from nanoray.state.train_state import TrainState
 from nanoray.train.guard.guards import Guards
 

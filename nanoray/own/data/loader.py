@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import BatchSampler, DataLoader
 
-from nanoray.data.hashing import mix
-from nanoray.data.order import EpochOrder
+from nanoray.data.order import EpochOrder, mix
 from nanoray.data.stream import ShardStream
 from nanoray.errors import DataError
 from nanoray.own.data.epochs import Draw, DrawnBatches, Epochs, draw_of

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from nanoray.config import Batch, Config
 from nanoray.errors import TrainingDiverged
 from nanoray.models.precision import LossScaler
+from nanoray.parallel.flow import MicroBatch
 
 MOST_SKIPS = 10  # updates in a row that on_nan=skip leaves out before it gives up
 MOST_ROLLBACKS = 3  # times that on_nan=rollback returns to one checkpoint
@@ -277,3 +278,30 @@ class Guards:
             f"gradient norm {norm:.3g} at step {step} is {norm / median:.0f} times its median "
             f"{median:.3g} (samples {samples} to {samples + self._global_size - 1})"
         )
+
+
+# What can refuse a step before its update: the audit, and the reading of a script's data.
+#
+#     micro batches ─► watch ─► forward, backward ─► refuses? ─► norm, update
+#                                                       └─► no update on any rank
+#
+# The loop asks each check on all ranks. A plain run has none.
+
+
+class StepCheck(Protocol):
+    """Watches the forward and backward of a step."""
+
+    def watch(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        step: int,
+        samples: int,
+        phase: Callable[[str], None],
+    ) -> Iterator[MicroBatch]:
+        """Return the micro batches of the step after `step`, which begins at `samples`. (all ranks)"""
+
+    def refuses(self) -> bool:
+        """Return whether the step must not update, now that backward has ended. (all ranks)"""
+
+    def forget(self) -> None:
+        """Release what was attached to the model for a step that broke."""
