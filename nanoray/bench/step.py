@@ -96,6 +96,7 @@ LOSS_STEP = 20  # at most: later, roundings of another order have grown into ano
 GIB_PER_ARM = 2.8  # of the largest ladder
 BLOCK_MS = 3000.0  # of the base; all arms do as many steps
 PRODUCTS_PER_BLOCK = 50
+FEW_PRODUCTS = 2  # with --quick: where bf16 is emulated each takes a fifth of a second
 LEAST_OF_PEER = 5  # steps: it starts anew in each round
 # Times nanoGPT: in float32, in bf16 with units
 AIMS = {"shakespeare-cpu": (1.1, 1.4), "shakespeare-char": (1.15, 2.5)}
@@ -312,7 +313,9 @@ def _run_rounds(climb: Climb) -> None:
         # A step that does not count: while the arm slept, others had the caches, and idle memory
         # may be gone.
         climb.ranks[arm].block(1, args.timeout_s)
-        steps = PRODUCTS_PER_BLOCK if arm.startswith(PRODUCTS) else climb.steps
+        steps = climb.steps
+        if arm.startswith(PRODUCTS):
+            steps = FEW_PRODUCTS if args.quick else PRODUCTS_PER_BLOCK
         return climb.ranks[arm].block(steps, args.timeout_s)
 
     # As many steps as fill BLOCK_MS with the base, for all arms
