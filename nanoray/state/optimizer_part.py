@@ -17,6 +17,7 @@ from nanoray.state.optimizers import (
     known_format,
     load_groups,
     load_tensors,
+    name_of,
     tensors_of,
     values_of,
 )
@@ -53,6 +54,7 @@ class OptimizerPart(StatePart):
             values["schedule"] = state.schedule.values()
         if values:
             packed.meta["optimizer"] = values
+        packed.meta["optimizer_class"] = name_of(state.optimizer)
 
     def pack_own(self, packed: StateDict, first: bool) -> None:
         packed.optimizer = {}
@@ -95,6 +97,26 @@ class OptimizerPart(StatePart):
         # An optimizer creates its state in the order of the gradients, which may differ.
         own = optimizer_tensors(self._state.optimizer, self._state.shards)
         tensors |= dict(sorted(own.items()))
+
+
+def notes_on_resume(state: RankState, saved: StateDict) -> list[str]:
+    """Return what a user must know where another optimizer goes on with a state that fits."""
+    notes = []
+    here = name_of(state.optimizer)
+    there = saved.meta.get("optimizer_class", here)  # older checkpoints have none
+    if there != here:
+        notes.append(
+            f"resume  the optimizer is {there} there and {here} here; its state fits, and is taken over"
+        )
+    # A rank's pieces may have no state because their parameters have had no gradient yet.
+    if state.sharded and not saved.optimizer and saved.meta["step"] > 0:
+        needed = state.format_of(state.optimizer, ()).required
+        if needed:
+            notes.append(
+                f"resume  the checkpoint has no state of the optimizer for the parameters of this rank; "
+                f"{', '.join(sorted(needed))} begin anew"
+            )
+    return notes
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> Tensors:

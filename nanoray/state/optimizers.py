@@ -12,7 +12,7 @@ An optimizer with a `state_dict` of its own is asked for it, and gets the same o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -269,7 +269,15 @@ def changed_groups(
 
 def load_groups(optimizer: Optimizer, changed: Groups) -> None:
     """Restore what `changed_groups` returned. Tensors are written in place."""
-    for member, of_member in zip(members_of(optimizer), changed, strict=False):
+    members = members_of(optimizer)
+    here = [len(member.param_groups) for member in members]
+    there = [len(of_member) for of_member in changed]
+    if changed and here != there:
+        raise CheckpointError(
+            f"the checkpoint has values of {_listed(there)} parameter groups, but "
+            f"{name_of(optimizer)} has {_listed(here)}; resume with the optimizer that wrote it"
+        )
+    for member, of_member in zip(members, changed, strict=False):
         for group, values in zip(member.param_groups, of_member, strict=True):
             for key, data in values.items():
                 value = put_together(data)
@@ -279,6 +287,10 @@ def load_groups(optimizer: Optimizer, changed: Groups) -> None:
                     present.copy_(value)
                 else:
                     group[key] = value
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " and ".join(map(str, numbers))
 
 
 # Loading the tensors of parameters.
@@ -335,42 +347,37 @@ def load_tensors(
     With `cut` a tensor is a flat piece of its parameter's. format_of: says what the optimizer
     keeps. Raises CheckpointError when the state belongs to another optimizer or to other parameters.
     """
-    # The state must have the keys of this optimizer, where they are known.
-    form = format_of(optimizer, ())
     of_parameters = {}
     for name, tensor in tensors.items():
         key, _, owner = name.partition(".")
         if owner and "/" not in key:
             of_parameters[name] = tensor
-    saved_keys = {name.partition(".")[0] for name in of_parameters}
-    # The pieces of one rank may all be of parameters that have had no gradient yet.
-    has_state = bool(of_parameters) or not cut
-    fits = form.keys is None or form.required <= saved_keys <= form.keys
-    if has_state and not fits and not form.declared:
-        # Some optimizers keep other things for a large parameter than for a small one.
-        shapes = set()
-        for name in of_parameters:
-            key, _, owner = name.partition(".")
-            if key not in (form.keys or ()) and owner in params:
-                shapes.add(tuple(params[owner].shape))
-        form = format_of(optimizer, shapes)
-        fits = form.keys is None or form.required <= saved_keys <= form.keys
-    if has_state and not fits:
-        where = ", in its precision" if form.declared else ""
-        raise CheckpointError(
-            f"optimizer state holds {sorted(saved_keys) or 'nothing'}, but "
-            f"{name_of(optimizer)} needs {sorted(form.keys or ()) or 'nothing'}; resume "
-            f"with the optimizer that wrote it{where}"
-        )
 
-    # What this optimizer keeps now is of another step.
     group_of = {}
     member_of = {}
-    for member in members_of(optimizer):
+    members = members_of(optimizer)
+    for member in members:
         for group in member.param_groups:
             for p in group["params"]:
                 group_of[p] = group
                 member_of[p] = member
+
+    # The state must have the keys of this optimizer, and of several each its own.
+    form_of = {}
+    for member in members:
+        of_member = of_parameters
+        if len(members) > 1:
+            of_member = {}
+            for name, tensor in of_parameters.items():
+                param = params.get(name.partition(".")[2])
+                if param is not None and member_of.get(param) is member:
+                    of_member[name] = tensor
+        # The pieces of one rank may all be of parameters that have had no gradient yet, and so may
+        # be all parameters of one of several optimizers.
+        may_be_empty = cut or len(members) > 1
+        form_of[member] = _fitting_format(member, params, of_member, may_be_empty, format_of)
+
+    # What this optimizer keeps now is of another step.
     for p in params.values():
         if p in optimizer.state:
             optimizer.state[p].clear()
@@ -378,17 +385,19 @@ def load_tensors(
     for name, tensor in of_parameters.items():
         key, _, param_name = name.partition(".")
         param = params.get(param_name)
+        misfit = CheckpointError(
+            f"optimizer state {name} {tuple(tensor.shape)} does not fit this model's parameters"
+        )
+        if param is None or param not in member_of:
+            raise misfit
+        form = form_of[member_of[param]]
         is_scalar = (key in form.scalars or ":" in key) and tensor.numel() == 1
 
         # A tensor that is whole may have any shape, if the optimizer's own tensors have.
-        fits = param is not None
-        if fits and not is_scalar and (cut or form.keys is None or key in form.whole):
-            assert param is not None
-            fits = tensor.shape in (param.shape, (param.numel(),))
-        if param is None or not fits:
-            raise CheckpointError(
-                f"optimizer state {name} {tuple(tensor.shape)} does not fit this model's parameters"
-            )
+        shapes = (param.shape, (param.numel(),))
+        must_fit = cut or form.keys is None or key in form.whole
+        if must_fit and not is_scalar and tensor.shape not in shapes:
+            raise misfit
 
         state = optimizer.state[param]
         if ":" in key:
@@ -402,6 +411,38 @@ def load_tensors(
                 tensor = tensor.view_as(param)
             put_element(state, key, tensor.to(param.device, dtype, copy=True))
     load_values(optimizer, params, tensors, values)
+
+
+def _fitting_format(
+    optimizer: Optimizer,
+    params: Mapping[str, nn.Parameter],
+    of_parameters: Mapping[str, Tensor],
+    may_be_empty: bool,
+    format_of: FormatOf,
+) -> StateFormat:
+    """Return what an optimizer keeps. Raises CheckpointError where the state has other keys."""
+    form = format_of(optimizer, ())
+    saved_keys = {name.partition(".")[0] for name in of_parameters}
+    if not saved_keys and may_be_empty:
+        return form
+    fits = form.keys is None or form.required <= saved_keys <= form.keys
+    if not fits and not form.declared:
+        # Some optimizers keep other things for a large parameter than for a small one.
+        shapes = set()
+        for name in of_parameters:
+            key, _, owner = name.partition(".")
+            if key not in (form.keys or ()) and owner in params:
+                shapes.add(tuple(params[owner].shape))
+        form = format_of(optimizer, shapes)
+        fits = form.keys is None or form.required <= saved_keys <= form.keys
+    if not fits:
+        where = ", in its precision" if form.declared else ""
+        raise CheckpointError(
+            f"optimizer state holds {sorted(saved_keys) or 'nothing'}, but "
+            f"{name_of(optimizer)} needs {sorted(form.keys or ()) or 'nothing'}; resume "
+            f"with the optimizer that wrote it{where}"
+        )
+    return form
 
 
 def _device_of_scalars(

@@ -35,6 +35,7 @@ from nanoray.models.precision import LossScaler, MeanLoss, float32_products, wei
 from nanoray.parallel.compile import compile_layers
 from nanoray.parallel.plan import Loss, Plan
 from nanoray.parallel.statistics import has_statistics
+from nanoray.state.optimizer_part import notes_on_resume
 from nanoray.state.rank_state import Holding, Share
 from nanoray.state.train_state import TrainState
 from nanoray.trace.ledger import Ledger
@@ -291,6 +292,10 @@ class Recipe:
         if loader_note:
             note(loader_note)
         state.load(saved)
+        # Of a configuration the notes on other settings say it.
+        if self._cfg.model == "own":
+            for line in notes_on_resume(state, saved):
+                note(line)
         copy_to_mirror(state, group.mesh)
         return par
 

@@ -97,6 +97,24 @@ MADE: dict[str, Callable[[Any], Any]] = {
     "Lookahead": lambda model: styles.Lookahead(optim.SGD(model.parameters(), 0.1, momentum=0.9)),
     "SGD": lambda model: optim.SGD(groups_of(model), momentum=0.9),
     "AdamW": lambda model: optim.AdamW(groups_of(model)),
+    # For a resume with another one.
+    "plain Adam": lambda model: optim.Adam(groups_of(model)),
+    "plain SGD": lambda model: optim.SGD(groups_of(model)),
+    "Adam and SGD": lambda model: [
+        optim.Adam(model[0].parameters(), lr=0.02),
+        optim.SGD(model[2].parameters(), lr=0.005, momentum=0.9),
+    ],
+    "AdamW and SGD": lambda model: [
+        optim.AdamW(model[0].parameters(), lr=0.02),
+        optim.SGD(model[2].parameters(), lr=0.005, momentum=0.9),
+    ],
+    "SGD and Adam": lambda model: [
+        optim.SGD(model[0].parameters(), lr=0.005, momentum=0.9),
+        optim.Adam(model[2].parameters(), lr=0.02),
+    ],
+    "two AdamW": lambda model: [optim.AdamW([group]) for group in groups_of(model)],
+    "moved groups": lambda model: optim.SGD(groups_of(model), momentum=0.9),
+    "one moved group": lambda model: optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
 }
 IN_PIECES = (
     "Lion",
@@ -339,6 +357,75 @@ def test_a_checkpoint_of_another_schedule_is_refused(ranks: LastingRanks, tmp_pa
         outcomes = ranks.train(spec, main)
         assert [outcome.get("error") for outcome in outcomes] == ["CheckpointError"] * 2, outcomes
         assert text in outcomes[0]["message"]
+
+
+# What a resume with another optimizer than the checkpoint's says: modes, the two optimizers, the text
+# of the note ("": none), and the text of the error ("": it goes on).
+ANOTHER: dict[str, tuple[str, str, str, str, str]] = {
+    "same keys": ("ddp", "AdamW", "plain Adam", "is AdamW there and Adam here; its state fits", ""),
+    "same keys cut": ("zero1", "AdamW", "plain Adam", "is AdamW there and Adam here", ""),
+    "one of two": (
+        "ddp",
+        "Adam and SGD",
+        "AdamW and SGD",
+        "is Adam, SGD there and AdamW, SGD he",
+        "",
+    ),
+    "two for one": ("ddp", "AdamW", "two AdamW", "is AdamW there and AdamW, AdamW here", ""),
+    "the same": ("ddp", "AdamW", "AdamW", "", ""),
+    "swapped": (
+        "ddp",
+        "Adam and SGD",
+        "SGD and Adam",
+        "",
+        "holds ['exp_avg', 'exp_avg_sq', 'step']",
+    ),
+    "some keys": ("ddp", "AdamW", "Adam and SGD", "", "but SGD needs ['momentum_buffer']"),
+    "other keys": ("ddp", "AdamW", "Adagrad", "", "but Adagrad needs ['step', 'sum']"),
+    "other keys cut": ("zero1", "AdamW", "Adagrad", "", "but Adagrad needs ['step', 'sum']"),
+    "momentum gone": ("ddp", "SGD", "plain SGD", "", "but SGD needs nothing"),
+    "momentum gone cut": ("zero1", "SGD", "plain SGD", "", "but SGD needs nothing"),
+    "momentum new": ("ddp", "plain SGD", "SGD", "", "holds nothing, but SGD needs"),
+    "momentum new cut": ("zero1", "plain SGD", "SGD", "no state of the optimizer for the para", ""),
+    "other groups": (
+        "ddp",
+        "moved groups",
+        "one moved group",
+        "",
+        "values of 2 parameter groups, but SGD has 1",
+    ),
+}
+FULL_ANOTHER = ("two for one", "other keys cut", "momentum gone cut", "other keys", "momentum new")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=pytest.mark.full) if c in FULL_ANOTHER else c for c in ANOTHER],
+)
+def test_a_resume_with_another_optimizer_is_said_or_refused(
+    ranks: LastingRanks, tmp_path: Path, case: str
+) -> None:
+    """A state with other keys is never taken over in part; one with the same keys is, with a note."""
+    mode, there, here, text, error = ANOTHER[case]
+    moves = "moved" in there
+    scheduler = "cosine" if moves else "none"
+    first = partial(fit, optimizer=there, scheduler=scheduler)
+    trained(ranks, tmp_path, first, dp_mode=mode, stop_at=3)
+    spec = open_own(tmp_path, dp_mode=mode, resume="auto")
+    main = Program(partial(fit, optimizer=here, scheduler=scheduler), frozenset())
+    outcomes = ranks.train(spec, main)
+    if error:
+        assert [outcome.get("error") for outcome in outcomes] == ["CheckpointError"] * 2, outcomes
+        assert error in outcomes[0]["message"]
+        return
+    assert [outcome.get("exit_reason") for outcome in outcomes] == ["finished"] * 2, outcomes
+    notes = [line for line in spec.log(0).read_text().splitlines() if "optimizer" in line]
+    if text:
+        (note,) = notes
+        assert "resume  the " in note
+        assert text in note
+    else:
+        assert not notes
 
 
 def fit_with_state_on_rank_0(run: Run) -> None:
