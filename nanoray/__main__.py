@@ -12,32 +12,18 @@ from nanoray import __version__
 from nanoray.cli import exit_code_of, name_program
 from nanoray.cli.catalog import COMMANDS as COMMANDS
 from nanoray.cli.help import PAGES, asked_for, format_help
+from nanoray.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one of the commands and return its exit code."""
     if argv is None:
         argv = sys.argv[1:]
-    if not argv or argv[0] in ("-h", "--help"):
-        print("usage: nanoray COMMAND [--help | flags]\n")
-        for name, (_, description) in COMMANDS.items():
-            print(f"  {name:<10} {description}")
-        print("\nnanoray --version prints the versions, nanoray COMMAND --help a command's flags.")
-        return 0 if argv else 2  # no command at all is an error
-    if argv[0] in ("-V", "--version"):
-        print(versions())
-        return 0
-
-    command = argv[0]
-    if command not in COMMANDS:
-        hint = f"known: {', '.join(COMMANDS)}"
-        similar = difflib.get_close_matches(command, COMMANDS, n=1)
-        if similar:
-            hint = f"did you mean {similar[0]}?"
-        print(f"error: unknown command {command}; {hint}", file=sys.stderr)
-        return 2
+    if not argv or argv[0] not in COMMANDS:
+        return exit_code_of(lambda: answer(argv))
 
     # Without torch, whose import takes seconds
+    command = argv[0]
     topic = asked_for(argv[1:])
     if command in PAGES and topic is not None:
         return exit_code_of(lambda: print_help(topic, command))
@@ -45,6 +31,28 @@ def main(argv: list[str] | None = None) -> int:
     module_name, _ = COMMANDS[command]
     module = importlib.import_module(module_name)
     return module.main(argv[1:])
+
+
+def answer(words: list[str]) -> int:
+    """Answer a command line that names no command, and return its exit code.
+
+    Raises ConfigError for a command that does not exist.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: nanoray COMMAND [--help | flags]\n")
+        for name, (_, description) in COMMANDS.items():
+            print(f"  {name:<10} {description}")
+        print("\nnanoray --version prints the versions, nanoray COMMAND --help a command's flags.")
+        return 0 if words else 2  # no command at all is an error
+    if words[0] in ("-V", "--version"):
+        print(versions())
+        return 0
+
+    hint = f"known: {', '.join(COMMANDS)}"
+    similar = difflib.get_close_matches(words[0], COMMANDS, n=1)
+    if similar:
+        hint = f"did you mean {similar[0]}?"
+    raise ConfigError(f"unknown command {words[0]}; {hint}")
 
 
 def print_help(topic: str, command: str) -> None:

@@ -75,21 +75,25 @@ def _line_of(error: OSError) -> str:
 
 
 def run_subcommand(
-    commands: dict[str, Callable[[list[str]], int]], argv: list[str] | None, doc: str
+    commands: dict[str, Callable[[list[str]], int]], argv: list[str] | None, doc: str | None
 ) -> int:
-    """Run the command that the first word names, and return its exit code; `doc` is the help."""
+    """Run the command that the first word names, and return its exit code.
+
+    `doc`, the module's docstring, is the help. `python -OO` drops it: then the names are listed.
+    """
     words = sys.argv[1:] if argv is None else argv
     name = words[0] if words else ""
+    text = (doc or f"commands: {', '.join(commands)}").strip()
 
     def run() -> int:
         if name == DESCRIBE:
             raise SubcommandsFound(commands)
         if name in ("-h", "--help"):
-            print(doc.strip())
+            print(text)
             return 0
         # No command at all is a mistake, but the help is what is needed
         if not name:
-            print(doc.strip())
+            print(text)
             return 2
         if name not in commands:
             raise ConfigError(f"unknown command {name}; one of {', '.join(commands)}")

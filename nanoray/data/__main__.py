@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {"tokenize": _tokenize, "index": _index}
     for name in SETS:
         commands[name] = partial(_prepare_set, name)
-    return run_subcommand(commands, argv, __doc__ or "")
+    return run_subcommand(commands, argv, __doc__)
 
 
 def _tokenize(argv: list[str]) -> int:

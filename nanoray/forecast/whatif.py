@@ -501,7 +501,7 @@ def _row(
 
 def make_parser() -> Parser:
     """Return the parser of `nanoray whatif`."""
-    parser = tool_parser(name_program("whatif"), __doc__.splitlines()[0])
+    parser = tool_parser(name_program("whatif"), (__doc__ or "").partition("\n")[0])
     parser.epilog = "Lists: each is combined with each."
     parser.add_argument("run", type=Path, help="folder of a run that was started with --comm_trace")
     parser.add_argument(

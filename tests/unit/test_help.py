@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import re
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 import nanoray
 from nanoray.__main__ import main
 from nanoray.cli import Page, name_program, parse_args
+from nanoray.cli.catalog import COMMANDS
 from nanoray.cli.help import HEIGHT, LAUNCH, OF_A_RUN, TRAIN, WIDTH, format_help
 from nanoray.cli.parsers import COMMAND_FLAGS, GROUPS, PACKAGE, flag_names
 from nanoray.errors import ConfigError
@@ -160,3 +163,15 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_o_is_where_a_command_writes(tmp_path: Path) -> None:
     assert parse_args(["-o", str(tmp_path)], "x", "y").config.out_dir == str(tmp_path)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_printed_where_docstrings_are_dropped(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `python -OO` does."""
+    module = importlib.import_module(COMMANDS[command][0])
+    monkeypatch.setattr(module, "__doc__", None)
+    with contextlib.suppress(SystemExit):  # argparse ends so
+        main([command, "--help"])
+    assert re.match("usage: |commands: ", capsys.readouterr().out)
