@@ -69,8 +69,8 @@ INTERNAL: dict[str, tuple[str, ...]] = {
         "order",
         "group_lost",
     ),
-    "WandbCallback": ("tracker", "problem", "close"),
-    "MlflowCallback": ("tracker", "problem", "close"),
+    "WandbCallback": ("tracker", "observer"),
+    "MlflowCallback": ("tracker", "observer"),
 }
 FUNCTIONS = ("launch", "tune")  # packages that are functions, too
 HEAD = """\

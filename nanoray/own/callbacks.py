@@ -58,27 +58,22 @@ class Callback:
 
 
 class ReportingCallback(Callback):
-    """A callback that keeps a connection, such as one to a tracker."""
+    """A callback with an observer of its own, such as one that reports to a tracker."""
 
-    def problem(self, run: Run) -> str | None:
-        """Return why it cannot report the run, and the remedy; None if it can."""
-        return None
-
-    def close(self) -> None:
-        """Flush, after on_run_end or on_exception, or because another process is rank 0 now."""
+    def observer(self, run: Run) -> Observer:
+        """Return the observer of a run."""
+        raise NotImplementedError
 
 
-def observers_of(
-    callbacks: Sequence[Callback], run: Run, guard: HookGuard
-) -> list[CallbackObserver]:
+def observers_of(callbacks: Sequence[Callback], run: Run, guard: HookGuard) -> list[Observer]:
     """Return an observer of each callback, in the order in which the engine calls them.
 
     One without hooks is the first: it picks up what the script has logged outside of callbacks.
     Those that report the record come last, so that they have what all others have logged.
     """
-    own = [each for each in callbacks if not isinstance(each, ReportingCallback)]
-    reporting = [each for each in callbacks if isinstance(each, ReportingCallback)]
-    return [CallbackObserver(each, run, guard) for each in (Callback(), *own, *reporting)]
+    calling = [CallbackObserver(each, run, guard) for each in (Callback(), *callbacks)]
+    reporting = [each.observer(run) for each in callbacks if isinstance(each, ReportingCallback)]
+    return [*calling, *reporting]
 
 
 class CallbackObserver(Observer):
@@ -109,11 +104,6 @@ class CallbackObserver(Observer):
             self._note(line)
         return values
 
-    def on_late(self, record: dict[str, Any]) -> None:
-        """Report values that were logged after the newest record."""
-        if isinstance(self._callback, ReportingCallback):
-            self._call("on_step_end", record["step"], record)
-
     def on_saved(self, step: int) -> None:
         self._call("on_checkpoint", step)
 
@@ -122,15 +112,6 @@ class CallbackObserver(Observer):
 
     def on_failure(self, error: BaseException) -> None:
         self._call("on_exception", error)
-
-    def problem(self) -> str | None:
-        if isinstance(self._callback, ReportingCallback):
-            return self._callback.problem(self._run)
-        return None
-
-    def close(self) -> None:
-        if isinstance(self._callback, ReportingCallback):
-            self._call("close")
 
     def _begin(self) -> None:
         if not self._begun:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from nanoray.config import Config
 from nanoray.errors import ConfigError
 from nanoray.own.callbacks import Callback, ReportingCallback
 from nanoray.own.run import Run
 from nanoray.train.track.mlflow_tracker import MlflowTracker
-from nanoray.train.track.tracker import Tracker, tracked_run
+from nanoray.train.track.tracker import Tracker
 from nanoray.train.track.tracking import TRACKERS, Tracking
 from nanoray.train.track.wandb_tracker import Mode, WandbTracker
 
@@ -31,42 +30,15 @@ class TrackerCallback(ReportingCallback):
         if missing:
             raise ConfigError(missing)
         self.tracker = tracker
-        self._tracking: Tracking | None = None
 
-    def problem(self, run: Run) -> str | None:
-        """Return why the run cannot be reported, and the remedy; None if it can."""
-        return self.tracker.problem(tracked_run(run.spec))
-
-    def on_run_start(self, run: Run) -> None:
-        """Begin the tracker's run, or continue it."""
+    def observer(self, run: Run) -> Tracking:
+        """Return the observer that reports a run, as that of the key `track` does."""
 
         def note(text: str) -> None:
             for observer in run.observers:
                 observer.on_note(text)
 
-        self._tracking = Tracking(self.tracker, run.spec, note)
-        self._tracking.begin()
-
-    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
-        """Hand over the metrics of a logged step."""
-        if self._tracking is not None:
-            self._tracking.on_record(dict(record))
-
-    def on_run_end(self, outcome: Mapping[str, Any]) -> None:
-        """Keep the results for `close`."""
-        if self._tracking is not None:
-            self._tracking.on_end(outcome)
-
-    def on_exception(self, error: BaseException) -> None:
-        """Keep for `close` that the run has failed."""
-        if self._tracking is not None:
-            self._tracking.on_failure(error)
-
-    def close(self) -> None:
-        """Hand over the results, and wait for the tracker, at most 30 seconds."""
-        if self._tracking is not None:
-            self._tracking.close()
-            self._tracking = None
+        return Tracking(self.tracker, run.spec, note)
 
 
 class WandbCallback(TrackerCallback):

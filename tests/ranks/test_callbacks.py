@@ -24,6 +24,7 @@ from nanoray.base.atomic import read_json_lines
 from nanoray.checkpoint.files import find_all
 from nanoray.own import callbacks
 from nanoray.own.run import LONGEST_TEXT, MOST_NAMES, Logged
+from nanoray.train.track.observer import Observer
 
 STEPS = 4
 HOOKS = ("on_run_start", "on_step_end", "on_eval_end", "on_checkpoint", "on_run_end")
@@ -246,8 +247,20 @@ class Reports(nanoray.own.callbacks.ReportingCallback):  # type: ignore[name-def
     def __init__(self) -> None:
         self.seen: dict[int, dict[str, Any]] = {}
 
-    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
-        self.seen[step] = self.seen.get(step, {}) | dict(record)
+    def observer(self, run: nanoray.Run) -> Observer:
+        return Sees(self.seen)
+
+
+class Sees(Observer):
+    """Keeps what a tracker would receive, by step."""
+
+    def __init__(self, seen: dict[int, dict[str, Any]]) -> None:
+        self._seen = seen
+
+    def on_record(self, record: dict[str, Any]) -> None:
+        self._seen[record["step"]] = self._seen.get(record["step"], {}) | record
+
+    on_late = on_record
 
 
 class OfAnotherTrainer(nanoray.Callback):

@@ -323,7 +323,9 @@ def test_an_address_that_cannot_be_used_is_refused_without_its_password(
 ) -> None:
     uri = f"{scheme}://user:{SECRET}@127.0.0.1:1/x"
     spec = open_own(tmp_path)
-    problem = nanoray.MlflowCallback(tracking_uri=uri).problem(Run(spec, None, frozenset()))  # type: ignore[arg-type]
+    run = Run(spec, None, frozenset())  # type: ignore[arg-type]
+    problem = nanoray.MlflowCallback(tracking_uri=uri).observer(run).problem()
+    assert problem is not None
     assert f"cannot use the tracking URI {scheme}://127.0.0.1:1/x" in problem
     assert SECRET not in problem
     assert without_passwords("https://a.org/b?c=d@e") == "https://a.org/b?c=d@e"
