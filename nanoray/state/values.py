@@ -34,6 +34,9 @@ _KEYS = (bool, int, float, str)
 # and compute differently.
 _NUMPY = (np.bool_, np.integer, np.float16, np.float32, np.float64)
 
+# Types of which a subclass may be written as one of them
+_PARENTS: tuple[Any, ...] = (int, float, bytes, list, tuple)
+
 
 class Unsupported(TypeError):
     """A value that cannot be written: its place, and its type."""
@@ -46,13 +49,22 @@ class Unsupported(TypeError):
         super().__init__(f"{where} is a {self.kind}")
 
 
-def take_apart(value: Any, where: str, tensors: dict[str, Tensor] | None = None) -> Any:
+def take_apart(
+    value: Any, where: str, tensors: dict[str, Tensor] | None = None, loose: bool = False
+) -> Any:
     """Return a value as JSON, and put its tensors into `tensors`, live, under their places in it.
 
     Without `tensors` they are written into the JSON, which is for small ones. Values are numbers,
     booleans, texts, None, tensors, and lists, tuples and dicts of them. Types are compared exactly:
-    a subclass would come back as its parent. Raises Unsupported for other types.
+    a subclass would come back as its parent. With `loose` it may, keys are of any of these types, and
+    bytes and numpy's arrays are written, too. Raises Unsupported for other types.
     """
+    if loose:
+        value = _as_parent(value)
+        if isinstance(value, bytes):
+            return {"": "bytes", "data": base64.b64encode(value).decode()}
+        if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, _NUMPY):
+            return _array(value, where)
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -68,7 +80,7 @@ def take_apart(value: Any, where: str, tensors: dict[str, Tensor] | None = None)
         tensors[where] = value.detach()
         return {"": "tensor", "name": where, "device": value.device.type}
     if type(value) in (list, tuple):
-        items = [take_apart(item, f"{where}/{i}", tensors) for i, item in enumerate(value)]
+        items = [take_apart(item, f"{where}/{i}", tensors, loose) for i, item in enumerate(value)]
         if isinstance(value, tuple):
             return {"": "tuple", "items": items}
         return items
@@ -77,13 +89,16 @@ def take_apart(value: Any, where: str, tensors: dict[str, Tensor] | None = None)
     if kind not in _DICTS or not isinstance(value, dict):
         raise Unsupported(where, value)
     if kind == "dict" and all(type(key) is str and key for key in value):
-        return {key: take_apart(item, f"{where}/{key}", tensors) for key, item in value.items()}
+        return {
+            key: take_apart(item, f"{where}/{key}", tensors, loose) for key, item in value.items()
+        }
     # Keys that JSON would turn into text, or that would be taken for the name of a type.
     pairs = []
     for key, item in value.items():
-        if not (key is None or type(key) in _KEYS):
+        if not (loose or key is None or type(key) in _KEYS):
             raise Unsupported(f"a key of {where}", key)
-        pairs.append([take_apart(key, where), take_apart(item, f"{where}/{key}", tensors)])
+        taken = take_apart(item, f"{where}/{key}", tensors, loose)
+        pairs.append([take_apart(key, f"a key of {where}", loose=loose), taken])
     return {"": kind, "items": pairs}
 
 
@@ -116,6 +131,11 @@ def put_together(
         return tensor.to(target, copy=True)
     if kind == "tensor":
         return _outline(data)
+    if kind == "bytes":
+        return base64.b64decode(data["data"])
+    if kind == "array":  # over a bytearray, because it must be writable
+        raw = bytearray(base64.b64decode(data["data"]))
+        return np.frombuffer(raw, data["dtype"]).reshape(data["shape"])
     pairs = []
     for key, item in data["items"]:
         pairs.append((put_together(key), put_together(item, tensors, device)))
@@ -150,6 +170,28 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (float, np.generic)):
         return repr(a) == repr(b)
     return a is b or bool(a == b)
+
+
+def _as_parent(value: Any) -> Any:
+    """Return a value of a subclass as one of the type that it extends."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, str):
+        return str.__str__(value)  # an enum's str() is its name
+    if isinstance(value, Mapping) and type(value) not in (dict, OrderedDict, Counter):
+        return dict(value)
+    for parent in _PARENTS:
+        if isinstance(value, parent) and not isinstance(value, (bool, np.generic)):
+            return parent(value)
+    return value
+
+
+def _array(value: Any, where: str) -> dict[str, Any]:
+    array = np.asarray(value)
+    if array.dtype.hasobject:
+        raise Unsupported(where, value)
+    data = base64.b64encode(array.tobytes()).decode()
+    return {"": "array", "dtype": array.dtype.str, "shape": list(array.shape), "data": data}
 
 
 def _inline(tensor: Tensor) -> dict[str, Any]:

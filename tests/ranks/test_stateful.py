@@ -5,8 +5,9 @@ there.
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import DataError
 from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.own.data.epochs import Sample
 from nanoray.own.data.source import OwnData
 from nanoray.own.data.stateful import KEPT, Stateful, is_stateful, pack, unpack
 from nanoray.own.engine import RuntimeEngine
@@ -257,13 +259,38 @@ def test_a_state_is_what_it_was() -> None:
     for key in ("numbers", "text", "pair", 3, "generator"):
         assert found[key] == state[key]
     with pytest.raises(
-        DataError, match=r"has a Generator at state\.rng\[0\], which a checkpoint cannot hold; let"
+        DataError, match=r"has a Generator at state/rng/0, which a checkpoint cannot hold; let"
     ):
         pack({"rng": [torch.Generator()]})
     with pytest.raises(
-        DataError, match=r"has a ndarray at state\.a, which a checkpoint cannot hold"
+        DataError, match=r"has a ndarray at state/a, which a checkpoint cannot hold"
     ):
         pack({"a": np.array([object()])})
+
+
+class Phase(str, Enum):
+    FIRST = "first"
+
+
+def test_a_state_of_subclasses_comes_back_as_what_they_extend() -> None:
+    counts: defaultdict[str, int] = defaultdict(int, a=1)
+    state = {
+        "counts": counts,
+        "phase": Phase.FIRST,
+        "place": Sample(3, "x"),
+        ("train", 0): np.int64(7),
+        "when": np.datetime64("2026-01-01"),
+        "weight": nn.Parameter(torch.ones(2)),
+    }
+    found = unpack(pack(state))
+    assert type(found["counts"]) is dict
+    assert found["counts"] == {"a": 1}
+    assert type(found["phase"]) is str
+    assert found["phase"] == "first"
+    assert found["place"] == (3, "x")
+    assert found["train", 0] == 7
+    assert found["when"] == np.datetime64("2026-01-01")
+    assert torch.equal(found["weight"], torch.ones(2))
 
 
 class Empty(Stream):

@@ -11,20 +11,19 @@ replacement of a lost rank.
 
 from __future__ import annotations
 
-import base64
 import copy
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from nanoray.data.seeding import generators_kept, seed_generators_for
 from nanoray.errors import DataError
+from nanoray.state.values import Unsupported, put_together, take_apart
 
 KEPT = 64  # batches that a rank keeps, with the state before each, to repeat a step
 
@@ -134,82 +133,17 @@ def pack(state: Any) -> Tensor:
 
     Raises DataError for types other than numbers, text, lists, dicts, bytes, tensors and arrays.
     """
-    text = json.dumps(_plain(state, "state"))
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    try:
+        plain = take_apart(state, "state", loose=True)
+    except Unsupported as error:
+        raise DataError(
+            f"the state of the train data's loader has a {error.kind} at {error.where}, which a "
+            "checkpoint cannot hold; let state_dict() return numbers, text, lists, dicts, bytes, "
+            "tensors or arrays"
+        ) from None
+    return torch.frombuffer(bytearray(json.dumps(plain).encode()), dtype=torch.uint8)
 
 
 def unpack(packed: Tensor) -> Any:
     """Return the state that was given to `pack`."""
-    return _restored(json.loads(packed.cpu().contiguous().numpy().tobytes()))
-
-
-def _plain(value: Any, where: str) -> Any:
-    """Return a value as JSON types.
-
-    A type that JSON lacks becomes a dict with the key "", which names the type. `where` is the
-    value's place in the state, for messages.
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        items = [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
-        if isinstance(value, tuple):
-            return {"": "tuple", "items": items}
-        return items
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and key for key in value):
-            return {key: _plain(item, f"{where}.{key}") for key, item in value.items()}
-        # Keys that JSON would turn into text, or that would be taken for the name of a type.
-        pairs = []
-        for key, item in value.items():
-            pairs.append([_plain(key, f"a key of {where}"), _plain(item, f"{where}[{key!r}]")])
-        return {"": "dict", "items": pairs}
-    if isinstance(value, bytes):
-        return {"": "bytes", "data": base64.b64encode(value).decode()}
-    if isinstance(value, Tensor):
-        # As bytes, because numpy lacks bfloat16.
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        kind = "tensor"
-        dtype = str(value.dtype).removeprefix("torch.")
-    elif isinstance(value, (np.ndarray, np.generic)) and not np.asarray(value).dtype.hasobject:
-        flat = np.asarray(value)
-        kind = "array"
-        dtype = flat.dtype.str
-    else:
-        raise DataError(
-            f"the state of the train data's loader has a {type(value).__name__} at {where}, which "
-            "a checkpoint cannot hold; let state_dict() return numbers, text, lists, dicts, bytes, "
-            "tensors or arrays"
-        )
-    return {
-        "": kind,
-        "dtype": dtype,
-        "shape": list(value.shape),
-        "data": base64.b64encode(flat.tobytes()).decode(),
-    }
-
-
-def _restored(value: Any) -> Any:
-    """Return the value that `_plain` was given."""
-    if isinstance(value, list):
-        return [_restored(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kind = value.get("")
-    if kind is None:
-        return {key: _restored(item) for key, item in value.items()}
-    if kind == "tuple":
-        return tuple(_restored(item) for item in value["items"])
-    if kind == "dict":
-        return {_restored(key): _restored(item) for key, item in value["items"]}
-    # A bytearray, because tensors and arrays over it must be writable.
-    data = bytearray(base64.b64decode(value["data"]))
-    if kind == "bytes":
-        return bytes(data)
-    if kind == "array":
-        return np.frombuffer(data, value["dtype"]).reshape(value["shape"]).copy()
-    dtype = getattr(torch, value["dtype"])
-    flat = torch.empty(0, dtype=dtype)
-    if data:  # frombuffer refuses an empty buffer
-        flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
-    return flat.reshape(value["shape"]).clone()
+    return put_together(json.loads(packed.cpu().contiguous().numpy().tobytes()))
