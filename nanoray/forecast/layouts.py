@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from nanoray.config import micro_batches
 from nanoray.config.conflicts import excluded_layout
 from nanoray.errors import ConfigError
 from nanoray.forecast.job import Job
-from nanoray.forecast.parallelisms.record import Tried, divisors
+from nanoray.forecast.parallelisms.record import Tried
 from nanoray.forecast.parallelisms.registry import PARALLELISMS
 from nanoray.forecast.predict import Network, Prediction, Speed, memory_of, predict
 from nanoray.mesh.layout import Layout
@@ -76,16 +77,6 @@ def refusal(job: Job, layout: Layout) -> str | None:
     return excluded_layout(job.config, job.mode(layout), sizes, job.shape.experts)
 
 
-def micros(job: Job, layout: Layout, most: int) -> list[int]:
-    """Return the micro batches up to `most` sequences that divide a replica's share of a step."""
-    share = job.sequences // layout.dp
-    sizes = [micro for micro in divisors(share) if micro <= most]
-    # The interleaved schedule takes micro batches in groups of pp.
-    if job.config.pp_schedule == "interleaved" and layout.pp > 1:
-        sizes = [micro for micro in sizes if share // micro % layout.pp == 0]
-    return sizes
-
-
 def try_layout(
     job: Job, layout: Layout, most: int, network: Network, speed: Speed, memory_gb: float | None
 ) -> Found:
@@ -93,9 +84,9 @@ def try_layout(
     reason = refusal(job, layout)
     if reason:
         return Found(layout, refused=reason)
-    sizes = micros(job, layout, most)
+    share = job.sequences // layout.dp
+    sizes = [micro for micro in micro_batches(job.config_at(layout), share) if micro <= most]
     if not sizes:
-        share = job.sequences // layout.dp
         return Found(
             layout, refused=f"a replica's {share} sequences are no groups of pp micro batches"
         )

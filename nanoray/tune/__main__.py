@@ -9,7 +9,7 @@ from pathlib import Path
 from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.config.load import run_folder_of
 from nanoray.errors import ConfigError
-from nanoray.tune.command import BUDGET_S, checked, knobs, start
+from nanoray.tune.command import BUDGET_S, require_words, start
 from nanoray.tune.may import KNOB_NAMES, MAY
 from nanoray.tune.program import Tuning
 
@@ -60,8 +60,9 @@ def _run(argv: list[str]) -> int:
     own.add_argument("--resume", default="")
     args, flags = own.parse_known_args(argv)
     budget_s = seconds_of(args.budget)
-    may = checked([word for word in args.may.split(",") if word])
-    leave = knobs([word for word in args.leave.split(",") if word])
+    may = tuple(word for word in args.may.split(",") if word)
+    leave = tuple(word for word in args.leave.split(",") if word)
+    require_words(may, leave)
     loaded = parse_args([*recipe_of(flags, args.resume), *rest_of(flags)], prog, PAGE)
     label = loaded.config.name.removeprefix("tune-")
     earlier = args.resume

@@ -39,8 +39,9 @@ def tune_own(
         # As launch does, which does not say where it has searched
         out_dir = lasting_out_dir(loaded.config)
         loaded = loaded.set({"out_dir": out_dir}, "a Ray job's folder does not last")
+    require_words(may)
     label = loaded.config.name
-    program = Tuning(label, budget_s, checked(may), main=main, given=loaded.given)
+    program = Tuning(label, budget_s, tuple(may), main=main, given=loaded.given)
     started = time.time()
     code = start(loaded, started, program, ray)
     folder = program.folders[0] if program.folders else folder_of(loaded, started)
@@ -81,23 +82,17 @@ def _is_one_rank(loaded: Loaded) -> bool:
     )
 
 
-def checked(may: Sequence[str]) -> tuple[str, ...]:
-    """Return the words of --may. Raises ConfigError for an unknown one."""
+def require_words(may: Sequence[str] = (), leave: Sequence[str] = ()) -> None:
+    """Raise ConfigError for an unknown word of --may or --leave."""
     for word in may:
         if word not in MAY:
             known = "; ".join(f"{known}: {what}" for known, what in MAY.items())
             raise ConfigError(f"may = {word} is none of the changes of a result: {known}")
-    return tuple(may)
-
-
-def knobs(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the words of --leave. Raises ConfigError for an unknown one."""
-    for name in names:
-        if name not in KNOB_NAMES:
+    for word in leave:
+        if word not in KNOB_NAMES:
             raise ConfigError(
-                f"leave = {name} is nothing that a search changes: {', '.join(KNOB_NAMES)}"
+                f"leave = {word} is nothing that a search changes: {', '.join(KNOB_NAMES)}"
             )
-    return tuple(names)
 
 
 def folder_of(loaded: Loaded, started: float) -> Path | None:

@@ -25,7 +25,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Order
 from nanoray.models.gpt import ModelShape
 from nanoray.tune.__main__ import newest_search, recipe_of, seconds_of
-from nanoray.tune.command import checked
+from nanoray.tune.command import require_words
 from nanoray.tune.expect import Expected
 from nanoray.tune.may import KNOB_NAMES
 from nanoray.tune.result import (
@@ -488,7 +488,7 @@ def test_budgets_that_are_none(text: str) -> None:
 
 def test_an_unknown_change_of_the_result_is_refused() -> None:
     with pytest.raises(ConfigError, match="may = colour is none of the changes of a result: masks"):
-        checked(["colour"])
+        require_words(may=["colour"])
 
 
 def test_the_recipe_is_a_preset_a_file_or_an_earlier_search(tmp_path: Path) -> None:
