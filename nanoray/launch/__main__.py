@@ -13,7 +13,7 @@ from ray.util.placement_group import remove_placement_group
 
 from nanoray.base.environment import environment
 from nanoray.base.output import say
-from nanoray.checkpoint.refused import discard_refused, discarding_refused
+from nanoray.checkpoint.folder import discard_refused, discarding_refused
 from nanoray.checkpoint.run import require_short_names, summary_on_failure, write_summary
 from nanoray.checkpoint.upload.process import Upload
 from nanoray.cli import Loaded, name_program, run_command

@@ -24,8 +24,7 @@ from torch.distributed import DistError
 from nanoray.base.environment import environment
 from nanoray.base.mapped import restore_missing
 from nanoray.base.output import say
-from nanoray.checkpoint.folder import FolderKeeper
-from nanoray.checkpoint.refused import discarding_refused
+from nanoray.checkpoint.folder import FolderKeeper, discarding_refused
 from nanoray.checkpoint.run import (
     RunSpec,
     lock_run,

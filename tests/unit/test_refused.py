@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import nanoray
-from nanoray.checkpoint.refused import discard_refused
+from nanoray.checkpoint.folder import discard_refused
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
