@@ -29,7 +29,7 @@ from nanoray.state.outer import OUTER_MOMENTUM, Outer, joins_now, of_kind
 from nanoray.state.rank_state import Holding, Scalars, Session, Share
 from nanoray.state.train_state import TrainState
 from nanoray.train.fetch import fetch, share
-from nanoray.train.mirror import FromHolders, deal, deal_frozen
+from nanoray.train.mirror import FromHolders, deal
 
 
 class Handover(Protocol):
@@ -229,7 +229,6 @@ class FromShardedReplicas:
         held = [old] if gives else []
         needed = [] if is_complete else [wanted]
         deal(mesh, held, needed, [] if is_complete else [s for s in self.weights if s.trained])
-        deal_frozen(mesh, held, needed)
 
         # A complete replica copies its own shards, from memory to memory.
         if is_complete:

@@ -81,7 +81,6 @@ class FromHolders:
 
         held = state.holdings if holds else []
         deal(mesh, held, self.wanted.holdings, [s for s in self.weights if s.trained])
-        deal_frozen(mesh, held, self.wanted.holdings)
         state.can_finish = False
         state.hold(self.wanted)
         return 0
@@ -103,7 +102,6 @@ def copy_to_mirror(state: TrainState, mesh: Mesh) -> None:
         # What has no state at this step must have none in the copy.
         state.mirror.optimizer.state.clear()
         deal(mesh, [state.own], [state.mirror])
-        deal_frozen(mesh, [state.own], [state.mirror])
 
 
 @torch.no_grad()
@@ -112,16 +110,12 @@ def deal(
 ) -> None:
     """Send parts of weights and optimizer state from holders to ranks that need them. (all ranks)
 
-    `weights` are further shards, whose optimizer state is not needed here. Sender and receiver may
-    cut a parameter differently. Each element is sent once, to all. Raises StateLost on all ranks
-    where no rank holds a needed one.
+    Frozen weights have no such state, and of `weights`, which are further shards, it is not needed
+    here. Sender and receiver may cut a parameter differently. Each element is sent once, to all.
+    Raises StateLost on all ranks where no rank holds a needed one.
     """
-    held_pairs: list[Kept] = _pairs_of(held)
-    wanted_pairs: list[Kept] = _pairs_of(wanted)
-    for shard in weights:
-        wanted_pairs.append((shard, None))
-    sources = _by_place(held_pairs)
-    targets = _by_place(wanted_pairs)
+    sources = _by_place(_pairs_of(held))
+    targets = _by_place([*_pairs_of(wanted), *((shard, None) for shard in weights)])
 
     # (all ranks) Exchange: spans held, sizes and types of the places needed, kinds of state.
     own_spans = [shard.span for kept in sources.values() for shard, _ in kept]
@@ -158,37 +152,6 @@ def deal(
                 _paste(shard, optimizer, (begin, end), key, part)
 
 
-@torch.no_grad()
-def deal_frozen(mesh: Mesh, held: Sequence[Holding], wanted: Sequence[Holding]) -> None:
-    """Send parts of frozen weights from holders to ranks that need them. (all ranks)
-
-    Raises StateLost on all ranks where no rank holds a needed one.
-    """
-    sources = [shard for holding in held for shard in holding.frozen]
-    targets = [shard for holding in wanted for shard in holding.frozen]
-    sizes = {}
-    for shard in targets:
-        sizes[shard.origin.place] = (shard.origin.numel, shard.param.dtype)
-
-    # (all ranks) The same order everywhere: by the sorted names of places.
-    everyone = mesh.all_gather(([shard.span for shard in sources], sizes))
-    all_sizes: dict[str, tuple[int, torch.dtype]] = {}
-    for _, sizes_of_rank in everyone:
-        all_sizes |= sizes_of_rank
-    numbers = {place: size for place, (size, _) in sorted(all_sizes.items())}
-
-    # (all ranks) Broadcast each span once.
-    for (place, begin, end), rank in senders([spans for spans, _ in everyone], numbers):
-        part = torch.empty(end - begin, dtype=all_sizes[place][1], device=mesh.device)
-        if rank == mesh.rank:
-            of_place: list[Kept] = [(s, None) for s in sources if s.origin.place == place]
-            part = _cut(of_place, begin, end)[""]
-        mesh.broadcast_tensor(part, rank)
-        for shard in targets:
-            if shard.origin.place == place:
-                _paste(shard, None, (begin, end), "", part)
-
-
 def senders(held: Sequence[Sequence[Span]], sizes: Mapping[str, int]) -> list[tuple[Span, int]]:
     """Return spans that make up all places, each with the rank that sends it.
 
@@ -222,8 +185,12 @@ def senders(held: Sequence[Sequence[Span]], sizes: Mapping[str, int]) -> list[tu
 
 
 def _pairs_of(holdings: Sequence[Holding]) -> list[Kept]:
-    """Return the shards of some holdings, each with its optimizer."""
-    return [(shard, holding.optimizer) for holding in holdings for shard in holding.shards]
+    """Return the shards of some holdings, each with its optimizer; frozen ones have none."""
+    pairs: list[Kept] = []
+    for holding in holdings:
+        pairs += [(shard, holding.optimizer) for shard in holding.shards]
+        pairs += [(shard, None) for shard in holding.frozen]
+    return pairs
 
 
 def _kinds_of(held: Mapping[str, Sequence[Kept]]) -> dict[str, Kinds]:
@@ -231,9 +198,9 @@ def _kinds_of(held: Mapping[str, Sequence[Kept]]) -> dict[str, Kinds]:
     kinds: dict[str, Kinds] = {}
     for place, kept in held.items():
         shard, optimizer = kept[0]
-        assert optimizer is not None
+        state = optimizer.state.get(shard.param, {}) if optimizer else {}
         of_place = {}
-        for key, tensor in elements_of(optimizer.state.get(shard.param, {})).items():
+        for key, tensor in elements_of(state).items():
             of_place[key] = (tensor.dim() == 0, tensor.dtype)
         kinds[place] = of_place
     return kinds
