@@ -209,7 +209,7 @@ class TuneBenchmark(Benchmark):
                     "spec": spec.to_dict(),
                     "rounds": args.rounds,
                     "most": min(args.most, 4) if args.quick else args.most,
-                    "budget_s": 5.0 if args.quick else args.budget_s,
+                    "budget_s": 2.0 if args.quick else args.budget_s,
                     "block_s": 0.05 if args.quick else LONGEST_S,
                     "leave": [] if args.compile else ["compile"],
                 }
@@ -243,7 +243,7 @@ def _open(subject: str, args: argparse.Namespace, folder: Path) -> RunSpec:
         "device": "cpu",
         "out_dir": str(folder),
         "micro_batch_size": 0,
-        "global_batch_size": 32,
+        "global_batch_size": 8 if args.quick else 32,
     }
     return open_run(make_config(values), own_data(), started)
 

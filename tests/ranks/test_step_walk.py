@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.harness.commands import run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "step-by-step.md"
@@ -53,8 +53,9 @@ OPTIONS = [
 def walk(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The figures of a real run, in a process of its own."""
     file = tmp_path_factory.mktemp("walk") / "walk.json"
-    command = [sys.executable, "-m", "tests.harness.step_walk", f"--dataset={text}"]
-    subprocess.run([*command, f"--json={file}"], cwd=ROOT, check=True, timeout=120)
+    flags = (f"--dataset={text}", f"--json={file}")
+    done = run("tests.harness.step_walk", *flags, timeout=120)
+    assert done.returncode == 0, done.stderr
     return json.loads(file.read_text(encoding="utf-8"))
 
 
