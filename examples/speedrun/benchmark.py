@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +30,7 @@ from nanoray.bench.harness.plan import (
     rotated,
     settings_of,
 )
-from nanoray.bench.harness.processes import ChildFailed, arm_environment, scratch_folder
+from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment, scratch_folder
 from nanoray.bench.harness.report import Measurement, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.peers.nanogpt import NanoGPT
@@ -38,6 +40,9 @@ from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 
 CORES = 2
+# As nanoGPT prints it
+EVALUATION = re.compile(r"^step (\d+): train loss [\d.]+, val loss ([\d.]+)", re.MULTILINE)
+LOOK_S = 0.1  # between two looks at what it has printed
 SECONDS = "to the loss"
 CPU_TIME = "CPU time"
 STEPS = "steps"
@@ -289,6 +294,10 @@ def two_cores() -> Iterator[None]:
             os.sched_setaffinity(0, before)
 
 
+class _Reached(Exception):
+    """An evaluation has shown the loss that was wanted."""
+
+
 def run_nanogpt(
     source: Path,
     flags: Mapping[str, object],
@@ -303,9 +312,30 @@ def run_nanogpt(
     folder.mkdir(parents=True)
     config = load_config(preset=CPU_PRESET, overrides=dict(flags))
     peer = NanoGPT(source, config, prepare(config), folder)
+    batches = max(1, config.eval_samples // config.global_batch_size)
+    command = peer.command(eval_interval=config.eval_every, eval_iters=batches)
     before = children_cpu_s()
-    step, seconds, loss = peer.train(config.target_loss, env, timeout_s)
-    return RunToLoss(seconds, children_cpu_s() - before, step, loss)
+    # The seconds of an evaluation are those when its line was seen, at most LOOK_S after it was
+    # printed.
+    seen: dict[int, tuple[float, float]] = {}
+    with Child(command, env, peer.folder / "output.log") as child:
+
+        def look() -> None:
+            at = time.time() - child.started
+            printed = child.log.read_text(encoding="utf-8", errors="replace")
+            for step, loss in EVALUATION.findall(printed):
+                seen.setdefault(int(step), (at, float(loss)))
+                if int(step) and float(loss) <= config.target_loss:
+                    raise _Reached
+
+        with suppress(_Reached):
+            child.wait(timeout_s, look, LOOK_S)
+            look()
+        if not seen:
+            raise ChildFailed(f"no line `step N: train loss L, val loss L`\n{child.tail()}")
+    last = max(seen)
+    seconds, loss = seen[last]
+    return RunToLoss(seconds, children_cpu_s() - before, last, loss)
 
 
 def _make_rows(

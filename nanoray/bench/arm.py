@@ -42,7 +42,7 @@ def gpt(mesh: Mesh, config: Config, precision: str, micro: int, vocab_size: int 
     """
     import torch
 
-    from nanoray.bench.simulate import VOCAB
+    from nanoray.data.tokenizer import VOCAB
     from nanoray.forecast.rank_memory import stage_activations
     from nanoray.models.build import gpt_of
     from nanoray.models.costs import count_parameters

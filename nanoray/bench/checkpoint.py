@@ -239,17 +239,11 @@ def _bytes_of(preset: str) -> int:
 
     It holds the weights, the tied head once more, and two moments, all in float32.
     """
+    from nanoray.bench.simulate import shape_of
     from nanoray.models.costs import count_parameters
-    from nanoray.models.gpt import ModelShape
 
-    shape = ModelShape.of(load_config(preset=preset), _vocabulary(preset))
+    shape = shape_of(load_config(preset=preset))
     return 4 * (3 * count_parameters(shape) + shape.vocab_size * shape.n_embd)
-
-
-def _vocabulary(preset: str) -> int:
-    from nanoray.bench.simulate import VOCAB
-
-    return VOCAB[load_config(preset=preset).tokenizer]
 
 
 def file_system(folder: Path) -> str:
@@ -422,12 +416,13 @@ def make_step(device: Any) -> Callable[..., float]:
     """
     import torch
 
-    from nanoray.models.gpt import GPT, ModelShape
+    from nanoray.bench.simulate import shape_of
+    from nanoray.models.gpt import GPT
     from nanoray.trace.recorder import wait_for
     from nanoray.train.optim.groups import make_optimizer
 
     cfg = load_config(preset=STEP_PRESET)
-    gpt = GPT(ModelShape.of(cfg, _vocabulary(STEP_PRESET)), 0.0).to(device)
+    gpt = GPT(shape_of(cfg), 0.0).to(device)
     optimizer = make_optimizer(gpt, cfg)
     size = (cfg.global_batch_size, cfg.block_size)
     x = torch.randint(65, size, device=device)  # (B, T)
@@ -453,8 +448,9 @@ def make_arms(
     import torch
     import torch.distributed.checkpoint as dcp
 
+    from nanoray.bench.simulate import shape_of
     from nanoray.mesh.pieces import whole_shards
-    from nanoray.models.gpt import GPT, ModelShape
+    from nanoray.models.gpt import GPT
     from nanoray.state.optimizer_part import optimizer_tensors
     from nanoray.train.optim.groups import make_optimizer
 
@@ -463,7 +459,7 @@ def make_arms(
         overrides={"optimizer": "adamw", "checkpoint_every": 1, "keep_checkpoints": 1},
     )
     torch.manual_seed(cfg.seed)
-    gpt = GPT(ModelShape.of(cfg, _vocabulary(preset)), 0.0).to(mesh.device)
+    gpt = GPT(shape_of(cfg), 0.0).to(mesh.device)
     optimizer = make_optimizer(gpt, cfg)
     for p in gpt.parameters():
         p.grad = torch.randn_like(p)

@@ -23,9 +23,8 @@ from nanoray.bench.harness.report import Measurement, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, arms_with, names
 from nanoray.bench.harness.thin_links import parse_links, why_not
 from nanoray.bench.strategies import HYBRID, MODES, configuration
-from nanoray.config import Config, resolve_batch
+from nanoray.config import Config
 from nanoray.errors import ConfigError
-from nanoray.mesh.layout import Layout
 
 NODES = 2
 LINKS = "none,1/1000,1/100"
@@ -159,15 +158,10 @@ class HybridBenchmark(Benchmark):
 
 def _expected_mb(config: Config, ranks: int) -> float:
     """Return the MB that cross the link in a step, both ways, by formula."""
-    from nanoray.bench.simulate import VOCAB
+    from nanoray.bench.simulate import communication_of
     from nanoray.forecast.by_link import sent_by_link
-    from nanoray.forecast.scale import job_of
-    from nanoray.forecast.traffic import talks_of
 
-    layout = Layout.of(config, ranks)
-    batch = resolve_batch(config, layout.dp)
-    job = job_of(config, VOCAB[config.tokenizer], batch.global_size, on_gpus=False)
-    sent = sent_by_link(talks_of(job, layout, batch.micro, 0), layout, ranks // NODES)
+    sent = sent_by_link(*communication_of(config, ranks), ranks // NODES)
     return sent.between * ranks / 1e6
 
 

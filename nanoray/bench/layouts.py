@@ -27,12 +27,12 @@ from nanoray.bench.parts import COLLECTIVES, COMPUTE, PARTS, fastest_turns, one_
 from nanoray.bench.simulate import (
     MEASURED,
     PREDICTED,
-    VOCAB,
     add_error_target,
     add_step_rows,
     cost_of,
     draw_steps,
     percent_of_error,
+    shape_of,
 )
 from nanoray.config import Config, load_config
 from nanoray.errors import ConfigError
@@ -186,13 +186,12 @@ class Here:
 
         from nanoray.forecast.job import Job
         from nanoray.forecast.predict import Speed, flops_of, predict
-        from nanoray.models.gpt import ModelShape
         from nanoray.models.weights import weights_of
         from nanoray.parallel.ddp import default_bucket_mb
 
         # The job: sizes, micro batch and bucket of the run that is measured.
         own = config.model_copy(update={"dp_mode": mode, "tp": layout.tp})
-        shape = ModelShape.of(config, VOCAB[config.tokenizer])
+        shape = shape_of(config)
         cap = default_bucket_mb(torch.device("cpu"))
         job = Job(shape, own, MICRO * layout.dp, "fp32", config.bucket_mb or cap)
         forward, backward = (

@@ -444,9 +444,8 @@ def add_rows(
 
     A share of the peak is one of the peak of its slices.
     """
-    from nanoray.bench.simulate import VOCAB
+    from nanoray.bench.simulate import shape_of
     from nanoray.models.costs import flops_per_token
-    from nanoray.models.gpt import ModelShape
 
     timed, copied, *reduced = events
     extra = arm.extra | {"sms": timed["sms"]} | backend
@@ -468,7 +467,7 @@ def add_rows(
 
     # Shares of the peaks: compute by the model's operations, bandwidth by the copies
     if "peak_gbps" in extra:
-        flops = flops_per_token(ModelShape.of(config, VOCAB[config.tokenizer]))
+        flops = flops_per_token(shape_of(config))
         peak = 1e12 * extra["peak_tflops"] * len(arm.devices)
         add(OF_FLOPS, "%", [100 * rate * flops / peak for rate in rates], peak_text(extra))
         sharers = arm.ranks / len(arm.devices)

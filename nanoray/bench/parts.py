@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 
 from nanoray.bench.harness.report import Emit, Record
-from nanoray.bench.simulate import VOCAB
+from nanoray.bench.simulate import shape_of
 from nanoray.config import load_config
 from nanoray.mesh.mesh import Mesh
 
@@ -104,10 +104,10 @@ def _make_work(order: Record) -> Callable[[], Any]:
     """Return what a rank computes between two collectives: the MLP of a block."""
     import torch
 
-    from nanoray.models.gpt import MLP, ModelShape
+    from nanoray.models.gpt import MLP
 
     config = load_config(preset=order["preset"])
-    mlp = MLP(ModelShape.of(config, VOCAB[config.tokenizer]), 0.0)
+    mlp = MLP(shape_of(config), 0.0)
     x = torch.randn(order["micro"], config.block_size, config.n_embd)  # (B, T, C)
     return torch.no_grad()(lambda: mlp(x))
 
@@ -133,7 +133,7 @@ def _time_compute(mesh: Mesh, order: Record, tp: int, micro: int) -> dict[str, f
     from torch.nn.utils import get_total_norm
 
     from nanoray.mesh.axis import Axis
-    from nanoray.models.gpt import GPT, ModelShape
+    from nanoray.models.gpt import GPT
     from nanoray.parallel.tp import cut
     from nanoray.trace.recorder import Clock, wait_for
 
@@ -144,8 +144,7 @@ def _time_compute(mesh: Mesh, order: Record, tp: int, micro: int) -> dict[str, f
         def _all_reduce(self, tensor: Any, what: str, op: Any) -> Any:
             return tensor
 
-    config = load_config(preset=order["preset"])
-    shape = ModelShape.of(config, VOCAB[config.tokenizer])
+    shape = shape_of(load_config(preset=order["preset"]))
     model = GPT(shape).to(mesh.device)
     if tp > 1:
         cut(model, Silent("tp", tuple(range(tp)), mesh.rank % tp, None, mesh))

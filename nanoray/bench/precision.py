@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,43 +61,42 @@ KEPT_FORMULA = "batch, formula"
 LOSS = "final loss"
 CURVE = "loss curve"
 SKIPPED = "skipped steps"
-WEIGHTS = (0, 4, 8, 12, 16, 20, 24)  # k of a loss weight of 2^-k
 NO_SCALE = "lost"
 SCALED = "lost, scaled"
 LATE = "lost, trained"
 LATE_SCALED = "lost, trained, scaled"
 SMALL = "subnormal, trained"
-RATES = (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
 UPDATES: dict[str, Record] = {name: of for name, of in MODES.items() if name.endswith("_pure")}
 UPDATES |= {name: of for name, of in MODES.items() if name.startswith("bf16_pure, ")}
 STUCK = "never moved"
 WENT = "went"
-EXPONENTS = (-1, -2, -3, -4, -5, -6, -7)
 PLAIN = "wrong, m and v"
 ROOT = "wrong, scaled m and √v"
-HEADS = (8.0, 16.0, 32.0, 64.0, 128.0)
-RANKS = (2, 8, 64, 512, 4096)
 MEANS = ("sum, then divide", "divide, then sum", "by √n, twice")
-OVERFLOWS = (1, 5, 10, 16)
-DEPTHS = (2, 8, 32)
 KINDS = ("bf16", "bf16_pure", "fp16_pure")
 
 
-# The arms of each study, and two columns or curves for each way to take the mean
-LOSS_WEIGHTS = [f"loss × 2^-{k}" for k in WEIGHTS]
-LEARNING_RATES = [f"lr {lr:.0e}" for lr in RATES]
-GRADIENTS = [f"gradients of 1e{e}" for e in EXPONENTS]
-SIZES = [f"q and k of {size:g}" for size in HEADS]
-RANK_COUNTS = [f"{n} ranks" for n in RANKS]
-LAYERS = [f"{n} layers" for n in DEPTHS]
+# The arms of each study, and what it varies
+LOSS_WEIGHTS = {f"loss × 2^-{k}": k for k in range(0, 25, 4)}
+LEARNING_RATES = {f"lr {lr:.0e}": lr for lr in (1e-2, 1e-3, 1e-4, 1e-5, 1e-6)}
+GRADIENTS = {f"gradients of 1e{e}": e for e in range(-1, -8, -1)}
+SIZES = {f"q and k of {size:g}": size for size in (8.0, 16.0, 32.0, 64.0, 128.0)}
+RANK_COUNTS = {f"{n} ranks": n for n in (2, 8, 64, 512, 4096)}
+OVERFLOWS = {f"{n} overflows": n for n in (1, 5, 10, 16)}
+LAYERS = {f"{n} layers": n for n in (2, 8, 32)}
+IN_LOSS = {f"loss in {kind}": kind for kind in ("bf16", "fp16", "fp32")}
+# Columns or curves: two for each way to take the mean
 LOST = (NO_SCALE, SCALED, LATE, LATE_SCALED)
 SUMS = {f"{what}, {how}": f"{what}: {how}" for how in MEANS for what in ("overflow", "zero")}
-ATTENTION = (
-    "fp16, scaled after",
-    "fp16, scaled before",
-    "fp16, torch's kernel",
-    "bf16, scaled after",
-)
+NOT_FINITE = {
+    f"not finite, {how}": how
+    for how in (
+        "fp16, scaled after",
+        "fp16, scaled before",
+        "fp16, torch's kernel",
+        "bf16, scaled after",
+    )
+}
 
 
 def modes_of(report: Report) -> list[str]:
@@ -111,12 +110,12 @@ def _layers_of(report: Report) -> list[str]:
 
 
 def _study(
-    first: str, arms: Sequence[str] | Callable[[Report], Sequence[str]], heads: Mapping[str, str]
+    first: str, arms: Iterable[str] | Callable[[Report], Iterable[str]], heads: Mapping[str, str]
 ) -> Table:
     """Return the table of a study: a line for each arm, a column for each metric, by its head."""
 
     def measured_arms(report: Report) -> Sequence[str]:
-        every = arms(report) if callable(arms) else arms
+        every = list(arms(report) if callable(arms) else arms)
         any_row = any(report.row(arm, metric) for arm in every for metric in heads)
         return every if any_row else []  # a GPU's report has the modes alone
 
@@ -124,18 +123,16 @@ def _study(
     return Table(measured_arms, [names(first), *columns], missing="·")
 
 
-def _curves(
-    arms: Sequence[str], xs: Sequence[float], metrics: Sequence[str], axes: Any, report: Report
-) -> None:
+def _curves(arms: Mapping[str, float], metrics: Iterable[str], axes: Any, report: Report) -> None:
     """Draw a curve for each metric over what the arms vary."""
     for metric in metrics:
-        rows = [(x, report.row(arm, metric)) for x, arm in zip(xs, arms, strict=True)]
+        rows = [(x, report.row(arm, metric)) for arm, x in arms.items()]
         points = [(x, row.median) for x, row in rows if row]
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=metric)
 
 
-def _over(arms: Sequence[str], xs: Sequence[float], metrics: Sequence[str], **axes: str) -> Panel:
-    return Panel(partial(_curves, arms, xs, metrics), axes, {"fontsize": 6})
+def _over(arms: Mapping[str, float], metrics: Iterable[str], **axes: str) -> Panel:
+    return Panel(partial(_curves, arms, metrics), axes, {"fontsize": 6})
 
 
 def _draw_layers(axes: Any, report: Report) -> None:
@@ -151,16 +148,10 @@ def _draw_layers(axes: Any, report: Report) -> None:
     axes.tick_params(axis="x", rotation=30)
 
 
-def _draw_attention(axes: Any, report: Report) -> None:
-    """Draw how attention's logits, which grow with the square of q and k, overflow."""
-    metrics = [row.metric for row in report.rows if row.arm == SIZES[0]]
-    _curves(SIZES, HEADS, metrics, axes, report)
-
-
 def _draw_scales(axes: Any, report: Report) -> None:
     """Draw that each overflow halves the scale, and only many good steps double it again."""
-    for count in OVERFLOWS:
-        row = report.row(f"{count} overflows", "scale")
+    for arm in OVERFLOWS:
+        row = report.row(arm, "scale")
         if row:
             axes.plot(row.values, label=row.arm)
 
@@ -205,26 +196,21 @@ class PrecisionBenchmark(Benchmark):
         ),
         _study("distance, % of float64's", LEARNING_RATES, {f"{WENT}, {n}": n for n in UPDATES}),
         _study("wrong, %", GRADIENTS, {PLAIN: "m and v in fp16", ROOT: "2^12·m, 2^12·√v"}),
-        _study("not finite, %", SIZES, {f"not finite, {how}": how for how in ATTENTION}),
+        _study("not finite, %", SIZES, NOT_FINITE),
         _study("mean in fp16, %", RANK_COUNTS, SUMS),
         _study(
             "in a row",
-            [f"{n} overflows" for n in OVERFLOWS],
+            OVERFLOWS,
             {"lowest scale": "lowest scale", LATE: "lost, %"},
         ),
         _study("residual stream, % off", LAYERS, {f"error, {kind}": kind for kind in KINDS}),
-        _study(
-            "mean loss",
-            [f"loss in {kind}" for kind in ("bf16", "fp16", "fp32")],
-            {"error": "error, nat"},
-        ),
+        _study("mean loss", IN_LOSS, {"error": "error, nat"}),
     )
     # One picture per claim
     figure = Figure(
         (
             _over(
                 LOSS_WEIGHTS,
-                WEIGHTS,
                 LOST,
                 title="gradients that fp16 makes zero",
                 xlabel="k of a loss × 2^-k",
@@ -237,7 +223,6 @@ class PrecisionBenchmark(Benchmark):
             ),
             _over(
                 LEARNING_RATES,
-                RATES,
                 [f"{WENT}, {name}" for name in UPDATES],
                 title="distance of repeated small updates",
                 xlabel="lr",
@@ -246,25 +231,22 @@ class PrecisionBenchmark(Benchmark):
             ),
             _over(
                 GRADIENTS,
-                EXPONENTS,
                 (PLAIN, ROOT),
                 title="AdamW's state in fp16: wrong updates",
                 xlabel="log10 of the gradient",
                 ylabel="%",
             ),
-            Panel(
-                _draw_attention,
-                {
-                    "title": "attention that is not finite",
-                    "xlabel": "size of q and k",
-                    "ylabel": "%",
-                },
-                {"fontsize": 6},
+            # Attention's logits grow with the square of q and k
+            _over(
+                SIZES,
+                NOT_FINITE,
+                title="attention that is not finite",
+                xlabel="size of q and k",
+                ylabel="%",
             ),
             _over(
                 RANK_COUNTS,
-                RANKS,
-                list(SUMS),
+                SUMS,
                 title="mean over ranks in fp16",
                 xlabel="ranks",
                 ylabel="%",
@@ -282,7 +264,6 @@ class PrecisionBenchmark(Benchmark):
             ),
             _over(
                 LAYERS,
-                DEPTHS,
                 [f"error, {kind}" for kind in KINDS],
                 title="error of the residual stream",
                 xlabel="layers",
@@ -450,7 +431,7 @@ def underflow(lab: Lab, report: Report, trained: Record, batches: int) -> None:
     layers: dict[str, tuple[list[float], list[float]]] = {
         name: ([], []) for name in pieces_of(late)
     }
-    for k, arm in zip(WEIGHTS, LOSS_WEIGHTS, strict=True):
+    for arm, k in LOSS_WEIGHTS.items():
         found: dict[str, list[float]] = {name: [] for name in LOST}
         scales = []
         for number in range(batches):
@@ -481,7 +462,7 @@ def updates(lab: Lab, report: Report, trained: Record, steps: int) -> None:
     """Repeat one update of trained weights; count those that do not move."""
     from nanoray.bench.precision_lab import move
 
-    for lr, arm in zip(RATES, LEARNING_RATES, strict=True):
+    for arm, lr in LEARNING_RATES.items():
         for name, settings in UPDATES.items():
             # The same update again and again, as in a long run with a small rate.
             stuck, went = move(lab, trained, lr, steps, **settings)
@@ -493,7 +474,7 @@ def moments(report: Report) -> None:
     """Compare AdamW's first updates with fp16 state with exact ones, by size of the gradient."""
     from nanoray.bench.precision_lab import adam_in_fp16
 
-    for exponent, arm in zip(EXPONENTS, GRADIENTS, strict=True):
+    for arm, exponent in GRADIENTS.items():
         plain, scaled = adam_in_fp16(10.0**exponent)
         report.add(arm, PLAIN, "%", plain, "off by over a tenth")
         report.add(arm, ROOT, "%", scaled)
@@ -512,7 +493,7 @@ def overflow(lab: Lab, report: Report, trained: Record) -> None:
     )
 
     # Softmax's inputs overflow before the division by the root of the head's size.
-    for size, arm in zip(HEADS, SIZES, strict=True):
+    for arm, size in SIZES.items():
         for how, bad in attention_overflow(size).items():
             report.add(arm, f"not finite, {how}", "%", bad)
     # Sums over ranks: of real gradients, not of random numbers.
@@ -523,16 +504,15 @@ def overflow(lab: Lab, report: Report, trained: Record) -> None:
     flat = torch.cat([g.flatten() for g in exact.values()])
     # As dynamic scaling leaves them: the largest near fp16's limit
     scaled = flat * (2.0**14 / flat.abs().max())
-    for ranks, arm in zip(RANKS, RANK_COUNTS, strict=True):
+    for arm, ranks in RANK_COUNTS.items():
         for how in MEANS:
             over, zero = compressed_mean(scaled, ranks, how)
             report.add(arm, f"overflow, {how}", "%", over)
             report.add(arm, f"zero, {how}", "%", zero)
     # A burst of overflows lowers the scale; gradients that are then zero are the price.
-    for count in OVERFLOWS:
+    for arm, count in OVERFLOWS.items():
         scales = life_of_a_scale(count, 120, interval=20)
         low = gradients(model, batch, "fp16", min(scales))
-        arm = f"{count} overflows"
         report.add(arm, "lowest scale", "1", min(scales))
         report.add(arm, LATE, "%", lost(low, exact), "at the lowest scale")
         report.add(
@@ -551,16 +531,17 @@ def eight_bits(lab: Lab, report: Report, trained: Record, batches: int) -> None:
     from nanoray.bench.precision_lab import loss_error, stream_error
 
     # An untrained model is enough: rounding in the stream does not depend on the weights' meaning.
-    for layers, arm in zip(DEPTHS, LAYERS, strict=True):
+    for arm, layers in LAYERS.items():
         for kind in KINDS:
             error = stream_error(lab, layers, kind)
             report.add(arm, f"error, {kind}", "%", error, "residual stream, untrained")
     # Equal logits for all types, so that only the loss itself differs.
     model = lab.model()
     model.load_state_dict(trained, strict=False)
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+    for arm, kind in IN_LOSS.items():
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
         errors = [loss_error(model, lab.batch(3000 + i), dtype) for i in range(batches)]
-        report.add(f"loss in {name}", "error", "nat", errors, "log-softmax and mean, equal logits")
+        report.add(arm, "error", "nat", errors, "log-softmax and mean, equal logits")
 
 
 def add_targets(report: Report) -> None:

@@ -47,10 +47,9 @@ from nanoray.bench.harness.report import Emit, Record, Report, number, say
 from nanoray.bench.harness.table import Cell, Table, TableColumn, names
 from nanoray.bench.harness.thin_links import LinkSpeed, parse_links, why_not
 from nanoray.checkpoint.run import RunSpec
-from nanoray.config import Config, load_config, resolve_batch
+from nanoray.config import Config, load_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError, TrainingDiverged
-from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -569,17 +568,13 @@ def add_formula_rows(
     report: Report, arms: Sequence[str], recipe: Mapping[str, Any], ranks: int
 ) -> None:
     """Add the bytes that a rank sends in a step by the forecast, where it has a prediction."""
-    from nanoray.forecast.scale import job_of
-    from nanoray.forecast.traffic import talks_of
+    from nanoray.bench.simulate import communication_of
 
     for arm in arms:
         config = configuration(recipe, ARMS[arm])
         if config.grad_compress != "none":
             continue
-        layout = Layout.of(config, ranks)
-        batch = resolve_batch(config, layout.dp)
-        job = job_of(config, prepare(config).vocab_size, batch.global_size, on_gpus=False)
-        talks = talks_of(job, layout, batch.micro, layout.pp - 1)
+        talks, layout = communication_of(config, ranks, prepare(config).vocab_size)
         sent = sum(talk.sent(layout.size_of(talk.axis)) for talk in talks)
         report.add(arm, SENT_FORMULA, "kB", sent / 1e3, "without headers")
 

@@ -46,7 +46,6 @@ from nanoray.bench.parts import (
 from nanoray.bench.simulate import (
     MEASURED,
     PREDICTED,
-    VOCAB,
     Work,
     add_error_target,
     add_step_rows,
@@ -55,6 +54,7 @@ from nanoray.bench.simulate import (
     model_work,
     percent_of_error,
     scaling,
+    shape_of,
     work_of,
 )
 from nanoray.config import Config, load_config
@@ -63,7 +63,6 @@ from nanoray.forecast.fit import Fit, fit
 from nanoray.forecast.links import LANES, MODELS, Topology, best, load_topology, topology_names
 from nanoray.forecast.simulate import SimulatedStep, simulate
 from nanoray.host.host import available_cpus
-from nanoray.models.gpt import ModelShape
 
 PRESET = "shakespeare-cpu"  # whose step is measured
 SWEEP = ("backend", "ring", "tree", "double_tree", "recursive_doubling", "halving_doubling", "flat")
@@ -416,9 +415,8 @@ class MachineSteps:
             rounds = sorted(rounds, key=seconds_of)
             turn = len(rounds) // 2
         forward_s, backward_s, update_s = (rounds[turn][part] for part in PARTS)
-        shape = ModelShape.of(self.config, VOCAB[self.config.tokenizer])
         passes = (forward_s / batch, backward_s / batch)
-        return work_of(shape, self.bucket_mb, batch, *passes, update_s)
+        return work_of(shape_of(self.config), self.bucket_mb, batch, *passes, update_s)
 
     def predict(self, ranks: int, batch: int, turn: int, link: Fit) -> SimulatedStep:
         """Simulate a step of `ranks` ranks from the compute measured in the same round."""

@@ -19,11 +19,15 @@ import torch
 
 from nanoray.bench.harness.figure import dots, with_values
 from nanoray.bench.harness.report import Measurement, Report
-from nanoray.config import Config
+from nanoray.config import Config, resolve_batch
 from nanoray.data.tokenizer import VOCAB as VOCAB
 from nanoray.forecast.fit import Fit
 from nanoray.forecast.links import Cost, Topology, all_reduce, coefficients
+from nanoray.forecast.parallelisms.record import Talk
+from nanoray.forecast.scale import job_of
 from nanoray.forecast.simulate import SimulatedBucket, Step, simulate
+from nanoray.forecast.traffic import talks_of
+from nanoray.mesh.layout import Layout
 from nanoray.models.costs import flops_per_token
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel.ddp import default_bucket_mb
@@ -32,6 +36,23 @@ MEASURED = "step, measured"
 PREDICTED = "step, predicted"
 ERROR = "|predicted / measured - 1|"
 ERROR_LIMIT = 0.15
+
+
+def shape_of(config: Config) -> ModelShape:
+    """Return the shape of a configuration's GPT, as large as before a text is read."""
+    return ModelShape.of(config, VOCAB[config.tokenizer])
+
+
+def communication_of(config: Config, ranks: int, vocab_size: int = 0) -> tuple[list[Talk], Layout]:
+    """Return what a rank of the last stage sends in a step by the forecast, and the ranks' layout.
+
+    vocab_size: 0 takes the one that the tokenizer has before a text is read.
+    """
+    layout = Layout.of(config, ranks)
+    batch = resolve_batch(config, layout.dp)
+    size = vocab_size or VOCAB[config.tokenizer]
+    job = job_of(config, size, batch.global_size, on_gpus=False)
+    return talks_of(job, layout, batch.micro, layout.pp - 1), layout
 
 
 def cost_of(ranks: int, nbytes: float, link: Fit, cpu: Fit | None) -> Cost:
@@ -120,7 +141,7 @@ def model_work(config: Config, topology: Topology, compute_ms: float | None = No
     `compute_ms` is forward and backward of one micro batch; without it the topology's peak and MFU
     say. The optimizer is not apart: the MFU that people measure holds it.
     """
-    shape = ModelShape.of(config, VOCAB[config.tokenizer])
+    shape = shape_of(config)
     micro = config.micro_batch_size or config.global_batch_size // (config.grad_accum_steps or 1)
     if compute_ms:
         seconds = 1e-3 * compute_ms / micro

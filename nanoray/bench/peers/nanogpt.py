@@ -9,9 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 import sys
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +20,7 @@ from nanoray.data.dataset import DatasetInfo, read_tokens
 from nanoray.errors import DataError
 
 LINE = re.compile(r"^iter (\d+): loss ([\d.]+), time ([\d.]+)ms", re.MULTILINE)
-EVALUATION = re.compile(r"^step (\d+): train loss [\d.]+, val loss ([\d.]+)", re.MULTILINE)
-LOOK_S = 0.1  # between two looks at what it has printed
 SETTLED = 5  # steps that do not count; nanoGPT leaves as many out of the MFU that it prints
-
-
-class _Reached(Exception):
-    """An evaluation has shown the loss that was wanted."""
 
 
 class NanoGPT:
@@ -87,7 +79,8 @@ class NanoGPT:
         }
         return [f"--{key}={value}" for key, value in (values | others).items()]
 
-    def _command(self, **others: object) -> list[str]:
+    def command(self, **others: object) -> list[str]:
+        """Return the command that runs train.py in its folder, with further flags."""
         # It imports its neighbours, and executes one of them by a path relative to the folder that
         # it runs in.
         script = f"import os, runpy, sys; os.chdir({str(self.folder)!r}); sys.path.insert(0, '')"
@@ -103,7 +96,7 @@ class NanoGPT:
 
         Raises ChildFailed.
         """
-        command = self._command(max_iters=SETTLED + steps - 1, eval_interval=10**9, eval_iters=1)
+        command = self.command(max_iters=SETTLED + steps - 1, eval_interval=10**9, eval_iters=1)
         with Child(command, env, self.folder / "output.log") as child:
             child.wait(timeout_s)
             lines = LINE.findall(child.log.read_text(encoding="utf-8"))
@@ -111,35 +104,3 @@ class NanoGPT:
             if not found:
                 raise ChildFailed(f"no line `iter N: loss L, time Tms`\n{child.tail()}")
             return statistics.median(found)
-
-    def train(
-        self, target: float, env: Mapping[str, str], timeout_s: float
-    ) -> tuple[int, float, float]:
-        """Train until nanoGPT's own evaluation shows the loss `target`, or to max_steps.
-
-        Returns the last evaluation: step, seconds since the start, validation loss. The seconds are
-        those when its line was seen, at most LOOK_S after it was printed. Raises ChildFailed.
-        """
-        c = self._config
-        seen = dict[int, tuple[float, float]]()
-        command = self._command(
-            eval_interval=c.eval_every, eval_iters=max(1, c.eval_samples // c.global_batch_size)
-        )
-        with Child(command, env, self.folder / "output.log") as child:
-
-            def look() -> None:
-                at = time.time() - child.started
-                for step, loss in EVALUATION.findall(
-                    child.log.read_text(encoding="utf-8", errors="replace")
-                ):
-                    seen.setdefault(int(step), (at, float(loss)))
-                    if int(step) and float(loss) <= target:
-                        raise _Reached
-
-            with suppress(_Reached):
-                child.wait(timeout_s, look, LOOK_S)
-                look()
-            if not seen:
-                raise ChildFailed(f"no line `step N: train loss L, val loss L`\n{child.tail()}")
-        last = max(seen)
-        return last, *seen[last]
