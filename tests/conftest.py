@@ -68,6 +68,14 @@ outlines.subprocess = SimpleNamespace(  # type: ignore[assignment]
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the workers of pytest-xdist share one server that forks processes."""
+    if "PYTEST_XDIST_WORKER" not in os.environ and (config.getoption("numprocesses", 0) or 0) > 1:
+        # As in a test: caches stay out of the user's home.
+        folder = Path(tempfile.gettempdir(), "cache-of-forked")
+        commands.start_for_workers({"XDG_CACHE_HOME": str(folder)})
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Collect without the collector of garbage: what is imported now stays to the end.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
 import runpy
@@ -54,6 +55,35 @@ _OF_BENCH = ["nanoray.bench.arm", "matplotlib.pyplot"]  # no module that `python
 _OF_TESTS = ["pytest", "hypothesis", __name__]
 _OF_TESTS += [f"tests.harness.{name}" for name in ("elastic", "frozen", "ranks", "zoo_ranks")]
 forkserver.set_forkserver_preload([*_TORCH, *_OF_RAY, *_OURS, *_OF_BENCH, *_OF_TESTS])
+
+# Where the workers of pytest-xdist find the server of their controller; nothing that they start needs
+# to know it.
+_SHARED = "NANORAY_TEST_FORKSERVER"
+
+
+def start_for_workers(env: Mapping[str, str]) -> None:
+    """Start the server in the controller of pytest-xdist, with these variables, for all its workers.
+
+    What it imports takes four CPU-seconds; each worker would have a server of its own.
+    """
+    before = dict(os.environ)
+    os.environ.update(env)
+    multiprocessing.forkserver.ensure_running()
+    os.environ.clear()
+    os.environ.update(before)
+    os.environ[_SHARED] = multiprocessing.forkserver._forkserver._forkserver_address
+
+
+def _use_shared(address: str) -> None:
+    server = multiprocessing.forkserver._forkserver
+    server._forkserver_address = address
+    # The server ends with its controller. What it forks gets this one, and has no use for it.
+    server._forkserver_alive_fd = os.pipe()[1]
+    server.ensure_running = lambda: None
+
+
+if _SHARED in os.environ:
+    _use_shared(os.environ.pop(_SHARED))
 
 # Starting a process also looks at the ends of all others. Two threads that look at one end at the
 # same time both read its exit code from the same pipe, and the second, which finds nothing, reports
