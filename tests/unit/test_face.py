@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 import nanoray
+from tests.harness.commands import run
 from tests.harness.parsing import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -299,14 +300,9 @@ BASIC = "logging.basicConfig(level=logging.INFO, format='%(name)s|%(levelname)s|
 
 def test_a_program_routes_all_lines_of_a_run(tmp_path: Path) -> None:
     """The rank's log file is the same, and nothing is said twice; test_own_script prints them."""
-    source = PROGRAM.replace("CONFIGURE", BASIC)
-    done = subprocess.run(
-        [sys.executable, "-c", source, str(tmp_path)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM.replace("CONFIGURE", BASIC))
+    done = run(str(script), str(tmp_path), cwd=tmp_path, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["root 1 True", "the file 1"]
     steps = re.findall(r"^(.*)step (\d)/4 \|", done.stderr, re.M)

@@ -42,6 +42,7 @@ from nanoray.models.gpt import GPT, ModelShape
 from nanoray.tools.sample import main as sample
 from nanoray.train.watch import statistics
 from tests.harness import foreign
+from tests.harness.commands import run
 from tests.harness.foreign import POSITIONS, SIZES, VOCAB, logits_of
 
 CLOSE = 1e-5
@@ -263,8 +264,10 @@ def test_sixteen_bits_are_widened(gpt2: Any, tmp_path: Path) -> None:
     assert torch.equal(ours.tok_emb.weight, tensors["transformer.wte.weight"].bfloat16().float())
 
 
-def test_the_driver_needs_no_torch(gpt2: Any, tmp_path: Path) -> None:
-    """Every kind of source is described by a process without torch; a file of torch.save by a child's."""
+def test_the_driver_needs_no_torch(gpt2: Any, tmp_path: Path, forked: dict[str, str]) -> None:
+    """Every kind of source is described by a process without torch; a file of torch.save by a child's,
+    which is forked.
+    """
     paths = [
         foreign.several_files(tmp_path / "a", gpt2),
         foreign.bin_file(tmp_path / "b", gpt2),
@@ -274,13 +277,14 @@ def test_the_driver_needs_no_torch(gpt2: Any, tmp_path: Path) -> None:
         exported(tmp_path, foreign.own_checkpoint(tmp_path / "f" / "checkpoints", SHAPE)),
     ]
     program = (
-        "import sys; sys.modules['torch'] = None\n"
+        "import os, sys; sys.modules['torch'] = None; sys.executable = os.environ['PYTHON']\n"
         "from nanoray.config import load_config\n"
         "for path in sys.argv[1:]:\n"
         "    print(load_config(overrides={'init_from': path}).n_embd)\n"
     )
     command = [sys.executable, "-c", program, *map(str, paths)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    env = os.environ | forked
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["32"] * len(paths), done.stderr
 
 
@@ -523,8 +527,9 @@ def outlined(path: Path, more: str = "") -> list[str]:
         f"main({[str(path)]!r})\n"
         "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    return done.stdout.splitlines()
+    script = path.with_suffix(".py")
+    script.write_text(program)
+    return run(str(script)).stdout.splitlines()
 
 
 def test_the_reader_of_a_checkpoint_reads_no_numbers_and_has_a_limit(tmp_path: Path) -> None:
