@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, measured
 from nanoray.bench.harness.plan import (
     add_data_flags,
@@ -175,7 +175,10 @@ def _bars_of(metric: str) -> Panel:
 class SpeedrunBenchmark(Benchmark):
     """Measure the seconds from a command to a validation loss."""
 
-    counts = (Count("rounds", "rounds of all arms, a seed each", usual=5, few=1),)
+    numbers = (
+        Number("rounds", "rounds of all arms, a seed each", usual=5, few=1),
+        Number("timeout_s", "seconds after which a run has failed", 600.0),
+    )
     tables = (
         Table(
             shown_in,
@@ -206,8 +209,6 @@ class SpeedrunBenchmark(Benchmark):
             metavar="PATH",
             help=f"folder of nanoGPT, which the arm {OWN} needs",
         )
-        late = "seconds after which a run has failed [%(default)g]"
-        parser.add_argument("--timeout_s", type=float, default=600, help=late)
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Run every record's command in each round, and fill the report.

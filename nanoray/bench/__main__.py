@@ -20,7 +20,7 @@ from pathlib import Path
 
 from nanoray.base.atomic import write_json
 from nanoray.base.text import aligned
-from nanoray.bench.harness.benchmark import Benchmark, read_counts
+from nanoray.bench.harness.benchmark import Benchmark, read_numbers
 from nanoray.bench.harness.processes import interruptible
 from nanoray.bench.harness.report import Report, Section, conditions, load_average
 from nanoray.bench.registry import BENCHMARKS, Entry, is_there
@@ -160,10 +160,7 @@ def _run_all(argv: list[str]) -> int:
 
 
 def _flags_of_all(argv: list[str]) -> argparse.Namespace:
-    if "RANK" in os.environ:
-        raise ConfigError(
-            "bench all starts its own ranks, but RANK is set; run it without torchrun"
-        )
+    _refuse_torchrun("all")
     program = name_program("bench all")
     parser = _parser(program, "every benchmark in turn, each with its defaults")
     parser.add_argument(
@@ -236,7 +233,7 @@ def _measure(benchmark: Benchmark, args: argparse.Namespace, report: Report) -> 
     start = time.monotonic()
     signum = 0
     try:
-        read_counts(args, benchmark.counts)
+        read_numbers(args, benchmark.numbers)
         benchmark.measure(args, report)
     except KeyboardInterrupt as stop:
         if not any(row.values for row in report.rows):
@@ -327,16 +324,25 @@ def _parser(program: str, text: str) -> Parser:
 def _load(name: str, entry: Entry, argv: list[str]) -> tuple[Benchmark, argparse.Namespace]:
     """Import a benchmark and read its flags."""
     benchmark = entry.load()
+    if not benchmark.joins_torchrun:
+        _refuse_torchrun(name)
     parser = _parser(entry.command or name_program(f"bench {name}"), entry.summary)
     benchmark.add_flags(parser)
-    for count in benchmark.counts:
-        count.add_to(parser)
+    for number in benchmark.numbers:
+        number.add_to(parser)
     args = _flags(parser, argv)
     if args.figure and args.figure.suffix not in FIGURES:
         raise ConfigError(
             f"figure = {args.figure}: unknown kind of file; end it in {', '.join(FIGURES)}"
         )
     return benchmark, args
+
+
+def _refuse_torchrun(name: str) -> None:
+    if "RANK" in os.environ:
+        raise ConfigError(
+            f"bench {name} starts its own ranks, but RANK is set; run it without torchrun"
+        )
 
 
 def _flags(parser: Parser, argv: list[str], folders: tuple[str, ...] = ()) -> argparse.Namespace:

@@ -33,15 +33,10 @@ from nanoray.bench.collectives import (
     start_together,
     wrong_elements,
 )
-from nanoray.bench.harness.benchmark import Benchmark, part
+from nanoray.bench.harness.benchmark import Benchmark, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import rotated
-from nanoray.bench.harness.rank_pool import (
-    RankPool,
-    add_where_flags,
-    describe,
-    where_from,
-)
+from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Emit, Measurement, Record, Report, markdown, number, say
 from nanoray.host.gpus import discover_gpus
 
@@ -231,6 +226,7 @@ def draw_times(axes: Any, report: Report) -> None:
 class AlgorithmsBenchmark(Benchmark):
     """Time the hand-written all-reduces beside the backend's own."""
 
+    joins_torchrun = True
     figure = Figure(
         (
             Panel(
@@ -261,8 +257,7 @@ class AlgorithmsBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Sweep sizes and algorithms. A rank that dies leaves the rows that were there, and a failure."""
         where = where_from(args)
-        with part(report, lambda: None), _nccl_tells(), RankPool(where) as pool:
-            describe(report, pool)
+        with _nccl_tells(), ranks_for(report, where) as pool:
             arms = [BACKEND, *BY_HAND, *(FORCED if pool.backend == "nccl" else ())]
             order = {
                 "algorithms": arms,

@@ -30,10 +30,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoray.base.environment import environment
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, measured, whiskers
 from nanoray.bench.harness.plan import rotated
-from nanoray.bench.harness.rank_pool import RankPool, describe
 from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.bench.harness.table import (
@@ -102,7 +101,11 @@ class CheckpointBenchmark(Benchmark):
     """Measure what a checkpoint costs training."""
 
     wrong = "tensors that read back with other bits than training had when they were saved"
-    counts = (Count("rounds", "rounds of all arms", usual=7, few=3),)
+    numbers = (
+        Number("rounds", "rounds of all arms", usual=7, few=3),
+        Number("threads", "of training; the other cores are free to write", 1),
+        Number("timeout_s", "seconds of silence after which a rank has failed", 600.0),
+    )
     tables = (
         Table(
             DONE,
@@ -156,34 +159,13 @@ class CheckpointBenchmark(Benchmark):
             metavar="DIR",
             help="write on this disk [the system's temporary folder]",
         )
-        parser.add_argument(
-            "--threads",
-            type=int,
-            default=1,
-            metavar="N",
-            help="of training; the other cores are free to write [1]",
-        )
-        parser.add_argument(
-            "--timeout_s",
-            type=float,
-            default=600.0,
-            help="a rank silent for longer has failed [600]",
-        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Measure every arm in turns and fill the report. Everything that is written is removed again."""
         # Refuse before a process starts or a byte is written.
-        if "RANK" in os.environ:
-            raise ConfigError(
-                "bench checkpoint starts its own process, but RANK is set; run it without torchrun"
-            )
         if args.workers not in (None, 1):
             raise ConfigError(
                 f"workers = {args.workers}: one rank writes and others would only wait; use --workers 1"
-            )
-        if args.threads < 1 or args.timeout_s <= 0:
-            raise ConfigError(
-                f"threads = {args.threads}, timeout_s = {args.timeout_s:g}; both must be above 0"
             )
         default = "shakespeare-char" if args.quick else "gpt2-124m"
         preset = args.preset or default
@@ -216,11 +198,9 @@ class CheckpointBenchmark(Benchmark):
         # One rank saves; its folder is deleted with all that was written.
         where = Where(1, "processes", args.device, timeout_s=args.timeout_s)
         with (
-            part(report, lambda: add_rows(report, found, wrong)),
             tempfile.TemporaryDirectory(prefix="nanoray-checkpoint-", dir=disk) as folder,
-            RankPool(where) as pool,
+            ranks_for(report, where, lambda: add_rows(report, found, wrong)) as pool,
         ):
-            describe(report, pool)
             # Three kinds of events: the state's size, what read back wrong, and a measured save.
             order["folder"] = folder
             for event in pool.run("nanoray.bench.checkpoint:measure_rank", order):

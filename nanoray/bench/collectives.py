@@ -22,15 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.base.text import aligned
-from nanoray.bench.harness.benchmark import Benchmark, part
+from nanoray.bench.harness.benchmark import Benchmark, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import chosen
-from nanoray.bench.harness.rank_pool import (
-    RankPool,
-    add_where_flags,
-    describe,
-    where_from,
-)
+from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Emit, Measurement, Record, Report, markdown, number, say
 from nanoray.errors import ConfigError
 from nanoray.host.host import available_memory_bytes
@@ -434,6 +429,7 @@ LOGARITHMIC = {"xscale": "log", "yscale": "log", "xlabel": "bytes"}
 class CollectivesBenchmark(Benchmark):
     """Time every collective over sizes and dtypes, and count its wrong elements."""
 
+    joins_torchrun = True
     figure = Figure(
         (
             Panel(_draw_speeds, LOGARITHMIC | {"ylabel": "GB/s"}, {"fontsize": 8}, grid=True),
@@ -472,8 +468,7 @@ class CollectivesBenchmark(Benchmark):
             raise ConfigError(
                 f"max_bytes = {args.max_bytes} is below the smallest size, {KB}; raise it"
             )
-        with part(report, lambda: None), RankPool(where) as pool:
-            describe(report, pool)
+        with ranks_for(report, where) as pool:
             if args.max_bytes:
                 largest = args.max_bytes
             elif args.quick:

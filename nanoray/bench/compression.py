@@ -26,10 +26,10 @@ from nanoray.bench.engine import (
     note_of_sent,
     order_of,
 )
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, dots, with_values
 from nanoray.bench.harness.plan import add_arms_flag, chosen
-from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Report
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.config import load_config
@@ -74,10 +74,11 @@ def _last_loss(report: Report, arm: str, spread: str) -> str:
 class CompressionBenchmark(Benchmark):
     """Compare bytes, step time and loss of compressed gradients with float32."""
 
+    joins_torchrun = True
     wrong = "ranks whose weights differ from those of rank 0"
-    counts = (
-        Count("rounds", "rounds of all arms", usual=10, few=2),
-        Count("steps", "steps of an arm per round", usual=30, few=4),
+    numbers = (
+        Number("rounds", "rounds of all arms", usual=10, few=2),
+        Number("steps", "steps of an arm per round", usual=30, few=4),
     )
     tables = (
         Table(
@@ -152,8 +153,7 @@ class CompressionBenchmark(Benchmark):
             for name, events in found.items():
                 _add_rows(report, name, events, where.workers)
 
-        with part(report, add_rows), RankPool(where) as pool:
-            describe(report, pool)
+        with ranks_for(report, where, add_rows) as pool:
             on_gpu = pool.facts[0]["device"] != "cpu"
             preset = args.preset or ("gpt2-124m" if on_gpu else "shakespeare-cpu")
             own = {"dataset": args.dataset, "precision": args.precision, "dp_mode": args.dp_mode}

@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 from nanoray.bench.engine import order_of
-from nanoray.bench.harness.benchmark import Benchmark
+from nanoray.bench.harness.benchmark import Benchmark, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, dots, with_values
 from nanoray.bench.harness.plan import add_settings_flag, numbers_of, settings_of
-from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Report
 from nanoray.bench.harness.table import Cell, Table, TableColumn
 from nanoray.bench.strategies import (
@@ -115,10 +115,9 @@ class ContextBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Measure each length at each number of ranks, and fill the report."""
         where = where_from(args)
-        if where.launcher == "torchrun" or args.workers:
+        if args.workers:
             raise ConfigError(
-                "bench context starts as many ranks as share a sequence: drop --workers and "
-                "torchrun, and give --cp"
+                "bench context starts as many ranks as share a sequence: drop --workers, and give --cp"
             )
         lengths = args.lengths or (QUICK_LENGTHS if args.quick else LENGTHS)
         ranks = sorted(set(numbers_of(args.cp, "cp", RANKS, int)))
@@ -132,8 +131,8 @@ class ContextBenchmark(Benchmark):
                 configs[cp, tokens] = configuration(base, own, cp)
 
         # The most ranks first, so that a lack of devices is known at once
-        with RankPool(replace(where, workers=max(ranks))) as pool:
-            describe(report, pool)
+        with ranks_for(report, replace(where, workers=max(ranks))):
+            pass
         sizes = " ".join(f"{key}={value}" for key, value in (MODEL | settings_of(args)).items())
         report.conditions["recipe"] = f"one sequence a step, preset {args.preset}, {sizes}"
         for (cp, tokens), config in configs.items():

@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from nanoray.bench.arm import Arm, Case, alone_on
-from nanoray.bench.harness.benchmark import Benchmark, part
+from nanoray.bench.harness.benchmark import Benchmark, part, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, with_values
-from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Emit, Measurement, Record, Report, say
 from nanoray.bench.harness.table import Cell, Table, TableColumn, names
 from nanoray.bench.strategies import MODES, ROUNDS_OF_ONE
@@ -131,6 +132,7 @@ def draw_distances(axes: Any, report: Report) -> None:
 class EquivalenceBenchmark(Benchmark):
     """Compare losses and weights of every data-parallel mode with one process."""
 
+    joins_torchrun = True
     wrong = "ranks above the limit, or modes that must be equal to the bit and are not"
     tables = (
         Table(
@@ -180,8 +182,7 @@ class EquivalenceBenchmark(Benchmark):
                 f"only = {args.only}: none of the arms at {where.workers} ranks; they are "
                 f"{', '.join(every_arm)}"
             )
-        with RankPool(where) as pool:
-            describe(report, pool)
+        with ranks_for(report, where) as pool:
             # A tiny model whose sizes divide badly: padding and uneven slices are part of what is
             # compared.
             report.conditions["recipe"] = (
@@ -215,14 +216,18 @@ def samples_for(ranks: int) -> int:
 
 def arms_for(workers: int, checkpointing: bool = True) -> dict[str, Record]:
     """Return the settings of every arm on `ranks` ranks: all modes, cp, tp, pp, and experts."""
+
+    def in_modes(split: str, own: Record, modes: Iterable[str] = MODES) -> dict[str, Record]:
+        return {f"{split} × {mode}": own | MODES[mode] for mode in modes}
+
     # Data parallelism alone, in every mode.
     arms = dict(MODES)
     # Groups of ranks that each hold the whole state, and shard it.
     sharded = ("zero1", "zero2", "fsdp full", "fsdp grad_op")
     if workers % 4 == 0:
-        arms |= {f"2 replicas × {mode}": MODES[mode] | {"replicas": 2} for mode in sharded}
+        arms |= in_modes("2 replicas", {"replicas": 2}, sharded)
     if workers == 6:
-        arms |= {f"3 replicas × {mode}": MODES[mode] | {"replicas": 3} for mode in sharded}
+        arms |= in_modes("3 replicas", {"replicas": 3}, sharded)
     # Rounds of one step: the weights of replicas are averaged, not their gradients.
     arms["rounds of 1"] = dict(ROUNDS_OF_ONE)
     # Pipelines: every schedule where all ranks are stages, every mode where there are replicas.
@@ -231,10 +236,7 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, Record]:
         if workers == pp:
             arms |= {f"pp {pp} {kind}": {**piped, "pp_schedule": kind} for kind in SCHEDULES}
         elif workers % pp == 0:
-            arms |= {
-                f"pp {pp} × {mode}": {**piped, **MODES[mode]}
-                for mode in ("ddp_by_hand", "zero1", "zero2")
-            }
+            arms |= in_modes(f"pp {pp}", piped, ("ddp_by_hand", "zero1", "zero2"))
             arms |= {f"pp {pp} × tp 2": {**piped, "tp": 2}} if workers == 2 * pp else {}
     # Context parallelism: parts of sequences are data ranks, so every mode is one of them, too.
     for cp in (2, 3, 4):
@@ -242,7 +244,7 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, Record]:
             continue
         # Two equal parts of a sequence for each rank
         cut = {"cp": cp, "block_size": 12} if cp == 3 else {"cp": cp}
-        arms |= {f"cp {cp} × {mode}": {**cut, **settings} for mode, settings in MODES.items()}
+        arms |= in_modes(f"cp {cp}", cut)
         arms[f"cp {cp}, gathered"] = {**cut, "cp_attention": "all_gather"}
         arms[f"cp {cp}, rotary"] = {**cut, "positions": "rotary", "n_head": 2}
         if workers == 2 * cp:
@@ -258,25 +260,18 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, Record]:
                 f"tp {tp}, sequence": {"tp": tp, "sequence_parallel": True},
             }
         elif workers % tp == 0:
-            arms |= {
-                f"tp {tp} × {mode}": {"tp": tp, **settings} for mode, settings in MODES.items()
-            }
+            arms |= in_modes(f"tp {tp}", {"tp": tp})
     # A mixture of experts, whole on each rank, then spread over ep ranks.
-    experts = {f"experts × {mode}": EXPERTS | MODES[mode] for mode in ("ddp", *BY_HAND)}
+    experts = in_modes("experts", EXPERTS, ("ddp", *BY_HAND))
     for ep in (2, 4):
         if workers % ep == 0:
-            experts |= {
-                f"experts, ep {ep} × {mode}": EXPERTS | MODES[mode] | {"ep": ep} for mode in BY_HAND
-            }
+            experts |= in_modes(f"experts, ep {ep}", EXPERTS | {"ep": ep}, BY_HAND)
     # Experts beside one other axis, and beside two.
     for axis, more in (("tp 2", {"tp": 2}), ("pp 2", {"pp": 2, "n_layer": 4})):
         if workers == 2:
             experts[f"experts, {axis}"] = EXPERTS | more
         elif workers == 4:
-            experts |= {
-                f"experts, ep 2, {axis} × {m}": EXPERTS | MODES[m] | {"ep": 2} | more
-                for m in BY_HAND
-            }
+            experts |= in_modes(f"experts, ep 2, {axis}", EXPERTS | {"ep": 2} | more, BY_HAND)
     # One schedule is enough
     again = [arm for arm in arms if arms[arm].get("pp_schedule", "1f1b") == "1f1b"]
     again += [arm for arm in experts if arm.endswith("zero1")]

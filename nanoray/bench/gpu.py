@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, measured
 from nanoray.bench.harness.plan import (
     chosen,
@@ -49,6 +49,7 @@ from nanoray.bench.harness.processes import ChildFailed, scratch_folder
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.ladder import (
+    LADDER_TIMEOUT,
     LOSS,
     MEMORY,
     PRODUCTS,
@@ -156,7 +157,6 @@ SECONDS = "seconds"
 SIZES = {"cuda": 8192, "cpu": 512}
 # Of the first block, which settles caches and clocks; a CPU that emulates bf16 takes a fifth of a second for one
 FIRST_PRODUCTS = {"cuda": 20, "cpu": 2}
-BLOCK_MS = 2000.0  # of steps whose times are averaged
 # Keys of rungs whose losses cannot be compared with the base's
 OTHER_SIZES = {"_batch", "_larger", "_best", "_accum"}
 MFU_AIM = 50.0  # percent, of gpt2-124m's fastest rung
@@ -186,7 +186,12 @@ class GPUBenchmark(Benchmark):
         "rungs whose loss is not the base's, to 0.1 % in float32, 0.5 % in tf32, 2 % in bf16 and "
         "5 % in fp8"
     )
-    counts = (Count("rounds", "blocks of steps of a rung", usual=5, few=2),)
+    numbers = (
+        Number("rounds", "blocks of steps of a rung", usual=5, few=2),
+        Number("block_ms", "milliseconds of steps whose times are averaged", 2000.0),
+        Number("budget_s", "seconds for everything; the rest is skipped", math.inf),
+        LADDER_TIMEOUT,
+    )
     tables = (
         Table(
             measured_arms,
@@ -214,10 +219,6 @@ class GPUBenchmark(Benchmark):
         )
         which = f"all | ladder | baby, or which of {', '.join([*RUNGS, *BABIES])}"
         add_ladder_flags(parser, list(LADDERS), which)
-        block = "milliseconds of steps whose times are averaged [%(default)g]"
-        parser.add_argument("--block_ms", type=float, default=BLOCK_MS, help=block)
-        budget = "seconds for everything; what no time is left for is skipped [as long as it takes]"
-        parser.add_argument("--budget_s", type=float, default=math.inf, help=budget)
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Climb the ladder of every preset, then train to the loss. Nothing that it starts outlives it."""

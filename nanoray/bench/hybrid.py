@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from nanoray.bench.engine import STEP, TIME_ENTRY, Found, collect, each, order_of
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, dots, with_values
 from nanoray.bench.harness.plan import add_arms_flag, add_settings_flag, chosen, settings_of
 from nanoray.bench.harness.rank_pool import RankPool
@@ -64,9 +64,11 @@ def draw_by_link(metric: str, axes: Any, report: Report) -> None:
 class HybridBenchmark(Benchmark):
     """Compare a state that is sharded over all ranks with one that is sharded in each node."""
 
-    counts = (
-        Count("rounds", "rounds of all arms", usual=7, few=1),
-        Count("steps", "steps of an arm per round", usual=3, few=1),
+    numbers = (
+        Number("rounds", "rounds of all arms", usual=7, few=1),
+        Number("steps", "steps of an arm per round", usual=3, few=1),
+        Number("ranks_per_node", "of both nodes", 2),
+        Number("timeout_s", "seconds after which a link has failed", 900.0),
     )
     tables = (
         Table(
@@ -102,9 +104,6 @@ class HybridBenchmark(Benchmark):
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
         parser.add_argument(
-            "--ranks_per_node", type=int, default=2, metavar="N", help="of both nodes [2]"
-        )
-        parser.add_argument(
             "--preset", default="shakespeare-cpu", help="a gpt's sizes and batch [%(default)s]"
         )
         add_settings_flag(parser, "the preset's")
@@ -114,9 +113,6 @@ class HybridBenchmark(Benchmark):
             metavar="MS/MBIT,...",
             default=LINKS,
             help="delay and speed of the link between the nodes; none: one node [%(default)s]",
-        )
-        parser.add_argument(
-            "--timeout_s", type=float, default=900.0, help="seconds after which a link has failed"
         )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:

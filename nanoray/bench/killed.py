@@ -37,36 +37,27 @@ TORCHRUN_SAW = re.compile(
 Done = dict[tuple[int, int], float]  # (attempt, step) -> when that step was done
 
 
-class Kill(NamedTuple):
-    """One kill and its consequences."""
+class Standstill(NamedTuple):
+    """A time without a new step."""
+
+    seconds: float
+    step: int  # the last one before
+    repeated: int  # steps done before and again
+    end: float  # the moment of the next new step
+
+
+class Fault(NamedTuple):
+    """A kill, or an announced end of a node, and its consequences."""
 
     round: int
     rank: int
     step: int  # the last one that was done before training stood still
-    standstill_s: float  # from the kill to the end of the next step that was not done before
-    noticed_s: float | None
-    repeated: int  # steps done before the kill and again after it
-    wrong: int  # steps whose loss is not that of a run without a kill
-
-
-class Drain(NamedTuple):
-    """One announced end of a node, and its consequences."""
-
-    round: int
-    rank: int
-    step: int  # the last one before the longest time without a new step
-    standstill_s: float  # that time, from the notice on
-    repeated: int  # steps done again after the notice
-    after_s: float  # from the notice to the end of that time
-    wrong: int  # steps whose loss is not that of a run without a notice
-
-
-class Outage(NamedTuple):
-    """How training went on after a kill."""
-
+    # From the kill, or from the notice on, to the end of the next step that was not done before
     standstill_s: float
-    step: int
-    repeated: int
+    repeated: int  # steps done before the fault and again after it
+    wrong: int  # steps whose loss is not that of a run without a fault
+    noticed_s: float | None = None  # of a kill
+    after_s: float | None = None  # of a node: from the notice to the end of the standstill
 
 
 class Goodput(NamedTuple):
@@ -78,7 +69,7 @@ class Goodput(NamedTuple):
     clean_per_s: float  # steps per second without kills
 
 
-def outage(done: Mapping[tuple[int, int], float], killed: float) -> Outage | None:
+def outage(done: Mapping[tuple[int, int], float], killed: float) -> Standstill | None:
     """Return how training went on after the kill; None while it has not.
 
     What the ranks of the killed one's attempt still complete belongs to before the kill: a survivor
@@ -97,7 +88,7 @@ def outage(done: Mapping[tuple[int, int], float], killed: float) -> Outage | Non
 
     # Steps between the first of the new attempt and the last before the kill are repeated.
     _, first = min(later)
-    return Outage(min(new) - killed, last, last + 1 - first)
+    return Standstill(min(new) - killed, last, last + 1 - first, min(new))
 
 
 def first_times(done: Mapping[tuple[int, int], float]) -> dict[int, float]:
@@ -156,19 +147,10 @@ def wrong_losses(
     ) + len(losses.keys() - reference.keys())
 
 
-class Pause(NamedTuple):
-    """The longest time without a new step."""
-
-    seconds: float
-    step: int  # the last one before
-    end: float  # the moment of the next one
-    repeated: int  # steps of the whole time that were done before
-
-
-def longest_pause(done: Mapping[tuple[int, int], float], since: float) -> Pause | None:
+def longest_pause(done: Mapping[tuple[int, int], float], since: float) -> Standstill | None:
     """Return the longest time without a step that was new, from a moment on; None without steps.
 
-    A step that is done a second time is none, and counts as repeated.
+    A step that is done a second time is none, and counts as repeated, whenever that was.
     """
     first = first_times(done)
     repeated = sum(at > first[step] and at >= since for (_, step), at in done.items())
@@ -179,7 +161,7 @@ def longest_pause(done: Mapping[tuple[int, int], float], since: float) -> Pause 
     later = [*before, *(pair for pair in moments if pair[0] >= since)]
     pauses = []
     for (start, step), (end, _) in itertools.pairwise(later):
-        pauses.append(Pause(end - max(start, since), step, end, repeated))
+        pauses.append(Standstill(end - max(start, since), step, repeated, end))
     return max(pauses, default=None)
 
 
@@ -420,7 +402,7 @@ def run_drained(
     notice_s: float,
     watch_s: float,
     timeout_s: float,
-) -> Pause:
+) -> Standstill:
     """Announce the end of a rank's node at a step, take the node away, and watch what follows.
 
     It ends `watch_s` seconds after the node, or later, with LEAST_STEPS new steps. Raises

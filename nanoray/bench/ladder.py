@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanoray.base.atomic import read_json_lines
+from nanoray.bench.harness.benchmark import Number
 from nanoray.bench.harness.figure import Panel, bars
 from nanoray.bench.harness.plan import add_data_flags, add_settings_flag, data_flags, rotated
 from nanoray.bench.harness.processes import Child, ChildFailed, arm_environment
@@ -33,6 +34,9 @@ from nanoray.start.folder import open_run
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+LADDER_TIMEOUT = Number(
+    "timeout_s", "seconds after which a rung that says nothing has failed", 300.0
+)
 TOKENS = "tokens"
 MEMORY = "memory"
 LOSS = "loss"
@@ -293,8 +297,6 @@ def add_ladder_flags(parser: argparse.ArgumentParser, presets: Sequence[str], ar
     parser.add_argument("--arms", default="all", metavar="A,B", help=f"{arms} [all]")
     add_settings_flag(parser, "each preset's")
     add_data_flags(parser)
-    late = "seconds after which a rung that says nothing has failed [%(default)g]"
-    parser.add_argument("--timeout_s", type=float, default=300, help=late)
 
 
 def products(size: int, dtype: str, tf32: bool = False) -> Record:

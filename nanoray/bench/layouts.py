@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from nanoray.bench.engine import TIME_ENTRY, order_of
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.plan import numbers_of, rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
@@ -52,10 +52,10 @@ OPS = ("all_reduce", "reduce_scatter", "all_gather")
 class LayoutsBenchmark(Benchmark):
     """Compare predicted with measured steps of dp × tp layouts."""
 
-    counts = (
-        Count("rounds", "rounds of all arms", usual=7, few=1),
-        Count("turns", "turns of an arm in a round", usual=4, few=1),
-        Count("steps", "steps of a turn", usual=4, few=2),
+    numbers = (
+        Number("rounds", "rounds of all arms", usual=7, few=1),
+        Number("turns", "turns of an arm in a round", usual=4, few=1),
+        Number("steps", "steps of a turn", usual=4, few=2),
     )
     tables = (
         Table(
@@ -98,10 +98,9 @@ class LayoutsBenchmark(Benchmark):
         where = replace(where_from(args), workers=BASE, threads=1)
         ranks = sorted(set(numbers_of(args.ranks, "ranks", "2,4,8", int, BASE - 1)))
         steps = args.steps
-        if args.workers not in (None, BASE) or where.launcher == "torchrun":
+        if args.workers not in (None, BASE):
             raise ConfigError(
-                f"workers = {args.workers}, launcher = {where.launcher}: links are fitted at {BASE} "
-                "ranks and more are started, without torchrun; drop both flags"
+                f"workers = {args.workers}: links are fitted at {BASE} ranks and more are started; drop it"
             )
         # float32 on CPUs: what is checked is the model of time, not the kernels.
         config = load_config(preset=args.preset, overrides={"precision": "fp32", "device": "cpu"})

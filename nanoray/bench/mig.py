@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.bench import collectives
 from nanoray.bench.engine import BITS, STEP, each, order_of
 from nanoray.bench.engine import TIME_ENTRY as ENTRY
-from nanoray.bench.harness.benchmark import Benchmark
+from nanoray.bench.harness.benchmark import Benchmark, Number
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
 from nanoray.bench.harness.plan import SEE_FAILED
 from nanoray.bench.harness.rank_pool import RankFailed, RankPool, Where
@@ -200,6 +199,7 @@ class MIGBenchmark(Benchmark):
     """Show the MIG slices of this machine, and what they gain."""
 
     wrong = "ranks whose weights are not finite or not rank 0's; of all_reduce, elements that are not exact"
+    numbers = (Number("timeout_s", "seconds of silence after which ranks have failed", 600.0),)
     tables_in_terminal = False
     tables = (
         Table(
@@ -245,23 +245,11 @@ class MIGBenchmark(Benchmark):
             "--preset",
             help="whose GPT to train, global_batch_size per rank [shakespeare-char; CPU: tiny]",
         )
-        parser.add_argument(
-            "--timeout_s",
-            type=float,
-            default=600.0,
-            help="ranks silent for longer have failed [600]",
-        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Report the plan, run what this machine can run, and say why the rest is not run."""
-        if "RANK" in os.environ:
-            raise ConfigError(
-                "bench mig starts its own ranks, but RANK is set; run it without torchrun"
-            )
-        if args.timeout_s <= 0 or (args.workers is not None and args.workers < 1):
-            raise ConfigError(
-                f"workers = {args.workers}, timeout_s = {args.timeout_s:g}; both must be above 0"
-            )
+        if args.workers is not None and args.workers < 1:
+            raise ConfigError(f"workers = {args.workers}; give 1 or more")
 
         # What is here: slices, or a device (none: the CPU) that ranks share in place of slices
         found = discover_gpus()

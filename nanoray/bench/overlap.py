@@ -22,10 +22,10 @@ from nanoray.bench.engine import (
     each,
     order_of,
 )
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
 from nanoray.bench.harness.plan import numbers_of
-from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Measurement, Record, Report
 from nanoray.bench.harness.table import (
     SPREAD,
@@ -82,10 +82,11 @@ def _note(report: Report) -> str:
 class OverlapBenchmark(Benchmark):
     """Time a DDP step for several bucket sizes, and the communication that it does not hide."""
 
+    joins_torchrun = True
     wrong = "arms whose gradients have not the norm of the first bucket size's"
-    counts = (
-        Count("rounds", "rounds of all sizes", usual=20, few=3),
-        Count("steps", "steps of one size per round", usual=10, few=4),
+    numbers = (
+        Number("rounds", "rounds of all sizes", usual=20, few=3),
+        Number("steps", "steps of one size per round", usual=10, few=4),
     )
     tables = (
         Table(
@@ -145,8 +146,7 @@ class OverlapBenchmark(Benchmark):
             for arm, events in found.items():
                 _add_rows(report, arm, events, found)
 
-        with part(report, add_rows), RankPool(where) as pool:
-            describe(report, pool)
+        with ranks_for(report, where, add_rows) as pool:
             on_cpu = pool.facts[0]["device"] == "cpu"
             sizes = asked or _parse_sizes(CPU_BUCKETS if on_cpu else GPU_BUCKETS)
             preset = args.preset or ("shakespeare-cpu" if on_cpu else "gpt2-124m")

@@ -22,9 +22,9 @@ from nanoray.bench.engine import (
     each,
     order_of,
 )
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
-from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Record, Report
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.config import Config, load_config
@@ -71,10 +71,12 @@ def _draw_ratios(axes: Any, report: Report) -> None:
 class PipelineBenchmark(Benchmark):
     """Measure how long the stages of a pipeline wait under each schedule."""
 
+    joins_torchrun = True
     wrong = "ranks whose weights are not those under 1f1b, or whose loss is far from it"
-    counts = (
-        Count("rounds", "rounds of all arms", usual=10, few=2),
-        Count("steps", "steps of an arm per round", usual=8, few=2),
+    numbers = (
+        Number("rounds", "rounds of all arms", usual=10, few=2),
+        Number("steps", "steps of an arm per round", usual=8, few=2),
+        Number("micro_batch_size", "sequences in one", 4),
     )
     tables = (
         Table(
@@ -121,13 +123,6 @@ class PipelineBenchmark(Benchmark):
             default="2,4,8",
             help="micro batches of a step, one after another [%(default)s]",
         )
-        parser.add_argument(
-            "--micro_batch_size",
-            type=int,
-            default=4,
-            metavar="N",
-            help="sequences in one [%(default)s]",
-        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Train all arms in turn on the same ranks, and fill the report."""
@@ -148,8 +143,7 @@ class PipelineBenchmark(Benchmark):
             for name, events in found.items():
                 _add_rows(report, name, arms[name], events, found)
 
-        with part(report, add_rows), RankPool(where) as pool:
-            describe(report, pool)
+        with ranks_for(report, where, add_rows) as pool:
             rounds = f"{args.rounds} rounds of {args.steps} steps"
             collect(pool.run(TIME_ENTRY, order), report, found, rounds)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import add_settings_flag, settings_of
 from nanoray.bench.harness.report import Measurement, Record, Report, say
@@ -166,9 +166,9 @@ def _draw_losses(axes: Any, report: Report) -> None:
 class PrecisionBenchmark(Benchmark):
     """Measure what 16 bits lose in training, and what each mode costs."""
 
-    counts = (
-        Count("steps", "steps of each mode", usual=100, few=24),
-        Count("rounds", "rounds of all modes in turn", usual=10, few=2),
+    numbers = (
+        Number("steps", "steps of each mode", usual=100, few=24),
+        Number("rounds", "rounds of all modes in turn", usual=10, few=2),
     )
     tables_in_terminal = False
     tables = (

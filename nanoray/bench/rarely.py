@@ -29,7 +29,7 @@ import numpy as np
 
 from nanoray.base.atomic import read_json_lines
 from nanoray.bench.engine import STEP, TIME_ENTRY, each, order_of
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import (
     add_arms_flag,
@@ -41,7 +41,7 @@ from nanoray.bench.harness.plan import (
     settings_of,
 )
 from nanoray.bench.harness.processes import scratch_folder
-from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
+from nanoray.bench.harness.rank_pool import RankFailed, RankPool
 from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import Emit, Record, Report, number, say
 from nanoray.bench.harness.table import Cell, Table, TableColumn, names
@@ -201,10 +201,12 @@ def _draw_loss_over_time(axes: Any, report: Report) -> None:
 class RarelyBenchmark(Benchmark):
     """Compare loss, bytes and step time of replicas that rarely communicate with ddp."""
 
-    counts = (
-        Count("steps", "steps of each training", usual=800, few=20),
-        Count("seeds", "trainings of each arm", usual=3, few=1),
-        Count("tuning_seeds", "trainings of each rate that is tried, none reported", 2, 2),
+    numbers = (
+        Number("steps", "steps of each training", usual=800, few=20),
+        Number("seeds", "trainings of each arm", usual=3, few=1),
+        Number("tuning_seeds", "trainings of each rate that is tried, none reported", 2),
+        Number("workers", "ranks", 4),
+        Number("timeout_s", "seconds after which a run has failed", 900.0),
     )
     tables = (
         Table(
@@ -250,7 +252,6 @@ class RarelyBenchmark(Benchmark):
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
-        parser.add_argument("--workers", type=int, default=4, metavar="N", help="ranks [4]")
         parser.add_argument(
             "--preset", default="shakespeare-cpu", help="the recipe of all arms [%(default)s]"
         )
@@ -278,9 +279,6 @@ class RarelyBenchmark(Benchmark):
             metavar="LR:MOMENTUM,...",
             default=OUTERS,
             help="rates and momenta to try for the outer optimizer [%(default)s]",
-        )
-        parser.add_argument(
-            "--timeout_s", type=float, default=900.0, help="seconds after which a run has failed"
         )
         add_data_flags(parser)
         add_settings_flag(parser, "the recipe's")
@@ -323,8 +321,7 @@ class RarelyBenchmark(Benchmark):
             rates = Rates(
                 lrs[0], rare_lrs[0], {ARMS[arm]["sync_every"]: outers[0] for arm in TUNED}
             )
-            with part(report, lambda: add_loss_rows(report, curves)), RankPool(where) as pool:
-                describe(report, pool)
+            with ranks_for(report, where, lambda: add_loss_rows(report, curves)) as pool:
                 trainings = Trainings(pool, recipe, folder)
                 rates = tune(
                     trainings, report, arms, Grid(lrs, rare_lrs, outers, args.tuning_seeds)

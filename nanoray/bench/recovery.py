@@ -24,7 +24,6 @@ torchft has no use for a notice: Ray Train's watcher of such notices is off with
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import shutil
 import time
@@ -33,7 +32,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanoray.bench.cluster import NodeCluster
-from nanoray.bench.harness.benchmark import Benchmark, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, measured
 from nanoray.bench.harness.launchers import SAME_LOSS, command
 from nanoray.bench.harness.plan import (
@@ -42,7 +41,6 @@ from nanoray.bench.harness.plan import (
     add_arms_flag,
     add_training_flags,
     chosen,
-    count_of,
     planned,
     rotated,
 )
@@ -52,9 +50,8 @@ from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, nam
 from nanoray.bench.killed import (
     DRAINED_WORLD,
     PEER_DRAINS,
-    Drain,
+    Fault,
     Goodput,
-    Kill,
     TrainingProcess,
     arrivals,
     goodput,
@@ -200,6 +197,23 @@ class RecoveryBenchmark(Benchmark):
     """Measure how long training stands still when a rank is killed."""
 
     wrong = "steps whose loss is not that of a run without a kill"
+    numbers = (
+        Number("kills", "rounds, with one kill per arm in each", 5, 1, zero=True),
+        Number("steps", "optimizer steps of such a run", 1100),
+        Number("goodput_s", "seconds of each arm under a plan of kills", 45.0, 0.0, zero=True),
+        Number("mean_s", "mean seconds from kill to kill", 10.0),
+        Number(
+            "drains",
+            f"rounds, with one drained node in each arm of {', '.join(DRAINED_ARMS)}",
+            0,
+            zero=True,
+        ),
+        Number("notice_s", "seconds from the notice to the end of a drained node", 15.0),
+        Number("watch_s", "seconds for which a run is watched after the end of a node", 40.0),
+        Number("drain_at", "step of the notice", 800),
+        Number("checkpoint_every", "steps", 50),
+        Number("seed", "of all moments and ranks", 1337, zero=True),
+    )
     tables = (
         Table(
             _with_any(STANDSTILL, GOODPUT),
@@ -255,100 +269,26 @@ class RecoveryBenchmark(Benchmark):
         """Add this benchmark's flags."""
         add_arms_flag(parser, ARMS)
         parser.add_argument(
-            "--kills",
-            type=int,
-            metavar="N",
-            help="rounds, with one kill per arm in each [5; 1 --quick]",
-        )
-        parser.add_argument(
             "--between", default="800,950", metavar="A,B", help="kill between these steps [800,950]"
-        )
-        parser.add_argument(
-            "--steps",
-            type=int,
-            default=1100,
-            metavar="N",
-            help="optimizer steps of such a run [1100]",
-        )
-        parser.add_argument(
-            "--goodput_s",
-            type=float,
-            metavar="S",
-            help="seconds of each arm under a plan of kills, 0 = off [45; 0 --quick]",
-        )
-        parser.add_argument(
-            "--mean_s",
-            type=float,
-            default=10.0,
-            metavar="S",
-            help="mean seconds from kill to kill [10]",
-        )
-        parser.add_argument(
-            "--drains",
-            type=int,
-            default=0,
-            metavar="N",
-            help=f"rounds, with one drained node in each arm of {', '.join(DRAINED_ARMS)} [0]",
-        )
-        parser.add_argument(
-            "--notice_s",
-            type=float,
-            default=15.0,
-            metavar="S",
-            help="seconds from the notice to the end of a drained node [15]",
-        )
-        parser.add_argument(
-            "--watch_s",
-            type=float,
-            default=40.0,
-            metavar="S",
-            help="seconds for which a run is watched after the end of a node [40]",
-        )
-        parser.add_argument(
-            "--drain_at", type=int, default=800, metavar="N", help="step of the notice [800]"
-        )
-        parser.add_argument(
-            "--checkpoint_every", type=int, default=50, metavar="N", help="steps [50]"
-        )
-        parser.add_argument(
-            "--seed", type=int, default=1337, metavar="N", help="of all moments and ranks [1337]"
         )
         add_training_flags(parser, preset="tiny", timeout_s=120)
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Run every arm that was asked for and fill the report. Nothing that it starts outlives it."""
-        if "RANK" in os.environ:
-            raise ConfigError(
-                "bench recovery starts its own ranks, but RANK is set; run it without torchrun"
-            )
-
         # Check all flags first: an error must not come after a Ray cluster has been started.
         arms = chosen(args.arms, ARMS)
-        kills = count_of(args.kills, args.quick, few=1, usual=5)
-        if args.goodput_s is None:
-            window_s = 0.0 if args.quick else 45.0
-        else:
-            window_s = args.goodput_s
+        kills: int = args.kills
+        window_s: float = args.goodput_s
         first, last = _parse_between(args)
-        if min(kills, window_s, args.drains) < 0 or not (kills or window_s or args.drains):
+        if not (kills or window_s or args.drains):
             raise ConfigError(
                 f"kills = {kills}, goodput_s = {window_s:g}, drains = {args.drains}: nothing to "
                 "measure; leave them out for 5, 45 and 0"
-            )
-        if args.drains and min(args.drain_at, args.notice_s, args.watch_s) <= 0:
-            raise ConfigError(
-                f"drain_at = {args.drain_at}, notice_s = {args.notice_s:g}, watch_s = "
-                f"{args.watch_s:g}; all three must be above 0"
             )
         if args.drains and not set(arms) & set(DRAINED_ARMS):
             raise ConfigError(
                 f"drains = {args.drains}, but none of the arms {', '.join(arms)} can lose a drained "
                 f"node; name one of {', '.join(DRAINED_ARMS)}, or leave --drains out"
-            )
-        if args.checkpoint_every < 1 or args.mean_s <= 0:
-            raise ConfigError(
-                f"checkpoint_every = {args.checkpoint_every}, mean_s = {args.mean_s:g}; both must be "
-                "above 0"
             )
         slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
         if args.drains and (slots.devices or slots.workers != DRAINED_WORLD):
@@ -369,8 +309,6 @@ class RecoveryBenchmark(Benchmark):
                 f"no kill within goodput_s = {window_s:g} at mean_s = {args.mean_s:g}; take another "
                 "--seed"
             )
-        args.kills = kills
-
         # torchft is no dependency of nanoray: without it this arm is skipped, not failed.
         why = missing()
         for arm in ON_TORCHFT:
@@ -430,14 +368,14 @@ def _repeat(
     plan: BenchPlan,
     what: str,
     rounds: int,
-    once: Callable[[str, int], Kill | Drain],
-    add_rows_of: Callable[[BenchPlan, str, Sequence[Any]], None],
+    once: Callable[[str, int], Fault],
+    add_rows_of: Callable[[BenchPlan, str, Sequence[Fault]], None],
 ) -> None:
     """Cause one fault in every arm once per round, and add the rows, however that ends.
 
     A broken arm reports only its error: the faults that it survived are a biased sample.
     """
-    found: dict[str, list[Kill | Drain]] = {arm: [] for arm in plan.arms}
+    found: dict[str, list[Fault]] = {arm: [] for arm in plan.arms}
 
     def add_rows() -> None:
         for arm in plan.arms:
@@ -462,13 +400,21 @@ def _repeat(
 
 
 def _add_standstills(
-    plan: BenchPlan, arm: str, faults: Sequence[Kill | Drain], key: str, metric: str, note: str
+    plan: BenchPlan,
+    arm: str,
+    faults: Sequence[Fault],
+    kind: str,
+    metrics: tuple[str, str],
+    note: str,
 ) -> None:
-    """Add the row of an arm's standstills, with all that is known of each fault."""
+    """Add an arm's standstills and repeated steps, with all that is known of each fault."""
+    standstill, repeated = metrics
     wrong = sum(fault.wrong for fault in faults) if faults else None
-    raw = {key: [fault._asdict() for fault in faults]}
+    raw = {kind: [fault._asdict() for fault in faults]}
     seconds = [fault.standstill_s for fault in faults]
-    plan.add(arm, metric, "s", seconds, note, wrong=wrong, extra=raw)
+    plan.add(arm, standstill, "s", seconds, note, wrong=wrong, extra=raw)
+    if faults:
+        plan.add(arm, repeated, "steps", [float(fault.repeated) for fault in faults])
 
 
 # Part one: single kills.
@@ -480,7 +426,7 @@ def _measure_standstills(plan: BenchPlan, between: tuple[int, int]) -> None:
     # Losses of a run without kills, which every later run must repeat.
     reference = _train_reference(plan)
 
-    def once(arm: str, turn: int) -> Kill:
+    def once(arm: str, turn: int) -> Fault:
         # The same moment and rank for all arms of a round
         moment = random.Random(f"{plan.args.seed}/{turn}").uniform(*between)
         return _kill_once(plan, arm, turn, (moment, turn % plan.slots.workers), reference)
@@ -505,7 +451,7 @@ def _train_reference(plan: BenchPlan) -> dict[int, float]:
 
 def _kill_once(
     plan: BenchPlan, arm: str, turn: int, whom: tuple[float, int], reference: dict[int, float]
-) -> Kill:
+) -> Fault:
     """Run an arm, kill a rank at a moment, and watch it to the end.
 
     A moment is a step and a part of it. Raises ChildFailed.
@@ -541,16 +487,16 @@ def _kill_once(
         )  # another number of ranks, or a GPU, sums in another order
         wrong = wrong_losses(run.losses(), reference, 0.0 if exact else SAME_LOSS)
         noticed_s = run.noticed_s(arm, killed)
-    return Kill(turn, rank, back.step, back.standstill_s, noticed_s, back.repeated, wrong)
+    return Fault(turn, rank, back.step, back.seconds, back.repeated, wrong, noticed_s)
 
 
-def _add_kills(plan: BenchPlan, arm: str, kills: Sequence[Kill]) -> None:
-    _add_standstills(plan, arm, kills, "kills", STANDSTILL, "kill to the next new step")
+def _add_kills(plan: BenchPlan, arm: str, kills: Sequence[Fault]) -> None:
+    note = "kill to the next new step"
+    _add_standstills(plan, arm, kills, "kills", (STANDSTILL, REPEATED), note)
     if kills:
         noticed = [kill.noticed_s for kill in kills if kill.noticed_s is not None]
         skipped = "" if noticed else "its log does not say"
         plan.add(arm, NOTICED, "s", noticed, skipped=skipped)
-        plan.add(arm, REPEATED, "steps", [float(kill.repeated) for kill in kills])
 
 
 # Part two: a plan of kills.
@@ -561,13 +507,12 @@ def _measure_goodputs(plan: BenchPlan, kills: list[tuple[float, int]], window_s:
 
     # Each arm runs alone: the machine has room for one set of ranks.
     for arm in plan.arms:
+        if arm not in plan.broken:
+            try:
+                found, hits = _train_under_kills(plan, arm, kills, window_s)
+            except ChildFailed as error:
+                plan.fail(arm, error)
         if arm in plan.broken:
-            plan.add(arm, GOODPUT, "%", ())
-            continue
-        try:
-            found, hits = _train_under_kills(plan, arm, kills, window_s)
-        except ChildFailed as error:
-            plan.fail(arm, error)
             plan.add(arm, GOODPUT, "%", ())
             continue
         say(f"goodput  {arm:<12}  {found.percent:.1f} %  {sum(hits)} of {len(kills)} kills hit")
@@ -634,7 +579,7 @@ def _measure_drains(plan: BenchPlan) -> None:
                 seconds = args.notice_s + args.watch_s
                 reference = run_undrained(run, args.drain_at, seconds, args.timeout_s)
 
-            def once(arm: str, turn: int) -> Drain:
+            def once(arm: str, turn: int) -> Fault:
                 return _drain_once(there, cluster, arm, turn, reference)
 
             _repeat(there, "drain", args.drains, once, _add_drains)
@@ -648,7 +593,7 @@ def _measure_drains(plan: BenchPlan) -> None:
 
 def _drain_once(
     plan: BenchPlan, cluster: NodeCluster, arm: str, turn: int, reference: dict[int, float]
-) -> Drain:
+) -> Fault:
     """Run an arm whose node is taken away. Raises ChildFailed."""
     args = plan.args
     rank = (turn + 1) % DRAINED_WORLD  # not always the one that writes
@@ -658,16 +603,15 @@ def _drain_once(
         pause = run_drained(run, cluster, rank, args.drain_at, *seconds)
         tolerance = SAME_LOSS if arm in ON_TORCHFT else 0.0  # it goes on with one rank
         wrong = wrong_among(run.losses(), reference, tolerance)
-    return Drain(turn, rank, pause.step, pause.seconds, pause.repeated, pause.end, wrong)
+    return Fault(turn, rank, pause.step, pause.seconds, pause.repeated, wrong, after_s=pause.end)
 
 
-def _add_drains(plan: BenchPlan, arm: str, drains: Sequence[Drain]) -> None:
+def _add_drains(plan: BenchPlan, arm: str, drains: Sequence[Fault]) -> None:
     note = "longest time without a new step, from the notice on"
-    _add_standstills(plan, arm, drains, "drains", DRAIN_STANDSTILL, note)
+    _add_standstills(plan, arm, drains, "drains", (DRAIN_STANDSTILL, DRAIN_REPEATED), note)
     if drains:
-        plan.add(arm, DRAIN_REPEATED, "steps", [float(d.repeated) for d in drains])
-        over = "from the notice to the end of the standstill"
-        plan.add(arm, DRAIN_AFTER, "s", [drain.after_s for drain in drains], over)
+        after = [drain.after_s for drain in drains if drain.after_s is not None]
+        plan.add(arm, DRAIN_AFTER, "s", after, "from the notice to the end of the standstill")
 
 
 def _add_targets(report: Report) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from nanoray.bench.engine import TIME_ENTRY, order_of
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.plan import rotated
 from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
@@ -156,9 +156,10 @@ def _draw_curves(what: str, axes: Any, report: Report) -> None:
 class ScalingBenchmark(Benchmark):
     """Fit a model of the step time, check it at 3 and 4 ranks, and predict up to 4096."""
 
-    counts = (
-        Count("rounds", "rounds of all steps", usual=7, few=2),
-        Count("steps", "steps of a turn", usual=4, few=4),
+    numbers = (
+        Number("rounds", "rounds of all steps", usual=7, few=2),
+        Number("steps", "steps of a turn", usual=4),
+        Number("global_batch", "sequences of strong scaling", 4096),
     )
     tables = (CHECK, OVERVIEW)
     figure = Figure(
@@ -221,26 +222,15 @@ class ScalingBenchmark(Benchmark):
             type=float,
             help="forward and backward of its micro batch [from peak and MFU]",
         )
-        parser.add_argument(
-            "--global_batch", type=int, default=4096, help="sequences of strong scaling [4096]"
-        )
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Sweep, fit, predict and measure; then predict the topologies."""
         where = where_from(args)
-        if where.launcher == "torchrun":
-            raise ConfigError(
-                "torchrun starts one number of ranks, this bench needs several; run it without torchrun"
-            )
         if not args.workers:
             where = replace(where, workers=2)
         checks = _checks(args.check, where.workers)
-        no_compute = args.compute_ms is not None and args.compute_ms <= 0
-        if args.global_batch < 1 or no_compute:
-            raise ConfigError(
-                f"global_batch = {args.global_batch}, compute_ms = {args.compute_ms}; all must be "
-                "above 0"
-            )
+        if args.compute_ms is not None and args.compute_ms <= 0:
+            raise ConfigError(f"compute_ms = {args.compute_ms}; it must be above 0")
         wanted = topology_names() if args.topology == "all" else [args.topology]
         topologies = {Path(name).stem: load_topology(name) for name in wanted}
         model = load_config(preset=args.model)

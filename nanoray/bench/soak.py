@@ -36,7 +36,7 @@ from nanoray.bench.chaos import (
 )
 from nanoray.bench.cluster import NodeCluster
 from nanoray.bench.harness import leaks
-from nanoray.bench.harness.benchmark import Benchmark
+from nanoray.bench.harness.benchmark import Benchmark, Number
 from nanoray.bench.harness.figure import Figure, Panel
 from nanoray.bench.harness.plan import add_data_flags, data_flags, words
 from nanoray.bench.harness.processes import arm_environment, scratch_folder
@@ -136,6 +136,14 @@ class SoakBenchmark(Benchmark):
     """Train under random faults, and compare the weights with a run without."""
 
     wrong = "tensors and logged values that differ from the clean run's; what was left behind"
+    numbers = (
+        Number("minutes", "of the whole, more or less", 30.0, 2.0),
+        Number("share", "of these minutes for the clean run", 0.4),
+        Number("seed", "of kinds, moments and targets of the faults", 7, zero=True),
+        Number("every", "mean seconds between faults", 20.0),
+        Number("most", "faults at most", 10**6),
+        Number("workers", "ranks; of two nodes, one has W - 1", 2),
+    )
     # Per kind of fault, how many there were, and how long until the run trained again
     tables = (
         Table(
@@ -163,35 +171,11 @@ class SoakBenchmark(Benchmark):
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
         """Add this benchmark's flags."""
         parser.add_argument(
-            "--minutes", type=float, help="of the whole, more or less [30; 2 with --quick]"
-        )
-        parser.add_argument(
-            "--share", type=float, default=0.4, help="of these minutes for the clean run [0.4]"
-        )
-        parser.add_argument(
-            "--seed", type=int, default=7, help="of kinds, moments and targets of the faults [7]"
-        )
-        parser.add_argument(
-            "--every",
-            type=float,
-            default=20.0,
-            metavar="S",
-            help="mean seconds between faults [20]",
-        )
-        parser.add_argument("--most", type=int, default=10**6, metavar="N", help="N faults at most")
-        parser.add_argument(
             "--nodes",
             type=int,
             choices=(1, 2),
             default=2,
             help="nodes; of two, one can be lost [2]",
-        )
-        parser.add_argument(
-            "--workers",
-            type=int,
-            default=2,
-            metavar="W",
-            help="ranks; of two nodes, one has W - 1 [2]",
         )
         parser.add_argument(
             "--device",
@@ -212,20 +196,10 @@ class SoakBenchmark(Benchmark):
         """Run it, and fill the report. Nothing that it starts outlives it."""
 
         # Check all flags first: a soak takes half an hour.
-        minutes = args.minutes or (2.0 if args.quick else 30.0)
-        if (
-            minutes <= 0
-            or not 0 < args.share < 1
-            or args.every <= 0
-            or args.most < 1
-            or args.workers < args.nodes
-        ):
+        if args.share >= 1 or args.workers < args.nodes:
             raise ConfigError(
-                f"minutes = {minutes:g}, share = {args.share:g}, every = {args.every:g}, most = "
-                f"{args.most}, "
-                f"workers = {args.workers}; minutes, every and most must be above 0, share between 0 "
-                "and 1, and each of "
-                f"{args.nodes} node(s) needs a rank"
+                f"share = {args.share:g}, workers = {args.workers}, nodes = {args.nodes}; share must be "
+                "below 1, and each node needs a rank"
             )
         if args.keep and (not args.keep.is_dir() or any(args.keep.iterdir())):
             raise ConfigError(f"keep = {args.keep} is no empty folder; make one")
@@ -238,7 +212,7 @@ class SoakBenchmark(Benchmark):
         before = leaks.entries()
         with scratch_folder("nrs-") as folder:
             try:
-                _run_soak(args, report, folder, minutes)
+                _run_soak(args, report, folder)
                 _add_leftovers(report, "after the cluster's end", [*leaks.processes(str(folder))])
             finally:
                 # Copy runs and logs after a failure as well: then they are needed most.
@@ -261,7 +235,8 @@ class SoakBenchmark(Benchmark):
         return [*aligned(faults, right={0, 1, 3}), "", *table(report.rows)]
 
 
-def _run_soak(args: argparse.Namespace, report: Report, folder: Path, minutes: float) -> None:
+def _run_soak(args: argparse.Namespace, report: Report, folder: Path) -> None:
+    minutes: float = args.minutes
     slots = local_slots(args.device, args.workers, discover_gpus(), available_cpus())
     data = data_flags(args)
     prepared = prepare(load_config(overrides=dict(data)))  # now, and not in the first run

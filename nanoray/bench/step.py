@@ -35,13 +35,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, with_values
 from nanoray.bench.harness.plan import chosen, settings_of
 from nanoray.bench.harness.processes import scratch_folder
 from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.bench.ladder import (
+    LADDER_TIMEOUT,
     LOSS,
     MEMORY,
     PRODUCTS,
@@ -168,7 +169,7 @@ class StepBenchmark(Benchmark):
     """Measure what each option gains a step on this CPU."""
 
     wrong = "arms whose loss is not the base's, to 0.1 % in float32 and 2 % in bf16"
-    counts = (Count("rounds", "rounds of all arms", usual=5, few=2),)
+    numbers = (Number("rounds", "rounds of all arms", usual=5, few=2), LADDER_TIMEOUT)
     tables = (
         Table(
             measured_arms,

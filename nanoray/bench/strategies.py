@@ -31,14 +31,13 @@ from nanoray.bench.engine import (
     note_of_sent,
     order_of,
 )
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, dots, measured, with_values
 from nanoray.bench.harness.plan import add_arms_flag, add_settings_flag, chosen, settings_of
 from nanoray.bench.harness.rank_pool import (
     RankFailed,
     RankPool,
     add_where_flags,
-    describe,
     where_from,
 )
 from nanoray.bench.harness.ranks import Where
@@ -139,10 +138,11 @@ def _panel(metric: str, title: str, legend: Mapping[str, Any] | None = None) -> 
 class StrategiesBenchmark(Benchmark):
     """Compare step time and memory of DDP, ZeRO and FSDP."""
 
+    joins_torchrun = True
     wrong = "arms whose final loss is not that of the first with the same model, to 0.1 %"
-    counts = (
-        Count("rounds", "rounds of all arms", usual=10, few=2),
-        Count("steps", "steps of an arm per round", usual=4, few=2),
+    numbers = (
+        Number("rounds", "rounds of all arms", usual=10, few=2),
+        Number("steps", "steps of an arm per round", usual=4, few=2),
     )
     tables = (
         Table(
@@ -218,8 +218,7 @@ class StrategiesBenchmark(Benchmark):
                 reference = None if arm in ROUNDS else report.row(first, LOSS)
                 _add_time_rows(report, arm, events, reference)
 
-        with part(report, add_time_rows), RankPool(where) as pool:
-            describe(report, pool)
+        with ranks_for(report, where, add_time_rows) as pool:
             if not args.preset and pool.facts[0]["device"] != "cpu":
                 trained = configs("gpt2-124m")
             order = order_of(

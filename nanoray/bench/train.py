@@ -29,7 +29,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from nanoray.base.atomic import read_json_lines
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, part
 from nanoray.bench.harness.figure import Figure, Panel, bars, measured
 from nanoray.bench.harness.launchers import (
     LAUNCHERS,
@@ -125,9 +125,9 @@ def _draw_steps(axes: Any, report: Report) -> None:
 class TrainBenchmark(Benchmark):
     """Start the same recipe in every way, and compare start, step time and CPU time."""
 
-    counts = (
-        Count("rounds", "rounds of all launchers", usual=5, few=1),
-        Count("steps", "optimizer steps of a launch", usual=300, few=30),
+    numbers = (
+        Number("rounds", "rounds of all launchers", usual=5, few=1),
+        Number("steps", "optimizer steps of a launch", usual=300, few=30),
     )
     tables_in_terminal = False
     tables = (

@@ -26,11 +26,11 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoray.bench.harness.benchmark import Benchmark, Count, part
+from nanoray.bench.harness.benchmark import Benchmark, Number, ranks_for
 from nanoray.bench.harness.figure import Figure, Panel, bars, with_values
 from nanoray.bench.harness.plan import add_data_flags, chosen, data_flags, rotated
 from nanoray.bench.harness.processes import scratch_folder
-from nanoray.bench.harness.rank_pool import RankPool, add_where_flags, describe, where_from
+from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Emit, Record, Report, say
 from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, names
 from nanoray.bench.ladder import random_tokens
@@ -77,6 +77,10 @@ RECIPES: dict[str, Record] = {  # a preset, or one that is named, and what is ch
 }
 SCRIPTS = ("resnet", "encoder")
 SUBJECTS = (*RECIPES, *SCRIPTS)
+
+
+# What, metric, unit, values, note, and how many are wrong
+Row = tuple[str, str, str, Any, str, int | None]
 
 
 # The models of scripts.
@@ -142,11 +146,18 @@ def draw_ratios(axes: Any, report: Report) -> None:
 class TuneBenchmark(Benchmark):
     """Compare what a search finds with the present setting and a full grid."""
 
+    joins_torchrun = True
     wrong = (
         f"losses that differ from the present setting's by more than {EQUAL:g} in float32, and by "
         "more than rounding explains in another precision, relative"
     )
-    counts = (Count("rounds", "turns of the last comparison", usual=9, few=2),)
+    numbers = (
+        Number("rounds", "turns of the last comparison", usual=9, few=2),
+        Number("budget_s", "seconds of a search", 600.0),
+        Number(
+            "most", "settings of a grid, evenly cut from larger ones; 0: no grid", 400, zero=True
+        ),
+    )
     tables = (
         Table(
             STEP,
@@ -181,10 +192,6 @@ class TuneBenchmark(Benchmark):
         which = f"which of {', '.join(SUBJECTS)} [all]"
         parser.add_argument("--subjects", default="all", metavar="A,B", help=which)
         parser.add_argument("--compile", action="store_true", help="try compiling, too")
-        budget = "seconds of a search [%(default)g]"
-        parser.add_argument("--budget_s", type=float, default=600.0, help=budget)
-        most = "settings of a grid, of which larger ones are cut, evenly; 0: no grid [%(default)s]"
-        parser.add_argument("--most", type=int, default=400, help=most)
         add_data_flags(parser)
 
     def measure(self, args: argparse.Namespace, report: Report) -> None:
@@ -196,13 +203,10 @@ class TuneBenchmark(Benchmark):
             arm = _arm(GPT2, PRESENT)
             report.add(arm, STEP, "ms", (), skipped="its search takes hours on a CPU")
         for subject in subjects:
-            found: list[Record] = []
             with (
                 scratch_folder() as folder,
-                part(report, partial(_add_rows, report, subject, found)),
-                RankPool(where) as pool,
+                ranks_for(report, where, partial(_add_targets, report, subject)) as pool,
             ):
-                describe(report, pool)
                 spec = _open(subject, args, folder)
                 order = {
                     "subject": subject,
@@ -215,8 +219,8 @@ class TuneBenchmark(Benchmark):
                 }
                 for event in pool.run("nanoray.bench.tune:tune_rank", order):
                     say(f"{subject}  {event['line']}")
-                    if event["what"] != "going on":
-                        found.append(event)
+                    for what, *row, wrong in event["rows"]:
+                        report.add(_arm(subject, what), *row, wrong=wrong)
 
 
 def _note(report: Report, arm: str) -> str:
@@ -248,27 +252,8 @@ def _open(subject: str, args: argparse.Namespace, folder: Path) -> RunSpec:
     return open_run(make_config(values), own_data(), started)
 
 
-def _add_rows(report: Report, subject: str, found: list[Record]) -> None:
-    """Add the rows and targets of one subject, as far as it has come."""
-    for event in found:
-        if event["what"] == "compared":
-            for name, times in event["step_ms"].items():
-                report.add(_arm(subject, name), STEP, "ms", times, event["words"][name])
-                if event["flops"] and event["peak_flops"]:
-                    shares = [1e5 * event["flops"] / ms / event["peak_flops"] for ms in times]
-                    report.add(_arm(subject, name), MFU, "%", shares)
-        else:
-            arm = _arm(subject, event["what"])
-            report.add(arm, TRIED, "", event["count"], event["words"])
-            report.add(arm, SECONDS, "s", event["seconds"], "of all blocks")
-            if "apart" in event:
-                wrong = int(event["apart"] > event["most_apart"])
-                what = f"after {EQUAL_STEPS} steps of SGD"
-                report.add(arm, LOSS, "", event["apart"], what, wrong=wrong)
-            if event.get("order") is not None:
-                report.add(
-                    arm, ORDER, "", event["order"], "formulas beside measured steps, Spearman"
-                )
+def _add_targets(report: Report, subject: str) -> None:
+    """Add the ratios and targets of one subject, as far as it has come."""
     tuned, grid = _arm(subject, "search"), _arm(subject, "grid")
     for other, limit in ((BEST, 1.05), (PRESENT, 1.0)):
         row = report.compare(_arm(subject, TUNED), _arm(subject, other), STEP)
@@ -322,19 +307,12 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     search = Search(trials, here, may, memory_of_rank(mesh), formulas, order["leave"])
     tuned = search.run()
     apart = _losses_apart(mesh, spec, subject, here, tuned)
+    # On a GPU, in 16 bits, a run's losses are not even those of the same run again.
     precision = here.config.precision
-    emit(
-        {
-            "what": "search",
-            "count": len(trials.samples),
-            "seconds": trials.spent_s,
-            "words": words(tuned),
-            "apart": apart,
-            # On a GPU, in 16 bits, a run's losses are not even those of the same run again.
-            "most_apart": EQUAL if precision == "fp32" else same_loss(precision),
-            "line": f"search  {len(trials.samples)} settings, {trials.spent_s:.0f} s: {words(tuned)}",
-        }
-    )
+    most_apart = EQUAL if precision == "fp32" else same_loss(precision)
+    after = f"after {EQUAL_STEPS} steps of SGD"
+    row = ("search", LOSS, "", apart, after, int(apart > most_apart))
+    emit(_tried("search", trials, tuned, [row]))
 
     three = {PRESENT: (), TUNED: tuned}
     if order["most"]:
@@ -354,31 +332,39 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
             assert trial is not None, last.refused
             times[name].append(1e3 * trial.step_s)
     medians_ms = ", ".join(f"{name} {statistics.median(ms):.2f} ms" for name, ms in times.items())
-    emit(
-        {
-            "what": "compared",
-            "step_ms": times,
-            "flops": facts.flops,
-            "peak_flops": facts.peak_flops,
-            "words": {name: words(choice) for name, choice in three.items()},
-            "line": medians_ms,
-        }
-    )
+    rows: list[Row] = []
+    for name, ms in times.items():
+        rows.append((name, STEP, "ms", ms, words(three[name]), None))
+        if facts.flops and facts.peak_flops:
+            shares = [1e5 * facts.flops / each / facts.peak_flops for each in ms]
+            rows.append((name, MFU, "%", shares, "", None))
+    emit({"line": medians_ms, "rows": rows})
+
+
+def _tried(what: str, trials: Trials, best: Choice, more: list[Row]) -> Record:
+    """Return the event of what was tried, and what was the best of it."""
+    from nanoray.tune.space import words
+
+    count = len(trials.samples)
+    rows: list[Row] = [
+        (what, TRIED, "", count, words(best), None),
+        (what, SECONDS, "s", trials.spent_s, "of all blocks", None),
+    ]
+    line = f"{what:<6}  {count} settings, {trials.spent_s:.0f} s: {words(best)}"
+    return {"line": line, "rows": rows + more}
 
 
 def _walk_grid(
     grid: Trials, choices: list[Choice], turns: int, search: Search, block_s: float, emit: Emit
 ) -> Choice:
     """Measure every combination once, and the fastest more often; return the best. (all ranks)"""
-    from nanoray.tune.space import words
-
     grid.reserve_s = -1e6  # as long as it takes
     grid.next_turn()
     for number, choice in enumerate([(), *choices]):
         grid.measure(choice, block_s / 3)
         if number and number % SIGN_EVERY == 0:
             line = f"grid    {number} of {len(choices)} settings, {grid.spent_s:.0f} s"
-            emit({"what": "going on", "line": line})
+            emit({"line": line, "rows": []})
     right = [choice for choice in grid.samples if choice not in grid.refused]
     fastest = sorted(right, key=lambda choice: grid.samples[choice][0].step_s)[:FINALISTS]
     for _ in range(turns - 1):
@@ -390,16 +376,13 @@ def _walk_grid(
         for choice in fastest
     }
     best = min(medians, key=lambda choice: medians[choice])
-    emit(
-        {
-            "what": "grid",
-            "count": len(grid.samples),
-            "seconds": grid.spent_s,
-            "words": words(best),
-            "order": _agreement(search, grid.samples),
-            "line": f"grid    {len(grid.samples)} settings, {grid.spent_s:.0f} s: {words(best)}",
-        }
-    )
+    agreement = _agreement(search, grid.samples)
+    rows: list[Row] = []
+    if agreement is not None:
+        rows.append(
+            ("grid", ORDER, "", agreement, "formulas beside measured steps, Spearman", None)
+        )
+    emit(_tried("grid", grid, best, rows))
     return best
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import equivalence
+from nanoray.bench.harness import benchmark
 from nanoray.bench.harness.rank_pool import RankPool, Where
 
 Pools = Callable[[int], RankPool]
@@ -45,7 +46,11 @@ def shared_ranks(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any
     """Let a benchmark's module use the shared pools in place of ranks of its own."""
 
     def share(bench: Any) -> None:
-        monkeypatch.setattr(bench, "RankPool", lambda where: nullcontext(pools(where.workers)))
+        def pool(where: Where) -> Any:
+            return nullcontext(pools(where.workers))
+
+        monkeypatch.setattr(benchmark, "RankPool", pool)
+        monkeypatch.setattr(bench, "RankPool", pool, raising=False)
 
     return share
 

@@ -22,6 +22,7 @@ from nanoray.bench.compression import (
     CompressionBenchmark,
     _add_rows,
 )
+from nanoray.bench.harness import benchmark
 from nanoray.bench.harness.report import Report
 
 FLAGS = ["compression", "--preset", "tiny", "--device", "cpu", "--rounds", "2", "--steps", "2"]
@@ -66,14 +67,14 @@ def test_every_arm_for_real(
     ("flags", "text"),
     [
         (["--workers", "1"], "workers = 1; 2 is the least: one rank sends nothing"),
-        (["--rounds", "0"], "rounds = 0, steps = 2"),
+        (["--rounds", "0"], "rounds = 0; give a number above 0"),
         (["--arms", "int9"], "unknown arm int9; did you mean int8?"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compression, "RankPool", lambda where: pytest.fail("it started ranks"))
+    monkeypatch.setattr(benchmark, "RankPool", lambda where: pytest.fail("it started ranks"))
     assert bench.main([*FLAGS, *flags]) == 2
     assert text in capsys.readouterr().err
 

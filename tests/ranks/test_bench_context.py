@@ -11,6 +11,7 @@ import nanoray.bench.__main__ as bench
 from nanoray.bench import context, strategies
 from nanoray.bench.context import ContextBenchmark
 from nanoray.bench.engine import MEMORY_STEPS
+from nanoray.bench.harness import benchmark
 from nanoray.bench.harness.report import Measurement, Report
 from nanoray.bench.strategies import PEAK, PEAK_ERROR, PEAK_FORMULA, STATE
 
@@ -71,6 +72,6 @@ def test_the_formula_is_judged_by_the_worst_arm() -> None:
 def test_what_makes_no_sense_is_refused(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(context, "RankPool", lambda where: pytest.fail("it started ranks"))
+    monkeypatch.setattr(benchmark, "RankPool", lambda where: pytest.fail("it started ranks"))
     assert bench.main([*FLAGS, *flags]) == 2
     assert text in capsys.readouterr().err

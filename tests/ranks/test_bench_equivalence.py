@@ -13,6 +13,7 @@ import pytest
 import nanoray.bench.__main__ as bench
 from nanoray.bench import equivalence
 from nanoray.bench.equivalence import CASES, SGD, arms_for, largest, must_equal
+from nanoray.bench.harness import benchmark
 from nanoray.bench.strategies import MODES
 from tests.ranks.conftest import Wrong
 
@@ -181,7 +182,7 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(
 def test_a_word_chooses_arms(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(equivalence, "RankPool", lambda where: pytest.fail("it started ranks"))
+    monkeypatch.setattr(benchmark, "RankPool", lambda where: pytest.fail("it started ranks"))
     assert bench.main([*FLAGS, "--workers", "3", "--quick", "--only", "replicas"]) == 2
     assert "only = replicas: none of the arms at 3 ranks; they are ddp, " in capsys.readouterr().err
 

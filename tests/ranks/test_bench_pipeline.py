@@ -11,6 +11,7 @@ import pytest
 
 import nanoray.bench.__main__ as bench
 from nanoray.bench import pipeline
+from nanoray.bench.harness import benchmark
 from nanoray.bench.harness.report import Report
 from nanoray.bench.pipeline import LOSS, STEP, THEORY, WAIT, PipelineBenchmark, _add_rows, arms_of
 from nanoray.parallel.schedules import SCHEDULES
@@ -80,14 +81,14 @@ def test_a_schedule_takes_what_it_can() -> None:
             "workers = 1, micro = 2,4,8; a pipeline needs 2 ranks",
         ),
         (["--workers", "2", "--micro", "0"], "workers = 2, micro = 0; "),
-        (["--workers", "2", "--rounds", "0"], "rounds = 0, steps = 2; 1 is the least"),
+        (["--workers", "2", "--rounds", "0"], "rounds = 0; give a number above 0"),
         (["--workers", "3"], "pp = 3 does not divide n_layer"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "RankPool", lambda where: pytest.fail("it started ranks"))
+    monkeypatch.setattr(benchmark, "RankPool", lambda where: pytest.fail("it started ranks"))
     assert bench.main([*FLAGS, *flags]) == 2
     assert text in capsys.readouterr().err
 

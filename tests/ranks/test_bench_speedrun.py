@@ -174,7 +174,7 @@ def test_no_record_changes_what_the_rules_fix() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--rounds=-1"], "rounds = -1; 1 is the least, and without them there are 5"),
+        (["--rounds=-1"], "rounds = -1; give a number above 0, or leave it out for 5"),
         (["--settings", "max_steps"], "settings = max_steps: not KEY=VALUE"),
         (["--arms", "fast"], "unknown arm fast; known: nanogpt, "),
     ],

@@ -13,6 +13,7 @@ import pytest
 import nanoray.bench.__main__ as bench
 from nanoray.bench import strategies
 from nanoray.bench.engine import EXPOSED, MEMORY_ENTRY, MEMORY_STEPS, STEP, order_of
+from nanoray.bench.harness import benchmark
 from nanoray.bench.harness.plan import chosen
 from nanoray.bench.harness.report import Measurement, Report
 from nanoray.bench.strategies import (
@@ -240,6 +241,7 @@ def test_a_line_per_arm() -> None:
 def test_what_makes_no_sense_is_refused(
     flags: list[str], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strategies, "RankPool", lambda where: pytest.fail("it started ranks"))
+    for module in (benchmark, strategies):
+        monkeypatch.setattr(module, "RankPool", lambda where: pytest.fail("it started ranks"))
     assert bench.main([*FLAGS, *flags]) == 2
     assert text in capsys.readouterr().err

@@ -29,8 +29,7 @@ from typing import Any
 
 from nanoray.base.text import aligned
 from nanoray.bench.__main__ import exit_code_of, run_one
-from nanoray.bench.harness.benchmark import Benchmark
-from nanoray.bench.harness.plan import count_of
+from nanoray.bench.harness.benchmark import Benchmark, Number
 from nanoray.bench.harness.report import Measurement, Report, markdown, number
 from nanoray.bench.registry import Entry
 from nanoray.errors import ConfigError
@@ -68,6 +67,7 @@ ENTRY = Entry(
 class ControlBenchmark(Benchmark):
     """Measure what thousands of ranks cost the driver."""
 
+    numbers = (Number("rounds", "faults of each kind, and windows", 5, 2),)
     wrong = "reports that name another rank than the one that failed"
 
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
@@ -76,12 +76,6 @@ class ControlBenchmark(Benchmark):
             "--workers",
             metavar="N,N",
             help=f"numbers of ranks [{SIZES}; {QUICK_SIZES} with --quick]",
-        )
-        parser.add_argument(
-            "--rounds",
-            type=int,
-            metavar="N",
-            help="faults of each kind, and windows [5; 2 with --quick]",
         )
         parser.add_argument(
             "--window_s",
@@ -96,11 +90,9 @@ class ControlBenchmark(Benchmark):
     def measure(self, args: argparse.Namespace, report: Report) -> None:
         """Measure both parts at every size and fill the report."""
         sizes = _sizes(args.workers or (QUICK_SIZES if args.quick else SIZES))
-        rounds = count_of(args.rounds, args.quick, few=2, usual=5)
-        if rounds < 1 or (args.window_s is not None and not 0 < args.window_s < math.inf):
-            raise ConfigError(
-                f"rounds = {rounds}, window_s = {args.window_s}; both must be above 0: leave them out"
-            )
+        rounds = args.rounds
+        if args.window_s is not None and not 0 < args.window_s < math.inf:
+            raise ConfigError(f"window_s = {args.window_s}; give one above 0, or leave it out")
         report.conditions["recipe"] = (
             f"{', '.join(map(str, sizes))} ranks, {rounds} rounds, nothing is trained"
         )

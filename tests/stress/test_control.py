@@ -127,8 +127,8 @@ def test_the_drivers_loop_on_a_real_ray(
     [
         (["--workers", "1,64"], "workers = 1,64: with one rank no other can fail; give 2 or more"),
         (["--workers", "64,x"], "workers = 64,x: not whole numbers; write N,N like 64,1000,4000"),
-        (["--rounds", "0"], "rounds = 0, window_s = None; both must be above 0: leave them out"),
-        (["--window_s", "nan"], "rounds = 5, window_s = nan; both must be above 0"),
+        (["--rounds", "0"], "rounds = 0; give a number above 0, or leave it out for 5"),
+        (["--window_s", "nan"], "window_s = nan; give one above 0, or leave it out"),
         (["--part", "judge"], "argument --part: invalid choice: 'judge'"),
     ],
 )

@@ -220,6 +220,8 @@ from nanoray.bench.harness.report import Measurement
 from nanoray.errors import ConfigError
 
 class Fake(Benchmark):
+    joins_torchrun = True
+
     def add_flags(self, parser):
         parser.add_argument("--workers", type=int, default=2)
 

@@ -8,11 +8,24 @@ from typing import Any
 
 import pytest
 
+from nanoray.bench.__main__ import main
 from nanoray.bench.harness.benchmark import Benchmark
 from nanoray.bench.harness.report import Report, to_json
 from nanoray.bench.registry import BENCHMARKS
+from tests.harness.commands import torchrun_environment
 from tests.harness.figures import benchmark_named
 
+# Those whose ranks may be those of torchrun
+JOIN_TORCHRUN = {
+    "algorithms",
+    "collectives",
+    "compression",
+    "equivalence",
+    "overlap",
+    "pipeline",
+    "strategies",
+    "tune",
+}
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 
@@ -62,3 +75,16 @@ def test_a_committed_result_is_drawn(name: str, bench: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_in_the_list_loads(name: str) -> None:
     assert isinstance(BENCHMARKS[name].load(), Benchmark)
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_each_rank_of_torchrun_measures_only_what_joins_them(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every other benchmark would be started once per rank."""
+    for key, value in torchrun_environment(0, 2).items():
+        monkeypatch.setenv(key, value)
+    code = main([name, "--workers", "0", "--rounds", "x"])
+    refused = f"bench {name} starts its own ranks, but RANK is set; run it without torchrun"
+    assert code == 2
+    assert (refused in capsys.readouterr().err) == (name not in JOIN_TORCHRUN)

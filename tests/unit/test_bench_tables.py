@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 from dataclasses import replace
 
 import pytest
 
-from nanoray.bench.harness.benchmark import Count, part, read_counts
+from nanoray.bench.harness.benchmark import Number, part, read_numbers
 from nanoray.bench.harness.rank_pool import RankFailed
 from nanoray.bench.harness.report import Measurement, Report
 from nanoray.bench.harness.table import (
@@ -103,15 +105,34 @@ def test_a_part_that_ends_early_keeps_its_rounds(ending: BaseException) -> None:
     assert found.rounds == 1
 
 
-def test_counts_come_from_their_flags_or_from_quick() -> None:
-    counts = (Count("rounds", "of all", usual=10, few=2), Count("steps", "of a round", 4, 1))
+def test_numbers_come_from_their_flags_or_from_quick() -> None:
+    numbers = (
+        Number("rounds", "of all", usual=10, few=2),
+        Number("steps", "of a round", 4),
+        Number("window_s", "of a round", 0.5, zero=True),
+    )
     parser = argparse.ArgumentParser()
-    for count in counts:
-        count.add_to(parser)
-    args = parser.parse_args(["--steps", "7"])
+    for number in numbers:
+        number.add_to(parser)
+    args = parser.parse_args(["--window_s", "0"])
     args.quick = True
-    read_counts(args, counts)
-    assert (args.rounds, args.steps) == (2, 7)
-    args.rounds = 0
-    with pytest.raises(ConfigError, match="rounds = 0, steps = 7; 1 is the least, and without"):
-        read_counts(args, counts)
+    read_numbers(args, numbers)
+    assert (args.rounds, args.steps, args.window_s) == (2, 4, 0.0)
+    args = parser.parse_args(["--steps", "7"])
+    args.quick = False
+    read_numbers(args, numbers)
+    assert (args.rounds, args.steps, args.window_s) == (10, 7, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (0, "rounds = 0; give a number above 0, or leave it out for 10"),
+        (-1.5, "rounds = -1.5; give a number above 0"),
+        (math.nan, "rounds = nan; give a number above 0"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(given: float, message: str) -> None:
+    args = argparse.Namespace(rounds=given, quick=False)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_numbers(args, (Number("rounds", "of all", 10),))

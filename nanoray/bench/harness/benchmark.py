@@ -14,28 +14,45 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanoray.bench.harness.figure import Figure
-from nanoray.bench.harness.rank_pool import RankFailed
+from nanoray.bench.harness.rank_pool import RankFailed, RankPool, describe
+from nanoray.bench.harness.ranks import Where
 from nanoray.bench.harness.report import WRONG_ELEMENTS, Report
 from nanoray.bench.harness.table import Table
 from nanoray.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Count:
-    """A flag that counts something, such as --rounds, with fewer under --quick."""
+class Number:
+    """A flag with a number above 0, such as --rounds.
+
+    few   in place of `usual` under --quick
+    zero  whether it may be 0
+    """
 
     name: str
     what: str
-    usual: int
-    few: int
+    usual: float
+    few: float | None = None
+    zero: bool = False
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Add the flag; without it `read_counts` decides."""
-        parser.add_argument(
-            f"--{self.name}",
-            type=int,
-            metavar="N",
-            help=f"{self.what} [{self.usual}; {self.few} with --quick]",
+        """Add the flag; without it `read_numbers` decides."""
+        default = f"{self.usual:g}"
+        if self.few is not None:
+            default += f"; {self.few:g} with --quick"
+        text = f"{self.what} [{default}]"
+        parser.add_argument(f"--{self.name}", type=type(self.usual), metavar="N", help=text)
+
+    def of(self, args: argparse.Namespace) -> float:
+        """Return the flag's number, or the one without it. Raises ConfigError for one that cannot be."""
+        value: float | None = getattr(args, self.name)
+        if value is None:
+            return self.few if args.quick and self.few is not None else self.usual
+        if value > 0 or (self.zero and value == 0):
+            return value
+        least = "0 or more" if self.zero else "a number above 0"
+        raise ConfigError(
+            f"{self.name} = {value:g}; give {least}, or leave it out for {self.usual:g}"
         )
 
 
@@ -48,16 +65,18 @@ class Benchmark(ABC):
 
     # What the column of wrong elements counts
     wrong = WRONG_ELEMENTS
-    # Flags that count; `args` has their numbers when `measure` is called
-    counts: Sequence[Count] = ()
+    # Flags with a number; `args` has them when `measure` is called
+    numbers: Sequence[Number] = ()
     tables: Sequence[Table] = ()
+    # Whether it measures with the ranks of torchrun; else it starts its own, and torchrun is refused
+    joins_torchrun = False
     # False: the terminal gets one line per row, and the tables are for pages alone
     tables_in_terminal = True
     figure: Figure
 
     @abstractmethod
     def add_flags(self, parser: argparse.ArgumentParser) -> None:
-        """Add this benchmark's flags, but for `counts`."""
+        """Add this benchmark's flags, but for `numbers`."""
 
     @abstractmethod
     def measure(self, args: argparse.Namespace, report: Report) -> None:
@@ -100,17 +119,10 @@ def _apart(blocks: Sequence[list[str]]) -> list[str]:
     return lines
 
 
-def read_counts(args: argparse.Namespace, counts: Sequence[Count]) -> None:
-    """Set the counts that no flag gives. Raises ConfigError for one below 1."""
-    for count in counts:
-        if getattr(args, count.name) is None:
-            setattr(args, count.name, count.few if args.quick else count.usual)
-    if any(getattr(args, count.name) < 1 for count in counts):
-        given = ", ".join(f"{count.name} = {getattr(args, count.name)}" for count in counts)
-        raise ConfigError(
-            f"{given}; 1 is the least, and without them there are "
-            f"{', '.join(str(count.usual) for count in counts)}"
-        )
+def read_numbers(args: argparse.Namespace, numbers: Sequence[Number]) -> None:
+    """Set the numbers of the flags. Raises ConfigError for one that cannot be."""
+    for number in numbers:
+        setattr(args, number.name, number.of(args))
 
 
 @contextmanager
@@ -126,3 +138,17 @@ def part(report: Report, add_rows: Callable[[], None]) -> Iterator[None]:
         report.failures.append(str(error))
     finally:
         add_rows()
+
+
+def _no_rows() -> None:
+    pass
+
+
+@contextmanager
+def ranks_for(
+    report: Report, where: Where, add_rows: Callable[[], None] = _no_rows
+) -> Iterator[RankPool]:
+    """Start ranks for one part of a benchmark, and describe them in the report."""
+    with part(report, add_rows), RankPool(where) as pool:
+        describe(report, pool)
+        yield pool

@@ -57,13 +57,6 @@ def numbers_of(
     return numbers
 
 
-def count_of(given: int | None, quick: bool, few: int, usual: int) -> int:
-    """Return a number of rounds or steps: the flag's, else `few` with --quick and `usual` without."""
-    if given is not None:
-        return given
-    return few if quick else usual
-
-
 def rotated(arms: Sequence[Name], turn: int) -> list[Name]:
     """Return the order of the arms in one round: each round begins with the next arm."""
     shift = turn % max(1, len(arms))
