@@ -83,7 +83,22 @@ def expand(key: str, text: str, environment: Mapping[str, str] | None) -> str:
     # Only a ~ that stands in the text: one in a variable's value is a name, as in a shell
     if text.startswith("~"):
         expanded = _from_home(key, expanded)
+    if "://" not in expanded:
+        _require_possible(key, expanded)
     return expanded
+
+
+def _require_possible(key: str, path: str) -> None:
+    """Raise ConfigError for a text that no file of this machine can have as its name."""
+    if "\0" in path:
+        raise ConfigError(f"{key} = {path!r}: no path has a NUL character; drop it")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{key} = {path!a}: a file name in this locale's encoding, {error.encoding}, cannot have "
+            f"{path[error.start]!a}; set LC_ALL=C.UTF-8 or PYTHONUTF8=1, or give another path"
+        ) from None
 
 
 def _from_home(key: str, path: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +181,34 @@ def test_a_run_keeps_the_expanded_path_and_a_resume_takes_it_as_it_is(tmp_path: 
     resumed = parse_args([f"--resume=~/{run.name}"], "x", "y").config
     assert resumed.data_dir == f"{tmp_path}/scratch/$x"
     assert resumed.resume == str(run)
+
+
+@pytest.mark.parametrize("key", [key for key in PATH_KEYS if key not in ("upload", "data_url")])
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("a\0b", "no path has a NUL character; drop it"),
+        ("a\ud800b", "a file name in this locale's encoding, utf-8, cannot have '\\ud800'; set LC"),
+    ],
+)
+def test_a_text_that_is_no_path_is_refused(key: str, path: str, reason: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        expand_paths({key: path}, os.environ)
+    assert str(error.value).startswith(f"{key} = {path!a}: {reason}")
+
+
+def test_a_letter_that_the_locale_lacks_is_refused_before_a_device_is_taken(tmp_path: Path) -> None:
+    """A configuration file is UTF-8 everywhere, and names of files here are not."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"out_dir: {tmp_path}/l\u00e4ufe\n", encoding="utf-8")
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-m", "nanoray.train", "--preset", "tiny", "--config", str(file)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=os.environ | ascii_only
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert (
+        "l\\xe4ufe': a file name in this locale's encoding, ascii, cannot have '\\xe4'; set LC"
+        in line
+    )
