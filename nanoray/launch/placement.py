@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import secrets
 import shutil
 import signal
@@ -52,6 +53,13 @@ from nanoray.launch.worker import bound_devices
 _TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))
 START_TRIES = 5  # of a local Ray, each of 30 s
 START_NICE = -10  # of its processes until it is up
+OBJECT_STORE_BYTES = 80 * 2**20  # no tensors pass through it
+# 100 are enough for two ranks; with 64 the raylet ends, and Ray this process without an error.
+MIN_OPEN_FILES = 100
+_WITHOUT_LOCAL_RAY = (
+    "train without Ray (`python -m nanoray.train`), or start a Ray with `ray start --head` and give "
+    "its --ray_address"
+)
 # Variables that `ray.init` or `_local_options` sets in this process
 _SET_BY_RAY = ("RAY_USAGE_STATS_ENABLED", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE")
 START_TIMEOUT_S = 90.0  # for a process to start and answer
@@ -93,6 +101,7 @@ def connected(
         devices.enter_context(restored(*_SET_BY_RAY))
         # The devices stay restricted until the end: another launch of this process may use others.
         if slots is not None:
+            require_limits()
             temp = _make_temp_folder()
             options |= _local_options(slots, temp)
             if slots.devices:
@@ -131,6 +140,23 @@ def _make_temp_folder() -> str:
     return tempfile.mkdtemp(prefix="nanoray-", dir=parent)
 
 
+def require_limits() -> None:
+    """Raise PlacementError where this process may not have the files of a local Ray."""
+    largest, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if 0 <= largest < OBJECT_STORE_BYTES:
+        raise PlacementError(
+            f"a file may have {largest:,} bytes (ulimit -f), and the object store of a local Ray has "
+            f"{OBJECT_STORE_BYTES:,}; raise the limit, or {_WITHOUT_LOCAL_RAY}"
+        )
+    # Ray raises the soft limit to the hard one.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= most < MIN_OPEN_FILES:
+        raise PlacementError(
+            f"a process may have {most} open files (ulimit -n), and a local Ray needs "
+            f"{MIN_OPEN_FILES}; raise the limit, or {_WITHOUT_LOCAL_RAY}"
+        )
+
+
 def _local_options(slots: Slots, temp: str) -> dict[str, Any]:
     """Return what `ray.init` needs to start a local Ray, after setting its environment."""
     # A local Ray reports no usage statistics.
@@ -147,7 +173,7 @@ def _local_options(slots: Slots, temp: str) -> dict[str, Any]:
         "num_gpus": len(slots.devices),
         "include_dashboard": True,
         "dashboard_host": "127.0.0.1",
-        "object_store_memory": 80 * 2**20,  # no tensors pass through it
+        "object_store_memory": OBJECT_STORE_BYTES,
         "_temp_dir": temp,
     }
 
@@ -169,6 +195,8 @@ def _connect(address: str, options: dict[str, Any], temp: str | None, stop: Stop
         stop.signal = signal.SIGTERM
         raise StopRequested from None
     except (OSError, RuntimeError, ValueError, RayError) as error:
+        if temp:
+            raise _not_started(error) from None
         raise PlacementError(
             f"cannot connect to Ray at {address}: {' '.join(str(error).split())[:300]}; check "
             "`ray status`, RAY_ADDRESS and RAY_AUTH_MODE, or use --ray_address local"
@@ -213,8 +241,10 @@ def _init(address: str, options: dict[str, Any], temp: str | None) -> Any:
                 _set_priority(temp, os.getpriority(os.PRIO_PROCESS, 0))
             return context
         except Exception as error:  # Ray raises no more specific one here
-            if not temp or "timed out during startup" not in str(error):
+            if not temp or type(error) is not Exception:
                 raise
+            if "timed out during startup" not in str(error):
+                raise _not_started(error) from None
         bounded(ray.shutdown, CLEANUP_TIMEOUT_S)
         _end_processes_of(temp)
         if number < START_TRIES:
@@ -224,9 +254,20 @@ def _init(address: str, options: dict[str, Any], temp: str | None) -> Any:
             )
     raise PlacementError(
         f"a local Ray timed out during startup, {START_TRIES} times after 30 s: this machine is "
-        f"busy ({_load()}); wait until it is less so, train without Ray (`python -m "
-        "nanoray.train`), or start a Ray with `ray start --head` and give its --ray_address"
+        f"busy ({_load()}); wait until it is less so, {_WITHOUT_LOCAL_RAY}"
     )
+
+
+def _not_started(error: Exception) -> PlacementError:
+    """Return the error of a local Ray that did not start, with the last line of what Ray says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    reason = lines[-1][:300] if lines else type(error).__name__
+    remedy = _WITHOUT_LOCAL_RAY
+    # Ray's dashboard needs docstrings, and warns as it is imported.
+    inherited = [name for name in ("PYTHONOPTIMIZE", "PYTHONWARNINGS") if os.environ.get(name)]
+    if inherited:
+        remedy = f"unset {' and '.join(inherited)}, which Ray's processes inherit, or {remedy}"
+    return PlacementError(f"a local Ray did not start: {reason}; {remedy}")
 
 
 def _load() -> str:

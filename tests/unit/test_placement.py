@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import itertools
+import resource
 import signal
 import socket
 import subprocess
@@ -148,6 +149,67 @@ def test_a_local_ray_that_a_busy_machine_starts_too_slowly_is_started_again(
     assert calls == [str(tmp_path)] * min(5, failures + 1)
     printed = capsys.readouterr().out
     assert printed.count("was not up within 30 s: this machine is busy (load ") == min(4, failures)
+
+
+@pytest.mark.parametrize("kind", [Exception, RuntimeError])
+@pytest.mark.parametrize("variable", ["", "PYTHONOPTIMIZE", "PYTHONWARNINGS"])
+def test_a_local_ray_that_does_not_start_is_an_error_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[Exception], variable: str
+) -> None:
+    """Ray's own error has the traceback of its dashboard."""
+
+    def init(address: str, **options: Any) -> Any:
+        raise kind("The last 20 lines of dashboard.log:\n  import x\nTypeError: of a docstring\n")
+
+    monkeypatch.setattr(placement.ray, "init", init)
+    monkeypatch.setattr(placement.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    for name in ("PYTHONOPTIMIZE", "PYTHONWARNINGS", "RAY_AUTH_TOKEN", "RAY_USAGE_STATS_ENABLED"):
+        monkeypatch.setenv(name, "1" if name == variable else "")
+    remedy = f"unset {variable}, which Ray's processes inherit, or train without Ray"
+    with (
+        pytest.raises(PlacementError) as error,
+        connected("local", local_slots("cpu", 2, [], 2.0)),
+    ):
+        pass
+    assert str(error.value).startswith(
+        f"a local Ray did not start: TypeError: of a docstring; {remedy if variable else 'train'}"
+    )
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        (
+            resource.RLIMIT_FSIZE,
+            2**20,
+            "a file may have 1,048,576 bytes (ulimit -f), and the object",
+        ),
+        (
+            resource.RLIMIT_NOFILE,
+            64,
+            "a process may have 64 open files (ulimit -n), and a local Ray",
+        ),
+    ],
+)
+def test_a_limit_that_no_local_ray_bears_is_found_before_it_is_started(
+    kind: int, value: int, message: str
+) -> None:
+    """A file that grows beyond the limit, or a raylet that ends, would be taken for a busy machine."""
+    command = (
+        "from nanoray.host.slots import local_slots\n"
+        "from nanoray.launch.placement import connected\n"
+        "with connected('local', local_slots('cpu', 2, [], 2.0)): pass"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        preexec_fn=lambda: resource.setrlimit(kind, (value, value)),
+    )
+    assert f"PlacementError: {message}" in done.stderr
+    assert done.returncode == 1
 
 
 def test_a_precision_of_gpus_is_refused_on_a_cluster_without_any() -> None:
