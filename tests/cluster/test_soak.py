@@ -196,8 +196,8 @@ def test_an_interrupted_soak_ends_all_that_it_started(text: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--share", "1"], "share between 0 and 1"),
-        (["--workers", "1"], "each of 2 node(s) needs a rank"),
+        (["--share", "1"], "share = 1"),
+        (["--workers", "1"], "nodes = 2; share must be below 1, and each node needs a rank"),
         (["--keep", "/nowhere"], "keep = /nowhere is no empty folder; make one"),
     ],
 )
