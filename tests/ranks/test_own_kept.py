@@ -236,6 +236,29 @@ def test_a_replacement_receives_all_of_it(tmp_path: Path, kind: str, mode: str) 
     require_equal(saved(spec), saved(whole))
 
 
+def fit_from(run: Run, seed: int) -> None:
+    model, optimizer = make("assorted", seed)
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(), points())
+
+
+@pytest.mark.full
+def test_a_replacement_receives_frozen_weights_that_a_resume_has_read(tmp_path: Path) -> None:
+    """The script begins the resumed run with others, which a new process has, too."""
+    settings = {"dp_mode": "fsdp", "stop_at": 2}
+    first = a_spec(tmp_path, **settings)
+    run_elastic(first, 2, train=Program(partial(fit_from, seed=5), frozenset(settings)))
+    settings = {"dp_mode": "fsdp", "resume": str(first.folder), "faults": "kill@rank=1,step=4"}
+    spec = a_spec(tmp_path, **settings)
+    outcome = run_elastic(spec, 2, train=Program(partial(fit_from, seed=9), frozenset(settings)))
+    assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
+    assert len(outcome.left) == 1
+    model, _ = make("assorted")
+    kept = saved(spec).model
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            assert torch.equal(bytes_of(kept[name]), bytes_of(p.detach())), name
+
+
 def test_a_roll_back_restores_all_of_it(tmp_path: Path, two: LastingRanks) -> None:
     """The forwards of the bad step count for nothing, nor do those that explain it."""
     settings = {"on_nan": "rollback", "checkpoint_every": 2, "checkpoint_mode": "sync"}
