@@ -402,11 +402,16 @@ _COLLECTIVE_ERRORS = {
 _MEMORY_ERRORS = {"OutOfMemoryError", "MemoryError"}
 _MEMORY_SIGNS = (
     "can't allocate memory",  # torch on a CPU
+    "cannot allocate memory",  # the system: a worker process, or pinned memory
     "bad_alloc",  # C++, where torch passes it on as a RuntimeError
     "not enough memory",
     "out of memory",
     "_status_alloc_failed",  # cuBLAS and cuDNN
 )
+
+
+# Those of them that are about the memory of the host
+_HOST_SIGNS = ("can't allocate memory", "bad_alloc", "cannot allocate memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -415,6 +420,14 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     message = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in message for sign in _MEMORY_SIGNS)
+
+
+def is_out_of_host_memory(error: BaseException) -> bool:
+    """Return whether `error`, of memory, is about that of the host, which a GPU does not use."""
+    if isinstance(error, MemoryError):
+        return True
+    message = str(error).lower()
+    return any(sign in message for sign in _HOST_SIGNS)
 
 
 def is_collective_error(error: BaseException) -> bool:

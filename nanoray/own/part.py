@@ -23,12 +23,15 @@ from torch import Tensor
 from nanoray.base.script_errors import one_line, shown
 from nanoray.errors import ConfigError, DataError
 from nanoray.faults.cause import is_out_of_memory
-from nanoray.train.out_of_memory import HALVE
+from nanoray.train.out_of_memory import HALVE, READ_LESS, memory_left
 
 
 @contextmanager
-def part(what: str, remedy: str) -> Iterator[None]:
-    """Raise ConfigError for whatever the script's code inside raises. `what`: its part, in words."""
+def part(what: str, remedy: str, reads: bool = False) -> Iterator[None]:
+    """Raise ConfigError for whatever the script's code inside raises. `what`: its part, in words.
+
+    reads: it reads data, and a lack of memory there is a DataError, which no smaller micro batch mends.
+    """
     try:
         yield
     except (ConfigError, DataError):
@@ -36,6 +39,13 @@ def part(what: str, remedy: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise  # the user has pressed Ctrl-C twice
     except BaseException as error:  # also sys.exit(), or asyncio.CancelledError
+        if is_out_of_memory(error) and reads:
+            device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+            line, newline, frames = shown(error).partition("\n")
+            left = memory_left(error, device)
+            raise DataError(
+                f"out of memory: {what} failed ({line}); {left}: {READ_LESS}{newline}{frames}"
+            ) from error
         if is_out_of_memory(error):
             raise ConfigError(
                 f"out of memory: {what} failed ({one_line(error)}); {HALVE}"

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from nanoray.base.compat import gradient_hooks, tree_leaves, tree_map
 from nanoray.config import Config
-from nanoray.errors import ConfigError, NanorayError, OutOfMemory
+from nanoray.errors import ConfigError, DataError, NanorayError, OutOfMemory
 from nanoray.faults.cause import is_out_of_memory
 from nanoray.mesh.memory import equal_bits
 from nanoray.mesh.mesh import Mesh
@@ -63,7 +63,11 @@ def try_model(subject: TrialSubject, config: Config, mesh: Mesh) -> list[str]:
             notes = _try_on_this_rank(subject, config, mesh)
     except NanorayError as error:
         fault = str(error)
-        is_short = error.__cause__ is not None and is_out_of_memory(error.__cause__)
+        cause = error.__cause__
+        # Of a batch that could not be read a smaller one is not known to help.
+        is_short = (
+            cause is not None and is_out_of_memory(cause) and not isinstance(error, DataError)
+        )
         if is_short:  # the caller may halve the micro batch itself
             fault = fault.removesuffix(f"; {HALVE}")
 

@@ -23,6 +23,7 @@ from nanoray.config.conflicts import first
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import ConfigError
+from nanoray.faults.cause import is_out_of_host_memory
 from nanoray.faults.plan import append_event
 from nanoray.faults.progress import LEFT
 from nanoray.host.host import available_memory_bytes
@@ -31,6 +32,12 @@ from nanoray.mesh.mesh import Mesh
 EVENT = "out_of_memory"  # in a run's faults.jsonl
 GIB = 1 << 30
 HALVE = "halve --micro_batch_size: accumulation doubles and the global batch stays"
+# Of a batch that could not be read: a smaller one helps only where it is large itself
+READ_LESS = (
+    "memory is taken by what the dataset keeps, and by each worker of a DataLoader with what it reads "
+    "ahead: lower num_workers or prefetch_factor, read items when they are asked for, or, if the "
+    "batch itself is too large, lower micro_batch_size"
+)
 # Values that need less memory, in the order of what they cost; and what else they take
 REMEDIES: tuple[tuple[str, str | int, str], ...] = (
     ("activation_checkpointing", "selective", ""),
@@ -71,6 +78,11 @@ def shortage_of(
     where = "while it warmed up" if warms_up else f"in {phase} of step {step}"
     why = f"ran out of memory {where} ({describe(error, mesh.device)})"
     batch = batches.batch
+    if mesh.device.type == "cuda" and is_out_of_host_memory(error):
+        raise ConfigError(
+            f"rank {mesh.rank} {why}; a smaller micro batch frees memory of the GPU and not of the "
+            "host: start fewer ranks or worker processes there, or give it more memory"
+        )
     if config.on_oom == "stop":
         raise ConfigError(f"rank {mesh.rank} {why}; {HALVE}")
     if batch.micro == 1:
@@ -111,10 +123,15 @@ def describe(error: BaseException, device: torch.device) -> str:
     """Return an error of memory in one line, with the memory that was there."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = lines[0].rstrip(".")[:200]
-    if device.type == "cuda":
+    return f"{text}; {memory_left(error, device)}"
+
+
+def memory_left(error: BaseException, device: torch.device) -> str:
+    """Return how much memory there was, of the device or of the host, as the error is about it."""
+    if device.type == "cuda" and not is_out_of_host_memory(error):
         free, total = torch.cuda.mem_get_info(device)
-        return f"{text}; {(total - free) / GIB:.2f} of {total / GIB:.2f} GiB of the GPU are in use"
-    return f"{text}; {available_memory_bytes() / GIB:.2f} GiB of the host are free"
+        return f"{(total - free) / GIB:.2f} of {total / GIB:.2f} GiB of the GPU are in use"
+    return f"{available_memory_bytes() / GIB:.2f} GiB of the host are free"
 
 
 def remedies(config: Config, mesh: Mesh) -> str:

@@ -16,9 +16,11 @@ from nanoray.base.script_errors import shown
 from nanoray.config import Batch
 from nanoray.data.fallible import FallibleSamples
 from nanoray.errors import DataError, DataFailed
+from nanoray.faults.cause import is_out_of_memory
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
 from nanoray.parallel.flow import MicroBatch
+from nanoray.train.out_of_memory import READ_LESS, memory_left
 
 
 class Reading:
@@ -43,7 +45,7 @@ class Reading:
             error = raised
 
         # (all ranks) One rank's error ends all of them.
-        own = "" if error is None else shown(error)
+        own = "" if error is None else self._text_of(error)
         everyone = self._mesh.all_gather((own, self._data.fingerprint if error is None else 0))
         for number, (text, _) in enumerate(everyone):
             if text:
@@ -91,10 +93,19 @@ class Reading:
         self.has_failed = vote.result() is Order.STOP
         return self.has_failed
 
+    def _text_of(self, error: Exception) -> str:
+        """Return an error of the data; of a lack of memory with the memory there is, and a remedy."""
+        text = shown(error)
+        if not is_out_of_memory(error):
+            return text
+        line, newline, frames = text.partition("\n")
+        left = memory_left(error, self._mesh.device)
+        return f"{line}; {left}: {READ_LESS}{newline}{frames}"
+
     def raise_failure(self, step: int, saved: bool) -> None:
         """Raise the error of the rank that could not read, on all ranks. (all ranks)"""
         failure = self._data.failure
-        own = "" if failure is None else shown(failure.error)
+        own = "" if failure is None else self._text_of(failure.error)
         texts = self._mesh.all_gather(own)
         rank = next(number for number, text in enumerate(texts) if text)
         kept = f"the {step} steps before it are saved" if saved else "no step was lost"

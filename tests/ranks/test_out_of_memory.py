@@ -5,20 +5,22 @@ losses are, to the bit, those of a run that goes on with that micro batch.
 from __future__ import annotations
 
 import json
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nanoray import RuntimeEngine
 from nanoray.checkpoint.run import RunSpec, write_attempt
-from nanoray.errors import ConfigError
+from nanoray.errors import ConfigError, DataFailed
 from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic
 from tests.harness.ranks import make_spec, records, run_ranks, series
@@ -215,7 +217,9 @@ def test_ranks_without_a_driver_begin_smaller_after_a_restart(text: Path, tmp_pa
 # A script's own model.
 
 
-def own_model(tmp_path: Path, data: Callable[[], Any], **config: Any) -> list[float]:
+def own_model(
+    tmp_path: Path, data: Callable[[], Any], validation: Any = None, **config: Any
+) -> list[float]:
     """Train a small model of a script in this process; return the losses of the steps."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
@@ -231,7 +235,7 @@ def own_model(tmp_path: Path, data: Callable[[], Any], **config: Any) -> list[fl
         "tensorboard": False,
     }
     engine = RuntimeEngine(model, optimizer, settings | config, loss_fn=nn.MSELoss())
-    engine.fit(data())
+    engine.fit(data(), validation)
     (metrics,) = tmp_path.glob("*/metrics.jsonl")
     return [json.loads(line)["train/loss"] for line in metrics.read_text().splitlines()]
 
@@ -326,3 +330,89 @@ def test_the_trial_of_a_scripts_model_takes_less_too(
     losses = own_model(tmp_path / "full", _samples, micro_batch_size=8)
     assert losses == pytest.approx(clean, abs=ROUNDING)
     assert "micro batch 4 -> 2, accumulation 2 -> 4" in capsys.readouterr().out
+
+
+class Hungry(Dataset[Any]):
+    """Samples of which one takes more memory than there is, from some read on."""
+
+    def __init__(self, error: Exception, reads: int) -> None:
+        self._error = error
+        self._reads = reads
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self._reads -= 1
+        if self._reads < 0:
+            raise self._error
+        return torch.full((6,), index / 64), torch.zeros(1)
+
+
+def collated(items: list[Any], error: Exception) -> Any:
+    raise error
+
+
+def hungry_stream(error: Exception) -> Iterator[Any]:
+    yield torch.ones(8, 6), torch.zeros(8, 1)
+    raise error
+
+
+class HungryStream:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        return hungry_stream(self._error)
+
+
+def hungry_loader(error: Exception, workers: int = 0, reads: int = 0) -> DataLoader[Any]:
+    return DataLoader(Hungry(error, reads), batch_size=8, num_workers=workers)
+
+
+# How data run out of memory, and the step after which; 0: before the first one
+HUNGRY: dict[str, tuple[Callable[[Exception], Any], int]] = {
+    "an item": (lambda error: Hungry(error, 0), 0),
+    "a later item": (lambda error: Hungry(error, 40), 2),
+    "a loader": (hungry_loader, 0),
+    "a worker": (lambda error: hungry_loader(error, 1), 0),
+    "a worker later": (lambda error: hungry_loader(error, 1, 40), 5),  # it has its own count
+    "a collate_fn": (
+        lambda error: DataLoader(
+            _samples(), batch_size=8, collate_fn=partial(collated, error=error)
+        ),
+        0,
+    ),
+    "an iterable": (HungryStream, 0),
+}
+MEMORY_OF_THE_HOST = MemoryError("Unable to allocate 3.00 GiB for an array")
+OF_TORCH = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+OF_A_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize(
+    "error", [MEMORY_OF_THE_HOST, OF_TORCH, OF_A_GPU], ids=["host", "torch", "GPU"]
+)
+@pytest.mark.parametrize("place", HUNGRY)
+def test_memory_that_runs_out_while_data_are_read_is_not_that_of_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, error: Exception
+) -> None:
+    """Half the micro batch, which a forward or a backward wants, would not help a dataset."""
+    make, after = HUNGRY[place]
+    size = {"micro_batch_size": 8} if "item" in place else {}
+    with pytest.raises((ConfigError, DataFailed)) as raised:
+        own_model(tmp_path, partial(make, error), **size)
+    message = str(raised.value)
+    assert re.search(r"[\d.]+ GiB of the host are free: memory is taken by what the data", message)
+    assert str(error)[:20] in message
+    assert "lower num_workers or prefetch_factor" in message
+    assert "halve" not in message
+    assert "memory  " not in capsys.readouterr().out, "no smaller micro batch was tried"
+    assert message.startswith(f"after step {after} rank 0 could not") is (after > 0)
+
+
+def test_memory_that_runs_out_while_validation_data_are_read(tmp_path: Path) -> None:
+    data = partial(Hungry, MEMORY_OF_THE_HOST, 1000)
+    validation = Hungry(MEMORY_OF_THE_HOST, 0)
+    with pytest.raises(ConfigError, match=r"reading the validation data.* memory is taken by what"):
+        own_model(tmp_path, data, micro_batch_size=8, eval_every=1, validation=validation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from nanoray.state.train_state import TrainState
 from nanoray.train.elastic import TrainingGroup, furthest, train_in_groups
 from nanoray.train.engine import Regroup
 from nanoray.train.guard.guards import Guards
-from nanoray.train.out_of_memory import recorded
+from nanoray.train.out_of_memory import recorded, shortage_of
 from nanoray.train.watch.observers import Observers
 from tests.harness.ranks import make_spec
 
@@ -283,6 +284,21 @@ def test_where_no_smaller_one_is_taken_the_error_says_what_helps(
     run.micro = micro
     with pytest.raises(ConfigError, match=message):
         run()
+
+
+@pytest.mark.parametrize("error", [NO_MEMORY[1], NO_MEMORY[2], NO_MEMORY[3]])
+def test_memory_of_the_host_is_not_freed_by_half_a_micro_batch_of_a_gpu(
+    spec: RunSpec, error: Exception
+) -> None:
+    """As where a token file is read, or a batch is copied into pinned memory."""
+    mesh = Mesh(0, 1, 0, torch.device("cuda:0"), "none", "")
+    batches: Any = SimpleNamespace(batch=SimpleNamespace(micro=6), data=None)
+    with pytest.raises(
+        ConfigError, match=r"in data of step 3 .* GiB of the host are free\); a smal"
+    ):
+        shortage_of(error, spec.config, mesh, (3, "data"), batches)
+    on_cpu = Mesh(0, 1, 0, CPU, "none", "")
+    assert shortage_of(error, spec.config, on_cpu, (3, "data"), batches).limit == 3
 
 
 def test_an_update_that_is_done_in_part_is_not_repeated(spec: RunSpec) -> None:
