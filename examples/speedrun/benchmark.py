@@ -322,7 +322,7 @@ def run_nanogpt(
     with Child(command, env, peer.folder / "output.log") as child:
 
         def look() -> None:
-            at = time.time() - child.started
+            at = time.monotonic() - child.began
             printed = child.log.read_text(encoding="utf-8", errors="replace")
             for step, loss in EVALUATION.findall(printed):
                 seen.setdefault(int(step), (at, float(loss)))

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+from nanoray.base.clock import unix_time
 from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.config.load import run_folder_of
 from nanoray.errors import ConfigError
@@ -49,9 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    import time
-
-    started = time.time()
+    started = unix_time()
     prog = name_program("tune")
     own = Parser(prog, add_help=False, allow_abbrev=False)
     own.add_argument("--budget", default=f"{BUDGET_S:g}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanoray.base.atomic import read_json
+from nanoray.base.clock import unix_time
 from nanoray.cli import Loaded
 from nanoray.errors import ConfigError, WorkerFailed
 from nanoray.host.launchers import place_of
@@ -42,7 +42,7 @@ def tune_own(
     require_words(may)
     label = loaded.config.name
     program = Tuning(label, budget_s, tuple(may), main=main, given=loaded.given)
-    started = time.time()
+    started = unix_time()
     code = start(loaded, started, program, ray)
     folder = program.folders[0] if program.folders else folder_of(loaded, started)
     if code:

@@ -158,6 +158,13 @@ def test_a_slot_without_a_process_waits_for_capacity(tmp_path: Path) -> None:
     require(tmp_path, start=8, data=4, compute=24, waiting_for_capacity=14)
 
 
+def test_a_process_is_not_older_than_its_command(tmp_path: Path) -> None:
+    """The host's clock was set back by half an hour before the process began."""
+    Rank(tmp_path, 0, -1800).walk(("init", 4), *STEP, step=1).ledger.close()
+    found = require(tmp_path, start=4, data=1, compute=6)
+    assert found.wall_s == pytest.approx(11)
+
+
 def test_commands_add_up_without_the_time_between_them(tmp_path: Path) -> None:
     for command in (0.0, 500.0):
         Rank(tmp_path, 0, command, command=command).walk(

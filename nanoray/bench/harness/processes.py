@@ -67,6 +67,7 @@ class Child:
         pipe = subprocess.PIPE if pipes else None
         with log.open("wb") as stream:
             self.started = time.time()  # wall clock, as the children's records are
+            self.began = time.monotonic()
             self.process = start_process(
                 list(command),
                 env=dict(env),
@@ -101,7 +102,7 @@ class Child:
                     raise ChildFailed(f"no end within {timeout_s:g} s\n{self.tail()}") from None
             if meanwhile and code is None:
                 meanwhile()
-        seconds = time.time() - self.started
+        seconds = time.monotonic() - self.began
         if code:
             raise ChildFailed(f"exit code {code}\n{self.tail()}")
         return seconds

@@ -57,8 +57,11 @@ def lines(folder: Path, nvml: Any = None) -> list[str]:
     if record:
         figures = progress(record, config["max_steps"])
         text = " · ".join(f"{key} {value}" for key, value in figures.items())
-        age = clock(time.time() - record["time"])
-        report.append(f"{'newest':<6} {text} · recorded {age} ago")
+        age_s = time.time() - record["time"]
+        age = f"{clock(age_s)} ago"
+        if age_s < 0:  # of another host, or this one's clock was set back
+            age = f"{clock(-age_s)} later than the clock of this host shows"
+        report.append(f"{'newest':<6} {text} · recorded {age}")
 
     rows = [[*COLUMNS]]
     for path in files:
