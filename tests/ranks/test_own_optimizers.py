@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import TensorDataset
 
 from nanoray.checkpoint.run import RunSpec
@@ -162,6 +163,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(
         optimizer, patience=0, threshold=10.0, factor=0.5
     ),
+    "SWALR": lambda optimizer: SWALR(optimizer, swa_lr=0.05, anneal_epochs=4),
     "two": lambda optimizer: [
         lr_scheduler.StepLR(optimizer, 2, gamma=0.7),
         lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0),
