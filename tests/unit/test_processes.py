@@ -23,7 +23,7 @@ def test_a_head_is_started_by_a_path_without_a_space(
     command = processes.head_command(tmp_path / "ray", "--num-cpus=2")
     assert not [word for word in command if " " in word]
     assert command[-1] == "--num-cpus=2"
-    code = "import sys, torch; print(sys.executable, sys.prefix, torch.__file__, sep='\\n')"
+    code = "import importlib.util as u, sys; print(sys.executable, sys.prefix, u.find_spec('torch').origin, sep='\\n')"
     done = subprocess.run([command[0], "-c", code], capture_output=True, text=True, check=True)
     assert all(line.startswith(f"{tmp_path}/ray/venv") for line in done.stdout.splitlines()), (
         done.stdout
