@@ -46,7 +46,7 @@ class Standstill(NamedTuple):
     end: float  # the moment of the next new step
 
 
-class Fault(NamedTuple):
+class MeasuredFault(NamedTuple):
     """A kill, or an announced end of a node, and its consequences."""
 
     round: int

@@ -50,8 +50,8 @@ from nanoray.bench.harness.table import Table, TableColumn, count_of_rounds, nam
 from nanoray.bench.killed import (
     DRAINED_WORLD,
     PEER_DRAINS,
-    Fault,
     Goodput,
+    MeasuredFault,
     TrainingProcess,
     arrivals,
     goodput,
@@ -368,14 +368,14 @@ def _repeat(
     plan: BenchPlan,
     what: str,
     rounds: int,
-    once: Callable[[str, int], Fault],
-    add_rows_of: Callable[[BenchPlan, str, Sequence[Fault]], None],
+    once: Callable[[str, int], MeasuredFault],
+    add_rows_of: Callable[[BenchPlan, str, Sequence[MeasuredFault]], None],
 ) -> None:
     """Cause one fault in every arm once per round, and add the rows, however that ends.
 
     A broken arm reports only its error: the faults that it survived are a biased sample.
     """
-    found: dict[str, list[Fault]] = {arm: [] for arm in plan.arms}
+    found: dict[str, list[MeasuredFault]] = {arm: [] for arm in plan.arms}
 
     def add_rows() -> None:
         for arm in plan.arms:
@@ -402,7 +402,7 @@ def _repeat(
 def _add_standstills(
     plan: BenchPlan,
     arm: str,
-    faults: Sequence[Fault],
+    faults: Sequence[MeasuredFault],
     kind: str,
     metrics: tuple[str, str],
     note: str,
@@ -426,7 +426,7 @@ def _measure_standstills(plan: BenchPlan, between: tuple[int, int]) -> None:
     # Losses of a run without kills, which every later run must repeat.
     reference = _train_reference(plan)
 
-    def once(arm: str, turn: int) -> Fault:
+    def once(arm: str, turn: int) -> MeasuredFault:
         # The same moment and rank for all arms of a round
         moment = random.Random(f"{plan.args.seed}/{turn}").uniform(*between)
         return _kill_once(plan, arm, turn, (moment, turn % plan.slots.workers), reference)
@@ -451,7 +451,7 @@ def _train_reference(plan: BenchPlan) -> dict[int, float]:
 
 def _kill_once(
     plan: BenchPlan, arm: str, turn: int, whom: tuple[float, int], reference: dict[int, float]
-) -> Fault:
+) -> MeasuredFault:
     """Run an arm, kill a rank at a moment, and watch it to the end.
 
     A moment is a step and a part of it. Raises ChildFailed.
@@ -487,10 +487,10 @@ def _kill_once(
         )  # another number of ranks, or a GPU, sums in another order
         wrong = wrong_losses(run.losses(), reference, 0.0 if exact else SAME_LOSS)
         noticed_s = run.noticed_s(arm, killed)
-    return Fault(turn, rank, back.step, back.seconds, back.repeated, wrong, noticed_s)
+    return MeasuredFault(turn, rank, back.step, back.seconds, back.repeated, wrong, noticed_s)
 
 
-def _add_kills(plan: BenchPlan, arm: str, kills: Sequence[Fault]) -> None:
+def _add_kills(plan: BenchPlan, arm: str, kills: Sequence[MeasuredFault]) -> None:
     note = "kill to the next new step"
     _add_standstills(plan, arm, kills, "kills", (STANDSTILL, REPEATED), note)
     if kills:
@@ -579,7 +579,7 @@ def _measure_drains(plan: BenchPlan) -> None:
                 seconds = args.notice_s + args.watch_s
                 reference = run_undrained(run, args.drain_at, seconds, args.timeout_s)
 
-            def once(arm: str, turn: int) -> Fault:
+            def once(arm: str, turn: int) -> MeasuredFault:
                 return _drain_once(there, cluster, arm, turn, reference)
 
             _repeat(there, "drain", args.drains, once, _add_drains)
@@ -593,7 +593,7 @@ def _measure_drains(plan: BenchPlan) -> None:
 
 def _drain_once(
     plan: BenchPlan, cluster: NodeCluster, arm: str, turn: int, reference: dict[int, float]
-) -> Fault:
+) -> MeasuredFault:
     """Run an arm whose node is taken away. Raises ChildFailed."""
     args = plan.args
     rank = (turn + 1) % DRAINED_WORLD  # not always the one that writes
@@ -603,10 +603,12 @@ def _drain_once(
         pause = run_drained(run, cluster, rank, args.drain_at, *seconds)
         tolerance = SAME_LOSS if arm in ON_TORCHFT else 0.0  # it goes on with one rank
         wrong = wrong_among(run.losses(), reference, tolerance)
-    return Fault(turn, rank, pause.step, pause.seconds, pause.repeated, wrong, after_s=pause.end)
+    return MeasuredFault(
+        turn, rank, pause.step, pause.seconds, pause.repeated, wrong, after_s=pause.end
+    )
 
 
-def _add_drains(plan: BenchPlan, arm: str, drains: Sequence[Fault]) -> None:
+def _add_drains(plan: BenchPlan, arm: str, drains: Sequence[MeasuredFault]) -> None:
     note = "longest time without a new step, from the notice on"
     _add_standstills(plan, arm, drains, "drains", (DRAIN_STANDSTILL, DRAIN_REPEATED), note)
     if drains:

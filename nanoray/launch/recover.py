@@ -93,7 +93,7 @@ class Recoverer:
             group.pool.fill(slot)
             return
         if failure and self._is_after_training(at, failure):
-            at.failed_later.append(failure)
+            at.failed_later = (*at.failed_later, failure)
             collector.ended(slot, None, self.clock.monotonic())
             return
         collector.ended(slot, failure, self.clock.monotonic())

@@ -7,16 +7,17 @@
 
 Each field is written in one place, but for `outcome`, which a new watch empties:
 
-    field      changes when                           written by
-    ---------  -------------------------------------  -------------------------------
-    spec       an attempt begins                      Recoverer.begin_attempt
-    stage      a step is done                         Driver.run
-    group      all ranks are created                  Driver._start
-    collector  a watch is over, or a start failed     Driver._watched
-    outcome    rank 0 returns                         Driver._watch, Recoverer.note_end
-    headless   a rank is lost                         Recoverer.start_replacements
-    forming    the cause of a fault is named          Recoverer.name_cause
-    saving     the ranks must save                    Recoverer.begin_saving
+    field         changes when                           written by
+    ------------  -------------------------------------  -------------------------------
+    spec          an attempt begins                      Recoverer.begin_attempt
+    stage         a step is done                         Driver.run
+    group         all ranks are created                  Driver._start
+    collector     a watch is over, or a start failed     Driver._watched
+    outcome       rank 0 returns                         Driver._watch, Recoverer.note_end
+    failed_later  a script fails after its training      Recoverer.note_end
+    headless      a rank is lost                         Recoverer.start_replacements
+    forming       the cause of a fault is named          Recoverer.name_cause
+    saving        the ranks must save                    Recoverer.begin_saving
 
 A restart begins with a new RunState, of which only the spec is the same.
 """
@@ -24,7 +25,7 @@ A restart begins with a new RunState, of which only the spec is the same.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nanoray.checkpoint.run import RunSpec
@@ -69,7 +70,7 @@ class RunState:
     collector: FailureCollector | None = None
     outcome: dict[str, Any] | None = None  # rank 0's, which it returns after the last checkpoint
     # Of a script, after its training: this changes no outcome
-    failed_later: list[Failure] = field(default_factory=list)
+    failed_later: tuple[Failure, ...] = ()
 
     # A fault.
     headless: bool = False  # the head did not answer when a rank was lost

@@ -20,8 +20,8 @@ from nanoray.bench.harness.plan import BenchPlan
 from nanoray.bench.harness.processes import ChildFailed
 from nanoray.bench.harness.report import Measurement, Report
 from nanoray.bench.killed import (
-    Fault,
     Goodput,
+    MeasuredFault,
     Standstill,
     TrainingProcess,
     arrivals,
@@ -280,12 +280,12 @@ def test_an_interrupted_benchmark_keeps_the_kills_of_before(tmp_path: Path) -> N
     report = Report("recovery", {"command": "c"})
     plan = BenchPlan(argparse.Namespace(), report, ["in_place", "restart"], slots, tmp_path, {})
 
-    def once(arm: str, turn: int) -> Fault:
+    def once(arm: str, turn: int) -> MeasuredFault:
         if turn == 2:
             raise KeyboardInterrupt
         if (arm, turn) == ("restart", 1):
             raise ChildFailed("exit code 3")
-        return Fault(turn, 0, 10, 2.0 + turn, 0, 0)
+        return MeasuredFault(turn, 0, 10, 2.0 + turn, 0, 0)
 
     with pytest.raises(KeyboardInterrupt):
         recovery._repeat(plan, "kill", 5, once, recovery._add_kills)
