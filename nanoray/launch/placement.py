@@ -30,6 +30,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nanoray.base.environment import environment, restored
 from nanoray.base.output import say
+from nanoray.cli import set_handlers_again
 from nanoray.config import Config
 from nanoray.errors import PlacementError
 from nanoray.host.choose import choose_precision
@@ -73,6 +74,7 @@ _KUBERAY = "RAY_USAGE_STATS_KUBERAY_IN_USE"
 CLEANUP_TIMEOUT_S = 5.0
 # For a shared cluster: Ray first sends its last metrics, which may take 10 s.
 SHUTDOWN_S = 30.0
+HANDLERS_S = 0.02  # how long Ray's shutdown may leave SIGTERM without a handler
 
 
 @contextmanager
@@ -245,7 +247,7 @@ def _init(address: str, options: dict[str, Any], temp: str | None) -> Any:
                 raise
             if "timed out during startup" not in str(error):
                 raise _not_started(error) from None
-        bounded(ray.shutdown, CLEANUP_TIMEOUT_S)
+        _shut_down(CLEANUP_TIMEOUT_S)
         _end_processes_of(temp)
         if number < START_TRIES:
             say(
@@ -291,12 +293,27 @@ def _disconnect(temp: str | None) -> None:
     1. So this waits longer than Ray takes, except for a head that does not answer: a shutdown never
     returns then.
     """
-    shutdown = bounded(ray.shutdown, CLEANUP_TIMEOUT_S if temp else SHUTDOWN_S)
+    shutdown = _shut_down(CLEANUP_TIMEOUT_S if temp else SHUTDOWN_S)
     if temp:
         _end_processes_of(temp)
         if shutdown.is_alive():  # it waited for one of them
             shutdown.join(SHUTDOWN_S)
         shutil.rmtree(temp, ignore_errors=True)
+
+
+def _shut_down(seconds: float) -> threading.Thread:
+    """Shut Ray down in a thread, wait for it at most some seconds, and return the thread.
+
+    Ray takes the handler of SIGTERM away, unseen by Python: the signal would end this process while
+    it removes what it has started. So the handler is set again, all the time.
+    """
+    until = time.monotonic() + seconds
+    shutdown = bounded(ray.shutdown, 0.0)
+    while shutdown.is_alive() and time.monotonic() < until:
+        shutdown.join(HANDLERS_S)
+        set_handlers_again()
+    set_handlers_again()
+    return shutdown
 
 
 def _end_processes_of(temp: str) -> None:

@@ -64,14 +64,34 @@ _SHARED = "NANORAY_TEST_FORKSERVER"
 def start_for_workers(env: Mapping[str, str]) -> None:
     """Start the server in the controller of pytest-xdist, with these variables, for all its workers.
 
-    What it imports takes four CPU-seconds; each worker would have a server of its own.
+    What it imports takes four CPU-seconds; each worker would have a server of its own. What it forks
+    prints nothing among the results of the tests: who wants to read the output of one redirects it.
     """
     before = dict(os.environ)
     os.environ.update(env)
-    multiprocessing.forkserver.ensure_running()
+    with _silent():
+        multiprocessing.forkserver.ensure_running()
     os.environ.clear()
     os.environ.update(before)
     os.environ[_SHARED] = multiprocessing.forkserver._forkserver._forkserver_address
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Let processes that start meanwhile print to nowhere."""
+    sys.stdout.flush()
+    streams = (1, 2)
+    before = [os.dup(stream) for stream in streams]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(nowhere, stream)
+    try:
+        yield
+    finally:
+        for stream, copy in zip(streams, before, strict=True):
+            os.dup2(copy, stream)
+            os.close(copy)
+        os.close(nowhere)
 
 
 def _use_shared(address: str) -> None:
