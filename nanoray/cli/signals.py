@@ -31,7 +31,7 @@ def handle_stop_signals(handler: Callable[[int, Any], None]) -> None:
 
 
 def set_handlers_again() -> None:
-    """Set the handlers of the stop signals that Python knows of: a library in C may have removed them."""
+    """Set the handlers of the stop signals as Python has them: a library in C may have removed them."""
     if not in_main_thread():
         return
     for signum in STOP_SIGNALS:
