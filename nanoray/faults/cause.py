@@ -400,18 +400,18 @@ _COLLECTIVE_ERRORS = {
 
 
 _MEMORY_ERRORS = {"OutOfMemoryError", "MemoryError"}
-_MEMORY_SIGNS = (
+# In the message of an error: of the host's memory, and of any
+_HOST_SIGNS = (
     "can't allocate memory",  # torch on a CPU
     "cannot allocate memory",  # the system: a worker process, or pinned memory
     "bad_alloc",  # C++, where torch passes it on as a RuntimeError
+)
+_MEMORY_SIGNS = (
+    *_HOST_SIGNS,
     "not enough memory",
     "out of memory",
     "_status_alloc_failed",  # cuBLAS and cuDNN
 )
-
-
-# Those of them that are about the memory of the host
-_HOST_SIGNS = ("can't allocate memory", "bad_alloc", "cannot allocate memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from nanoray.base.script_errors import one_line, shown
 from nanoray.errors import ConfigError, DataError
 from nanoray.faults.cause import is_out_of_memory
-from nanoray.train.out_of_memory import HALVE, READ_LESS, memory_left
+from nanoray.train.out_of_memory import HALVE, text_of_reading
 
 
 @contextmanager
@@ -41,11 +41,8 @@ def part(what: str, remedy: str, reads: bool = False) -> Iterator[None]:
     except BaseException as error:  # also sys.exit(), or asyncio.CancelledError
         if is_out_of_memory(error) and reads:
             device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-            line, newline, frames = shown(error).partition("\n")
-            left = memory_left(error, device)
-            raise DataError(
-                f"out of memory: {what} failed ({line}); {left}: {READ_LESS}{newline}{frames}"
-            ) from error
+            line, rest = text_of_reading(error, device)
+            raise DataError(f"out of memory: {what} failed ({line}); {rest}") from error
         if is_out_of_memory(error):
             raise ConfigError(
                 f"out of memory: {what} failed ({one_line(error)}); {HALVE}"

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from nanoray.base.atomic import read_json_lines
+from nanoray.base.script_errors import shown
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
 from nanoray.config.conflicts import first
@@ -124,6 +125,15 @@ def describe(error: BaseException, device: torch.device) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = lines[0].rstrip(".")[:200]
     return f"{text}; {memory_left(error, device)}"
+
+
+def text_of_reading(error: BaseException, device: torch.device) -> tuple[str, str]:
+    """Return the line of an error of memory while data were read; and what there was, and a remedy.
+
+    The second part ends with the frames of the script.
+    """
+    line, newline, frames = shown(error).partition("\n")
+    return line, f"{memory_left(error, device)}: {READ_LESS}{newline}{frames}"
 
 
 def memory_left(error: BaseException, device: torch.device) -> str:

@@ -20,7 +20,7 @@ from nanoray.faults.cause import is_out_of_memory
 from nanoray.mesh.mesh import Mesh, Vote
 from nanoray.mesh.rendezvous import Order
 from nanoray.parallel.flow import MicroBatch
-from nanoray.train.out_of_memory import READ_LESS, memory_left
+from nanoray.train.out_of_memory import text_of_reading
 
 
 class Reading:
@@ -95,12 +95,9 @@ class Reading:
 
     def _text_of(self, error: Exception) -> str:
         """Return an error of the data; of a lack of memory with the memory there is, and a remedy."""
-        text = shown(error)
         if not is_out_of_memory(error):
-            return text
-        line, newline, frames = text.partition("\n")
-        left = memory_left(error, self._mesh.device)
-        return f"{line}; {left}: {READ_LESS}{newline}{frames}"
+            return shown(error)
+        return "; ".join(text_of_reading(error, self._mesh.device))
 
     def raise_failure(self, step: int, saved: bool) -> None:
         """Raise the error of the rank that could not read, on all ranks. (all ranks)"""
