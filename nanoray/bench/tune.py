@@ -153,7 +153,7 @@ class TuneBenchmark(Benchmark):
     )
     numbers = (
         Number("rounds", "turns of the last comparison", usual=9, few=2),
-        Number("budget_s", "seconds of a search", 600.0),
+        Number("budget_s", "seconds of a search", 600.0, 2.0),
         Number(
             "most", "settings of a grid, evenly cut from larger ones; 0: no grid", 400, zero=True
         ),
@@ -213,7 +213,7 @@ class TuneBenchmark(Benchmark):
                     "spec": spec.to_dict(),
                     "rounds": args.rounds,
                     "most": min(args.most, 4) if args.quick else args.most,
-                    "budget_s": 2.0 if args.quick else args.budget_s,
+                    "budget_s": args.budget_s,
                     "block_s": 0.05 if args.quick else LONGEST_S,
                     "leave": [] if args.compile else ["compile"],
                 }
