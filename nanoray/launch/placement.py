@@ -65,6 +65,8 @@ _WITHOUT_LOCAL_RAY = (
 _SET_BY_RAY = ("RAY_USAGE_STATS_ENABLED", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE")
 START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources checks whether a stop was requested
+SETTLE_S = 5.0  # how long a group that nodes have room for may take until it is reserved
+SETTLE_POLL_S = 0.05
 # After this long without a new node, the pods of a KubeRay cluster are assumed to be all there.
 ASSEMBLED_S = 30.0
 # How long to wait for resources where all nodes are there.
@@ -424,12 +426,12 @@ class Placement:
         Raises PlacementError with the resources of each node if that is impossible.
         """
         deadline = time.monotonic() + config.placement_timeout_s
-        kind, workers, bundle = _request_that_fits(config, deadline, check, api)
+        with closing(Demand(config.placement.upper(), api)) as demand:
+            kind, workers, bundle = _request_that_fits(config, deadline, demand, check, api)
+            group = demand.take([bundle] * workers)
         # The nodes are there now; give Ray a moment of its own to reserve their resources.
         patience_s = min(PATIENCE_S, config.placement_timeout_s)
         deadline = max(deadline, time.monotonic() + patience_s)
-
-        group = api.util.placement_group([bundle] * workers, strategy=config.placement.upper())
         try:
             _wait_until_reserved(group, config, workers, bundle, deadline, check, api)
             slots = _slots_of(group, kind, workers, check, api)
@@ -481,60 +483,60 @@ def _wait_until_reserved(
 
 
 def _request_that_fits(
-    config: Config, deadline: float, check: Callable[[], None], api: Any
+    config: Config, deadline: float, demand: Demand, check: Callable[[], None], api: Any
 ) -> tuple[str, int, dict[str, float]]:
     """Return `_request` for the present nodes, waiting for more of them where more may come.
 
     A cluster is assembling if it has no CPU at all when this begins, as a head without workers, or
     if KubeRay's operator brings its pods up: then ranks that would share CPUs wait, too. A
-    placement_timeout_s above the default says that other clusters may grow. `check` is called while
-    it waits, and may raise. Raises PlacementError if the cluster cannot hold the ranks.
+    placement_timeout_s above the default says that other clusters may grow. `demand` holds what is
+    awaited; `check` is called meanwhile, and may raise. Raises PlacementError if the cluster cannot
+    hold the ranks.
     """
     assembling = _KUBERAY in os.environ
     known_ids: set[str] = set()
     changed_at = 0.0  # monotonic seconds at which a node came or went
     printed = ""
-    with closing(Demand(config.placement.upper(), api)) as demand:
-        while True:
-            nodes = nodes_of(api)
-            now = time.monotonic()
-            if not any(node["total"].get("CPU") for node in nodes):
-                assembling = True
-            ids = {node["id"] for node in nodes}
-            if ids != known_ids:
-                known_ids = ids
-                changed_at = now
+    while True:
+        nodes = nodes_of(api)
+        now = time.monotonic()
+        if not any(node["total"].get("CPU") for node in nodes):
+            assembling = True
+        ids = {node["id"] for node in nodes}
+        if ids != known_ids:
+            known_ids = ids
+            changed_at = now
 
-            request = None
-            try:
-                request = _request(config, nodes)
-                _, workers, bundle = request
-                _require_room(nodes, workers, bundle)
-                # Ranks share a CPU only if no further nodes come: others may only be late.
-                shares_cpus = bundle["CPU"] < 1 and not config.cpus_per_worker
-                patient_until = min(deadline, changed_at + ASSEMBLED_S)
-                if not (shares_cpus and assembling) or now > patient_until:
-                    return request
-                problem = f"{workers} ranks would share CPUs"
-            except PlacementError as error:
-                if not assembling and config.placement_timeout_s <= PATIENCE_S:
-                    raise
-                if now >= deadline:
-                    raise PlacementError(
-                        f"{error}; waited {config.placement_timeout_s:g} s for more nodes: see why "
-                        "they do not join, or raise --placement_timeout_s"
-                    ) from None
-                problem = f"no room for workers = {config.workers}"
+        request = None
+        try:
+            request = _request(config, nodes)
+            _, workers, bundle = request
+            _require_room(nodes, workers, bundle)
+            # Ranks share a CPU only if no further nodes come: others may only be late.
+            shares_cpus = bundle["CPU"] < 1 and not config.cpus_per_worker
+            patient_until = min(deadline, changed_at + ASSEMBLED_S)
+            if not (shares_cpus and assembling) or now > patient_until:
+                return request
+            problem = f"{workers} ranks would share CPUs"
+        except PlacementError as error:
+            if not assembling and config.placement_timeout_s <= PATIENCE_S:
+                raise
+            if now >= deadline:
+                raise PlacementError(
+                    f"{error}; waited {config.placement_timeout_s:g} s for more nodes: see why "
+                    "they do not join, or raise --placement_timeout_s"
+                ) from None
+            problem = f"no room for workers = {config.workers}"
 
-            # An autoscaler adds nodes only for a placement group that waits for them.
-            demand.change(_awaited_bundles(config, request))
-            message = f"{problem}; {_format_nodes(nodes, 'total')}"
-            if message != printed:
-                printed = message
-                remaining_s = deadline - now
-                say(f"wait   at most {remaining_s:.0f} s for more nodes: {message}")
-            check()
-            time.sleep(max(0.0, min(PLACEMENT_POLL_S, deadline - time.monotonic())))
+        # An autoscaler adds nodes only for a placement group that waits for them.
+        demand.change(_awaited_bundles(config, request))
+        message = f"{problem}; {_format_nodes(nodes, 'total')}"
+        if message != printed:
+            printed = message
+            remaining_s = deadline - now
+            say(f"wait   at most {remaining_s:.0f} s for more nodes: {message}")
+        check()
+        time.sleep(max(0.0, min(PLACEMENT_POLL_S, deadline - time.monotonic())))
 
 
 class Demand:
@@ -555,12 +557,35 @@ class Demand:
             self._group = self._api.util.placement_group(bundles, strategy=self._strategy)
         self._bundles = bundles
 
+    def take(self, bundles: list[dict[str, float]]) -> PlacementGroup:
+        """Give the caller a group of these bundles: the one that waits, if it has the same."""
+        self.change(bundles)
+        group = self._group
+        assert group is not None
+        self._group = None
+        self._bundles = []
+        return group
+
     def close(self) -> None:
         """Wait for nothing any more."""
         if self._group:
+            self._settle(self._group)
             self._api.util.remove_placement_group(self._group)
         self._group = None
         self._bundles = []
+
+    def _settle(self, group: PlacementGroup) -> None:
+        """Wait until Ray has reserved the group's bundles, if the nodes have room for them.
+
+        Ray may lose the resources of a group that is removed meanwhile (ray-project/ray#64693).
+        """
+        until = time.monotonic() + SETTLE_S
+        while time.monotonic() < until:
+            room = room_on(nodes_of(self._api), self._bundles[0], "available")
+            state = self._api.util.placement_group_table(group)["state"]
+            if state == "CREATED" or room < len(self._bundles):
+                return
+            time.sleep(SETTLE_POLL_S)
 
 
 def _awaited_bundles(

@@ -44,7 +44,8 @@ class Cluster:
     ) -> None:
         self.all, self.free, self.devices = nodes, free, devices
         self.bundles: list[dict[str, float]] = []
-        self.removed = 0
+        self.reserved = self.removed = 0
+        self.looks_until_created = 0  # at a group that the nodes have room for
         self.util = SimpleNamespace(
             placement_group=self._reserve,
             placement_group_table=self._table,
@@ -79,12 +80,16 @@ class Cluster:
 
     def _reserve(self, bundles: list[dict[str, float]], strategy: str) -> Any:
         self.bundles, self.strategy = bundles, strategy
+        self.reserved += 1
         return SimpleNamespace(ready=lambda: "ready")
 
     def _table(self, group: Any) -> dict[str, Any]:
         last = len(self.bundles) - 1  # bundles come in no useful order
         nodes = {i: f"node{(last - i) % len(self.all)}" for i in range(len(self.bundles))}
-        return {"bundles_to_node_id": nodes, "stats": {"scheduling_state": "PENDING"}}
+        self.looks_until_created -= 1
+        state = "PENDING" if self.looks_until_created > 0 else "CREATED"
+        stats = {"scheduling_state": "PENDING"}
+        return {"bundles_to_node_id": nodes, "state": state, "stats": stats}
 
     def _remove(self, group: Any) -> None:
         self.removed += 1
@@ -382,10 +387,29 @@ def test_an_autoscaler_hears_what_is_waited_for(capsys: pytest.CaptureFixture[st
     place = make(cluster, check, workers=2, device="cuda", placement_timeout_s=60)
     assert (place.kind, place.workers) == ("cuda", 2)
     assert heard == [([{"GPU": 1.0, "CPU": 1.0}] * 2, 0)] * 3
-    assert cluster.removed == 1, "the one that waited, before the run's own"
+    assert (cluster.reserved, cluster.removed) == (1, 0), "the one that waited is the run's own"
     with pytest.raises(PlacementError, match="but the cluster can never hold it"):
         make(Cluster({"CPU": 8.0}), workers=2, device="cuda")
     assert "no room for workers = 2" in capsys.readouterr().out
+
+
+def test_a_group_that_waited_is_reserved_before_it_is_removed() -> None:
+    """Ray may lose what it is reserving. The nodes have more CPUs than were awaited, so another
+    group takes its place.
+    """
+    cluster, left = Cluster({}), list[int]()
+    remove = cluster.util.remove_placement_group
+
+    def record(group: Any) -> None:
+        left.append(cluster.looks_until_created)
+        remove(group)
+
+    cluster.util.remove_placement_group = record
+    cluster.looks_until_created = 3
+    make(cluster, joining(cluster, {"CPU": 4.0}), workers=2, device="cpu")
+    assert cluster.bundles == [{"CPU": 2.0}] * 2
+    assert (cluster.reserved, cluster.removed) == (2, 1)
+    assert left == [0]
 
 
 def test_ranks_that_share_cpus_start_at_once_where_no_pods_are_coming() -> None:
