@@ -28,9 +28,10 @@ from nanoray.host.interfaces import require_interfaces
 from nanoray.host.launchers import refuse_many_starts
 from nanoray.host.slots import Slots, local_slots
 from nanoray.launch.caller import caller_address
+from nanoray.launch.connection import bounded, connected, using
 from nanoray.launch.driver import Driver
 from nanoray.launch.job_report import JobReport
-from nanoray.launch.placement import Placement, bounded, connected, using
+from nanoray.launch.placement import Placement
 from nanoray.launch.script import PackedScript
 from nanoray.launch.signals import catch_signals
 from nanoray.launch.silence import OwnTime

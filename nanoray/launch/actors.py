@@ -30,10 +30,10 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.config.variables import THREADS, explicit
 from nanoray.launch.cluster_watch import ClusterWatch
+from nanoray.launch.connection import bounded
 from nanoray.launch.placement import (
     START_TIMEOUT_S,
     Placement,
-    bounded,
     nodes_of,
     room_on,
     strategy,

@@ -16,7 +16,8 @@ from typing import Any
 
 import ray
 
-from nanoray.launch.placement import Placement, addresses_of, dial, nodes_of, room_on
+from nanoray.launch.connection import addresses_of, dial
+from nanoray.launch.placement import Placement, nodes_of, room_on
 from nanoray.launch.ray_compat import draining_nodes, request_session_name
 
 HEAD_ANSWER_S = 2.0  # a head answers in milliseconds

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from nanoray.checkpoint.run import RunSpec, newest_record
-from nanoray.launch.placement import bounded
+from nanoray.launch.connection import bounded
 from nanoray.launch.ray_compat import JobRecord
 from nanoray.train.watch.observers import progress
 

@@ -31,8 +31,8 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.faults.progress import LEFT
+from nanoray.launch.connection import bounded
 from nanoray.launch.fault_log import end_of_log
-from nanoray.launch.placement import bounded
 from nanoray.launch.worker_group import WorkerGroup
 
 # An exit record is written within milliseconds of the death, but a busy machine may take seconds.

@@ -342,7 +342,7 @@ def test_a_node_agent_that_does_not_answer_does_not_end_a_script(
 
 DRIVER = """
 import os, time
-from nanoray.launch.placement import connected
+from nanoray.launch.connection import connected
 with connected(os.environ["RAY_ADDRESS"], None):
     print("connected", flush=True)
     time.sleep(600)

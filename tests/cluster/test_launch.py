@@ -497,7 +497,7 @@ def test_a_local_ray_is_closed_to_others_and_leaves_nothing(
 import contextlib, io, os, re, signal, socket, urllib.error, urllib.request
 from nanoray.config import load_config
 from nanoray.host.slots import local_slots
-from nanoray.launch.placement import connected
+from nanoray.launch.connection import connected
 from nanoray.launch.signals import catch_signals
 said = io.StringIO()
 with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, [], 1.0)):

@@ -36,7 +36,7 @@ from nanoray.errors import ConfigError
 from nanoray.faults.cause import Failure, FailureCollector, FaultReport
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.host.slots import local_slots
-from nanoray.launch.placement import connected
+from nanoray.launch.connection import connected
 from nanoray.launch.worker_group import SETTLE_S
 from tests.stress.crowd import Crowd, Stage, end_hung
 

@@ -299,7 +299,8 @@ class _Actors(RankChannel):
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        from nanoray.launch.placement import Placement, connected, strategy
+        from nanoray.launch.connection import connected
+        from nanoray.launch.placement import Placement, strategy
 
         # Ray prints, and stdout belongs to the report
         self._stack.enter_context(redirect_stdout(sys.stderr))

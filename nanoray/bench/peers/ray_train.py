@@ -36,7 +36,7 @@ from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
 from nanoray.host.slots import cpu_share, local_slots
 from nanoray.launch.__main__ import ray_address
-from nanoray.launch.placement import connected
+from nanoray.launch.connection import connected
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.rendezvous import Order
 from nanoray.start.folder import open_run
