@@ -287,7 +287,8 @@ def _require_unwritten(model: nn.Module, written: list[str], mesh: Mesh) -> None
             raise ConfigError(
                 f"the forward writes {name}, as max_norm of nn.Embedding does: each rank would "
                 "write its own values, of its own samples; normalise what is read, not what is "
-                "kept, or train on one rank"
+                "kept, or train on one rank; if only the first call writes, to initialise the "
+                "model, call it once before it is given to RuntimeEngine"
             )
 
 

@@ -212,6 +212,22 @@ class Renormalises(nn.Module):
         return self.head(rows)
 
 
+class StartsFromData(Model):
+    """The first call sets a weight from its batch: each rank another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.initialised = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.initialised:
+            self.initialised = True
+            with torch.no_grad():
+                self.scale.copy_(1.0 / x.std(0))
+        return self.layer(x * self.scale)
+
+
 class OneRow(Model):
     """Has a row of weights for one rank alone."""
 
@@ -773,6 +789,13 @@ WRONG_MODELS: dict[str, Wrong] = {
         "max_norm",
         "train on one rank",
         model=Renormalises,
+        worlds=(2,),
+    ),
+    "a first call that initialises": wrong(
+        "the forward writes scale",
+        "if only the first call writes",
+        "call it once before",
+        model=StartsFromData,
         worlds=(2,),
     ),
     "frozen weights that forward writes": wrong(

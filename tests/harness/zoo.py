@@ -363,6 +363,31 @@ class HookedGradient(Base):
         return self.head(torch.tanh(self.extra(h)))
 
 
+class InitialisesItself(Base):
+    """Scales its inputs to a deviation of 1, by what its first call has seen, as an ActNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(WIDTH))
+        self.initialised = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.initialised:
+            self.initialised = True
+            with torch.no_grad():
+                self.scale.copy_(1.0 / (x.std(0) + 0.1))
+        return super().forward(x * self.scale)
+
+
+def _called_once() -> nn.Module:
+    """Return a model that has initialised itself, as docs/own/modules.md says."""
+    model = InitialisesItself()
+    inputs, _ = vectors(1, 8)
+    with torch.no_grad():
+        model(inputs)
+    return model
+
+
 ZOO: list[Exhibit] = [
     Exhibit("plain", Plain, vectors),
     Exhibit("unused head", UnusedHead, vectors),
@@ -394,6 +419,7 @@ ZOO: list[Exhibit] = [
             "extra.weight had requires_grad = False when the run began",
         ),
     ),
+    Exhibit("initialised by its first call", _called_once, vectors),
     Exhibit("layers left out", lambda: Layered("some"), vectors),
     Exhibit(
         "layers in an order of the samples",
