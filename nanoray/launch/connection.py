@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,13 @@ from nanoray.launch.node_errors import NodeErrors
 from nanoray.launch.ray_compat import (
     errors_of_nodes,
     has_tokens,
+    keeping_sigterm,
     prepared_processes,
     refuses_token,
     reread_authentication,
     token_of_this_user,
 )
-from nanoray.launch.signals import Stop, StopRequested
+from nanoray.launch.signals import Stop
 
 # A container's user may have neither HOME nor an entry in passwd: then "~" stays, and nothing is there.
 _TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))
@@ -71,8 +72,6 @@ def connected(
         "logging_level": logging.ERROR,
         "configure_logging": True,
     }
-    handles_signals = stop is not None
-    stop = stop or Stop()
     temp: str | None = None
     with ExitStack() as devices:
         # A program that goes on afterwards finds its environment as it was: with the token of a
@@ -89,7 +88,8 @@ def connected(
                 visible = ",".join(device.uuid for device in slots.devices)
                 devices.enter_context(environment({"CUDA_VISIBLE_DEVICES": visible}))
         try:
-            context = _connect(address, options, temp, stop)
+            with keeping_sigterm() if stop else nullcontext():
+                context = _connect(address, options, temp, stop or Stop())
             where = f"local, {slots.reason}" if slots else f"cluster at {address}"
             if context.dashboard_url:
                 where += f" · dashboard http://{context.dashboard_url}"
@@ -99,8 +99,6 @@ def connected(
                     f"warning  Ray {ray.__version__} cannot ask for a token, so this local Ray runs "
                     "the code of anyone who reaches its ports; use Ray 2.52 or newer"
                 )
-            if handles_signals:
-                stop.install()  # Ray has put its own handler for SIGTERM in the place of ours
             with errors_of_nodes(NodeErrors().show):
                 yield
         finally:
@@ -169,12 +167,6 @@ def _connect(address: str, options: dict[str, Any], temp: str | None, stop: Stop
         variables = {"TMPDIR": temp} if temp else {}
         with environment(variables), _prepared_processes(), stop.at_once():
             return _init(address, options, temp)
-    except SystemExit as ended:
-        # Ray has put its own handler for SIGTERM in the place of ours, and it exits.
-        if ended.code != signal.SIGTERM:
-            raise
-        stop.signal = signal.SIGTERM
-        raise StopRequested from None
     except (OSError, RuntimeError, ValueError, RayError) as error:
         if temp:
             raise _not_started(error) from None

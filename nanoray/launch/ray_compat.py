@@ -142,6 +142,22 @@ def prepared_processes(prepare: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
+def keeping_sigterm() -> Iterator[None]:
+    """Keep this process' handler of SIGTERM: `ray.init` would put one that exits in its place.
+
+    Where Python calls that one in the middle of what ignores exceptions, the signal would be lost.
+    Ray has no setting for that, so its function that sets the handler is replaced meanwhile.
+    """
+    utils: Any = ray._private.utils
+    original = utils.set_sigterm_handler
+    utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        utils.set_sigterm_handler = original
+
+
+@contextmanager
 def errors_of_nodes(show: Callable[[str], None]) -> Iterator[None]:
     """Pass errors that nodes report to `show`, where Ray would print them.
 

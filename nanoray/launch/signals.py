@@ -63,6 +63,7 @@ class Stop:
             yield
         finally:
             self._at_once = False
+        self.check()  # Python may have ignored what the handler raised, as in a weakref's callback
 
     def check(self) -> None:
         """Raise StopRequested if a stop was requested."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import ray
 
+from nanoray.cli import stop_signals
 from nanoray.errors import PlacementError
 from nanoray.host.slots import local_slots
 from nanoray.launch import cluster_watch, connection
@@ -23,6 +26,7 @@ from nanoray.launch.connection import addresses_of, connected
 from nanoray.launch.node_errors import NodeErrors
 from nanoray.launch.placement import Placement
 from nanoray.launch.ray_compat import errors_of_nodes
+from nanoray.launch.signals import Stop, StopRequested
 from tests.harness.scripted_ray import ScriptedTime
 
 # A local Ray.
@@ -66,6 +70,34 @@ def test_a_local_ray_that_a_busy_machine_starts_too_slowly_is_started_again(
     assert calls == [str(tmp_path)] * min(5, failures + 1)
     printed = capsys.readouterr().out
     assert printed.count("was not up within 30 s: this machine is busy (load ") == min(4, failures)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_stop_counts_where_python_ignores_what_its_handler_raises(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The handler of ray.init only raises, and a signal may come within a finalizer: the run went on."""
+
+    class Freed:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def init(address: str, **options: Any) -> Any:
+        ray._private.utils.set_sigterm_handler(lambda signum, frame: sys.exit(signum))
+        Freed()
+        return SimpleNamespace(dashboard_url="")
+
+    monkeypatch.setattr(connection.ray, "init", init)
+    monkeypatch.setattr(connection.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    stop = Stop()
+    with (
+        stop_signals(stop),
+        pytest.raises(StopRequested),
+        connected("local", local_slots("cpu", 2, [], 2.0), stop),
+    ):
+        pass
+    assert stop.signal == signal.SIGTERM
+    assert "stopping" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [Exception, RuntimeError])
