@@ -111,8 +111,9 @@ class Ahead:
         # The first batch is read several times: by the trial, the warm-up and the first step.
         if number == self._newest[0]:
             return self._newest[1]
-        # A step that is repeated, or a rollback.
-        if number != self._next or self._iterator is None:
+        # A step that is repeated, a rollback, or a read after one that failed.
+        ended = self._iterator is None or loader_has_ended(self._iterator)
+        if ended or number != self._next:
             self._begin(number)
         assert self._iterator is not None
         batch = next_of(self._iterator)
@@ -167,15 +168,21 @@ def begin(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def next_of(iterator: Iterator[Any]) -> Any:
-    """Return the next batch; None at the end. Raises DataError when a worker process has ended."""
+    """Return the next batch; None at the end. Raises DataError when a worker process has ended.
+
+    After an error the workers end at once: the last checkpoint may need their memory, and torch
+    would wait 5 s for each of them.
+    """
     try:
         return next(iterator, None)
-    except (RuntimeError, OSError, EOFError) as error:
-        # What the dataset raises in a worker arrives as "Caught ... in DataLoader worker process".
-        has_workers = hasattr(iterator, "_workers")
-        if not has_workers or str(error).startswith("Caught "):
+    except Exception as error:
+        if not hasattr(iterator, "_workers"):
             raise
         _kill_workers(iterator)
+        # What the dataset raises in a worker arrives as "Caught ... in DataLoader worker process".
+        of_the_dataset = str(error).startswith("Caught ")
+        if of_the_dataset or not isinstance(error, (RuntimeError, OSError, EOFError)):
+            raise
         raise DataError(
             f"a worker process of the DataLoader ended ({one_line(error)}); look for a "
             "lack of memory, or use num_workers=0 to see its error"
