@@ -363,7 +363,7 @@ class HookedGradient(Base):
         return self.head(torch.tanh(self.extra(h)))
 
 
-class InitialisesItself(Base):
+class InitialisesItself(Plain):
     """Scales its inputs to a deviation of 1, by what its first call has seen, as an ActNorm."""
 
     def __init__(self) -> None:
