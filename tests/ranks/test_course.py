@@ -140,7 +140,8 @@ def test_the_last_exercise_trains_in_four_dimensions(cached: None, tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     printed = [losses(line)[0] for line in done.stdout.splitlines() if line.startswith("step ")]
     first, last = re.findall(r"falls from ([0-9.]+) to ([0-9]+\.[0-9]+)", text)[0]
-    assert (printed[0], printed[-1]) == pytest.approx((float(first), float(last)), abs=2e-3)
+    # Kinds of CPU round differently, and an expert is chosen or not: 3.3917 to 3.3951 were seen
+    assert (printed[0], printed[-1]) == pytest.approx((float(first), float(last)), abs=1e-2)
 
 
 def test_each_lesson_is_short_and_has_an_exercise_with_a_solution() -> None:
