@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,9 @@ def test_a_rank_alone_goes_on_with_what_has_fitted(text: Path, tmp_path: Path) -
 def test_ranks_begin_again_below_what_did_not_fit(text: Path, tmp_path: Path) -> None:
     """The others wait for the rank in a collective: all end, and a restart tries smaller ones."""
     spec = auto(text, tmp_path)
-    outcomes = run_ranks(spec, 2, first=_little_memory)
+    # In a test the process of a rank that has failed lives on, so the other waits for this long
+    soon = spec.config.model_copy(update={"timeout_s": 5.0})
+    outcomes = run_ranks(replace(spec, config=soon), 2, first=_little_memory)
     assert outcomes[1]["error"] == "OutOfMemory"
     assert (
         "while micro batches of 4 were measured; after a restart at most 2"
