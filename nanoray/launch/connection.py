@@ -99,6 +99,8 @@ def connected(
                     f"warning  Ray {ray.__version__} cannot ask for a token, so this local Ray runs "
                     "the code of anyone who reaches its ports; use Ray 2.52 or newer"
                 )
+            if stop:
+                stop.install()  # Ray's core has put its own in the place of ours, unseen by Python
             with errors_of_nodes(NodeErrors().show):
                 yield
         finally:

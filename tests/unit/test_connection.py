@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -98,6 +99,23 @@ def test_a_stop_counts_where_python_ignores_what_its_handler_raises(
         pass
     assert stop.signal == signal.SIGTERM
     assert "stopping" in capfd.readouterr().err
+
+
+def test_a_stop_counts_after_rays_core_has_taken_the_handler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The core sets its own in C, which ends the process: SIGTERM once aborted a run that recovered."""
+
+    def init(address: str, **options: Any) -> Any:
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), int(signal.SIG_IGN))
+        return SimpleNamespace(dashboard_url="")
+
+    monkeypatch.setattr(connection.ray, "init", init)
+    monkeypatch.setattr(connection.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    stop = Stop()
+    with stop_signals(stop), connected("local", local_slots("cpu", 2, [], 2.0), stop):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
 
 
 @pytest.mark.parametrize("kind", [Exception, RuntimeError])
