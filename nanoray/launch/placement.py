@@ -29,8 +29,7 @@ from nanoray.launch.worker import bound_devices
 
 START_TIMEOUT_S = 90.0  # for a process to start and answer
 PLACEMENT_POLL_S = 0.25  # how often a wait for resources checks whether a stop was requested
-SETTLE_S = 5.0  # how long a group that nodes have room for may take until it is reserved
-SETTLE_POLL_S = 0.05
+RESERVE_S = 5.0  # how long Ray may take to reserve a group that the nodes have room for
 # After this long without a new node, the pods of a KubeRay cluster are assumed to be all there.
 ASSEMBLED_S = 30.0
 # How long to wait for resources where all nodes are there.
@@ -78,11 +77,10 @@ class Placement:
         deadline = time.monotonic() + config.placement_timeout_s
         with closing(Demand(config.placement.upper(), api)) as demand:
             kind, workers, bundle = _request_that_fits(config, deadline, demand, check, api)
-            group = demand.take([bundle] * workers)
-        # The nodes are there now; give Ray a moment of its own to reserve their resources.
-        patience_s = min(PATIENCE_S, config.placement_timeout_s)
-        deadline = max(deadline, time.monotonic() + patience_s)
-        try:
+            group = demand.reserve([bundle] * workers)
+            # The nodes are there now; give Ray a moment of its own to reserve their resources.
+            patience_s = min(PATIENCE_S, config.placement_timeout_s)
+            deadline = max(deadline, time.monotonic() + patience_s)
             _wait_until_reserved(group, config, workers, bundle, deadline, check, api)
             slots = _slots_of(group, kind, workers, check, api)
             is_mig = False
@@ -96,9 +94,7 @@ class Placement:
                     "CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs and --num-gpus to their "
                     "number"
                 )
-        except BaseException:
-            api.util.remove_placement_group(group)
-            raise
+            demand.keep()
         # Ranks are ordered by node, then by device.
         order = tuple(index for _, _, index in sorted(slots))
         return cls(group, "mig" if is_mig else kind, bundle, order)
@@ -190,7 +186,10 @@ def _request_that_fits(
 
 
 class Demand:
-    """A pending placement group: an autoscaler adds nodes only for resources that are awaited."""
+    """A placement group, removed again unless it is kept.
+
+    While it is pending an autoscaler adds nodes, as it does only for resources that are awaited.
+    """
 
     def __init__(self, strategy: str, api: Any) -> None:
         self._strategy = strategy
@@ -207,35 +206,36 @@ class Demand:
             self._group = self._api.util.placement_group(bundles, strategy=self._strategy)
         self._bundles = bundles
 
-    def take(self, bundles: list[dict[str, float]]) -> PlacementGroup:
-        """Give the caller a group of these bundles: the one that waits, if it has the same."""
+    def reserve(self, bundles: list[dict[str, float]]) -> PlacementGroup:
+        """Return a group of these bundles: the one that waits, if it has the same."""
         self.change(bundles)
-        group = self._group
-        assert group is not None
+        assert self._group
+        return self._group
+
+    def keep(self) -> None:
+        """Leave the group to the caller."""
         self._group = None
         self._bundles = []
-        return group
 
     def close(self) -> None:
-        """Wait for nothing any more."""
+        """Remove the group, if there is one."""
         if self._group:
             self._settle(self._group)
             self._api.util.remove_placement_group(self._group)
-        self._group = None
-        self._bundles = []
+        self.keep()
 
     def _settle(self, group: PlacementGroup) -> None:
         """Wait until Ray has reserved the group's bundles, if the nodes have room for them.
 
         Ray may lose the resources of a group that is removed meanwhile (ray-project/ray#64693).
         """
-        until = time.monotonic() + SETTLE_S
+        until = time.monotonic() + RESERVE_S
         while time.monotonic() < until:
             room = room_on(nodes_of(self._api), self._bundles[0], "available")
             state = self._api.util.placement_group_table(group)["state"]
             if state == "CREATED" or room < len(self._bundles):
                 return
-            time.sleep(SETTLE_POLL_S)
+            time.sleep(PLACEMENT_POLL_S)
 
 
 def _awaited_bundles(
