@@ -18,18 +18,6 @@ NO_SIGNALS = (
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
 
 
-def handle_stop_signals(handler: Callable[[int, Any], None]) -> None:
-    """Install `handler` for the stop signals. Only the main thread of a process may do so.
-
-    A signal that is ignored already stays so: nohup starts commands with SIGHUP ignored.
-    """
-    if not in_main_thread():
-        return
-    for signum in STOP_SIGNALS:
-        if signal.getsignal(signum) is not signal.SIG_IGN:
-            signal.signal(signum, handler)
-
-
 def set_handlers_again() -> None:
     """Set the handlers of the stop signals as Python has them: a library in C may have removed them."""
     if not in_main_thread():
@@ -42,13 +30,18 @@ def set_handlers_again() -> None:
 
 @contextmanager
 def stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle the stop signals while a run lasts, and restore the program's own handlers then."""
+    """Handle the stop signals while a run lasts, and restore the program's own handlers then.
+
+    A signal that is ignored already stays so: nohup starts commands with SIGHUP ignored.
+    """
     if not in_main_thread():
         say(f"note   {NO_SIGNALS}")
         yield
         return
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    handle_stop_signals(handler)
+    for signum, old in before.items():
+        if old is not signal.SIG_IGN:
+            signal.signal(signum, handler)
     try:
         yield
     finally:

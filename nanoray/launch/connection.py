@@ -100,7 +100,7 @@ def connected(
                     "the code of anyone who reaches its ports; use Ray 2.52 or newer"
                 )
             if stop:
-                stop.install()  # Ray's core has put its own in the place of ours, unseen by Python
+                set_handlers_again()  # Ray's core has put its own in the place of ours
             with errors_of_nodes(NodeErrors().show):
                 yield
         finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import ray
@@ -118,12 +118,8 @@ class JobRecord:
         )
 
 
-@contextmanager
-def prepared_processes(prepare: Callable[[], None]) -> Iterator[None]:
-    """Call `prepare` in each process of a local Ray that starts inside, before it is Ray's.
-
-    Ray has no setting for that, so its function that starts them is replaced meanwhile.
-    """
+def prepared_processes(prepare: Callable[[], None]) -> AbstractContextManager[None]:
+    """Call `prepare` in each process of a local Ray that starts inside, before it is Ray's."""
     services: Any = ray._private.services
     popen = services.ConsolePopen
 
@@ -134,35 +130,19 @@ def prepared_processes(prepare: Callable[[], None]) -> Iterator[None]:
 
         return popen(command, preexec_fn=prepare_both, **options)
 
-    services.ConsolePopen = start
-    try:
-        yield
-    finally:
-        services.ConsolePopen = popen
+    return _replaced(services, "ConsolePopen", start)
 
 
-@contextmanager
-def keeping_sigterm() -> Iterator[None]:
+def keeping_sigterm() -> AbstractContextManager[None]:
     """Keep this process' handler of SIGTERM: `ray.init` would put one that exits in its place.
 
     Where Python calls that one in the middle of what ignores exceptions, the signal would be lost.
-    Ray has no setting for that, so its function that sets the handler is replaced meanwhile.
     """
-    utils: Any = ray._private.utils
-    original = utils.set_sigterm_handler
-    utils.set_sigterm_handler = lambda handler: None
-    try:
-        yield
-    finally:
-        utils.set_sigterm_handler = original
+    return _replaced(ray._private.utils, "set_sigterm_handler", lambda handler: None)
 
 
-@contextmanager
-def errors_of_nodes(show: Callable[[str], None]) -> Iterator[None]:
-    """Pass errors that nodes report to `show`, where Ray would print them.
-
-    Ray has no setting for that either, so the function that prints them is replaced meanwhile.
-    """
+def errors_of_nodes(show: Callable[[str], None]) -> AbstractContextManager[None]:
+    """Pass errors that nodes report to `show`, where Ray would print them."""
     printer: Any = ray._private.worker
     original = printer.print_to_stdstream
 
@@ -173,11 +153,18 @@ def errors_of_nodes(show: Callable[[str], None]) -> Iterator[None]:
         for error in data["lines"]:
             show(error)
 
-    printer.print_to_stdstream = print_to_stdstream
+    return _replaced(printer, "print_to_stdstream", print_to_stdstream)
+
+
+@contextmanager
+def _replaced(module: Any, name: str, function: Any) -> Iterator[None]:
+    """Put a function in the place of one of Ray's meanwhile: for what Ray has no setting for."""
+    original = getattr(module, name)
+    setattr(module, name, function)
     try:
         yield
     finally:
-        printer.print_to_stdstream = original
+        setattr(module, name, original)
 
 
 def is_pending(api: Any, actor: Any) -> bool:

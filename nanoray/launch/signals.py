@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from nanoray.base.output import say
-from nanoray.cli import handle_stop_signals, stop_signals
+from nanoray.cli import stop_signals
 
 AFTER_THIS_STEP = (
     b"\nstopping after this step; what is done is saved (Ctrl-C once more: stop now)\n"
@@ -28,10 +28,6 @@ class Stop:
         self.signal = 0
         self.reason = ""
         self._at_once = False  # there is nothing to save: a signal interrupts any wait
-
-    def install(self) -> None:
-        """Handle the signals that are not ignored."""
-        handle_stop_signals(self)
 
     def __call__(self, signum: int, frame: Any) -> None:
         if self.signal and signum == signal.SIGINT:
