@@ -112,8 +112,7 @@ class Ahead:
         if number == self._newest[0]:
             return self._newest[1]
         # A step that is repeated, a rollback, or a read after one that failed.
-        ended = self._iterator is None or loader_has_ended(self._iterator)
-        if ended or number != self._next:
+        if self._iterator is None or loader_has_ended(self._iterator) or number != self._next:
             self._begin(number)
         assert self._iterator is not None
         batch = next_of(self._iterator)
