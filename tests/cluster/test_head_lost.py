@@ -139,10 +139,9 @@ def test_a_new_head_in_the_place_of_the_old_one(
         wait_for(lambda: not old.runs)
         if with_the_head:
             wait_for(lambda: not any(alive(pid) for pid in ranks))  # soon after their raylet
+            code, output = finish(driver)  # nothing is left to wait for
         else:
             assert all(alive(pid) for pid in ranks)
-        if with_the_head:  # nothing is left to wait for
-            code, output = finish(driver)
         with ray_head(f"--port={port}", "--num-cpus=2", dashboard=False) as new:
             assert new.address == old.address
             if with_the_head:

@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 from nanoray.models.weighted import Weighted
 from nanoray.own.engine import RuntimeEngine
 from nanoray.own.run import Run
+from tests.harness.zoo import InitialisesItself, Samples, vectors
 
 
 def inputs() -> Tensor:
@@ -210,22 +211,6 @@ class Renormalises(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = self.table(x[:, 0].mul(4).long().clamp(0, 7))
         return self.head(rows)
-
-
-class StartsFromData(Model):
-    """The first call sets a weight from its batch: each rank another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-        self.initialised = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.initialised:
-            self.initialised = True
-            with torch.no_grad():
-                self.scale.copy_(1.0 / x.std(0))
-        return self.layer(x * self.scale)
 
 
 class OneRow(Model):
@@ -795,7 +780,8 @@ WRONG_MODELS: dict[str, Wrong] = {
         "the forward writes scale",
         "if only the first call writes",
         "call it once before",
-        model=StartsFromData,
+        model=InitialisesItself,
+        data=Samples(vectors(0, 24)),
         worlds=(2,),
     ),
     "frozen weights that forward writes": wrong(

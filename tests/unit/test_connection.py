@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,12 @@ from tests.harness.scripted_ray import ScriptedTime
 # A local Ray.
 
 
+def connect_by(init: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let `init` take the place of ray.init, and `folder` be that of a local Ray."""
+    monkeypatch.setattr(connection.ray, "init", init)
+    monkeypatch.setattr(connection.tempfile, "mkdtemp", lambda **_: str(folder))
+
+
 @pytest.mark.parametrize("failures", [1, 4, 5])
 def test_a_local_ray_that_a_busy_machine_starts_too_slowly_is_started_again(
     monkeypatch: pytest.MonkeyPatch,
@@ -51,8 +58,7 @@ def test_a_local_ray_that_a_busy_machine_starts_too_slowly_is_started_again(
             )
         return SimpleNamespace(dashboard_url="")
 
-    monkeypatch.setattr(connection.ray, "init", init)
-    monkeypatch.setattr(connection.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    connect_by(init, monkeypatch, tmp_path)
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE", "RAY_USAGE_STATS_ENABLED"):
         monkeypatch.setenv(name, "")
     slots = local_slots("cpu", 2, [], 2.0)
@@ -88,8 +94,7 @@ def test_a_stop_counts_where_python_ignores_what_its_handler_raises(
         Freed()
         return SimpleNamespace(dashboard_url="")
 
-    monkeypatch.setattr(connection.ray, "init", init)
-    monkeypatch.setattr(connection.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    connect_by(init, monkeypatch, tmp_path)
     stop = Stop()
     with (
         stop_signals(stop),
@@ -110,8 +115,7 @@ def test_a_stop_counts_after_rays_core_has_taken_the_handler(
         ctypes.CDLL(None).signal(int(signal.SIGTERM), int(signal.SIG_IGN))
         return SimpleNamespace(dashboard_url="")
 
-    monkeypatch.setattr(connection.ray, "init", init)
-    monkeypatch.setattr(connection.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    connect_by(init, monkeypatch, tmp_path)
     stop = Stop()
     with stop_signals(stop), connected("local", local_slots("cpu", 2, [], 2.0), stop):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -128,8 +132,7 @@ def test_a_local_ray_that_does_not_start_is_an_error_of_one_line(
     def init(address: str, **options: Any) -> Any:
         raise kind("The last 20 lines of dashboard.log:\n  import x\nTypeError: of a docstring\n")
 
-    monkeypatch.setattr(connection.ray, "init", init)
-    monkeypatch.setattr(connection.tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    connect_by(init, monkeypatch, tmp_path)
     for name in ("PYTHONOPTIMIZE", "PYTHONWARNINGS", "RAY_AUTH_TOKEN", "RAY_USAGE_STATS_ENABLED"):
         monkeypatch.setenv(name, "1" if name == variable else "")
     remedy = f"unset {variable}, which Ray's processes inherit, or train without Ray"
