@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -52,14 +53,26 @@ class Stop:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Let a signal interrupt whatever this process waits for: there is nothing to save yet."""
+        """Let a signal interrupt whatever this process waits for: there is nothing to save yet.
+
+        Python ignores what the handler raises within a finalizer or a callback of fork, and prints
+        it with a traceback. So that is not printed, and this raises at its end.
+        """
         self.check()
+        show_ignored = sys.unraisablehook
+
+        def show(ignored: Any) -> None:
+            if ignored.exc_type is not StopRequested:
+                show_ignored(ignored)
+
         self._at_once = True
+        sys.unraisablehook = show
         try:
             yield
         finally:
             self._at_once = False
-        self.check()  # Python may have ignored what the handler raised, as in a weakref's callback
+            sys.unraisablehook = show_ignored
+        self.check()
 
     def check(self) -> None:
         """Raise StopRequested if a stop was requested."""
