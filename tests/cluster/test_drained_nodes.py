@@ -82,6 +82,7 @@ def drain(cluster: Cluster, node: str, *flags: str) -> None:
     assert drained.returncode == 0, drained.stdout + drained.stderr
 
 
+@pytest.mark.full
 def test_a_deleted_worker_pod_costs_only_its_rank(
     head: Cluster, recipe: Path, clean: Path, tmp_path: Path
 ) -> None:

@@ -40,6 +40,7 @@ FLAGS = (*TWO_RANKS, "--resume", "auto")
 LOST = (*FLAGS, "--placement_timeout_s", "170")
 
 
+@pytest.mark.full
 def test_a_lost_head_costs_no_step(recipe: Path, tmp_path: Path) -> None:
     """Head and driver are killed. The ranks on the other node save and end within seconds.
 

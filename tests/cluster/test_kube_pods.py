@@ -492,6 +492,7 @@ def test_nothing_is_left(tmp_path: Path) -> None:
 # What the operator would generate for the other overlays, without starting it.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("folder", [f for f in FOLDERS if f.endswith("job")])
 def test_ray_understands_the_operators_commands(folder: str) -> None:
     """Every flag of every pod's `ray start` is one of this Ray's, with a value that it takes."""

@@ -104,6 +104,7 @@ def test_actors_carry_run_and_rank_and_nothing_is_left(
     assert no_actors_left(cluster)
 
 
+@pytest.mark.full
 def test_stop_at_checkpoints_and_resume_auto_goes_on(
     cluster: Cluster, recipe: Path, clean: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -486,6 +487,7 @@ except Exception as error:
         assert "start Ray with CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs" in text
 
 
+@pytest.mark.full
 def test_a_local_ray_is_closed_to_others_and_leaves_nothing(
     tmp_path: Path, forked_ray: dict[str, str]
 ) -> None:

@@ -59,6 +59,7 @@ def assert_in_place(found: Sequence[dict[str, Any]]) -> None:
     assert not [report for report in found if report["steps_repeated"]], found
 
 
+@pytest.mark.full
 @rests_on("A1", "A2", "A3", "A4", "A7", "A9", "A11", "A12", "A13", "A14")
 @pytest.mark.parametrize(
     ("kind", "newcomer", "places"),

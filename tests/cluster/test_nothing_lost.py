@@ -246,6 +246,7 @@ def test_a_closed_terminal_stops_the_run_with_a_checkpoint(
     assert no_actors_left(cluster)
 
 
+@pytest.mark.full
 def test_a_full_disk_during_a_recovery(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     """Neither the attempt's number nor the report can be written: the rank is replaced all the
     same.

@@ -278,6 +278,7 @@ LINES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "endings",
     [

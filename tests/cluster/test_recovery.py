@@ -478,6 +478,7 @@ def test_the_survivor_keeps_its_process_and_the_trace_its_order(
     assert set(wanted) - set(traced) <= {15, 16}, "but for notes that the lost group took with it"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "says"),
     [

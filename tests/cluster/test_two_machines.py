@@ -230,6 +230,7 @@ print(time.monotonic() - began)
 # ---- torchrun ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_torchrun_on_two_hosts_and_a_cut_that_heals_in_time(
     hosts: Hosts, here: Path, tmp_path: Path
 ) -> None:

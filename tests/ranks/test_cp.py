@@ -200,6 +200,7 @@ def require_alike(one: Any, other: Any, far: float = 2e-5) -> None:
         assert (mine[name] - tensor).abs().max() < far, name
 
 
+@pytest.mark.full
 def test_a_run_with_dropout_is_that_of_one_process(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,6 +58,7 @@ def carried_on_axes(
     return {arm: (seen[arm], formula(config)) for arm, config in configs.items()}
 
 
+@pytest.mark.full
 def test_each_axis_carries_what_the_formula_says(pools: Pools) -> None:
     both = carried_on_axes(pools, ARMS)
     for arm, own in ARMS.items():

@@ -98,6 +98,7 @@ def test_it_is_the_run_with_the_found_size(
     assert (config["micro_batch_size"], config["micro_batch_search"]) == (0, True)
 
 
+@pytest.mark.full
 def test_a_second_start_and_a_resume_measure_nothing(text: Path, tmp_path: Path) -> None:
     """Another run takes what is in the cache, a resume what the run trained with; else it differs."""
     first = auto(text, tmp_path, max_steps=4, stop_at=2)
@@ -162,6 +163,7 @@ def test_a_rank_alone_goes_on_with_what_has_fitted(text: Path, tmp_path: Path) -
     assert series(spec) == series(given)
 
 
+@pytest.mark.full
 def test_ranks_begin_again_below_what_did_not_fit(text: Path, tmp_path: Path) -> None:
     """The others wait for the rank in a collective: all end, and a restart tries smaller ones."""
     spec = auto(text, tmp_path)

@@ -80,6 +80,7 @@ KINDS = {  # -> a pattern that matches the same files as their folder
 }
 
 
+@pytest.mark.full
 def test_token_files_of_other_tools_train_and_resume(
     text: Path, tmp_path: Path, ranks: dict[int, LastingRanks], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -155,6 +155,7 @@ def everyday() -> list[list[Specimen]]:
     return [*chosen.values()]
 
 
+@pytest.mark.full
 def test_a_specimen_of_each_family_trains_as_in_plain_torch(tmp_path: Path) -> None:
     lines = []
     with LastingRanks(2) as ranks:

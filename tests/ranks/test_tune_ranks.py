@@ -139,6 +139,7 @@ def measure_side_by_side(*rank: Any, **more: Any) -> dict[str, Any]:
     return found | {"exit_reason": "finished"}
 
 
+@pytest.mark.full
 def test_arms_stay_while_they_are_compared(text: Path, tmp_path: Path) -> None:
     """Other layouts, shardings and threads, in turn, on ranks that have all of them at once."""
     spec = make_spec(text, tmp_path, precision="fp32", optimizer="sgd", lr=0.5, min_lr=0.1)
@@ -278,6 +279,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.full
 def test_a_choice_that_runs_out_of_memory_is_left_out(text: Path, tmp_path: Path) -> None:
     (tmp_path / "full.py").write_text(FULL)
     others = "attention,loss_chunk,checkpointing,threads"

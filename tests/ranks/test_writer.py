@@ -161,6 +161,7 @@ def copy_late() -> None:
     writer.ThreadPoolExecutor = late  # type: ignore[misc, assignment]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "mode", ["ddp", "zero1", *(pytest.param(m, marks=pytest.mark.full) for m in ("zero2", "fsdp"))]
 )

@@ -297,6 +297,7 @@ def test_a_lost_stream_ends_no_command(
     assert Path(page).exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "redirect",
     [

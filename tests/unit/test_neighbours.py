@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,26 +65,44 @@ def accepts(key: str, value: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("row", FOREIGN, ids=lambda row: f"{row.program} {row.theirs}")
-def test_another_programs_name_is_answered_with_ours(tmp_path: Path, row: Name) -> None:
-    """As a flag with either kind of dash, as a key of a file, and in a script's dict."""
-    nested = row.theirs in NESTED
-    hyphens = row.theirs.replace("_", "-")
-    said = [refusal_of_flag(f"--{row.theirs}", "1"), refusal_of_flag(f"--{hyphens}=1")]
-    if not nested and row.theirs.count(".") == 0:
-        said.append(refusal_of_key(tmp_path, f"{row.theirs}: 1\n"))
-        with pytest.raises(ConfigError) as error:
-            loaded_of({row.theirs: 1})
-        said.append(str(error.value))
-    elif not nested:
-        outer, inner = row.theirs.split(".")
-        said.append(refusal_of_key(tmp_path, f"{outer}: {{{inner}: 1}}\n"))
+def refusal_in(place: str, name: str, tmp_path: Path) -> str:
+    """Write another program's name into this place, and return what is said of it."""
+    outer, _, inner = name.partition(".")
+    match place:
+        case "flag":
+            return refusal_of_flag(f"--{name}", "1")
+        case "flag with hyphens":
+            return refusal_of_flag(f"--{name.replace('_', '-')}=1")
+        case "file":
+            return refusal_of_key(
+                tmp_path, f"{outer}: {{{inner}: 1}}\n" if inner else f"{name}: 1\n"
+            )
+        case _:
+            with pytest.raises(ConfigError) as error:
+                loaded_of({name: 1})
+            return str(error.value)
 
-    for text in said:
-        assert text.startswith("unknown "), text
-        assert all(key in text for key in row.ours), text
-        assert row.ours or row.how in text, text
-        assert "did you mean" not in text, f"a guess at a name that is known: {text}"
+
+def names_in_places() -> Iterator[tuple[Name, str]]:
+    """Each name in one place, and each place for every fourth name: one table answers them all."""
+    for i, row in enumerate(FOREIGN):
+        places = ["flag", "flag with hyphens"]
+        if row.theirs not in NESTED:  # keys of ours, which hold such names
+            places += ["file"] if "." in row.theirs else ["file", "script"]
+        yield row, places[i % len(places)]
+
+
+@pytest.mark.parametrize(
+    ("row", "place"),
+    list(names_in_places()),
+    ids=lambda it: it if isinstance(it, str) else it.theirs,
+)
+def test_another_programs_name_is_answered_with_ours(tmp_path: Path, row: Name, place: str) -> None:
+    text = refusal_in(place, row.theirs, tmp_path)
+    assert text.startswith("unknown "), text
+    assert all(key in text for key in row.ours), text
+    assert row.ours or row.how in text, text
+    assert "did you mean" not in text, f"a guess at a name that is known: {text}"
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,7 @@ def wrong_links(site: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.full
 def test_each_link_leads_to_a_page_and_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     assert wrong_links(site) == []
 
