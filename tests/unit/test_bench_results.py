@@ -54,8 +54,8 @@ def test_a_committed_result_has_a_line_for_each_row(name: str) -> None:
     assert to_json(json.loads(text)) == text
 
 
-def figures() -> list[Any]:
-    """One result of each benchmark; the others of it are drawn by `make test-all`."""
+def one_of_each() -> list[Any]:
+    """One result of each benchmark; the others of it are for `make test-all`."""
     found: list[Any] = []
     seen: set[str] = set()
     for name, bench in results().items():
@@ -65,7 +65,27 @@ def figures() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("name", "bench"), figures())
+@pytest.mark.parametrize(("name", "bench"), one_of_each())
+def test_a_committed_result_puts_marks_on_each_panel(
+    name: str, bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the picture: to lay out and paint one takes a second."""
+    panels: list[Any] = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: panels.extend(figure.axes)
+    )
+    benchmark_named(bench).draw(Report.read(RESULTS / name), tmp_path / "figure.png")
+    assert panels
+    assert all(panel.has_data() for panel in panels)
+
+
+def pictures() -> list[Any]:
+    """All results, of which `make test` paints one."""
+    (name, bench), *others = results().items()
+    return [(name, bench), *(pytest.param(*other, marks=pytest.mark.full) for other in others)]
+
+
+@pytest.mark.parametrize(("name", "bench"), pictures())
 def test_a_committed_result_is_drawn(name: str, bench: str, tmp_path: Path) -> None:
     benchmark, report = benchmark_named(bench), Report.read(RESULTS / name)
     benchmark.draw(report, tmp_path / "figure.png")
