@@ -21,17 +21,10 @@ import yaml
 
 from nanoray.faults.progress import ProgressFile
 from nanoray.kube.alerts import MANIFEST, rule_file
-from tests.harness.cluster import (
-    Cluster,
-    end_session,
-    ends_with_tests,
-    in_driver,
-    only_run,
-    ray_head,
-    start,
-    wait_for,
-)
+from tests.harness.cluster import Cluster, end_session, ends_with_tests, in_driver, ray_head, start
+from tests.harness.commands import wait_for
 from tests.harness.ports import free_port
+from tests.harness.ranks import only_run
 
 ALERTS = {rule["alert"] for rule in yaml.safe_load(rule_file())["groups"][0]["rules"]}
 NEEDS_PEAK = "ray_nanoray_perf_mfu"  # no CPU has a known peak

@@ -28,7 +28,6 @@ from tests.harness.cluster import (
     losses,
     no_actors_left,
     only_report,
-    only_run,
     pid_of,
     process_state,
     processes_of_session,
@@ -38,9 +37,9 @@ from tests.harness.cluster import (
     start_training,
     summary,
     undisturbed,
-    wait_for,
 )
-from tests.harness.commands import ROOT, Command
+from tests.harness.commands import ROOT, Command, wait_for
+from tests.harness.ranks import only_run
 
 
 @pytest.mark.full

@@ -18,8 +18,9 @@ from nanoray.base.metrics import METRICS
 from nanoray.bench.harness.processes import Child
 from tests.cluster.test_launch import exported_metrics, submit
 from tests.harness.browser import TEXT, browser, in_chromium
-from tests.harness.cluster import TOKEN, Cluster, no_actors_left, only_run, trains, wait_for
-from tests.harness.commands import torchrun
+from tests.harness.cluster import TOKEN, Cluster, no_actors_left, trains
+from tests.harness.commands import torchrun, wait_for
+from tests.harness.ranks import only_run
 
 pytestmark = [pytest.mark.full, in_chromium]
 

@@ -30,7 +30,6 @@ from tests.harness.cluster import (
     losses,
     nodes_of_actors,
     only_report,
-    only_run,
     pid_of,
     processes_of_session,
     ray_head,
@@ -39,8 +38,9 @@ from tests.harness.cluster import (
     start_training,
     summary,
     undisturbed,
-    wait_for,
 )
+from tests.harness.commands import wait_for
+from tests.harness.ranks import only_run
 
 NOTICE_S = 9  # from SIGTERM until `ray start` ends what is left on its node
 FLAGS = ("--cpus_per_worker", "1", *TWO_RANKS)

@@ -19,9 +19,8 @@ from tests.harness.cluster import (
     processes_of_session,
     start,
     trains,
-    wait_for,
 )
-from tests.harness.commands import ROOT
+from tests.harness.commands import ROOT, wait_for
 
 ALL_CPUS = ("--workers", "2", "--cpus_per_worker", "1", "--placement_timeout_s", "30")
 

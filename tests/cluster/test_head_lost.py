@@ -22,7 +22,6 @@ from tests.harness.cluster import (
     finish,
     fired,
     losses,
-    only_run,
     pid_of,
     processes_of_session,
     ray_head,
@@ -32,9 +31,10 @@ from tests.harness.cluster import (
     summary,
     trains,
     undisturbed,
-    wait_for,
 )
+from tests.harness.commands import wait_for
 from tests.harness.ports import free_port
+from tests.harness.ranks import only_run
 
 FLAGS = (*TWO_RANKS, "--resume", "auto")
 LOST = (*FLAGS, "--placement_timeout_s", "170")

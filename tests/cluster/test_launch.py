@@ -31,7 +31,6 @@ from tests.harness.cluster import (
     left_behind,
     losses,
     no_actors_left,
-    only_run,
     processes_of_session,
     ray_head,
     ray_node,
@@ -39,10 +38,10 @@ from tests.harness.cluster import (
     start_training,
     summary,
     trains,
-    wait_for,
 )
-from tests.harness.commands import run
+from tests.harness.commands import run, wait_for
 from tests.harness.ports import closed_port
+from tests.harness.ranks import only_run
 
 
 @pytest.fixture(scope="module")

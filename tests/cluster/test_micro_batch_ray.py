@@ -15,13 +15,13 @@ from tests.harness.cluster import (
     assert_same_run,
     finish,
     no_actors_left,
-    only_run,
     reports,
     start,
     summary,
     undisturbed,
 )
 from tests.harness.commands import run
+from tests.harness.ranks import only_run
 
 pytestmark = pytest.mark.full  # tests/ranks/test_micro_batch.py has the same without Ray
 SCRIPT = """

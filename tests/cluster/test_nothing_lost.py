@@ -25,7 +25,6 @@ from tests.harness.cluster import (
     left_behind,
     losses,
     no_actors_left,
-    only_run,
     pid_of,
     processes_of_session,
     ray_folders,
@@ -35,9 +34,9 @@ from tests.harness.cluster import (
     start,
     summary,
     trains,
-    wait_for,
 )
-from tests.harness.commands import Command
+from tests.harness.commands import Command, wait_for
+from tests.harness.ranks import only_run
 
 LONG = (
     *ENDLESS,

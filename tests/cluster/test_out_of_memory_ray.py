@@ -16,12 +16,12 @@ from tests.harness.cluster import (
     finish,
     fired,
     no_actors_left,
-    only_run,
     reports,
     start,
     summary,
     undisturbed,
 )
+from tests.harness.ranks import only_run
 
 pytestmark = pytest.mark.full  # tests/ranks/test_out_of_memory.py has the same without Ray
 

@@ -10,15 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.cluster import (
-    Cluster,
-    assert_same_run,
-    fired,
-    no_actors_left,
-    only_run,
-    reports,
-)
+from tests.harness.cluster import Cluster, assert_same_run, fired, no_actors_left, reports
 from tests.harness.commands import run
+from tests.harness.ranks import only_run
 
 pytestmark = [pytest.mark.slow]
 SCRIPT = """

@@ -8,9 +8,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.harness.cluster import Cluster, losses, only_run
+from tests.harness.cluster import Cluster, losses
 from tests.harness.commands import run
-from tests.harness.ranks import TINY
+from tests.harness.ranks import TINY, only_run
 
 
 def printed_commands(output: str) -> list[list[str]]:

@@ -28,7 +28,6 @@ from tests.harness.cluster import (
     losses,
     no_actors_left,
     only_report,
-    only_run,
     pid_of,
     ray_head,
     reports,
@@ -36,9 +35,9 @@ from tests.harness.cluster import (
     summary,
     thaw,
     undisturbed,
-    wait_for,
 )
-from tests.harness.commands import no_watchers_left
+from tests.harness.commands import no_watchers_left, wait_for
+from tests.harness.ranks import only_run
 
 EVERY_FIVE = ("--eval_every", "5", "--checkpoint_every", "5")
 PATIENT = ("--hang_timeout", "0", "--timeout_s", "300")  # where a test holds a rank itself

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 
 from tests.cluster.test_two_machines import STEPS, train_here, write_recipe
-from tests.harness.cluster import assert_same_run, only_run, wait_for
+from tests.harness.cluster import assert_same_run
+from tests.harness.commands import wait_for
 from tests.harness.hosts import Hosts, missing, run_on, start_on
+from tests.harness.ranks import only_run
 
 pytestmark = pytest.mark.full
 

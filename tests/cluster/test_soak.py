@@ -19,7 +19,8 @@ from nanoray.bench import __main__ as bench
 from nanoray.bench import soak
 from nanoray.bench.chaos import KILL_NODE, WEIGHTS, SeenRun, kinds
 from nanoray.bench.harness import leaks
-from tests.harness.cluster import ROOT, wait_for
+from tests.harness.cluster import ROOT
+from tests.harness.commands import wait_for
 
 SHORT = (
     "--minutes",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.cluster import Cluster, finish, no_actors_left, reports, wait_for
-from tests.harness.commands import Command
+from tests.harness.cluster import Cluster, finish, no_actors_left, reports
+from tests.harness.commands import Command, wait_for
 
 pytestmark = pytest.mark.full  # tests/ranks/test_tune_ranks.py goes on from a file without Ray
 

@@ -22,12 +22,12 @@ import yaml
 from nanoray.kube.render import KUBE_DIR
 from nanoray.trace.__main__ import read_steps
 from nanoray.trace.accounts import accounts_of, read_processes
-from tests.harness.cluster import TOKEN, assert_same_run, only_run, wait_for
-from tests.harness.commands import torchrun
+from tests.harness.cluster import TOKEN, assert_same_run
+from tests.harness.commands import torchrun, wait_for
 from tests.harness.hosts import Hosts, commands_on, has_compiler, missing, run_on, start_on
 from tests.harness.manifests import build
 from tests.harness.pods import RunningPod
-from tests.harness.ranks import TINY
+from tests.harness.ranks import TINY, only_run
 
 STEPS = 40
 RECIPE: dict[str, Any] = {k: v for k, v in TINY.items() if k != "name"} | {

@@ -16,13 +16,13 @@ from tests.harness.cluster import (
     finish,
     injected,
     launch,
-    only_run,
     pid_of,
     start,
     undisturbed,
-    wait_for,
 )
+from tests.harness.commands import wait_for
 from tests.harness.packages import needs
+from tests.harness.ranks import only_run
 from tests.harness.s3 import BUCKET, proxy_before, s3_server, secrets_in, shell, variables
 
 pytestmark = needs("s3fs", "moto")

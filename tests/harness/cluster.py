@@ -30,8 +30,9 @@ from nanoray.bench.harness.processes import HEAD_ENV, current_cluster, head_comm
 from nanoray.checkpoint.find import newest_valid
 from nanoray.launch.ray_compat import numbers_of
 from nanoray.train.guard import certificate
-from tests.harness.commands import ROOT, Command, torchrun
+from tests.harness.commands import ROOT, START_S, Command, torchrun, wait_for
 from tests.harness.ports import free_port
+from tests.harness.ranks import only_run
 from tests.harness.ray_workers import forked_workers, workers_of
 
 TOKEN = "nanoray-test-token-nanoray-test-token"
@@ -45,8 +46,6 @@ ENDLESS = ("--max_steps", "100000", "--faults", SLOW_STEPS)
 SLOW_STEP = "slow@rank=0,step=12,phase=data"
 # Two ranks whose state is in memory only, with dropout: masks follow from step and rank.
 TWO_RANKS = ("--workers", "2", "--spares", "0", "--dropout", "0.1", "--checkpoint_every", "0")
-# For a Ray head, a node or a run to come up, on a machine that is busy with other tests
-START_S = 180.0
 
 
 _LIBC = ctypes.CDLL(None)
@@ -299,25 +298,6 @@ def processes_of_session(session: int) -> list[int]:
     return found + [pid for pid in workers_of(found) if alive(pid)]
 
 
-def wait_for(
-    ready: Callable[[], object],
-    seconds: float = START_S,
-    process: subprocess.Popen[Any] | Command | None = None,
-    said: Callable[[], str] = str,
-) -> None:
-    """Wait until `ready` returns something true. Raises AssertionError in time, or at the end."""
-
-    def output() -> str:
-        return (process.output if isinstance(process, Command) else "") + said()
-
-    end = time.monotonic() + seconds
-    while not ready():
-        if process is not None and process.poll() is not None and not ready():
-            raise AssertionError(f"ended with {process.returncode}: {output()}")
-        assert time.monotonic() < end, f"not ready after {seconds} s: {output()}"
-        time.sleep(0.05)
-
-
 def start(cluster: Cluster | None, recipe: Path, out: Path, *flags: str, **env: str) -> Command:
     """Start `python -m nanoray.launch` on a recipe."""
     base = (
@@ -506,11 +486,6 @@ def _command_of(pid: int) -> str:
 
 def alive(pid: int) -> bool:
     return process_state(pid) not in ("", "Z")
-
-
-def only_run(out: Path) -> Path:
-    (run,) = [p for p in out.iterdir() if p.is_dir()]
-    return run
 
 
 def trains(out: Path) -> bool:

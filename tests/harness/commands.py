@@ -28,6 +28,8 @@ from typing import Any
 from nanoray.mesh.rendezvous import open_store
 
 ROOT = Path(__file__).resolve().parents[2]
+# For a Ray head, a node or a run to come up, on a machine that is busy with other tests
+START_S = 180.0
 
 
 class _Process(ForkServerProcess):
@@ -398,3 +400,22 @@ def killed_saves(folder: Path, save_forever: Callable[..., None], *args: object)
         in_save += any(folder.glob(".*"))
         yield done.value
     assert in_save >= 5, "the kills did hit saves"
+
+
+def wait_for(
+    ready: Callable[[], object],
+    seconds: float = START_S,
+    process: subprocess.Popen[Any] | Command | None = None,
+    said: Callable[[], str] = str,
+) -> None:
+    """Wait until `ready` returns something true. Raises AssertionError in time, or at the end."""
+
+    def output() -> str:
+        return (process.output if isinstance(process, Command) else "") + said()
+
+    end = time.monotonic() + seconds
+    while not ready():
+        if process is not None and process.poll() is not None and not ready():
+            raise AssertionError(f"ended with {process.returncode}: {output()}")
+        assert time.monotonic() < end, f"not ready after {seconds} s: {output()}"
+        time.sleep(0.05)

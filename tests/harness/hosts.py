@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness import pods, switch
-from tests.harness.cluster import wait_for
+from tests.harness.commands import wait_for
 from tests.harness.pods import Machine, RunningPod, ip
 from tests.harness.switch import SwitchProcess
 

@@ -90,3 +90,8 @@ def records(spec: RunSpec) -> list[dict[str, Any]]:
 def series(spec: RunSpec, key: str = "train/loss") -> dict[int, float]:
     """Return step -> value of one metric."""
     return {r["step"]: r[key] for r in records(spec) if key in r}
+
+
+def only_run(out: Path) -> Path:
+    (run,) = [p for p in out.iterdir() if p.is_dir()]
+    return run

@@ -11,7 +11,7 @@ import torch
 
 from nanoray.mesh.mesh import Mesh, collectives_started
 from nanoray.mesh.rendezvous import open_store
-from tests.harness.cluster import wait_for as until
+from tests.harness.commands import wait_for as until
 from tests.ranks.test_strangers import both
 
 

@@ -27,8 +27,7 @@ from nanoray.bench.harness.rank_pool import (
 )
 from nanoray.bench.harness.report import Report
 from nanoray.errors import ConfigError, PlacementError
-from tests.harness.cluster import wait_for
-from tests.harness.commands import Command, run
+from tests.harness.commands import Command, run, wait_for
 from tests.harness.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from nanoray.forecast import whatif
-from tests.harness.cluster import only_run
 from tests.harness.commands import torchrun
+from tests.harness.ranks import only_run
 
 
 @pytest.mark.full

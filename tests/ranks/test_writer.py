@@ -36,8 +36,8 @@ from nanoray.mesh.pieces import Piece
 from nanoray.state.state_dict import StateDict
 from nanoray.train.agree import find_checkpoint
 from tests.harness.alone import engine_of
-from tests.harness.cluster import wait_for as until
 from tests.harness.commands import Command, forkserver, killed_saves
+from tests.harness.commands import wait_for as until
 from tests.harness.ranks import TINY, make_spec, records, run_ranks, series
 
 ALONE = Mesh(0, 1, 0, torch.device("cpu"), "none", "")

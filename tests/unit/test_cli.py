@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from nanoray.__main__ import COMMANDS, main
-from tests.harness.cluster import wait_for
-from tests.harness.commands import Command, run
+from tests.harness.commands import Command, run, wait_for
 from tests.harness.permissions import closed
 from tests.harness.ports import free_port
 from tests.harness.ranks import TINY

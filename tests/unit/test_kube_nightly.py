@@ -16,7 +16,7 @@ from nanoray.bench.__main__ import _load
 from nanoray.bench.registry import BENCHMARKS
 from nanoray.kube.kustomize import groups
 from nanoray.kube.render import KUBE_DIR
-from tests.harness.cluster import wait_for
+from tests.harness.commands import wait_for
 from tests.harness.kube_rules import cluster_spec, problems
 from tests.harness.manifests import build
 

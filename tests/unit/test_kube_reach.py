@@ -17,7 +17,7 @@ import pytest
 from nanoray.kube.__main__ import main
 from nanoray.kube.cluster import Api
 from nanoray.kube.follow import Follower
-from tests.harness.cluster import wait_for
+from tests.harness.commands import wait_for
 from tests.harness.kube_server import ApiServer, ray_head, submit_of
 from tests.harness.messages import find_line
 

@@ -15,8 +15,9 @@ from nanoray.faults.progress import ProgressFile
 from nanoray.tools.inspect import live
 from nanoray.tools.inspect.__main__ import main
 from nanoray.train.guard.certificate import append
-from tests.harness.cluster import end_session, only_run, wait_for
-from tests.harness.commands import Command
+from tests.harness.cluster import end_session
+from tests.harness.commands import Command, wait_for
+from tests.harness.ranks import only_run
 from tests.unit.test_devices import FakeNvml, h200
 
 

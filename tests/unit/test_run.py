@@ -33,8 +33,7 @@ from nanoray.config import make_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.start.folder import open_run
-from tests.harness.cluster import wait_for
-from tests.harness.commands import Command, run
+from tests.harness.commands import Command, run, wait_for
 from tests.harness.messages import find_line
 from tests.harness.ranks import TINY, make_spec, run_ranks
 
