@@ -155,6 +155,7 @@ def test_losses_are_compared_up_to_the_last_step_of_both() -> None:
     assert wrong_among({1: 1.0, 2: 2.1}, reference, 0.1) == 0
 
 
+@pytest.mark.full
 def test_a_peer_asks_for_notices_only_where_ray_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     # Not at the top, which each worker imports for its list of tests: it takes seconds
     import ray.train

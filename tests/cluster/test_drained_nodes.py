@@ -209,6 +209,7 @@ print(is_pending(ray, first), is_pending(ray, second), state())
 """
 
 
+@pytest.mark.full
 def test_ray_says_of_an_actor_whether_it_has_a_process(head: Cluster) -> None:
     """The driver asks that about a new actor that is late, and whether its slot has room."""
     done = subprocess.run(

@@ -8,6 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness.cluster import Cluster, losses
 from tests.harness.commands import run
 from tests.harness.ranks import TINY, only_run
@@ -19,6 +21,7 @@ def printed_commands(output: str) -> list[list[str]]:
     return [shlex.split(line.removeprefix("next")) for line in lines]
 
 
+@pytest.mark.full
 def test_the_printed_commands_work_in_another_folder(
     cluster: Cluster, text: Path, tmp_path: Path
 ) -> None:

@@ -169,6 +169,7 @@ def steps_of(runs: Path) -> list[int]:
 # ---- the network itself --------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_network_does_what_it_is_asked(hosts: Hosts) -> None:
     """Delay, rate, loss, cut and Debian's names: a harness that shapes nothing would prove nothing."""
     alpha = hosts.host("alpha")

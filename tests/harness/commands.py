@@ -52,10 +52,11 @@ forkserver = _Context()
 _TORCH = ["torch._dynamo", "torch.distributed.nn.functional", "torch.utils.tensorboard"]
 _OF_RAY = ["requests", "jsonschema", "google.protobuf.internal.builder", "filelock", "msgpack"]
 _OURS = ["nanoray.train.rank", "nanoray.train.report", "nanoray.cli", "nanoray.own.program"]
-_OF_BENCH = ["nanoray.bench.arm", "matplotlib.pyplot"]  # no module that `python -m` runs
+_OURS += ["nanoray.own.engine"]
+_OF_BENCH = ["nanoray.bench.arm", "nanoray.bench.equivalence", "matplotlib.pyplot"]
 # A rank whose function stands in a file of tests imports that file, and what it imports.
 _OF_TESTS = ["pytest", "hypothesis", __name__]
-_OF_TESTS += [f"tests.harness.{name}" for name in ("elastic", "frozen", "ranks", "zoo_ranks")]
+_OF_TESTS += [f"tests.harness.{name}" for name in ("elastic", "ranks", "zoo_ranks", "frozen")]
 forkserver.set_forkserver_preload([*_TORCH, *_OF_RAY, *_OURS, *_OF_BENCH, *_OF_TESTS])
 
 # Where the workers of pytest-xdist find the server of their controller; nothing that they start needs
@@ -345,6 +346,9 @@ def become(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int,
             sys.path.insert(0, os.path.dirname(args[0]))
             runpy.run_path(args[0], run_name="__main__")
         else:
+            # One that another module has imported is run anew, as in a process of its own
+            is_package = hasattr(sys.modules.get(args[0]), "__path__")
+            sys.modules.pop(f"{args[0]}.__main__" if is_package else args[0], None)
             runpy.run_module(args[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:

@@ -161,7 +161,15 @@ def test_other_options_work_with_parts_of_sequences(pools: Pools) -> None:
     assert max(rank["off"] for rank in found_one["ranks"]) < 1e-4
 
 
-@pytest.mark.parametrize("bug", ["", *BUGS])
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "",
+        "mask",
+        "home",
+        *(pytest.param(bug, marks=pytest.mark.full) for bug in BUGS if bug not in ("mask", "home")),
+    ],
+)
 def test_a_planted_bug_makes_training_differ(pools: Pools, bug: str) -> None:
     """Each is far above the limit, which a run without one keeps."""
     arm = own(3, **PLAIN)

@@ -85,6 +85,7 @@ def test_without_the_packages_one_line_says_what_to_do(tmp_path: Path) -> None:
     assert not (tmp_path / "the results").exists()
 
 
+@pytest.mark.full
 def test_packages_that_are_missing_come_from_the_bundle(tmp_path: Path, text: Path) -> None:
     """The parts and what they start find them, too."""
     bundle_of_installed(tmp_path / "bundle")

@@ -86,6 +86,7 @@ def test_fsdp_is_zero2_but_for_the_rounding_of_odd_rows(
     assert final(fsdp).optimizer.keys() == final(zero).optimizer.keys()
 
 
+@pytest.mark.full
 def test_a_run_goes_on_with_another_mode(images: DatasetInfo, tmp_path: Path) -> None:
     """Running statistics and momentum go along, from whole weights to shards and back."""
     settings = {"sync_batchnorm": True, "precision": "fp32"}

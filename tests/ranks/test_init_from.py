@@ -104,6 +104,7 @@ def require_one_process(
         assert found == pytest.approx(expected[kind], rel=2e-5), name
 
 
+@pytest.mark.full
 def test_two_ranks_begin_with_the_same_weights(
     two: LastingRanks, one: LastingRanks, sources: dict[str, Path], text: Path, tmp_path: Path
 ) -> None:

@@ -131,6 +131,7 @@ GROUPS: dict[str, tuple[int, int, dict[str, Any]]] = {
 OFTEN = ("tp in 8 bits",)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case",
     [case if case in OFTEN else pytest.param(case, marks=pytest.mark.full) for case in GROUPS],

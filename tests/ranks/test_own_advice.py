@@ -251,13 +251,13 @@ def advised(message: str) -> list[str]:
     return re.split(", | or ", found[-1]) if found else []
 
 
-# In these a rank refuses alone, and the other one waits for it: for timeout_s.
-SLOW = ("order", "on data")
+# Whose modes `make test` trains in; the others' are for `make test-all`
+EVERYDAY = ("rows", "scripted", "one memory", "shared", "two parts", "hook before")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.full) if name in SLOW else name for name in REFUSALS],
+    [n if n in EVERYDAY else pytest.param(n, marks=pytest.mark.full) for n in REFUSALS],
 )
 def test_an_advised_mode_accepts_the_model(ranks: LastingRanks, tmp_path: Path, name: str) -> None:
     refusal = REFUSALS[name]

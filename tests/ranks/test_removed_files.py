@@ -43,6 +43,7 @@ CASES: dict[str, Callable[[Path], None]] = {
     **{name: partial(remove, name) for name in NAMES + PROGRESS},
     "the run's folder": move,
 }
+EVERYDAY = ("checkpoints", "lock", "metrics.jsonl", "the run's folder")
 
 
 class Remover(nanoray.Callback):
@@ -98,7 +99,10 @@ def trained(out: Path, callback: nanoray.Callback | None, **config: Any) -> None
     assert nanoray.launch(main, settings | config, ray=False) == 0
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in EVERYDAY else pytest.param(name, marks=pytest.mark.full) for name in CASES],
+)
 def test_what_is_removed_from_a_run_is_made_anew_and_it_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:

@@ -333,6 +333,7 @@ print("and on", len(calls))
 """
 
 
+@pytest.mark.full
 def test_a_script_s_own_model_is_tuned_and_trained(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("OUT", repr(str(tmp_path / "out"))))

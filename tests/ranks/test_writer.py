@@ -465,6 +465,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_step(text: Path, tmp_path: Path) 
     assert series(spec) == series(clean)
 
 
+@pytest.mark.full
 def test_a_read_only_file_system_leaves_what_is_there(text: Path, tmp_path: Path) -> None:
     """A bind mount that this command alone sees. Training ends, and then says that its last
     checkpoint failed.

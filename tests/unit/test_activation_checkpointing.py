@@ -69,6 +69,7 @@ def test_lost_masks_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not all(same)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.full), 0.2])
 def test_a_compiled_block_contains_it(dropout: float) -> None:

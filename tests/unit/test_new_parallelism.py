@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -185,7 +186,7 @@ print(json.dumps({
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("new")
     copy = folder / "nanoray"
-    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, copy)  # what is compiled, too: a copy has the time of its original
     for name, text in OWN.items():
         assert not (copy / name).exists()
         (copy / name).write_text(text, encoding="utf-8")
@@ -308,7 +309,10 @@ def axes_named_together(tree: ast.AST) -> list[int]:
 def test_axes_are_listed_in_one_place() -> None:
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        lines = axes_named_together(parse(path.read_text(encoding="utf-8")))
+        source = path.read_text(encoding="utf-8")
+        if len({*re.findall(r"\w+", source)} & {*Coords._fields}) < 3:
+            continue
+        lines = axes_named_together(parse(source))
         if lines:
             found[path.relative_to(PACKAGE).as_posix()] = lines
     assert found.keys() == ALLOWED.keys(), (
