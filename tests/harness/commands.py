@@ -338,6 +338,10 @@ def become(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int,
         2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
     )
     sys.argv = list(args)
+    # What `python -m` runs is executed anew, as in a process of its own, and not found imported
+    for name in list(sys.modules):
+        if name.endswith(".__main__") or (name == args[0] and not is_package(sys.modules[name])):
+            del sys.modules[name]
     code = 1
     try:
         if "OMP_NUM_THREADS" in env:  # which the server has not seen when it imported torch
@@ -346,9 +350,6 @@ def become(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int,
             sys.path.insert(0, os.path.dirname(args[0]))
             runpy.run_path(args[0], run_name="__main__")
         else:
-            # One that another module has imported is run anew, as in a process of its own
-            is_package = hasattr(sys.modules.get(args[0]), "__path__")
-            sys.modules.pop(f"{args[0]}.__main__" if is_package else args[0], None)
             runpy.run_module(args[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as ended:
@@ -361,6 +362,10 @@ def become(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int,
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+def is_package(module: object) -> bool:
+    return hasattr(module, "__path__")
 
 
 def watchers_of(path: Path) -> list[int]:
