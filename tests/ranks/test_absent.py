@@ -76,6 +76,7 @@ def test_what_else_a_step_has_does_not_move_a_parameter_that_rests(
         assert steps_of(of_case.optimizer) == expected, case
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "world"),
     [

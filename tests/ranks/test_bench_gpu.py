@@ -45,6 +45,7 @@ ONLY_GPUS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("presets", "arms"),
     [

@@ -137,6 +137,7 @@ def test_a_commit_waits_until_the_next_group_is_built(text: Path, tmp_path: Path
     assert (spec.checkpoints / "step_00000008").exists()
 
 
+@pytest.mark.full
 def test_a_roll_back_names_the_damaged_checkpoints_that_it_skips(
     text: Path, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_it_trains_as_one_process_does(pools: Pools, ranks: int) -> None:
     require_one_process(found, SGD)
 
 
+@pytest.mark.full
 def test_beside_one_mode_and_each_axis_it_trains_as_one_process_does(pools: Pools) -> None:
     two = own(2)
     arms = {

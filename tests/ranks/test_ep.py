@@ -164,6 +164,7 @@ def test_a_run_resumes_to_the_bit(runs: Runs, ep: int, mode: str, world: int) ->
     assert series(rest, "moe/load_max") == series(whole, "moe/load_max")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "meshes",
     [

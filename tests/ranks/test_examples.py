@@ -54,6 +54,7 @@ def scripts() -> list[Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("script", scripts())
 def test_a_script_trains_two_ranks_under_torchrun(

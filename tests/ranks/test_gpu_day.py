@@ -127,6 +127,7 @@ def a_day(folder: Path, out: Path, **flags: Any) -> Day:
     return Day(args, "cpu", folder, env, report)
 
 
+@pytest.mark.full
 def test_a_part_that_fails_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
     """And the report is on disk after each part."""
     seen = tmp_path / "seen"

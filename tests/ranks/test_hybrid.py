@@ -150,6 +150,7 @@ PLACES: list[tuple[int, tuple[int, ...], str]] = [
 EVERYDAY = [PLACES[1], PLACES[7]]  # a pair that are no twins, and a whole group
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "places"),
     [

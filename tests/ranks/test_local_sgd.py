@@ -350,6 +350,7 @@ def require_the_simulated(spec: RunSpec, simulation: Simulation) -> None:
     assert [record["step"] for record in records(spec)] == [1, 3, 6, 9, 12, 14], "each once"
 
 
+@pytest.mark.full
 def test_a_lost_replica_costs_its_part_of_a_round(text: Path, tmp_path: Path) -> None:
     """It takes the state of another one where they meet, and counts from the next round on.
 

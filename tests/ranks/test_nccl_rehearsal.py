@@ -79,6 +79,7 @@ def test_ranks_are_lost(
     ended_well(spec, outcome, clean(3), recoveries)
 
 
+@pytest.mark.full
 @rests_on("A1", "A2", "A3", "A9", "A13")
 def test_wrong_sums_reach_no_weight_in_a_step_that_is_not_logged(
     text: Path, tmp_path: Path, clean: Clean

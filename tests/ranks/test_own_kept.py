@@ -205,6 +205,7 @@ def test_a_run_goes_on_in_any_mode_at_any_number_of_ranks(
     require_alike(exported(last, kind), plain(kind), kind, 3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [

@@ -42,6 +42,7 @@ def test_every_schedule_trains_as_one_process_does(
         assert digests["gpipe"] == digests["1f1b"] == digests["zero_bubble"]
 
 
+@pytest.mark.full
 def test_a_pipeline_of_one_mode_and_one_of_parts_train_as_one_process_does(pools: Pools) -> None:
     """dp 2 × pp 2 with shards, and tp 2 × pp 2; zero1 has the bits of the modes by hand."""
     deep = {"pp": 2, "n_layer": 4}
@@ -124,6 +125,7 @@ def runs(text: Path, tmp_path: Path) -> Runs:
     return Runs(text, tmp_path, RECIPE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "schedules",
     [("1f1b", "zero_bubble"), pytest.param(tuple(SCHEDULES), marks=pytest.mark.full)],

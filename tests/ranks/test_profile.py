@@ -63,6 +63,7 @@ def test_two_ranks_on_one_clock(
         assert "aten::mm" in inside
 
 
+@pytest.mark.full
 def test_profiled_steps_may_be_traced(text: Path, tmp_path: Path) -> None:
     spec = make_spec(text, tmp_path, **RECIPE, profile="3:5", comm_trace="always")
     first, _ = run_ranks(spec, 2)
@@ -70,6 +71,7 @@ def test_profiled_steps_may_be_traced(text: Path, tmp_path: Path) -> None:
     assert [profile[KEY]["steps"] for profile in read_profiles(spec.folder)] == [[3, 4]] * 2
 
 
+@pytest.mark.full
 def test_a_run_that_ends_within_its_profile_keeps_what_it_has(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,7 @@ def test_two_ranks_of_ddp_are_played_to_the_same_bits(
 FSDP = {"dp_mode": "fsdp", "optimizer": "sgd", "grad_accum_steps": 2, "weight_decay": 0.0}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "settings"),
     [

@@ -96,6 +96,7 @@ def test_a_rank_is_lost_anywhere_in_a_step(
     ended_well(spec, outcome, clean(4, **settings), len(PLAN))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "settings"),
     [

@@ -95,6 +95,7 @@ def test_a_run_on_one_page(runs: dict[str, Path], capsys: pytest.CaptureFixture[
     assert "#01020" not in page.html, "the page's own colours"
 
 
+@pytest.mark.full
 def test_a_run_from_its_own_folder(
     runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,6 +291,7 @@ def losses_of(folder: Path) -> list[float]:
     return [json.loads(line)["train/loss"] for line in lines]
 
 
+@pytest.mark.full
 def test_a_comparison_marks_each_cell_that_differs(runs: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "compare.html"
     two, one = str(runs["two"]), str(runs["one"])

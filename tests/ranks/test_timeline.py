@@ -289,6 +289,7 @@ def spec(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunSpec:
     return spec
 
 
+@pytest.mark.full
 def test_a_straggler_is_named_with_its_phase(spec: RunSpec) -> None:
     lines = [
         line

@@ -453,6 +453,7 @@ def test_a_rank_whose_tokens_were_overwritten_is_refused(text: Path, tmp_path: P
     assert "dataset changed: train.bin and val.bin of" in outcome["message"]
 
 
+@pytest.mark.full
 def test_a_rank_with_other_code_is_refused(text: Path, tmp_path: Path) -> None:
     """A constant of its sample order differs: before, it trained along without a word."""
     other = tmp_path / "other"

@@ -366,6 +366,7 @@ nanoray.tune(main, config, budget_s=3, may=["masks"], ray=False)
 """
 
 
+@pytest.mark.full
 def test_the_micro_batch_of_a_loss_over_the_batch_is_left_alone(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(CONTRAST.replace("OUT", repr(str(tmp_path / "out"))))
@@ -375,6 +376,7 @@ def test_the_micro_batch_of_a_loss_over_the_batch_is_left_alone(tmp_path: Path) 
     assert not [row for row in table["rows"] if "micro_batch_size" in row["differs"]]
 
 
+@pytest.mark.full
 def test_a_script_under_torchrun_has_the_result_on_every_rank(tmp_path: Path) -> None:
     """Each rank's process goes on with the same Tuned; only rank 0 has made the folder."""
     text = SCRIPT.replace("OUT", repr(str(tmp_path / "out")))

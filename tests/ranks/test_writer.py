@@ -123,6 +123,7 @@ def wait_for(saver: CheckpointWriter) -> None:
 # ------------------------------------------------------------------------------------------------- what is in it
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_resume_from_one_that_was_written_beside_training_is_bit_identical(
     text: Path, tmp_path: Path, world: int
@@ -292,6 +293,7 @@ def test_one_that_was_removed_since_is_written_again_at_the_end(text: Path, tmp_
     assert steps(spec) == [3]
 
 
+@pytest.mark.full
 def test_training_waits_for_the_copy_and_the_next_checkpoint_for_the_disk(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

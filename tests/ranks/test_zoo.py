@@ -103,6 +103,7 @@ REORDERED = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("names", "modes"),
     [

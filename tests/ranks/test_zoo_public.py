@@ -156,6 +156,7 @@ def wrong_kinds(
     return lines
 
 
+@pytest.mark.full
 def test_kinds_of_modules_train_and_resume_as_in_plain_torch(tmp_path: Path) -> None:
     """Each of some kinds on two ranks, in one of the modes."""
     everyday = [kind for kind in PUBLIC if kind.everyday]

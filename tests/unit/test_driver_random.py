@@ -154,20 +154,16 @@ def play(folder: Path, config: dict[str, Any], starts: dict[str, Any], plan: lis
         assert run.ray.time.now - min(stops) < BOUND_S, "a stop is obeyed in time"
 
 
-def play_any(examples: int) -> None:
-    @settings(max_examples=examples, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(config=CONFIGS, starts=STARTS, plan=st.lists(EVENTS, min_size=1, max_size=4))
-    def play_one(config: dict[str, Any], starts: dict[str, Any], plan: list[Event]) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            play(Path(folder), config, starts, plan)
-
-    play_one()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("examples", [60, pytest.param(600, marks=pytest.mark.full)])
 def test_no_interleaving_loses_a_state(examples: int) -> None:
-    play_any(examples)
+    @settings(max_examples=examples, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(config=CONFIGS, starts=STARTS, plan=st.lists(EVENTS, min_size=1, max_size=4))
+    def play_any(config: dict[str, Any], starts: dict[str, Any], plan: list[Event]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            play(Path(folder), config, starts, plan)
+
+    play_any()
 
 
 def test_a_planted_bug_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

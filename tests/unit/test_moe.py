@@ -213,6 +213,7 @@ def test_activation_checkpointing_changes_no_bit(how: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_compiled_blocks_compute_the_same() -> None:
     """Traced and differentiated by the compiler; its C++ (torch 2.13) is not made where a path has

@@ -88,6 +88,7 @@ def test_each_link_leads_to_a_page_and_nothing_is_loaded_from_elsewhere(site: Pa
     assert wrong_links(site) == []
 
 
+@pytest.mark.full
 def test_a_table_has_all_its_cells_and_no_backslash(site: Path) -> None:
     """A pipe in the code of a cell neither ends the cell nor keeps its backslash."""
     with_pipes = 0
@@ -182,6 +183,7 @@ def test_what_is_too_wide_is_found(site: Path, tab: Tab, tmp_path: Path) -> None
         assert too_wide(tab, page) == expected
 
 
+@pytest.mark.full
 @in_chromium
 def test_search_works_without_a_server(site: Path, tab: Tab) -> None:
     """Also from a page in a folder. Pages of code are no hits."""
