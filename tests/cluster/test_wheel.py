@@ -139,6 +139,7 @@ def test_launch_trains_a_preset_with_a_ray_of_its_own(
     assert (elsewhere / "runs").is_dir()
 
 
+@pytest.mark.full
 def test_kube_render_finds_the_manifests(installed: Path, elsewhere: Path) -> None:
     require_kubectl()
     flags = ("--preset", "tiny", "--workers", "2", "--dataset", "stdlib")

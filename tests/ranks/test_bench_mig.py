@@ -346,6 +346,7 @@ def test_ranks_agree_or_are_counted_as_wrong(pools: Any, monkeypatch: pytest.Mon
     assert wrong["wrong"] == 1
 
 
+@pytest.mark.full
 def test_a_stand_in_run(
     tmp_path: Path, shared_ranks: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_run_goes_on_with_another_mode(images: DatasetInfo, tmp_path: Path) ->
         assert torch.allclose(final(spec).model[name], theirs[name], atol=2e-2), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "mode"),
     [

@@ -214,7 +214,7 @@ def points(run: Run, kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", ["nested", "lists"])
+@pytest.mark.parametrize("kind", ["nested", pytest.param("lists", marks=pytest.mark.full)])
 def test_layers_in_layers_are_gathered_apart(tmp_path: Path, kind: str) -> None:
     both = [
         trained(tmp_path / mode, 2, partial(points, kind=kind), dp_mode=mode)

@@ -129,9 +129,8 @@ IN_PIECES = (
     "Rateless",
     "two",
 )
-# State of an element; there before the first step; a number besides `step`; a rate that is a
-# tensor; groups in two optimizers
-EVERYDAY = ("Lion", "Adagrad", "NAdam", "tensor lr", "two")
+# One in each mode: state that is there before the first step, averages, numbers besides `step`
+EVERYDAY = ("Adagrad", "ASGD", "NAdam")
 WHOLE = ("Shampoo", "Adafactor", "Muon and AdamW", "ScheduleFree", "Prodigy", "Mixed", "Lookahead")
 
 # Schedulers of an optimizer.

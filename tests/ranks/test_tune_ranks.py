@@ -83,6 +83,7 @@ def measure_choices(
     return {"found": found, "exit_reason": "finished"}
 
 
+@pytest.mark.full
 def test_every_choice_has_the_losses_of_the_present_setting(text: Path, tmp_path: Path) -> None:
     """Two ranks, float32: another order of sums, and nothing else. They stay alive for all."""
     spec = make_spec(text, tmp_path, precision="fp32", optimizer="sgd", lr=0.5, min_lr=0.1)
