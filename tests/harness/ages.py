@@ -75,9 +75,12 @@ def dates(content: Any) -> Iterator[str]:
 
 
 def commits_since(day: str, rooms: tuple[str, ...]) -> int:
-    """Return the number of commits on these folders of nanoray/ since then."""
+    """Return the number of commits on these folders of nanoray/ since that day began.
+
+    Of a day alone git takes the present time of day.
+    """
     paths = [f"nanoray/{room}" for room in sorted(set(rooms))]
-    command = ["git", "rev-list", "--count", f"--since={day}", "HEAD", "--", *paths]
+    command = ["git", "rev-list", "--count", f"--since={day} 00:00 +0000", "HEAD", "--", *paths]
     counted = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return int(counted.stdout)
 
@@ -87,10 +90,10 @@ def main() -> None:
     for path in sorted(RESULTS.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         rooms = SUBJECTS[content.get("bench", path.stem)]
-        newest = max(dates(content))
+        newest = max(dates(content))[:10]
         age = commits_since(newest, rooms)
         what = ", ".join(sorted(set(rooms)))
-        lines.append((age, [f"[{path.name}](results/{path.name})", newest[:10], str(age), what]))
+        lines.append((age, [f"[{path.name}](results/{path.name})", newest, str(age), what]))
     print(HEAD.format(today=date.today().isoformat()))
     lines.sort(key=lambda line: (-line[0], line[1]))
     header = ("file", "measured on", "commits since", "on these folders of nanoray/")
