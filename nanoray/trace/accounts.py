@@ -199,13 +199,14 @@ def accounts_of(folder: Path) -> Accounts:
 
 
 def _add_slot(
-    total: dict[str, float], processes: Iterable[Process], started: float, end: float, shrunk: bool
+    total: dict[str, float], processes: Sequence[Process], started: float, end: float, shrunk: bool
 ) -> None:
     """Add the processes of one slot in one command, and the gaps between them, to `total`."""
     reached = started
     gap = "start"  # the account of the time until the next process
-    for process in processes:
+    for i, process in enumerate(processes):
         total[gap] += max(0.0, process.created - reached)
+        has_successor = i < len(processes) - 1
 
         # A process that was cut off may go on for a while beside its successor. Count the time in
         # which it was alone, spread over its accounts.
@@ -213,10 +214,12 @@ def _add_slot(
         alone = min(lived, max(0.0, process.last - reached))
         share = alone / lived if lived else 0.0
         for name, seconds in process.seconds.items():
-            total[name] += seconds * share
+            # In a restart all ranks end, but not the run.
+            account = "recovery" if name == "closing" and has_successor else name
+            total[account] += seconds * share
         reached = max(reached, process.last)
 
-        if process.closed:
+        if process.closed and not has_successor:
             gap = "closing"
         elif shrunk:
             gap = "waiting for capacity"

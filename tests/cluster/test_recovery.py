@@ -154,14 +154,9 @@ def test_every_phase_of_a_step(
     ledger = accounts_of(only_run(tmp_path))
     assert ledger.total == pytest.approx(ledger.slots * ledger.wall_s, rel=0.01), ledger
     assert ledger.slots == ranks
-    # Until a new step is done: a restart repeats some before it, slowly on a busy machine
+    # Until a new step is done: a restart starts processes and repeats some steps before it
     still = ranks * sum(r["recover_s"] for r in found)
-    assert ledger.seconds["recovery"] >= (0.3 if mode == "restart" else 0.75) * still, (
-        "all ranks stood still"
-    )
-    # A rank that ends because another one is lost is closing
-    ending = ledger.seconds["closing"] if mode == "restart" else 0.0
-    assert ledger.seconds["recovery"] + ending >= 0.75 * still
+    assert ledger.seconds["recovery"] >= 0.75 * still, "all ranks stood still"
     assert (ledger.seconds["repeated"] > 0) == (mode == "restart")
     assert no_actors_left(cluster)
     assert no_watchers_left(only_run(tmp_path))

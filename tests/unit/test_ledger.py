@@ -108,6 +108,27 @@ def test_a_killed_process_and_its_successor(tmp_path: Path) -> None:
     require(tmp_path, start=8, data=6, compute=28, recovery=12 + 12)
 
 
+def test_ranks_that_end_for_a_restart_do_not_close_the_run(tmp_path: Path) -> None:
+    """The peer of a killed rank saves and ends by itself; both have successors."""
+    peer = Rank(tmp_path, 0, 0).walk(("init", 4), *STEP, ("checkpoint", 2), ("done", 3))
+    peer.ledger.close()  # at 16 s
+    peer.clock.at += 1
+    Rank(tmp_path, 1, 0).walk(("init", 4), *STEP, ("data", 1))
+    for slot in (0, 1):
+        Rank(tmp_path, slot, 20).walk(("init", 2), *STEP, ("done", 1)).ledger.close()
+    fault(tmp_path, recovery="restart")
+    ended(tmp_path, 31.0)
+    require(
+        tmp_path,
+        start=4 + 4 + 2 + 2,  # a new process starts, too
+        data=4,
+        compute=24,
+        checkpoint=2,
+        recovery=(3 + 4) + (20 - 11),
+        closing=2 + 2,
+    )
+
+
 def test_steps_done_again_do_not_count(tmp_path: Path) -> None:
     # Killed: the checkpoint is of step 1
     Rank(tmp_path, 0, 0).walk(("init", 4), *STEP, *STEP, ("data", 0))
