@@ -126,6 +126,7 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
             # The clocks' marks cost no wait; the device is waited for once, at the end
             mesh.barrier()
             began = time.time()
+            mesh.barrier()  # nobody sends before this moment: bytes may be counted from it
             start = time.perf_counter()
             marks = [clock.now()]
             for _ in range(order["arms"][name].get("steps", order["steps"])):
@@ -139,7 +140,7 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
             arm.plan.settle()
             wait_for(mesh.device)
             step_ms = 1e3 * (time.perf_counter() - start) / len(losses)
-            # Until the others are done, too: bytes may be counted between these moments.
+            # Until the others are done, too: bytes may be counted to this moment.
             mesh.barrier()
             ended = time.time()
 

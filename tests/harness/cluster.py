@@ -495,7 +495,7 @@ def trains(out: Path) -> bool:
 
 def reports(out: Path) -> list[dict[str, Any]]:
     """The faults of a run, as the driver reported them."""
-    lines = (only_run(out) / "faults.jsonl").read_text().splitlines()
+    lines = whole_lines(only_run(out) / "faults.jsonl")
     return [event for event in map(json.loads, lines) if event["event"] == "fault"]
 
 
@@ -510,8 +510,13 @@ def summary(out: Path) -> dict[str, Any]:
     return json.loads((only_run(out) / "summary.json").read_text())
 
 
+def whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file of a run that may be writing the last one."""
+    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
 def losses(out: Path) -> dict[int, float]:
-    lines = (only_run(out) / "metrics.jsonl").read_text().splitlines()
+    lines = whole_lines(only_run(out) / "metrics.jsonl")
     return {r["step"]: r["train/loss"] for r in map(json.loads, lines)}
 
 
@@ -519,7 +524,7 @@ def injected(out: Path) -> list[dict[str, Any]]:
     """The planned faults that fired."""
     if not any(out.glob("*/faults.jsonl")):
         return []
-    lines = (only_run(out) / "faults.jsonl").read_text().splitlines()
+    lines = whole_lines(only_run(out) / "faults.jsonl")
     return [event for event in map(json.loads, lines) if event["event"] == "injected"]
 
 

@@ -66,7 +66,7 @@ def one_of_each() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "bench"), one_of_each())
-def test_a_committed_result_puts_marks_on_each_panel(
+def test_a_committed_result_puts_marks_on_its_panels(
     name: str, bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the picture: to lay out and paint one takes a second."""
@@ -75,8 +75,8 @@ def test_a_committed_result_puts_marks_on_each_panel(
         "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: panels.extend(figure.axes)
     )
     benchmark_named(bench).draw(Report.read(RESULTS / name), tmp_path / "figure.png")
-    assert panels
-    assert all(panel.has_data() for panel in panels)
+    # A panel may be empty: a result has not all that its benchmark can measure
+    assert any(panel.has_data() for panel in panels)
 
 
 def pictures() -> list[Any]:
