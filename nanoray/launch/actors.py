@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import (
     NotIn,
 )
 
+from nanoray.base.output import say
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
 from nanoray.config.variables import THREADS, explicit
@@ -130,9 +131,27 @@ class ActorPool:
         if self.cluster:
             # A bundle on a drained node moves only when that node is gone.
             timeout_s += self.cluster.vacated_in_s
-        facts = self.wait_for(list(self.starting.values()), timeout_s)
+        facts = self._facts_of_new_actors(timeout_s)
         self.facts = dict(zip(self.starting, facts, strict=True))
         self.starting.clear()
+
+    def _facts_of_new_actors(self, timeout_s: float) -> list[dict[str, Any]]:
+        """Return what the actors of all slots say of themselves. Raises RayError, GetTimeoutError.
+
+        In a restart a node may leave while they start, and Ray lose the request for a process. At
+        the start of a run a process may take longer than that is waited for.
+        """
+        is_restart = self.spec.attempt > 0
+        deadline = self.clock.monotonic() + timeout_s
+        while True:
+            remaining_s = deadline - self.clock.monotonic()
+            try:
+                patience_s = min(PENDING_S, remaining_s) if is_restart else remaining_s
+                return self.wait_for(list(self.starting.values()), patience_s)
+            except GetTimeoutError:
+                if patience_s >= remaining_s:
+                    raise
+            self.request_again()
 
     def wait_for(self, refs: list[Any], timeout_s: float) -> list[Any]:
         """Return all values, calling `check` meanwhile. Raises RayError, GetTimeoutError."""
@@ -248,14 +267,13 @@ class ActorPool:
         self.facts[slot] = self.api.get(ready)
         self.displaced.discard(slot)
 
-    def request_again(self) -> list[int]:
-        """Create the actors again for which Ray starts no process; return their slots.
+    def request_again(self) -> None:
+        """Create the actors again for which Ray starts no process, and print a line for each.
 
         Ray 2.60 may lose the request for a process when a node leaves at that moment: the slot's
         bundle is reserved on a living node, and the actor waits there for ever.
         """
         now = self.clock.monotonic()
-        again = []
         for slot in list(self.starting):
             requested_at, patience_s = self._requested[slot]
             if now < requested_at + patience_s:
@@ -268,8 +286,9 @@ class ActorPool:
             if self.place.reserved_on(self.api):
                 self.fill(slot)
                 self._requested[slot] = (now, 2 * patience_s)
-                again.append(slot)
-        return again
+                say(
+                    f"replace  Ray has room for rank {slot} and starts no process there; asking again"
+                )
 
     def vacate(self, slot: int, head_answers: bool | None = None) -> None:
         """Leave a slot empty. Without a head its actor, if it lives, ends with the run."""

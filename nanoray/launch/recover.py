@@ -171,11 +171,6 @@ class Recoverer:
                 "without it"
             )
 
-    def request_again(self, group: WorkerGroup) -> None:
-        """Create new actors again for which Ray starts no process, and print a line for each."""
-        for slot in group.pool.request_again():
-            say(f"replace  Ray has room for rank {slot} and starts no process there; asking again")
-
     # The cause of a fault.
 
     def name_cause(self, at: RunState, collector: FailureCollector, group_broke: bool) -> None:
@@ -267,7 +262,7 @@ class Recoverer:
 
         while any(slot in group.pool.starting for slot in forming.lost):
             self.keep_folder(at.spec)
-            self.request_again(group)
+            group.pool.request_again()
             now = self.clock.monotonic()
             if self.stop.requested or now >= deadline:
                 break

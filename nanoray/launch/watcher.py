@@ -126,7 +126,7 @@ class Watcher:
                 self._mute_s[slot] += min(now - looked_at, 2 * POLL_S)
             looked_at = now
             self._recoverer.keep_folder(at.spec)
-            self._recoverer.request_again(group)
+            group.pool.request_again()
             self._send_orders(at, collector)
             for kind, slot, value in group.events(POLL_S):
                 if kind == "ended":

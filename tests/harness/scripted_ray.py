@@ -399,7 +399,16 @@ class ScriptedRay:
     # What actors do when they are called
 
     def on_describe(self, actor: Actor, ref: Ref) -> None:
-        self._once_placed(actor, lambda: ref.set(actor.facts))
+        if not self._loses_request(actor):
+            self._once_placed(actor, lambda: ref.set(actor.facts))
+
+    def _loses_request(self, actor: Actor) -> bool:
+        slot = -1 if actor.slot is None else actor.slot
+        if not self.lost_requests.get(slot, 0):
+            return False
+        self.lost_requests[slot] -= 1
+        self.pending.add(actor.name)
+        return True
 
     def _once_placed(self, actor: Actor, answer: Callable[[], None]) -> None:
         """Let an actor start; on a drained node it waits until Ray has moved its bundle."""
@@ -409,12 +418,8 @@ class ScriptedRay:
             answer()
 
     def on_ready(self, actor: Actor, ref: Ref) -> None:
-        slot = -1 if actor.slot is None else actor.slot
-        if self.lost_requests.get(slot, 0):
-            self.lost_requests[slot] -= 1
-            self.pending.add(actor.name)
-            return
-        self._once_placed(actor, lambda: self._start(actor, ref))
+        if not self._loses_request(actor):
+            self._once_placed(actor, lambda: self._start(actor, ref))
 
     def _start(self, actor: Actor, ref: Ref) -> None:
         slot = -1 if actor.slot is None else actor.slot

@@ -216,7 +216,7 @@ def test_a_new_actor_for_which_ray_starts_no_process_is_created_again(
 ) -> None:
     """The first time after 20 s, then after 40 s more: a slow process has the time that it needs."""
     run = Run(tmp_path, replace_timeout=300.0)
-    run.ray.lost_requests = {1: 2}
+    run.ray.at(10.2, run.ray.lost_requests.update, {1: 2})
     run.ray.at(10.3, run.ray.die, 1)
     assert ended_well(run())
     again = ["kill 1", "start 1"]
@@ -227,12 +227,25 @@ def test_a_new_actor_for_which_ray_starts_no_process_is_created_again(
     assert re.search(r"rank 1 \(pid 1005\) joins in 6\d\.\d s", output)
 
 
+def test_an_actor_of_a_restart_for_which_ray_starts_no_process_is_created_again(
+    tmp_path: Path,
+) -> None:
+    """Ray may lose the request when the drained node leaves; that is no failure of the run."""
+    run = Run(tmp_path, recovery="restart")
+    run.ray.at(10.3, run.ray.drain, run.driver, 1, 30.0)
+    run.ray.at(10.4, run.ray.lost_requests.update, {2: 1})
+    assert ended_well(run())
+    starts = [order for order in run.orders if order.startswith("start")]
+    assert starts == ["start 0", "start 1", "start 2", "start 2"]
+    assert [report["cause"] for report in run.reports] == ["drained"]
+
+
 @pytest.mark.parametrize("missing", ["room", "patience"])
 def test_a_new_actor_that_waits_rightly_is_left_alone(tmp_path: Path, missing: str) -> None:
     """Without a reserved bundle no request can help, and a process may take long to start."""
     run = Run(tmp_path, replace_timeout=100.0)
     if missing == "room":
-        run.ray.lost_requests = {1: 1}
+        run.ray.at(10.2, run.ray.lost_requests.update, {1: 1})
         run.ray.reserved = "RESCHEDULING"
     else:
         run.ray.start_s = 70.0

@@ -140,9 +140,10 @@ def play(folder: Path, config: dict[str, Any], starts: dict[str, Any], plan: lis
         dict(starts["refusing"]),
     )
     run.ray.room = starts.get("room", 0)
-    run.ray.lost_requests = dict(starts.get("lost_requests", {}))
     stops: list[float] = []
+    # Of the actors after the first ones
     run.ray.at(0.0, lambda: setattr(run.ray, "start_s", starts["start_s"]))
+    run.ray.at(0.0, run.ray.lost_requests.update, starts.get("lost_requests", {}))
     for event in plan:
         run.ray.at(event.at, schedule, run, event, stops)
     outcome = run()
