@@ -126,7 +126,7 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
             # The clocks' marks cost no wait; the device is waited for once, at the end
             mesh.barrier()
             began = time.time()
-            mesh.barrier()  # nobody sends before this moment: bytes may be counted from it
+            mesh.barrier()  # no rank sends before this moment: bytes may be counted from it
             start = time.perf_counter()
             marks = [clock.now()]
             for _ in range(order["arms"][name].get("steps", order["steps"])):
