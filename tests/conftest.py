@@ -117,10 +117,13 @@ def _no_command_outlives_its_test() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _ranks_end_with_their_file() -> Iterator[None]:
-    # What the files before have imported need not be looked through by each collection of garbage:
-    # a function of nanoray that frees memory begins one.
+def _collect_no_garbage_of_earlier_files() -> None:
+    """A function of nanoray that frees memory would look through all that they have imported."""
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_end_with_their_file() -> Iterator[None]:
     yield
     end_ranks()
 

@@ -143,15 +143,11 @@ class ActorPool:
         """
         is_restart = self.spec.attempt > 0
         deadline = self.clock.monotonic() + timeout_s
-        while True:
-            remaining_s = deadline - self.clock.monotonic()
-            try:
-                patience_s = min(PENDING_S, remaining_s) if is_restart else remaining_s
-                return self.wait_for(list(self.starting.values()), patience_s)
-            except GetTimeoutError:
-                if patience_s >= remaining_s:
-                    raise
+        while is_restart and deadline - self.clock.monotonic() > PENDING_S:
+            with suppress(GetTimeoutError):
+                return self.wait_for(list(self.starting.values()), PENDING_S)
             self.request_again()
+        return self.wait_for(list(self.starting.values()), deadline - self.clock.monotonic())
 
     def wait_for(self, refs: list[Any], timeout_s: float) -> list[Any]:
         """Return all values, calling `check` meanwhile. Raises RayError, GetTimeoutError."""

@@ -511,7 +511,10 @@ def summary(out: Path) -> dict[str, Any]:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """Return the lines of a file of a run that may be writing the last one."""
+    """Return the lines of a file of a run that may be writing the last one.
+
+    Unlike read_json_lines, which leaves out any line that is damaged: here that is an error.
+    """
     return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 

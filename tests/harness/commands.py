@@ -340,7 +340,8 @@ def become(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int,
     sys.argv = list(args)
     # What `python -m` runs is executed anew, as in a process of its own, and not found imported
     for name in list(sys.modules):
-        if name.endswith(".__main__") or (name == args[0] and not is_package(sys.modules[name])):
+        is_package = hasattr(sys.modules[name], "__path__")
+        if name.endswith(".__main__") or (name == args[0] and not is_package):
             del sys.modules[name]
     code = 1
     try:
@@ -362,10 +363,6 @@ def become(args: list[str], env: dict[str, str], cwd: str, streams: Mapping[int,
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def is_package(module: object) -> bool:
-    return hasattr(module, "__path__")
 
 
 def watchers_of(path: Path) -> list[int]:
