@@ -41,7 +41,7 @@ from nanoray.bench.harness.rank_pool import (
     where_from,
 )
 from nanoray.bench.harness.ranks import Where
-from nanoray.bench.harness.report import Measurement, Record, Report, say
+from nanoray.bench.harness.report import Record, Report, say
 from nanoray.bench.harness.table import SPREAD, Table, TableColumn, names
 from nanoray.config import Config, load_config, make_config, resolve_batch
 from nanoray.config.mesh import CUTS_MODEL, IN_REPLICA
@@ -215,8 +215,7 @@ class StrategiesBenchmark(Benchmark):
             # experts. Averaged weights are those of averaged gradients with plain SGD only.
             for arm, events in found.items():
                 first = next(other for other in arms if (EXPERTS in other) == (EXPERTS in arm))
-                reference = None if arm in ROUNDS else report.row(first, LOSS)
-                _add_time_rows(report, arm, events, reference)
+                _add_time_rows(report, arm, events, [] if arm in ROUNDS else found[first])
 
         with ranks_for(report, where, add_time_rows) as pool:
             if not args.preset and pool.facts[0]["device"] != "cpu":
@@ -279,12 +278,11 @@ def _arms_of(args: argparse.Namespace, workers: int, report: Report) -> dict[str
     return arms
 
 
-def _add_time_rows(
-    report: Report, arm: str, events: list[Record], first: Measurement | None
-) -> None:
+def _add_time_rows(report: Report, arm: str, events: list[Record], first: list[Record]) -> None:
     """Add an arm's rows.
 
-    `first` is the final loss of the first arm with this model, which has seen the same batches.
+    `first` are the events of the first arm with this model, which has seen the same batches; none
+    for an arm whose loss is not compared.
     """
     report.add(arm, STEP, "ms", each(events, "step_ms"))
     if not events:
@@ -310,11 +308,18 @@ def _add_time_rows(
     note = note_of_sent(last["collectives"])
     report.add(arm, BYTES, "MB", total, note, extra={"collectives": sent})
 
+    # Losses are compared after the same number of steps: the last round of an interrupted benchmark
+    # lacks some arms.
+    rounds = min(len(events), len(first)) if first else len(events)
     # Which expert a token goes to is a choice between numbers that may be nearly equal. After some
     # thirty steps rounding decides one of them, and then losses part; so they are compared before.
-    compared = events[0] if EXPERTS in arm else last
+    if EXPERTS in arm:
+        rounds = 1
+    compared = events[rounds - 1]
     loss = compared["losses"][-1]
-    differs = first is not None and not math.isclose(loss, first.median, rel_tol=SAME_LOSS)
+    differs = bool(first) and not math.isclose(
+        loss, first[rounds - 1]["losses"][-1], rel_tol=SAME_LOSS
+    )
     steps = f"after {compared['trained']} steps"
     report.add(arm, LOSS, "", loss, steps, wrong=int(differs))
 

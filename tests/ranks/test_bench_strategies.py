@@ -29,11 +29,38 @@ from nanoray.bench.strategies import (
     STATE_ERROR,
     STATE_FORMULA,
     StrategiesBenchmark,
+    _add_time_rows,
     configuration,
 )
 from tests.ranks.conftest import Pools
 
 FLAGS = ["strategies", "--preset", "tiny", "--device", "cpu", "--quick"]
+
+
+@pytest.mark.parametrize(("loss", "wrong"), [(3.0, 0), (3.1, 1)])
+def test_after_an_interruption_losses_of_the_same_round_are_compared(
+    loss: float, wrong: int
+) -> None:
+    """Ctrl-C in the third round: the first arm has done it, this one has not."""
+    report = Report("strategies", {})
+    first = [_event(loss=loss, steps=5 * n) for n, loss in enumerate((4.0, 3.0, 2.0), 1)]
+    events = [_event(loss=4.0, steps=5), _event(loss=loss, steps=10)]
+    _add_time_rows(report, "zero1", events, first)
+    row = report.row("zero1", LOSS)
+    assert row is not None
+    assert (row.values, row.note, row.wrong) == ((loss,), "after 10 steps", wrong)
+
+
+def _event(loss: float, steps: int) -> dict[str, Any]:
+    """What the ranks say of an arm after a round."""
+    rates = {"samples": 8, "tokens": 64, "busy_ms": 1.0, "exposed_ms": 0.5}
+    return rates | {
+        "step_ms": 2.0,
+        "times_ms": [2.0, 2.0],
+        "losses": [loss + 0.5, loss],
+        "trained": steps,
+        "collectives": {"all_reduce gradients": (1, 1000)},
+    }
 
 
 def test_arms_of_every_kind_run(
