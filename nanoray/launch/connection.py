@@ -12,7 +12,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,11 @@ def connected(
             if slots.devices:
                 visible = ",".join(device.uuid for device in slots.devices)
                 devices.enter_context(environment({"CUDA_VISIBLE_DEVICES": visible}))
+        is_up = False
         try:
             with keeping_sigterm() if stop else nullcontext():
                 context = _connect(address, options, temp, stop or Stop())
+            is_up = True
             where = f"local, {slots.reason}" if slots else f"cluster at {address}"
             if context.dashboard_url:
                 where += f" · dashboard http://{context.dashboard_url}"
@@ -105,7 +107,7 @@ def connected(
                 yield
         finally:
             if temp or not last:
-                _disconnect(temp)
+                _disconnect(temp, is_up)
 
 
 @contextmanager
@@ -220,8 +222,7 @@ def _init(address: str, options: dict[str, Any], temp: str | None) -> Any:
                 raise
             if "timed out during startup" not in str(error):
                 raise _not_started(error) from None
-        _shut_down(CLEANUP_TIMEOUT_S)
-        _end_processes_of(temp)
+        _end_local_ray(temp, is_up=False)
         if number < START_TRIES:
             say(
                 f"ray    a local Ray was not up within 30 s: this machine is busy ({_load()}); "
@@ -252,26 +253,25 @@ def _load() -> str:
 
 def _set_priority(temp: str, nice: int) -> None:
     """Give the processes of a local Ray a priority; those that it starts later inherit it."""
-    for pid in _processes_of(temp):
+    for group in _groups_of(temp):
         with suppress(OSError):  # it has ended
-            group = os.getpgid(pid)
-            if group != os.getpgrp():
-                os.setpriority(os.PRIO_PGRP, group, nice)
+            os.setpriority(os.PRIO_PGRP, group, nice)
 
 
-def _disconnect(temp: str | None) -> None:
-    """Disconnect from Ray; remove a local one, whose folder is `temp`.
+def _disconnect(temp: str | None, is_up: bool) -> None:
+    """Disconnect from Ray; remove a local one, whose folder is `temp`, and which `is_up` or not.
 
     If Python code frees an ObjectRef while Ray shuts down, Ray ends this process at once with code
     1. So this waits longer than Ray takes, except for a head that does not answer: a shutdown never
     returns then.
     """
-    shutdown = _shut_down(CLEANUP_TIMEOUT_S if temp else SHUTDOWN_S)
-    if temp:
-        _end_processes_of(temp)
-        if shutdown.is_alive():  # it waited for one of them
-            shutdown.join(SHUTDOWN_S)
-        shutil.rmtree(temp, ignore_errors=True)
+    if temp is None:
+        _shut_down(SHUTDOWN_S)
+        return
+    shutdown = _end_local_ray(temp, is_up)
+    if shutdown.is_alive():  # it waited for one of the processes
+        shutdown.join(SHUTDOWN_S)
+    shutil.rmtree(temp, ignore_errors=True)
 
 
 def _shut_down(seconds: float) -> threading.Thread:
@@ -289,11 +289,28 @@ def _shut_down(seconds: float) -> threading.Thread:
     return shutdown
 
 
-def _end_processes_of(temp: str) -> None:
-    """End what an interrupted start of a local Ray has left."""
-    for pid in _processes_of(temp):
+def _end_local_ray(temp: str, is_up: bool) -> threading.Thread:
+    """Shut a local Ray down, end what a shutdown leaves of it, and return the shutdown's thread.
+
+    In an interrupted start a process may be so new that it has no file in `temp` yet: it would make
+    the folder anew. It is in the group of the process that has started it, which a shutdown may end
+    first. Once Ray is up, what a rank has started may be in such a group.
+    """
+    groups = set() if is_up else _groups_of(temp)
+    shutdown = _shut_down(CLEANUP_TIMEOUT_S)
+    for pid in {*_processes_of(temp), *_members_of(groups)}:
         with suppress(OSError):  # it has ended
             os.kill(pid, signal.SIGKILL)
+    return shutdown
+
+
+def _groups_of(temp: str) -> set[int]:
+    """Return the process groups of a local Ray, but for the one of this process."""
+    groups = set()
+    for pid in _processes_of(temp):
+        with suppress(OSError):  # it has ended
+            groups.add(os.getpgid(pid))
+    return groups - {os.getpgrp()}
 
 
 def _processes_of(temp: str) -> Iterator[int]:
@@ -309,6 +326,15 @@ def _processes_of(temp: str) -> Iterator[int]:
             files = [os.readlink(link) for link in (folder / "fd").iterdir()]
             in_temp = any(file.startswith(f"{temp}/") for file in files)
             if pid != own_pid and in_temp:
+                yield pid
+
+
+def _members_of(groups: Collection[int]) -> Iterator[int]:
+    """Yield the processes of this session in these process groups."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        with suppress(OSError):  # it has ended
+            if os.getpgid(pid) in groups and os.getsid(pid) == os.getsid(0):
                 yield pid
 
 

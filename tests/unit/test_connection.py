@@ -29,6 +29,8 @@ from nanoray.launch.node_errors import NodeErrors
 from nanoray.launch.placement import Placement
 from nanoray.launch.ray_compat import errors_of_nodes
 from nanoray.launch.signals import Stop, StopRequested
+from tests.harness.cluster import alive
+from tests.harness.commands import wait_for
 from tests.harness.scripted_ray import ScriptedTime
 
 # A local Ray.
@@ -77,6 +79,38 @@ def test_a_local_ray_that_a_busy_machine_starts_too_slowly_is_started_again(
     assert calls == [str(tmp_path)] * min(5, failures + 1)
     printed = capsys.readouterr().out
     assert printed.count("was not up within 30 s: this machine is busy (load ") == min(4, failures)
+
+
+def test_what_an_interrupted_start_has_just_started_does_not_make_the_folder_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A part of Ray's dashboard that has no file there yet, when Ray ends the dashboard alone."""
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    note = tmp_path / "pid"
+    part = """(sleep 1; mkdir -p "$0/logs") > /dev/null 2>&1 & echo $! > "$1"; wait"""
+    dashboards: list[subprocess.Popen[bytes]] = []
+
+    def init(address: str, **options: Any) -> None:
+        with (folder / "log").open("w") as log:
+            command = ["sh", "-c", part, str(folder), str(note)]
+            # A process of Ray has a group of its own
+            dashboards.append(
+                subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=os.setpgrp)
+            )
+        wait_for(lambda: note.exists() and note.read_text().strip())
+        raise StopRequested
+
+    def shutdown() -> None:
+        dashboards[0].kill()
+        dashboards[0].wait()
+
+    connect_by(init, monkeypatch, folder)
+    monkeypatch.setattr(connection.ray, "shutdown", shutdown)
+    with pytest.raises(StopRequested), connected("local", local_slots("cpu", 2, [], 2.0)):
+        pass
+    wait_for(lambda: not alive(int(note.read_text())), 10)
+    assert not folder.exists()
 
 
 def test_a_stop_counts_where_python_ignores_what_its_handler_raises(
