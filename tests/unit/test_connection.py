@@ -88,7 +88,7 @@ def test_what_an_interrupted_start_has_just_started_does_not_make_the_folder_ane
     folder = tmp_path / "ray"
     folder.mkdir()
     note = tmp_path / "pid"
-    part = """(sleep 1; mkdir -p "$0/logs") > /dev/null 2>&1 & echo $! > "$1"; wait"""
+    part = """sh -c 'sleep 1; mkdir -p "$0/logs"' "$0" > /dev/null 2>&1 & echo $! > "$1"; wait"""
     dashboards: list[subprocess.Popen[bytes]] = []
 
     def init(address: str, **options: Any) -> None:
