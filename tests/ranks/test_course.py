@@ -123,7 +123,7 @@ def test_an_exercise_has_the_solution_that_it_shows(
     done = command_of(text, tmp_path, flags, ranks)
     output = done.stdout + done.stderr
     assert done.returncode == code, output
-    assert (said or (quoted[-1] if code else "")) in " ".join(output.split())
+    assert (said or (quoted[-1] if code else "")) in " ".join(output.split()), output
     if not code and number != 5:
         (shown,) = [line for line in block(text, "Output") if line.startswith("step 40/40")]
         (last,) = [line for line in done.stdout.splitlines() if line.startswith("step 40/40")]
