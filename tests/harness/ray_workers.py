@@ -38,7 +38,7 @@ REAP_S = 0.2
 def forked_workers() -> Iterator[dict[str, str]]:
     """Give the environment variables with which a Ray, started meanwhile, has forked workers."""
     with (
-        tempfile.TemporaryDirectory(prefix=_FOLDER, dir="/tmp") as folder,
+        tempfile.TemporaryDirectory(prefix=_FOLDER) as folder,
         socket.socket(socket.AF_UNIX) as home,
     ):
         home.bind(f"{folder}/socket")
@@ -53,7 +53,7 @@ def forked_workers() -> Iterator[dict[str, str]]:
 
 def workers_of(callers: list[int]) -> list[int]:
     """Return the workers that were forked for processes that a raylet has started."""
-    pairs = [note.name.split("-") for note in Path("/tmp").glob(f"{_FOLDER}*/*-*")]
+    pairs = [note.name.split("-") for note in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/*-*")]
     return [int(worker) for caller, worker in pairs if int(caller) in callers]
 
 
