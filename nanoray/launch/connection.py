@@ -298,7 +298,7 @@ def _end_local_ray(temp: str, is_up: bool) -> threading.Thread:
     """
     groups = set() if is_up else _groups_of(temp)
     shutdown = _shut_down(CLEANUP_TIMEOUT_S)
-    for pid in {*_processes_of(temp), *_members_of(groups)}:
+    for pid in _processes_of(temp, groups):
         with suppress(OSError):  # it has ended
             os.kill(pid, signal.SIGKILL)
     return shutdown
@@ -313,11 +313,11 @@ def _groups_of(temp: str) -> set[int]:
     return groups - {os.getpgrp()}
 
 
-def _processes_of(temp: str) -> Iterator[int]:
+def _processes_of(temp: str, groups: Collection[int] = ()) -> Iterator[int]:
     """Yield the other processes that have open files in `temp`: those of a local Ray.
 
     After an interrupted start their parents are gone, and Ray overwrites their command lines and
-    environments.
+    environments. groups: also those of this session in these process groups.
     """
     own_pid = os.getpid()
     for folder in Path("/proc").glob("[0-9]*"):
@@ -325,16 +325,8 @@ def _processes_of(temp: str) -> Iterator[int]:
         with suppress(OSError):  # it has ended, or belongs to another user
             files = [os.readlink(link) for link in (folder / "fd").iterdir()]
             in_temp = any(file.startswith(f"{temp}/") for file in files)
-            if pid != own_pid and in_temp:
-                yield pid
-
-
-def _members_of(groups: Collection[int]) -> Iterator[int]:
-    """Yield the processes of this session in these process groups."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        pid = int(folder.name)
-        with suppress(OSError):  # it has ended
-            if os.getpgid(pid) in groups and os.getsid(pid) == os.getsid(0):
+            in_group = os.getpgid(pid) in groups and os.getsid(pid) == os.getsid(0)
+            if pid != own_pid and (in_temp or in_group):
                 yield pid
 
 
