@@ -308,18 +308,15 @@ def _add_time_rows(report: Report, arm: str, events: list[Record], first: list[R
     note = note_of_sent(last["collectives"])
     report.add(arm, BYTES, "MB", total, note, extra={"collectives": sent})
 
-    # Losses are compared after the same number of steps: the last round of an interrupted benchmark
-    # lacks some arms.
-    rounds = min(len(events), len(first)) if first else len(events)
-    # Which expert a token goes to is a choice between numbers that may be nearly equal. After some
-    # thirty steps rounding decides one of them, and then losses part; so they are compared before.
-    if EXPERTS in arm:
-        rounds = 1
+    # Losses are compared after the same round: the last one of an interrupted benchmark lacks some
+    # arms. Which expert a token goes to is a choice between numbers that may be nearly equal. After
+    # some thirty steps rounding decides one of them, and then losses part; so they are compared before.
+    rounds = 1 if EXPERTS in arm else min(len(events), len(first or events))
     compared = events[rounds - 1]
     loss = compared["losses"][-1]
-    differs = bool(first) and not math.isclose(
-        loss, first[rounds - 1]["losses"][-1], rel_tol=SAME_LOSS
-    )
+    differs = False
+    if first:
+        differs = not math.isclose(loss, first[rounds - 1]["losses"][-1], rel_tol=SAME_LOSS)
     steps = f"after {compared['trained']} steps"
     report.add(arm, LOSS, "", loss, steps, wrong=int(differs))
 
