@@ -65,6 +65,10 @@ def one_of_each() -> list[Any]:
     return found
 
 
+# One panel of each is empty: of what their benchmark can measure they have a part
+LACK_A_PART = {"hybrid-one-node-cpu.json", "recovery-drains-cpu.json", "train-comm-cpu.json"}
+
+
 @pytest.mark.parametrize(("name", "bench"), one_of_each())
 def test_a_committed_result_puts_marks_on_its_panels(
     name: str, bench: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,8 +79,9 @@ def test_a_committed_result_puts_marks_on_its_panels(
         "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: panels.extend(figure.axes)
     )
     benchmark_named(bench).draw(Report.read(RESULTS / name), tmp_path / "figure.png")
-    # A panel may be empty: a result has not all that its benchmark can measure
-    assert any(panel.has_data() for panel in panels)
+    assert panels
+    empty = [panel for panel in panels if not panel.has_data()]
+    assert len(empty) == (name in LACK_A_PART)
 
 
 def pictures() -> list[Any]:
