@@ -57,7 +57,6 @@ __all__ = [
     "foreach_add",
     "foreach_add_",
     "foreach_mul_",
-    "global_module_hooks",
     "global_optimizer_hooks",
     "gradient_hooks",
     "loader_expects",
@@ -223,14 +222,6 @@ def transient_buffers(module: nn.Module) -> set[str]:
 def gradient_hooks(p: Tensor) -> list[dict[Any, Any]]:
     """Return the live dicts of the functions that are called with the gradient of a parameter."""
     return [hooks for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks) if hooks]
-
-
-def global_module_hooks() -> list[dict[Any, Any]]:
-    """Return the live dicts of the functions that are called with each module of this process."""
-    from torch.nn.modules import module
-
-    names = [name for name in vars(module) if name.startswith("_global_")]
-    return [vars(module)[name] for name in names if isinstance(vars(module)[name], dict)]
 
 
 # The hooks of one optimizer: around its step, and around what it saves and loads

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ from nanoray.own.shards import (
     follow_parameters,
     require_state_everywhere,
 )
-from nanoray.own.side_effects import undisturbed
 from nanoray.own.skipping_ddp import SkippingDDP
 from nanoray.own.skipping_fsdp import SkippingFSDP
 from nanoray.own.trial import TrialSubject, try_model
@@ -240,8 +238,7 @@ class OwnTask:
 
     @property
     def script(self) -> Script:
-        no_trace = partial(undisturbed, code=(self._given.loss_fn,))
-        return Script(no_trace, self._step_hooks, SkippingDDP, SkippingFSDP, WeightedFlow)
+        return Script(self._step_hooks, SkippingDDP, SkippingFSDP, WeightedFlow)
 
     def _step_hooks(
         self,

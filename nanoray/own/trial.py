@@ -94,7 +94,7 @@ def _try_on_this_rank(subject: TrialSubject, config: Config, mesh: Mesh) -> list
     with warnings.catch_warnings(record=True) as seen:
         # Eager: compiled layers are compiled in the warm-up, for the wrapped model.
         eager = torch.compiler.set_stance("force_eager")
-        with untouched(model, mesh.device, [subject.loss_fn]) as traces, eager:
+        with untouched(model, mesh.device) as traces, eager:
             with autocast(mesh.device.type, config.precision):
                 loss = _forward(subject, x, y)
             _backward(subject, loss, x)

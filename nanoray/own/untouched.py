@@ -3,14 +3,14 @@
 weights       compared with a copy afterwards: a forward may write them, also through `.data`
 gradients     those of before, usually None; and which weights require one
 generators    also those that modules have
-buffers, extra states, modes, side effects: side_effects.py, as around every other pass
+buffers, extra states, modes: Undisturbed (state/modules.py), as around every other pass
 """
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from nanoray.data.seeding import generators_kept
 from nanoray.mesh.memory import assign, equal_bits
-from nanoray.own.side_effects import undisturbed
+from nanoray.state.modules import Undisturbed
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
@@ -35,8 +35,8 @@ class Traces:
 
 
 @contextmanager
-def untouched(model: nn.Module, device: torch.device, code: Iterable[Any] = ()) -> Iterator[Traces]:
-    """Restore the model, the random generators and the side effects of `code` at the end.
+def untouched(model: nn.Module, device: torch.device) -> Iterator[Traces]:
+    """Restore the model and the random generators at the end.
 
     Yields traces that are filled then. Costs a copy of the weights in host memory.
     """
@@ -47,7 +47,7 @@ def untouched(model: nn.Module, device: torch.device, code: Iterable[Any] = ()) 
     generators = {name: (each, _state_of(each)) for name, each in _generators_of(model)}
     for p in model.parameters():
         p.grad = None
-    with generators_kept(device), undisturbed(model, code):
+    with generators_kept(device), Undisturbed(model):
         try:
             yield traces
         finally:

@@ -282,15 +282,15 @@ class Plan:
 
     # Other passes than those of a step. They leave the model's buffers as they were.
 
-    def undisturbed(self, keep_collected: bool = False) -> AbstractContextManager[object]:
-        """Leave a script's model as it was: what forwards inside change is undone at the end.
+    def undisturbed(self) -> AbstractContextManager[object]:
+        """Return a context after which a script's model has its buffers and extra states of before.
 
-        keep_collected: but for what its code puts into lists, dicts, sets and arrays.
+        What else the script's code changes in a forward stays (docs/contract.md).
         """
         # nanoray's own models change nothing outside of a step.
         if self._script is None:
             return nullcontext()
-        return self._script.undisturbed(self.model, keep_collected=keep_collected)
+        return Undisturbed(self.model)
 
     def gradients_of(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         """Return the gradients of one micro batch, before any sum, by name; it sends nothing.
@@ -319,7 +319,7 @@ class Plan:
         # The last group may have broken between its update and what a script does after it.
         for hook in self._hooks:
             hook.sent()
-        with self.undisturbed() if self._script else Undisturbed(self.model):
+        with Undisturbed(self.model):
             self.flow.warm_up(self._mode, x, y)
             self._mode.learn()
             self.zero_grad()

@@ -1,13 +1,11 @@
-"""What a step has of a script besides the model: how passes leave no trace, hooks of steps, and what
-a model may do that nanoray's own never do: skip layers, and return a loss with a weight.
+"""What a step has of a script besides the model: hooks of steps, and what a model may do that
+nanoray's own never do: skip layers, and return a loss with a weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -29,21 +27,9 @@ MakeHooks = Callable[[nn.Module, DataParallel, Mesh, Axis, Compressor | None], l
 MakeFlow = Callable[[nn.Module, int, Loss, LossScaler, torch.device, Axis, Compressor | None], Flow]
 
 
-class Undisturbing(Protocol):
-    """Makes a context that leaves a model, and what the script's code changes, as they were."""
-
-    def __call__(
-        self, model: nn.Module, *, keep_collected: bool = False
-    ) -> AbstractContextManager[object]:
-        """keep_collected: but for what the code puts into lists, dicts, sets and arrays."""
-
-
 @dataclass(frozen=True)
 class Script:
     """What a Plan needs from a script."""
-
-    undisturbed: Undisturbing
-    """for passes that no step needs"""
 
     hooks: MakeHooks
     """makes the hooks of a model that a mode has prepared (all ranks)"""

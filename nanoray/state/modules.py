@@ -172,8 +172,7 @@ def write_buffers(
 class Undisturbed:
     """A model's buffers, extra states and modes, to be restored.
 
-    It copies the buffers. As a context it restores them at the end. What else the code of a script
-    changes is undone by own/side_effects.py.
+    It copies the buffers. As a context it restores them at the end.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -55,9 +55,8 @@ def evaluate(
     training = [module for module in state.model.modules() if module.training]
     state.model.eval()
     try:
-        # Training must not depend on an evaluation: its passes do not count in a module's buffers,
-        # nor in a script's variables. But a script may collect predictions.
-        with par.undisturbed(keep_collected=True):
+        # Training must not depend on an evaluation: its passes do not count in a module's buffers.
+        with par.undisturbed():
             for first in range(0, longest, at_once):
                 phase("eval")  # a long evaluation must show progress
                 starts = own_windows[first : first + at_once]

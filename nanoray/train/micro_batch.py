@@ -18,7 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,7 @@ from nanoray.mesh.rendezvous import Order
 from nanoray.models.precision import MeanLoss
 from nanoray.models.weighted import Weighted, weight_of
 from nanoray.parallel.statistics import has_statistics
+from nanoray.state.modules import Undisturbed
 from nanoray.train.agree import describe_group
 from nanoray.train.arm import FOLDER, SETTLING, BlockCost, LoopArm, memory_of_rank
 from nanoray.train.guard.certificate import read
@@ -198,8 +199,7 @@ def loss_is_of_batch(
             return loss.sum.item(), weight_of(loss).item()
         return loss.item() * count, count
 
-    assert task.script is not None, "nanoray's own losses are means over samples"
-    with generators_kept(device), task.script.undisturbed(model):
+    with generators_kept(device), Undisturbed(model):
         of_both, weight_of_both = sum_and_weight(0, 2)
         sums, weights = zip(sum_and_weight(0, 1), sum_and_weight(1, 1), strict=True)
     if drew or not weight_of_both or not sum(weights):
@@ -297,12 +297,10 @@ def measured(
 
     # The weights of the run wait on the host: each arm has its own.
     recipe.model.to("cpu")
-    script = recipe.task.script
     try:
-        with script.undisturbed(recipe.model) if script else nullcontext():
-            room = (1 - MARGIN) * memory_of_rank(mesh)
-            try_size = partial(measure, spec, mesh, recipe.task, sizes)
-            found = search(sizes, try_size, room, spec.config.global_batch_size, stops)
+        room = (1 - MARGIN) * memory_of_rank(mesh)
+        try_size = partial(measure, spec, mesh, recipe.task, sizes)
+        found = search(sizes, try_size, room, spec.config.global_batch_size, stops)
     finally:
         recipe.model.to(mesh.device)
 

@@ -10,8 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.cluster import Cluster, assert_same_run, fired, no_actors_left, reports
+from tests.harness.cluster import (
+    Cluster,
+    assert_same_run,
+    fired,
+    losses,
+    no_actors_left,
+    reports,
+)
 from tests.harness.commands import run
+from tests.harness.packages import needs
 from tests.harness.ranks import only_run
 
 pytestmark = [pytest.mark.slow]
@@ -52,9 +60,11 @@ SETTINGS: dict[str, object] = {
 SECRET = "of the shell 471"
 
 
-def launched(cluster: Cluster, folder: Path, out: Path, **settings: object) -> str:
+def launched(
+    cluster: Cluster, folder: Path, out: Path, text: str = SCRIPT, **settings: object
+) -> str:
     script = folder / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     config = SETTINGS | {"out_dir": str(out)} | settings
     done = run(
         str(script),
@@ -96,6 +106,39 @@ def test_a_killed_rank_of_a_script_is_replaced(cluster: Cluster, tmp_path: Path,
     assert found == [("in_place", 0)], output
     assert_same_run(tmp_path / "out", tmp_path / "clean")
     assert no_actors_left(cluster)
+
+
+OF_TRANSFORMERS = """
+import json, sys
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+import nanoray
+
+def main(run):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=32)
+    rest = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **rest))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.randint(97, (24, 16))
+    data = [{"input_ids": line, "labels": line} for line in tokens]
+    nanoray.RuntimeEngine(model, optimizer, run).fit(data)
+
+if __name__ == "__main__":
+    raise SystemExit(nanoray.launch(main, json.loads(sys.argv[1])))
+"""
+
+
+@needs("transformers")
+def test_a_model_of_transformers_trains_on_ray(cluster: Cluster, tmp_path: Path) -> None:
+    """Two ranks have the losses of one, which has those of plain torch (ranks/test_packages.py)."""
+    of_ranks = []
+    for workers in (1, 2):
+        out = tmp_path / str(workers)
+        launched(cluster, tmp_path, out, OF_TRANSFORMERS, workers=workers, max_steps=4)
+        of_ranks.append(losses(out))
+    assert of_ranks[1] == pytest.approx(of_ranks[0], abs=2e-5)
+    assert of_ranks[0][4] < of_ranks[0][1]
 
 
 PROGRAM = """

@@ -65,11 +65,8 @@ class Samples(Dataset[Any]):
         self.batch = batch
 
     def __len__(self) -> int:
-        inputs, _ = self.batch
-        while not isinstance(inputs, Tensor):
-            parts = inputs.values() if isinstance(inputs, dict) else inputs
-            inputs = next(iter(parts))
-        return len(inputs)
+        tensors = torch.utils._pytree.tree_leaves(self.batch)
+        return len(tensors[0])
 
     def __getitem__(self, index: int) -> Any:
         return torch.utils._pytree.tree_map(lambda tensor: tensor[index], self.batch)

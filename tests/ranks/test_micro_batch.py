@@ -202,20 +202,16 @@ def test_where_the_smallest_does_not_fit_the_remedies_are_named(text: Path, tmp_
 # A script's own model.
 
 INPUTS = torch.randn(20, 6, generator=torch.Generator().manual_seed(2))
-CALLS: list[int] = []  # what a script collects, as nanoray finds it
 
 
 class Model(nn.Module):
-    """Two layers, which count their forwards."""
+    """Two layers, and others between them."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 16), *layers, nn.Linear(16, 3))
-        self.forwards = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
-        CALLS.append(len(x))
         return self.layers(x)
 
 
@@ -257,7 +253,7 @@ def fit(
 def test_a_scripts_model_is_copied_and_left_alone(
     tmp_path: Path, layers: tuple[nn.Module, ...]
 ) -> None:
-    """Its optimizer's hooks are not called, and what its code counts is what the run's steps do.
+    """Its optimizer's hooks are not called, and its weights are those of a run without a search.
 
     Of a model that draws, two forwards of a sample differ, which says nothing of its loss.
     """
@@ -270,17 +266,12 @@ def test_a_scripts_model_is_copied_and_left_alone(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim, "AdamW", Hooked)
-        CALLS.clear()
         losses, model, optimizer = fit(tmp_path / "auto", *layers)
         assert len(hooked) == 4, "once per step of the run"
-        calls = [*CALLS]
         (folder,) = tmp_path.glob("auto/runs/*")
         (found,) = limits(folder)
-        CALLS.clear()
         same, other, others = fit(tmp_path / "given", *layers, micro_batch_size=found)
     assert losses == same
-    assert calls == CALLS
-    assert model.forwards == other.forwards
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
     for mine, theirs in zip(optimizer.state.values(), others.state.values(), strict=True):

@@ -1,4 +1,4 @@
-"""What a script hangs on its optimizer, modules and parameters is called by the steps alone."""
+"""What a script hangs on its optimizer is called once in a step, and follows whole weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import TensorDataset
@@ -73,129 +72,34 @@ def trained(ranks: LastingRanks, main: Any, folder: Path, **settings: Any) -> Ru
 # Counting calls.
 
 
-class Net(nn.Module):
-    """Counts its forwards in attributes, a global and what autograd saves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 8)
-        self.last = nn.Linear(8, 1)
-        self.calls = 0
-        self.unused = nn.Parameter(torch.ones(2))  # no step computes a gradient of it
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if not self.training:
-            return self.last(self.first(x).tanh())  # type: ignore[no-any-return]
-        CALLS["forward"] += 1
-
-        def pack(tensor: Tensor) -> Tensor:
-            CALLS["saved tensor"] += 1
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            hidden = self.first(x).tanh()
-        if hidden.requires_grad:
-            hidden.register_hook(partial(count, "tensor hook"))
-        return self.last(hidden)  # type: ignore[no-any-return]
-
-
-class Loss:
-    """A loss that counts its calls, and collects the values of evaluations."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-        self.evaluations: list[float] = []
-
-    def __call__(self, output: Tensor, y: Tensor) -> Tensor:
-        self.calls += 1
-        loss = nn.functional.mse_loss(output, y)
-        if not loss.requires_grad:
-            self.evaluations.append(loss.item())
-        return loss
-
-
 def count(name: str, *arguments: Any) -> None:
     CALLS[name] += 1
 
 
-def count_in_training(module: nn.Module, *arguments: Any) -> None:
-    if module.training:
-        CALLS["forward hook"] += 1
-
-
-def count_calls(run: Run, step_hooks: bool = True) -> None:
+def count_steps(run: Run) -> None:
     CALLS.clear()
-    model = Net()
+    model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if step_hooks:
-        optimizer.register_step_post_hook(partial(count, "after a step"))
-        if not run.config.sharded or run.world_size == 1:
-            optimizer.register_step_pre_hook(partial(count, "before a step"))
-
-    once: list[Any] = []
-
-    def remove_after_use(*arguments: Any) -> None:
-        CALLS["once"] += 1
-        once.pop().remove()
-
-    once.append(model.last.register_forward_hook(remove_after_use))
-    model.first.register_forward_hook(count_in_training)
-    model.first.register_forward_pre_hook(count_in_training)
-    model.first.register_full_backward_hook(partial(count, "backward hook"))
-    if run.config.dp_mode != "fsdp" or run.world_size == 1:
-        weight = model.first.weight
-        weight.register_hook(partial(count, "gradient"))
-        weight.register_post_accumulate_grad_hook(partial(count, "accumulated"))
-        model.unused.register_hook(partial(count, "unused"))
-    variable = 0
-
-    def count_variable(module: nn.Module, *arguments: Any) -> None:
-        nonlocal variable
-        variable += 1
-
-    model.last.register_forward_pre_hook(count_variable)
-    loss = Loss()
-    RuntimeEngine(model, optimizer, run, loss).fit(points(50, 1), points(20, 2))
-    calls = CALLS | {"attribute": model.calls, "variable": variable, "loss": loss.calls}
-    calls["evaluations"] = len(loss.evaluations)
-    (run.folder / f"calls{run.rank}.json").write_text(json.dumps(calls))
+    optimizer.register_step_post_hook(partial(count, "after a step"))
+    if not run.config.sharded:
+        optimizer.register_step_pre_hook(partial(count, "before a step"))
+    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1), points(20, 2))
+    (run.folder / f"calls{run.rank}.json").write_text(json.dumps(CALLS))
 
 
 @pytest.mark.parametrize(
-    ("world", "mode"),
-    [
-        *((2, mode) for mode in MODES),
-        (1, "ddp"),
-        *(pytest.param(1, mode, marks=pytest.mark.full) for mode in MODES[1:]),
-    ],
+    "mode", ["ddp", *(pytest.param(mode, marks=pytest.mark.full) for mode in MODES[1:-1])]
 )
-def test_only_the_calls_of_steps_count(
-    request: pytest.FixtureRequest, tmp_path: Path, world: int, mode: str
+def test_hooks_of_an_optimizer_run_once_in_a_step(
+    pair: LastingRanks, tmp_path: Path, mode: str
 ) -> None:
-    """The trial, the warm-up, the evaluation and torch's own buckets call the same code."""
-    ranks = request.getfixturevalue({1: "one", 2: "pair"}[world])
-    # A single process with fsdp trains the script's own model, which has whole weights.
-    hooks = mode != "fsdp" or world == 1
-    main = partial(count_calls, step_hooks=hooks)
-    spec = trained(ranks, main, tmp_path, dp_mode=mode)
-    micro_steps = STEPS * BATCH // MICRO // world
-    for rank in range(world):
+    """The trial of an optimizer and the copy over shards do not call the script's hooks."""
+    spec = trained(pair, count_steps, tmp_path, dp_mode=mode)
+    for rank in range(2):
         calls = json.loads((spec.folder / f"calls{rank}.json").read_text())
-        evaluations = calls.pop("evaluations")
-        assert evaluations >= 2, "what an evaluation collects in a list stays"
-        assert calls.pop("once") == 1
-        assert calls.pop("after a step", STEPS) == STEPS
+        assert calls.pop("after a step") == STEPS
         assert calls.pop("before a step", STEPS) == STEPS
-        assert calls.pop("forward hook") == 2 * micro_steps
-        assert calls.pop("unused", 0) == 0, "no backward computes a gradient of it"
-        assert calls.pop("saved tensor") % micro_steps == 0
-        assert "attribute" in calls
-        assert "variable" in calls
-        if mode != "fsdp" or world == 1:
-            assert "gradient" in calls
-            assert "accumulated" in calls
-        assert calls == dict.fromkeys(calls, micro_steps)
+        assert not calls
 
 
 # A moving average of the weights.

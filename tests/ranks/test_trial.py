@@ -104,7 +104,7 @@ def test_a_loss_that_is_not_finite_is_left_to_the_guards(ranks: Ranks, tmp_path:
 
 
 class Restless(nn.Module):
-    """A forward that changes all that a forward can change."""
+    """A forward that changes all that is put back after the trial."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,9 +115,6 @@ class Restless(nn.Module):
         self.register_buffer("replaced", torch.zeros(2))
         self.register_buffer("emptied", torch.zeros(2))
         self.register_buffer("grows", torch.zeros(1))
-        self.calls = 0
-        self.memory = torch.zeros(3)
-        self.hidden: Any = None
         self.drop = nn.Dropout(0.5)
         self.notes: dict[str, int] = {}
         self.torchs = torch.Generator().manual_seed(1)
@@ -140,10 +137,7 @@ class Restless(nn.Module):
             self.replaced = self.replaced + 1
             self.emptied = None
             self.grows = torch.cat([self.grows, x[:1, 0]])
-            self.memory.add_(1)
         self.register_buffer("late", torch.ones(1))
-        self.calls += 1
-        self.hidden = x.detach()
         self.notes["seen"] = self.notes.get("seen", 0) + 1
         noise = torch.randn(()) + np.random.rand() + random.random()
         noise = noise + torch.randn((), generator=self.torchs) + self.pythons.random()
@@ -151,10 +145,9 @@ class Restless(nn.Module):
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """Return everything that a forward of Restless changes, and the random generators."""
+    """Return what a forward of Restless changes, and the random generators."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     values = {name: tensor.detach().clone().tolist() for name, tensor in tensors.items()}
-    attributes = (model.calls, model.memory.tolist(), model.hidden, dict(model.notes))
     generators = (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate())
     own = (
         model.torchs.get_state().tolist(),
@@ -164,7 +157,7 @@ def facts(model: Any) -> dict[str, Any]:
     )
     return {
         "values": values,
-        "attributes": attributes,
+        "extra states": dict(model.notes),
         "generators": generators,
         "own generators": own,
         "modes": [module.training for module in model.modules()],

@@ -28,6 +28,7 @@ from nanoray.own.settings import DEFAULTS
 from nanoray.start.folder import open_run
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.wrong_inputs import WRONG_DATA, WRONG_LOSSES, WRONG_MODELS
+from tests.harness.zoo_packages import PACKAGES, TIMM
 from tests.harness.zoo_public import MODES, PUBLIC, Kind
 
 CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ SETTINGS: dict[str, Any] = {
     "timeout_s": 20,
     "init_timeout_s": 20,
 }
-BY_NAME = {exhibit.name: exhibit for exhibit in PUBLIC}
+BY_NAME = {exhibit.name: exhibit for exhibit in (*PUBLIC, *PACKAGES, *TIMM)}
 
 
 def train(run: Run, name: str) -> None:

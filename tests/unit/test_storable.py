@@ -18,7 +18,6 @@ from nanoray.checkpoint.__main__ import main as checkpoint
 from nanoray.checkpoint.files import save
 from nanoray.mesh.memory import bytes_of
 from nanoray.own.checks import unstorable
-from nanoray.own.side_effects import undisturbed
 from nanoray.own.task import mode_notes
 from nanoray.state.modules import Undisturbed, extra_states, join, split
 from nanoray.state.state_dict import StateDict, is_listed, missing_from
@@ -245,17 +244,6 @@ def test_what_a_forward_changes_is_undone(kind: str) -> None:
         assert torch.equal(bytes_of(after[name]), bytes_of(tensor)), name
     assert split(extra_states(model))[1] == values
     assert [module.training for module in model.modules()] == modes
-
-
-def test_counters_that_are_attributes_are_undone_as_well() -> None:
-    model = nn.Linear(2, 2)
-    model.calls = 3
-    model.hidden = None
-    with undisturbed(model):
-        model.calls += 1
-        model.hidden = torch.ones(1)
-    assert model.calls == 3
-    assert model.hidden is None
 
 
 def test_a_scripted_module_is_restored_in_place() -> None:
