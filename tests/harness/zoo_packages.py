@@ -84,15 +84,12 @@ def lora_gpt2() -> nn.Module:
     return get_peft_model(gpt2(), config)
 
 
-def decoder(family: str, **settings: Any) -> nn.Module:
-    """Return a causal language model, such as LlamaForCausalLM with a LlamaConfig."""
+def decoder(kind: str, config: str, **settings: Any) -> nn.Module:
+    """Return a causal language model of transformers, by the names of its class and its config."""
     import transformers
 
-    kind: Any = getattr(transformers, f"{family}ForCausalLM")
-    config_kind: Any = getattr(transformers, f"{family}Config", None)
-    if config_kind is None:
-        config_kind = getattr(transformers, f"{family}TextConfig")
-    return kind(config_kind(**DECODER, **settings))
+    made = getattr(transformers, config)(**DECODER, **settings)
+    return getattr(transformers, kind)(made)
 
 
 def t5() -> nn.Module:
@@ -183,10 +180,16 @@ PACKAGES: list[Kind] = [
     Package("GPT-2 with dropout", gpt2, texts, None, apart=True),
     Package("GPT-2, gradient checkpointing", checkpointed_gpt2, texts, None, apart=True),
     Package("GPT-2 with LoRA of peft", lora_gpt2, texts, None, apart=True, everyday=True),
-    Package("Llama", partial(decoder, "Llama"), texts, None, everyday=True),
-    Package("Gemma 3", partial(decoder, "Gemma3"), texts, None),
     Package(
-        "Mixtral", partial(decoder, "Mixtral", num_local_experts=4), texts, None, everyday=True
+        "Llama", partial(decoder, "LlamaForCausalLM", "LlamaConfig"), texts, None, everyday=True
+    ),
+    Package("Gemma 3", partial(decoder, "Gemma3ForCausalLM", "Gemma3TextConfig"), texts, None),
+    Package(
+        "Mixtral",
+        partial(decoder, "MixtralForCausalLM", "MixtralConfig", num_local_experts=4),
+        texts,
+        None,
+        everyday=True,
     ),
     Package("T5", t5, texts, None, apart=True),
     Package("BERT", bert, texts, None, apart=True, everyday=True),
