@@ -54,9 +54,9 @@ KINDS = {
     "RayJob": ("/apis/ray.io/v1", "rayjobs", True),
     "PodMonitor": ("/apis/monitoring.coreos.com/v1", "podmonitors", True),
     "PrometheusRule": ("/apis/monitoring.coreos.com/v1", "prometheusrules", True),
-    "ResourceFlavor": ("/apis/kueue.x-k8s.io/v1beta1", "resourceflavors", False),
-    "ClusterQueue": ("/apis/kueue.x-k8s.io/v1beta1", "clusterqueues", False),
-    "LocalQueue": ("/apis/kueue.x-k8s.io/v1beta1", "localqueues", True),
+    "ResourceFlavor": ("/apis/kueue.x-k8s.io/v1beta2", "resourceflavors", False),
+    "ClusterQueue": ("/apis/kueue.x-k8s.io/v1beta2", "clusterqueues", False),
+    "LocalQueue": ("/apis/kueue.x-k8s.io/v1beta2", "localqueues", True),
 }
 # Longest silence of a command in a pod. A long command may run on as long as its output comes.
 SILENCE_S = 60.0
