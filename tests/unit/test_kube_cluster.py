@@ -202,6 +202,36 @@ def test_a_dry_run_says_what_the_api_server_could_not_check(
     assert "check  by no API server: no cluster: " in out
 
 
+@pytest.mark.parametrize(
+    ("storage", "modes", "remedy"),
+    [
+        ("standard", ["ReadWriteMany"], "give --storage standard, or another --namespace"),
+        ("standard", ["ReadWriteOnce"], "give another --namespace"),
+    ],
+)
+def test_a_claim_of_another_storage_class_is_one_line(
+    server: ApiServer, submit: list[str], capsys: Any, storage: str, modes: list[str], remedy: str
+) -> None:
+    """Kubernetes answers with a difference of both specs, as long as a page."""
+    server.objects["namespaces", "", "nanoray"] = {"metadata": {"name": "nanoray"}}
+    claim = {"spec": {"storageClassName": storage, "accessModes": modes}}
+    server.objects["persistentvolumeclaims", "nanoray", "nanoray"] = claim
+    for flags in (["--dry_run"], []):
+        assert main([*submit, *flags]) == 4
+        error = capsys.readouterr().err
+        assert error == (
+            f"error: PersistentVolumeClaim nanoray is in namespace nanoray already, with storage "
+            f"class {storage} ({modes[0]}); this run asks for storage class nanoray-hostpath "
+            f"(ReadWriteMany); {remedy}\n"
+        )
+
+    server.refusals["GET persistentvolumeclaims"] = (403, "forbidden")
+    assert main([*submit, "--dry_run"]) == 4
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "PersistentVolumeClaim nanoray: nanoray is invalid: spec: Forbidden" in error
+
+
 def test_a_dry_run_needs_kuberay(server: ApiServer, submit: list[str], capsys: Any) -> None:
     server.kuberay = False
     assert main([*submit, "--dry_run"]) == 4
