@@ -294,10 +294,12 @@ class Api:
         from kubernetes import client, stream
 
         named = {"container": container} if container else {}
+        # `stream` replaces a method of the client meanwhile, and another thread may be calling ours.
+        own_client = client.ApiClient(self._client.configuration)
 
         try:
             return stream.stream(
-                client.CoreV1Api(self._client).connect_get_namespaced_pod_exec,
+                client.CoreV1Api(own_client).connect_get_namespaced_pod_exec,
                 pod,
                 namespace,
                 command=command,

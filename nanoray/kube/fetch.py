@@ -12,7 +12,9 @@ import shlex
 import shutil
 import tarfile
 import tempfile
+import threading
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from nanoray.errors import ConfigError
 from nanoray.kube.cluster import Api, KubeError
@@ -32,6 +34,7 @@ cd "$0" && run=$(ls -1 | sort | tail -n 1) || exit
 [ -n "$run" ] && [ -f "$run/metrics.jsonl" ] && [ -f "$run/config.json" ] || exit 0
 printf '%s\\n' "$run" && tail -n 1 "$run/metrics.jsonl" && cat "$run/config.json"
 """
+RAY_S = 15.0  # for the question to Ray, by whatever way: the volume has the steps, too
 SELECTOR = "app.kubernetes.io/name=nanoray-tensorboard"
 
 
@@ -106,14 +109,14 @@ def _find_reader(api: Api, namespace: str) -> str:
 def progress_of(api: Api, namespace: str, job: Object) -> dict[str, str]:
     """Return the progress of a RayJob's run. Raises KubeError.
 
-    It comes from the Ray job while that runs, else from the newest run on the volume.
+    It comes from the Ray job while that runs and answers, else from the newest run on the volume.
     """
-    # The head may be starting or out of reach. The volume has the steps, too.
+    # The head may be starting or out of reach.
     ray_error = ""
     status = job.get("status", {})
     if status.get("jobStatus") == "RUNNING":
         try:
-            progress_now = RayApi(api, namespace).read_progress(status)
+            progress_now = _ask_ray(api, namespace, status)
             if progress_now:
                 return progress_now
         except KubeError as error:
@@ -122,6 +125,27 @@ def progress_of(api: Api, namespace: str, job: Object) -> dict[str, str]:
         return _progress_on_volume(api, namespace, job)
     except KubeError as error:
         raise KubeError(f"{ray_error}{error}") from None
+
+
+def _ask_ray(api: Api, namespace: str, status: Object) -> dict[str, str]:
+    """Return the progress that the Ray job has reported. Raises KubeError, at most RAY_S later."""
+    answers: SimpleQueue[dict[str, str] | KubeError] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(RayApi(api, namespace).read_progress(status))
+        except KubeError as error:
+            answers.put(error)
+
+    # A thread, because a call through proxy and exec waits in many places
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answer = answers.get(timeout=RAY_S)
+    except Empty:
+        raise KubeError(f"Ray did not answer within {RAY_S:g} s") from None
+    if isinstance(answer, KubeError):
+        raise answer
+    return answer
 
 
 def _progress_on_volume(api: Api, namespace: str, job: Object) -> dict[str, str]:

@@ -7,7 +7,9 @@ the head's pod, or says what is missing.
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -263,6 +265,23 @@ def test_a_head_that_does_not_answer_yet_is_no_matter_of_policies(
     del server.objects["pods", "nanoray", "words-abc-head"]
     assert main(["stop", "words"]) == 4
     assert "no head pod of words-abc has a token" in capsys.readouterr().err
+
+
+def test_status_says_what_kubernetes_knows_before_it_waits_for_ray(
+    server: ApiServer, ray: dict[str, str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dashboard takes a connection and does not answer, neither the proxy nor in its own pod."""
+    running_job(server)
+    monkeypatch.setattr("nanoray.kube.fetch.RAY_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server.proxies["words-abc-head-svc"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        assert main(["status", "words"]) == 0
+        assert time.monotonic() - began < 10
+    job_line, pod_line, run_line = capsys.readouterr().out.splitlines()
+    assert job_line == "job    words Running/RUNNING"
+    assert pod_line.startswith("pod    words-abc-head Running on ")
+    find_line(run_line, "run", "steps unknown: Ray did not answer within 1 s; no TensorBoard pod")
 
 
 @pytest.mark.parametrize("message", [REFUSED, "no endpoints available for service"])
