@@ -53,9 +53,8 @@ log = logging.getLogger("nanoray.rank")
 _RECORD_BYTES = 1 << 16  # more than one record of a file of records has
 _LONGEST_INSIDE = 200  # bytes of the path of a file within a run's folder, with room
 ROOM = ".room"
-_ROOM_BYTES = (
-    1 << 12
-)  # of a file system's block, and more than the summary of a run that has failed
+# A block of most file systems, and more than the summary of a run that has failed
+_ROOM_BYTES = 1 << 12
 LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
 
 

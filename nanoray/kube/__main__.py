@@ -295,7 +295,7 @@ def _logs(argv: list[str]) -> int:
     api, name, status = _find_status(args)
     if args.follow:
         return _report_end(Follower(api, args.namespace, name, print_line=_print_now).run())
-    if not status.get("jobId"):
+    if not (status.get("jobId") and status.get("jobStatus")):
         raise KubeError(f"RayJob {name} has no log yet; nanoray kube status {name} says why")
     # To stderr, so that a file has the log alone.
     ray = RayApi(api, args.namespace, print_line=partial(print, file=sys.stderr))
