@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from nanoray.base.atomic import write_json
-from nanoray.checkpoint.run import RunSpec, lock_run, write_attempt
+from nanoray.checkpoint.run import ROOM, RunSpec, lock_run, write_attempt
 from nanoray.errors import NanorayError
 from nanoray.faults.progress import AFTER_UPDATE, ProgressFile
 
@@ -124,7 +124,7 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 # What a run writes before its first step. Files of records are empty until then
-_FILES = ("attempt", "config.json", "faults.jsonl", "lock", "run.json", "summary.json")
+_FILES = ("attempt", "config.json", "faults.jsonl", "lock", "run.json", "summary.json", ROOM)
 _LOGS = ("rank*.log", "rank*.progress", "rank*.exit.json", "rank*.outcome.json", "rank*.ledger")
 
 

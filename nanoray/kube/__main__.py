@@ -235,7 +235,10 @@ def _parser(command: str, text: str) -> Parser:
 def _status(argv: list[str]) -> int:
     parser = _parser("status", "show a job, its pods, and what keeps them from running")
     args = parser.parse_args(argv)
-    api, name, status = _find_status(args)
+    api = Api()
+    name = job_name(args.name)
+    job = _find_job(api, args.namespace, name)
+    status = job.get("status", {})
 
     # The job.
     line = f"job    {name} {status.get('jobDeploymentStatus', 'accepted')}"
@@ -247,14 +250,6 @@ def _status(argv: list[str]) -> int:
     print(line)
     if status.get("message"):
         print(f"       {status['message']}")
-
-    # Its run. Before the operator has submitted the Ray job there is none.
-    if status.get("jobId"):
-        try:
-            progress = progress_of(api, args.namespace, _find_job(api, args.namespace, name))
-            print("run    " + " · ".join(f"{key} {value}" for key, value in progress.items()))
-        except KubeError as error:
-            print(f"run    steps unknown: {error}")
 
     # Its pods.
     pods: list[Object] = []
@@ -278,6 +273,16 @@ def _status(argv: list[str]) -> int:
         print(f"       its events cannot be read: {error}")
     for trouble in found:
         print(f"       {trouble.pod} {trouble.text}")
+    sys.stdout.flush()
+
+    # Its run comes last: Ray may take long to answer. Before the operator has submitted the Ray job
+    # there is none.
+    if status.get("jobId"):
+        try:
+            progress = progress_of(api, args.namespace, job)
+            print("run    " + " · ".join(f"{key} {value}" for key, value in progress.items()))
+        except KubeError as error:
+            print(f"run    steps unknown: {error}")
     return 0
 
 
@@ -290,7 +295,7 @@ def _logs(argv: list[str]) -> int:
     api, name, status = _find_status(args)
     if args.follow:
         return _report_end(Follower(api, args.namespace, name, print_line=_print_now).run())
-    if not status.get("jobId"):
+    if not (status.get("jobId") and status.get("jobStatus")):
         raise KubeError(f"RayJob {name} has no log yet; nanoray kube status {name} says why")
     # To stderr, so that a file has the log alone.
     ray = RayApi(api, args.namespace, print_line=partial(print, file=sys.stderr))

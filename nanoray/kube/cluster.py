@@ -31,6 +31,7 @@ SET_GATE = (
 # Helm labels the operator kuberay-operator, the kustomize installation kuberay.
 OPERATOR = "app.kubernetes.io/name in (kuberay-operator,kuberay)"
 MANAGER = "nanoray"  # field manager of server-side apply
+HOSTPATH_CLASS = "nanoray-hostpath"  # of the claim in kuberay/base/storage.yaml
 # Kind -> (path of its API, plural, whether it lives in a namespace). nanoray reads the first four
 # and applies the others.
 KINDS = {
@@ -54,9 +55,9 @@ KINDS = {
     "RayJob": ("/apis/ray.io/v1", "rayjobs", True),
     "PodMonitor": ("/apis/monitoring.coreos.com/v1", "podmonitors", True),
     "PrometheusRule": ("/apis/monitoring.coreos.com/v1", "prometheusrules", True),
-    "ResourceFlavor": ("/apis/kueue.x-k8s.io/v1beta1", "resourceflavors", False),
-    "ClusterQueue": ("/apis/kueue.x-k8s.io/v1beta1", "clusterqueues", False),
-    "LocalQueue": ("/apis/kueue.x-k8s.io/v1beta1", "localqueues", True),
+    "ResourceFlavor": ("/apis/kueue.x-k8s.io/v1beta2", "resourceflavors", False),
+    "ClusterQueue": ("/apis/kueue.x-k8s.io/v1beta2", "clusterqueues", False),
+    "LocalQueue": ("/apis/kueue.x-k8s.io/v1beta2", "localqueues", True),
 }
 # Longest silence of a command in a pod. A long command may run on as long as its output comes.
 SILENCE_S = 60.0
@@ -189,7 +190,39 @@ class Api:
         try:
             self.call("PATCH", path_of(kind, namespace, name), thing, tuple(query), headers)
         except ApiError as error:
-            raise KubeError(_explain_refusal(kind, name, namespace, error)) from None
+            message = ""
+            if kind == "PersistentVolumeClaim" and error.status == 422:
+                message = self._compare_claims(thing)
+            if not message:
+                message = _explain_refusal(kind, name, namespace, error)
+            raise KubeError(message) from None
+
+    def _compare_claims(self, claim: Object) -> str:
+        """Return how a claim that is there differs from `claim`, and the remedy; "" if it does not.
+
+        Neither its class nor its access modes can be changed.
+        """
+        name = claim["metadata"]["name"]
+        namespace = claim["metadata"]["namespace"]
+        try:
+            present = self.get("PersistentVolumeClaim", namespace, name)["spec"]
+        except ApiError:  # without the right to read it
+            return ""
+        there = _describe_claim(present)
+        wanted = _describe_claim(claim["spec"])
+        if there == wanted:
+            return ""
+
+        remedy = "give another --namespace"
+        if present["accessModes"] == claim["spec"]["accessModes"]:
+            storage = present.get("storageClassName")
+            if storage == HOSTPATH_CLASS:
+                storage = "hostpath"
+            remedy = f"give --storage {storage}, or another --namespace"
+        return (
+            f"PersistentVolumeClaim {name} is in namespace {namespace} already, with {there}; this "
+            f"run asks for {wanted}; {remedy}"
+        )
 
     def annotate(self, kind: str, namespace: str, name: str, values: dict[str, str]) -> None:
         """Set annotations of an object and leave all else as it is. Raises ApiError."""
@@ -261,10 +294,12 @@ class Api:
         from kubernetes import client, stream
 
         named = {"container": container} if container else {}
+        # `stream` replaces a method of the client meanwhile, and another thread may be calling ours.
+        own_client = client.ApiClient(self._client.configuration)
 
         try:
             return stream.stream(
-                client.CoreV1Api(self._client).connect_get_namespaced_pod_exec,
+                client.CoreV1Api(own_client).connect_get_namespaced_pod_exec,
                 pod,
                 namespace,
                 command=command,
@@ -296,6 +331,13 @@ def shorten(value: Any) -> str:
     return " ".join(str(value).split())[:300]
 
 
+def _describe_claim(spec: Object) -> str:
+    """Return a claim's storage class and access modes."""
+    storage = spec.get("storageClassName")
+    name = f"storage class {storage}" if storage else "the default storage class"
+    return f"{name} ({', '.join(spec['accessModes'])})"
+
+
 def _error_message(body: str) -> str:
     """Return the message of an error answer, which is a Status as JSON unless a proxy sent it."""
     try:
@@ -306,7 +348,7 @@ def _error_message(body: str) -> str:
 
 def _explain_refusal(kind: str, name: str, namespace: str, error: ApiError) -> str:
     """Return the message for an object that was not applied, with the remedy."""
-    message = f"{kind} {name}: {error.message}"
+    message = f"{kind} {name}: {shorten(error.message)}"
     if error.status == 403 and "exceeded quota" in error.message:
         return (
             f"{message}; ask for fewer pods or smaller ones (--workers, --cpus, --memory_gib), or "

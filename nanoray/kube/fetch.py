@@ -12,7 +12,9 @@ import shlex
 import shutil
 import tarfile
 import tempfile
+import threading
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from nanoray.errors import ConfigError
 from nanoray.kube.cluster import Api, KubeError
@@ -32,6 +34,13 @@ cd "$0" && run=$(ls -1 | sort | tail -n 1) || exit
 [ -n "$run" ] && [ -f "$run/metrics.jsonl" ] && [ -f "$run/config.json" ] || exit 0
 printf '%s\\n' "$run" && tail -n 1 "$run/metrics.jsonl" && cat "$run/config.json"
 """
+# The age of the newest run's summary in seconds, by the clock of that pod, and the summary.
+_SUMMARY = """cd "$0" 2>/dev/null || exit 0
+summary=$(ls -1 | sort | tail -n 1)/summary.json
+[ -f "$summary" ] || exit 0
+echo $(($(date +%s) - $(stat -c %Y "$summary"))) && cat "$summary"
+"""
+RAY_S = 15.0  # for the question to Ray, by whatever way: the volume has the steps, too
 SELECTOR = "app.kubernetes.io/name=nanoray-tensorboard"
 
 
@@ -106,14 +115,14 @@ def _find_reader(api: Api, namespace: str) -> str:
 def progress_of(api: Api, namespace: str, job: Object) -> dict[str, str]:
     """Return the progress of a RayJob's run. Raises KubeError.
 
-    It comes from the Ray job while that runs, else from the newest run on the volume.
+    It comes from the Ray job while that runs and answers, else from the newest run on the volume.
     """
-    # The head may be starting or out of reach. The volume has the steps, too.
+    # The head may be starting or out of reach.
     ray_error = ""
     status = job.get("status", {})
     if status.get("jobStatus") == "RUNNING":
         try:
-            progress_now = RayApi(api, namespace).read_progress(status)
+            progress_now = _ask_ray(api, namespace, status)
             if progress_now:
                 return progress_now
         except KubeError as error:
@@ -124,18 +133,56 @@ def progress_of(api: Api, namespace: str, job: Object) -> dict[str, str]:
         raise KubeError(f"{ray_error}{error}") from None
 
 
+def _ask_ray(api: Api, namespace: str, status: Object) -> dict[str, str]:
+    """Return the progress that the Ray job has reported. Raises KubeError, at most RAY_S later."""
+    answers: SimpleQueue[dict[str, str] | KubeError] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(RayApi(api, namespace).read_progress(status))
+        except KubeError as error:
+            answers.put(error)
+
+    # A thread, because a call through proxy and exec waits in many places
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        answer = answers.get(timeout=RAY_S)
+    except Empty:
+        raise KubeError(f"Ray did not answer within {RAY_S:g} s") from None
+    if isinstance(answer, KubeError):
+        raise answer
+    return answer
+
+
 def _progress_on_volume(api: Api, namespace: str, job: Object) -> dict[str, str]:
     """Return the progress of the newest run in a RayJob's folder. Raises KubeError."""
-    out_dir = out_dir_of(job)
-    if not out_dir:
-        raise KubeError("the job's entrypoint names no --out_dir")
-
-    pod = _find_reader(api, namespace)
-    command = ["sh", "-c", _NEWEST, out_dir]
-    output = api.run_in(pod, namespace, command, purpose=f"reading the newest run of {out_dir}")
+    out_dir, output = _read_newest(api, namespace, job, _NEWEST)
     try:
         run_name, record, config = output.split("\n", 2)
         max_steps = json.loads(config)["max_steps"]
         return {"folder": f"{out_dir}/{run_name}"} | progress(json.loads(record), max_steps)
     except (ValueError, KeyError):
         raise KubeError(f"{out_dir} has no run with a record yet") from None
+
+
+def end_of_run(api: Api, namespace: str, job: Object, within_s: float) -> str:
+    """Return why the newest run in a RayJob's folder ended, by its summary. Raises KubeError.
+
+    An end more than `within_s` ago is another command's: one that is refused writes no summary.
+    """
+    out_dir, output = _read_newest(api, namespace, job, _SUMMARY)
+    age_s, _, summary = output.partition("\n")
+    if not output or float(age_s) > within_s:
+        raise KubeError(f"its run in {out_dir} has no summary")
+    return " ".join(str(json.loads(summary)["exit_reason"]).split())
+
+
+def _read_newest(api: Api, namespace: str, job: Object, script: str) -> tuple[str, str]:
+    """Return a RayJob's folder and what a script prints of its newest run. Raises KubeError."""
+    out_dir = out_dir_of(job)
+    if not out_dir:
+        raise KubeError("the job's entrypoint names no --out_dir")
+    pod = _find_reader(api, namespace)
+    command = ["sh", "-c", script, out_dir]
+    purpose = f"reading the newest run of {out_dir}"
+    return out_dir, api.run_in(pod, namespace, command, purpose=purpose)

@@ -8,11 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nanoray.kube.cluster import Api, KubeError, shorten
+from nanoray.kube.fetch import end_of_run
 from nanoray.kube.kustomize import Object
 from nanoray.kube.pods import read_warnings, troubles
 from nanoray.kube.ray_jobs import TERMINAL, RayApi, attempts
 
 STARTED = ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")  # values of jobStatus
+_NO_JOB = ("", "")
 _QUEUED = ("Suspending", "Suspended")  # values of jobDeploymentStatus, for example by Kueue
 
 
@@ -32,7 +34,8 @@ class Follower:
     _ray: RayApi = field(init=False)
     _printed_once: set[str] = field(default_factory=set)
     _attempt: int = 0  # counts Ray jobs, from 1
-    _job: tuple[str, str] = ("", "")  # RayCluster and Ray job of this attempt
+    _job: tuple[str, str] = _NO_JOB  # RayCluster and Ray job of this attempt
+    _attempt_began: float = 0.0  # monotonic seconds at which it was first seen
     _printed_log: str = ""  # of this attempt
     _log_is_missing: bool = False  # and the reason has been printed
     _annotated_at: float = float("-inf")
@@ -51,12 +54,19 @@ class Follower:
         last_state = ""
         started = False
         while True:
-            status = self._read_status()
+            rayjob = self._read_job()
+            status: Object = rayjob.get("status", {})
             deployment = status.get("jobDeploymentStatus")
 
-            # The log first, so that the lines before a job's end are printed before its end is.
-            if status.get("jobId"):
-                job = (status.get("rayClusterName", ""), status["jobId"])
+            # Other names, or none: the operator has deleted the cluster of this attempt, with its log
+            # and with the status of its end.
+            job = (status.get("rayClusterName", ""), status.get("jobId", ""))
+            if self._job not in (_NO_JOB, job):
+                self._print_end(rayjob)
+
+            # The log first, so that the lines before a job's end are printed before its end is. The
+            # names are known before anything runs under them.
+            if status.get("jobId") and status.get("jobStatus"):
                 if job != self._job:
                     self._begin_attempt(status)
                 for line in self._new_log(status):
@@ -81,14 +91,13 @@ class Follower:
             self._annotate(status)
             time.sleep(self.poll_s)
 
-    def _read_status(self) -> Object:
-        """Return the RayJob's status; wait while the API server is away. Raises KubeError."""
+    def _read_job(self) -> Object:
+        """Return the RayJob; wait while the API server is away. Raises KubeError."""
         away_since = None
         while True:
             try:
-                job = self.api.get("RayJob", self.namespace, self.name)
-                status: Object = job.get("status", {})
-                return status
+                job: Object = self.api.get("RayJob", self.namespace, self.name)
+                return job
             except KubeError as error:
                 if getattr(error, "status", 0) == 404:
                     message = f"RayJob {self.name} was deleted while it was followed"
@@ -171,7 +180,19 @@ class Follower:
         cluster = status.get("rayClusterName", "")
         job = status["jobId"]
         self._job = (cluster, job)
+        self._attempt_began = time.monotonic()
         self.print_line(f"try    {self._attempt}: Ray job {job} on RayCluster {cluster}")
+
+    def _print_end(self, job: Object) -> None:
+        """Print why the present attempt has ended, as the volume has it; from now on there is none."""
+        try:
+            reason = end_of_run(
+                self.api, self.namespace, job, time.monotonic() - self._attempt_began
+            )
+        except KubeError as error:
+            reason = f"not known: {error}"
+        self.print_line(f"end    of try {self._attempt}: {reason}")
+        self._job = _NO_JOB
 
     def _new_log(self, status: Object) -> Iterator[str]:
         """Yield the new lines of the driver's log; a failed request yields none."""

@@ -17,7 +17,7 @@ from nanoray.kube.cluster import Api, ApiError, KubeError, path_of, shorten
 from nanoray.kube.kustomize import Object
 
 TERMINAL = ("Complete", "Failed", "ValidationFailed")  # of a RayJob's jobDeploymentStatus
-PROXY_TIMEOUT_S = 10.0  # then exec is tried, so that a policy that drops packets costs little time
+PROXY_TIMEOUT_S = 5.0  # then exec is tried, so that a policy that drops packets costs little time
 _PREFIX = "nanoray_"  # of the driver's keys in the Ray job's metadata, which users may add to
 _POLICY = (
     "the network policy must let in the API server's address at 8265: see `out of reach` in "
@@ -56,6 +56,7 @@ class RayApi:
         self._print_line = print_line
         self._uses_exec = False
         self._explained = False
+        self._tokens: dict[str, str] = {}  # cluster -> its token, which does not change
 
     def call(self, status: Object, path: str, method: str = "GET") -> Object:
         """Call Ray on the head of the RayJob with this status, and return the decoded answer.
@@ -73,9 +74,7 @@ class RayApi:
         try:
             return self._call_through_proxy(cluster, path, method)
         except KubeError as error:
-            # Other statuses are Ray's own, or there is no such cluster.
-            error_status = getattr(error, "status", 0)
-            if error_status not in (0, 403) and error_status < 500:
+            if not _is_of_the_way(error):
                 raise
             refusal = error
 
@@ -83,7 +82,8 @@ class RayApi:
             head = self._find_head(cluster)
         except KubeError as error:
             raise KubeError(f"{refusal}; {error}") from None
-        remedy = _RIGHTS if error_status == 403 else _POLICY
+        lacks_right = getattr(refusal, "status", 0) == 403
+        remedy = _RIGHTS if lacks_right else _POLICY
         pod = head["metadata"]["name"]
         try:
             answer = self._call_by_exec(head, path, method)
@@ -91,6 +91,9 @@ class RayApi:
             raise  # the way is open, and this is what Ray says, or that it says nothing
         except KubeError as error:
             raise KubeError(f"{refusal}; {error}; {remedy}") from None
+        # Ray may have started after the proxy was asked, and then the proxy leads to it now.
+        if not lacks_right and self._proxy_opens(cluster):
+            return answer
         self._uses_exec = True
         if not self._explained:
             self._explained = True
@@ -117,9 +120,19 @@ class RayApi:
         """Let Ray send SIGTERM to a RayJob's driver. Raises KubeError."""
         self.call(status, f"/api/jobs/{status['jobId']}/stop", "POST")
 
+    def _proxy_opens(self, cluster: str) -> bool:
+        """Return whether the proxy leads to Ray, or will once the head's pod is ready."""
+        try:
+            self._call_through_proxy(cluster, "/api/version", "GET")
+        except KubeError as error:
+            return not _is_of_the_way(error) or "no endpoints available" in str(error)
+        return True
+
     def _call_through_proxy(self, cluster: str, path: str, method: str) -> Object:
         # Ray's token has a header of its own, because the API server consumes Authorization.
-        headers = {"X-Ray-Authorization": f"Bearer {self._read_token(cluster)}"}
+        if cluster not in self._tokens:
+            self._tokens[cluster] = self._read_token(cluster)
+        headers = {"X-Ray-Authorization": f"Bearer {self._tokens[cluster]}"}
         service = path_of("Service", self._namespace, f"{cluster}-head-svc:8265")
         answer = self._api.call(
             method, f"{service}/proxy{path}", headers=headers, read_timeout_s=PROXY_TIMEOUT_S
@@ -169,6 +182,12 @@ class RayApi:
                     secret = self._api.get("Secret", self._namespace, reference["name"])
                     return base64.b64decode(secret["data"][reference["key"]]).decode()
         raise ApiError(404, f"no head pod of {cluster} has a token")
+
+
+def _is_of_the_way(error: KubeError) -> bool:
+    """Return whether the proxy did not lead to Ray. Other errors are Ray's own, or no cluster's."""
+    status = getattr(error, "status", 0)
+    return status in (0, 403) or status >= 500
 
 
 def _require_mapping(answer: Any) -> Object:

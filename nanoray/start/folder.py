@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.base.atomic import write_json
-from nanoray.checkpoint.run import RunSpec, lock_run, new_folder, storage_clock, write_attempt
+from nanoray.checkpoint.run import (
+    RunSpec,
+    lock_run,
+    new_folder,
+    reserve_room,
+    storage_clock,
+    write_attempt,
+)
 from nanoray.config import Config, Settings, read_yaml, recipe_of
 from nanoray.config.settings import OF_ONE_COMMAND, RUN, origin_of, with_origins
 from nanoray.config.weights.source import find
@@ -122,6 +129,7 @@ def open_run(
         spec = replace(spec, storage_ahead_s=written_at - time.time())
     write_json(folder / "config.json", spec.config.model_dump())
     write_json(folder / "run.json", spec.to_dict())
+    reserve_room(folder)  # last: on a full disk the files above need each block
     return spec
 
 

@@ -31,6 +31,17 @@ BEARER = "a-bearer-token-of-the-kubeconfig"
 _PATH = re.compile(
     r"(/api/v1|/apis/[^/]+/[^/]+)(?:/namespaces/(?P<ns>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?$"
 )
+# A claim's fields that cannot change, and what Kubernetes answers then: a difference of both specs.
+_OF_A_CLAIM = ("accessModes", "storageClassName")
+_CLAIM_IS_IMMUTABLE = """spec: Forbidden: spec is immutable after creation except resources.requests
+  core.PersistentVolumeClaimSpec{
+    ... // 4 identical fields
+-   StorageClassName: &"standard",
++   StorageClassName: &"nanoray-hostpath",
+    VolumeMode:       &"Filesystem",
+    ... // 3 identical fields
+  }
+"""
 
 
 def submit_of(folder: Path) -> list[str]:
@@ -54,6 +65,7 @@ class ApiServer:
         self.proxies: dict[str, str] = {}  # service -> base URL
         self.drop_proxy = 0  # so many proxied requests are answered with a 502
         self.proxy_refusal: tuple[int, str] | None = None  # status and message, in place of Ray's
+        self.proxy_opens = False  # once a command has run in a pod
         self.proxy_is_silent = False  # a policy that drops packets: no answer
         self.dry_runs: list[str] = []  # the kind of each object that was checked and not stored
         self.exec_refused = False
@@ -151,6 +163,10 @@ class ApiServer:
             if key[1] and ("namespaces", "", key[1]) not in self.objects:
                 return _status(404, f'namespaces "{key[1]}" not found')
             known = self.objects.get(key, {})
+            if key[0] == "persistentvolumeclaims" and known:
+                changed = [f for f in _OF_A_CLAIM if known["spec"].get(f) != thing["spec"].get(f)]
+                if changed:
+                    return _status(422, f"{key[2]} is invalid: {_CLAIM_IS_IMMUTABLE}")
             is_immutable = key[0] in ("resourceclaimtemplates", "jobs")
             if is_immutable and known and known["spec"] != thing["spec"]:
                 return _status(422, f"{key[2]} is invalid: spec: field is immutable")
@@ -233,6 +249,8 @@ class ApiServer:
         if self.exec_refused:
             return _status(403, "pods/exec is forbidden")
         self.execs.append(pod)
+        if self.proxy_opens:
+            self.proxy_refusal = None
         self.exec_containers.append(request.query.get("container", ""))
         socket = web.WebSocketResponse(protocols=("v4.channel.k8s.io",))
         await socket.prepare(request)
@@ -284,8 +302,12 @@ def ray_head(server: ApiServer, *clusters: str) -> Iterator[dict[str, str]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            _, _, kind, job, *rest = self.path.split("/")
+            _, _, kind, *words = self.path.split("/")
+            if kind == "version":
+                self._answer(200, {"ray_version": "2.60.0"})
+                return
             assert kind == "jobs"
+            job, *rest = words
             tokens = {self.headers.get(key) for key in ("Authorization", "X-Ray-Authorization")}
             if f"Bearer {RAY_TOKEN}" not in tokens:
                 self._answer(401, {"error": "Unauthorized"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import threading
@@ -200,6 +201,36 @@ def test_a_dry_run_says_what_the_api_server_could_not_check(
     out = capsys.readouterr().out
     assert "would apply RayJob words\n" in out
     assert "check  by no API server: no cluster: " in out
+
+
+@pytest.mark.parametrize(
+    ("storage", "modes", "remedy"),
+    [
+        ("standard", ["ReadWriteMany"], "give --storage standard, or another --namespace"),
+        ("standard", ["ReadWriteOnce"], "give another --namespace"),
+    ],
+)
+def test_a_claim_of_another_storage_class_is_one_line(
+    server: ApiServer, submit: list[str], capsys: Any, storage: str, modes: list[str], remedy: str
+) -> None:
+    """Kubernetes answers with a difference of both specs, as long as a page."""
+    server.objects["namespaces", "", "nanoray"] = {"metadata": {"name": "nanoray"}}
+    claim = {"spec": {"storageClassName": storage, "accessModes": modes}}
+    server.objects["persistentvolumeclaims", "nanoray", "nanoray"] = claim
+    for flags in (["--dry_run"], []):
+        assert main([*submit, *flags]) == 4
+        error = capsys.readouterr().err
+        assert error == (
+            f"error: PersistentVolumeClaim nanoray is in namespace nanoray already, with storage "
+            f"class {storage} ({modes[0]}); this run asks for storage class nanoray-hostpath "
+            f"(ReadWriteMany); {remedy}\n"
+        )
+
+    server.refusals["GET persistentvolumeclaims"] = (403, "forbidden")
+    assert main([*submit, "--dry_run"]) == 4
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "PersistentVolumeClaim nanoray: nanoray is invalid: spec: Forbidden" in error
 
 
 def test_a_dry_run_needs_kuberay(server: ApiServer, submit: list[str], capsys: Any) -> None:
@@ -569,7 +600,7 @@ def test_every_attempt_is_shown_with_its_number_and_its_whole_log(
     def say(line: str) -> None:
         said.append(line)
         if line == "step 1 of the first":
-            job["status"] = {
+            job["status"] |= {
                 "jobDeploymentStatus": "Retrying",
                 "jobStatus": "FAILED",
                 "message": "exit 1",
@@ -602,6 +633,7 @@ def test_every_attempt_is_shown_with_its_number_and_its_whole_log(
         "start",
         "step 1 of the first",
         "job    Retrying/FAILED after 0 s: exit 1",
+        "end    of try 1: not known: the job's entrypoint names no --out_dir",
         "try    2: Ray job words-2 on RayCluster words-def",
         "start",
         "step 1 of the second",
@@ -610,6 +642,53 @@ def test_every_attempt_is_shown_with_its_number_and_its_whole_log(
         "start",
         "step 2 on a new head",
         "the end, without a newline",
+    ]
+
+
+def test_the_end_of_an_attempt_whose_cluster_is_gone_is_read_from_the_volume(
+    server: ApiServer, logs: dict[str, str]
+) -> None:
+    """Between two looks the operator has deleted the cluster and taken back the status.
+
+    What it names for the next attempt is no attempt before something runs. A summary that was there
+    before an attempt is not of that attempt.
+    """
+    _tensorboard(server)
+    run = Path(str(server.volume)) / "runs" / "words-1" / "2026-01-01_000000_words"
+    run.mkdir(parents=True)
+    summary = run / "summary.json"
+    running = {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}
+    first = {"rayClusterName": "words-abc", "jobId": "words-1"}
+    unused = {"rayClusterName": "words-not", "jobId": "words-2"}
+    second = {"rayClusterName": "words-def", "jobId": "words-3"}
+    job = rayjob(server, **running, **first)
+    job["spec"]["entrypoint"] = "exec python -m nanoray.launch --out_dir /data/runs/words-1"
+    logs["words-1"] = "step 1\n"
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        if line == "step 1":
+            reason = "failed: rank 0 failed in checkpoint of step 9: disk full"
+            summary.write_text(json.dumps({"exit_reason": reason}))
+            job["status"] = unused | {"jobDeploymentStatus": "Initializing", "failed": 1}
+        elif line.startswith("job    Initializing"):
+            logs["words-3"] = "step 9\n"
+            os.utime(summary, (0, 0))
+            job["status"] = second | running | {"failed": 1}
+        elif line == "step 9":
+            job["status"] = {"failed": 2}  # refused before it has opened the run
+        elif line.startswith("job    accepted"):
+            job["status"] = {"jobDeploymentStatus": "Failed"}
+
+    Follower(Api(), "nanoray", "words", say, poll_s=0.01).run()
+    assert [line for line in said if not line.startswith("job")] == [
+        "try    1: Ray job words-1 on RayCluster words-abc",
+        "step 1",
+        "end    of try 1: failed: rank 0 failed in checkpoint of step 9: disk full",
+        "try    2: Ray job words-3 on RayCluster words-def",
+        "step 9",
+        "end    of try 2: not known: its run in /data/runs/words-1 has no summary",
     ]
 
 

@@ -7,7 +7,9 @@ the head's pod, or says what is missing.
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tests.harness.messages import find_line
 pytestmark = pytest.mark.usefixtures("kubectl")
 Object = dict[str, Any]
 DIAL = "error trying to reach service: dial tcp 10.42.1.5:8265: i/o timeout"
+REFUSED = "error trying to reach service: dial tcp 10.42.1.5:8265: connect: connection refused"
 FORBIDDEN = 'services "words-abc-head-svc:8265" is forbidden: cannot get services/proxy'
 
 
@@ -262,6 +265,47 @@ def test_a_head_that_does_not_answer_yet_is_no_matter_of_policies(
     del server.objects["pods", "nanoray", "words-abc-head"]
     assert main(["stop", "words"]) == 4
     assert "no head pod of words-abc has a token" in capsys.readouterr().err
+
+
+def test_status_says_what_kubernetes_knows_before_it_waits_for_ray(
+    server: ApiServer, ray: dict[str, str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dashboard takes a connection and does not answer, neither the proxy nor in its own pod."""
+    running_job(server)
+    monkeypatch.setattr("nanoray.kube.fetch.RAY_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        server.proxies["words-abc-head-svc"] = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        assert main(["status", "words"]) == 0
+        assert time.monotonic() - began < 10
+    job_line, pod_line, run_line = capsys.readouterr().out.splitlines()
+    assert job_line == "job    words Running/RUNNING"
+    assert pod_line.startswith("pod    words-abc-head Running on ")
+    find_line(run_line, "run", "steps unknown: Ray did not answer within 1 s; no TensorBoard pod")
+
+
+@pytest.mark.parametrize("message", [REFUSED, "no endpoints available for service"])
+def test_a_dashboard_that_was_not_up_yet_is_asked_through_the_proxy_again(
+    server: ApiServer, ray: dict[str, str], message: str
+) -> None:
+    """It starts between a 503 of the proxy and the call in the pod: no policy is to blame."""
+    job = running_job(server)
+    server.proxy_refusal = (503, message)
+    server.proxy_opens = message == REFUSED  # else the head's pod is not ready yet
+    printed: list[str] = []
+
+    def print_line(line: str) -> None:
+        printed.append(line)
+        if line == "step 1":
+            server.proxy_refusal = None
+            ray["words-1"] += "step 2\n"
+        elif line == "step 2":
+            job["status"] |= {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
+
+    Follower(Api(), "nanoray", "words", print_line, poll_s=0.01).run()
+    assert "step 2" in printed
+    assert [line for line in printed if line.startswith("ray")] == []
+    assert server.execs == ["words-abc-head"], "the proxy is used from then on"
 
 
 def test_what_ray_refuses_is_not_asked_again(
