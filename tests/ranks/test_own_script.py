@@ -21,7 +21,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nanoray
+from nanoray.checkpoint.find import newest_valid
 from nanoray.errors import ConfigError
+from nanoray.own.data.source import OwnData
 from nanoray.own.engine import RuntimeEngine
 from nanoray.own.settings import steps_of
 from tests.harness.commands import run, torchrun
@@ -148,6 +150,50 @@ def test_it_is_a_rank_under_torchrun_and_all_ranks_save_and_stop_together(tmp_pa
         ["step_00000003"],
         ["step_00000003", "step_00000006"],
     ]
+
+
+IN_16_BITS = """
+torch.set_default_dtype(torch.bfloat16)  # for other parts of the script: weights and data are float32
+
+def summed(output, y):
+    return nanoray.Weighted(sum=101 * nn.functional.mse_loss(output, y) * len(y), weight=101.0 * len(y))
+
+loss_fn = summed if config.pop("loss") == "summed" else nn.functional.mse_loss
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+nanoray.RuntimeEngine(model, optimizer, config, loss_fn).fit(data, steps=5)
+"""
+
+
+@pytest.mark.parametrize(("loss", "ranks"), [("mean", 1), ("summed", 1), ("summed", 2)])
+def test_a_default_type_of_16_bits_rounds_no_loss_and_no_weight(
+    tmp_path: Path, loss: str, ranks: int
+) -> None:
+    command = [written(tmp_path, IN_16_BITS), f"loss={loss}", "grad_accum_steps=2"]
+    outputs = torchrun(ranks, *command, env=ONE_THREAD, cwd=tmp_path)
+    assert not [done.stderr for done in outputs if done.returncode]
+
+    # A plain loop over the same samples.
+    x = torch.randn(200, 3, generator=torch.Generator().manual_seed(1))
+    data = OwnData(TensorDataset(x, x.sum(1, keepdim=True)), None, 1337, 12, torch.device("cpu"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(5):
+        inputs, targets = data.train_batch(12 * step, 12)
+        optimizer.zero_grad()
+        mean = nn.functional.mse_loss(model(inputs), targets)
+        mean.backward()
+        optimizer.step()
+        losses.append(mean.item())
+
+    (folder,) = (tmp_path / "runs").iterdir()
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["train/loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+    found, _ = newest_valid(folder / "checkpoints")
+    assert found
+    for name, p in model.state_dict().items():
+        assert torch.allclose(found.state.model[name], p, atol=1e-6), name
 
 
 @pytest.mark.parametrize("steps", [np.int64(3), np.uint8(3), torch.tensor(3)])
