@@ -58,6 +58,7 @@ from nanoray.own.task import Given, LossFn, OwnTask
 from nanoray.own.trackers import require_different_trackers
 from nanoray.own.trial import fill_lazy_parameters, require_storable
 from nanoray.train.__main__ import train_here
+from nanoray.train.agree import tensors_in_order
 from nanoray.train.rank import train
 
 
@@ -210,7 +211,14 @@ class RuntimeEngine:
 
         again = rejoin if run.rejoin else None
         run.outcome = train(
-            run.spec, run.rendezvous, observers, run.order, run.store, again, task_of=task_of
+            run.spec,
+            run.rendezvous,
+            observers,
+            run.order,
+            run.store,
+            again,
+            task_of=task_of,
+            tensors=tensors_in_order(self.model),
         )
         return run.outcome
 
@@ -260,5 +268,6 @@ def _print_in_one_line(
     if not isinstance(error, NanorayError):
         sys.__excepthook__(kind, error, traceback)
         return
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    # init_process_group has a hook around this one, which would lose what it keeps of sys.stderr.
+    print(f"error: {error}", file=sys.__stderr__, flush=True)
     raise SystemExit(error.exit_code)

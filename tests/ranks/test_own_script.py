@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -265,6 +266,39 @@ def an_engine(folder: Path, **settings: Any) -> tuple[RuntimeEngine, TensorDatas
     config.pop("callbacks", None)
     engine = RuntimeEngine(model, optimizer, config, nn.functional.mse_loss, callbacks)
     return engine, TensorDataset(x, x.sum(1, keepdim=True))
+
+
+OF_A_SET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        names = {"one", "two", "three", "four", "five", "six", "seven", "eight"}
+        self.towers = nn.ModuleDict({name: nn.Linear(3, 1) for name in names})
+
+    def forward(self, x):
+        return sum(self.towers[name](x) for name in sorted(self.towers))
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+nanoray.RuntimeEngine(model, optimizer, config, nn.functional.mse_loss).fit(data, steps=3)
+"""
+
+
+def test_modules_in_the_order_of_a_set_are_refused_in_one_line(tmp_path: Path) -> None:
+    # Real interpreters: each has its own hashes of texts, and the hook for errors belongs to them.
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, written(tmp_path, OF_A_SET), "dp_mode=zero1"]
+    done = subprocess.run(
+        command, env=ONE_THREAD, cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 1
+    assert "step 1/3" not in done.stdout
+    line = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert re.fullmatch(
+        r"error: rank 1 has towers\.\w+\.weight \(1, 3\) float32 as parameter or buffer \d+ of the "
+        r"model, and rank 0 has towers\.\w+\.weight \(1, 3\) float32; .* sorted\(names\) .*",
+        line,
+    )
 
 
 def test_it_leaves_signal_handlers_as_they_were(tmp_path: Path) -> None:
