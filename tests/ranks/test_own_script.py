@@ -238,6 +238,45 @@ def test_with_shards_a_second_fit_is_refused_and_a_resume_goes_on(tmp_path: Path
     assert "True 6" in outputs[0].stdout
 
 
+EDITED = """
+loss_fn = getattr(nn.functional, config.pop("loss", "mse_loss"))
+optimizer.param_groups[0]["lr"] = float(config.pop("rate", 0.01))
+steps = int(config.pop("steps"))
+nanoray.RuntimeEngine(model, optimizer, config, loss_fn).fit(data, steps=steps)
+"""
+
+
+def test_auto_goes_on_with_the_same_script_and_says_what_was_edited(tmp_path: Path) -> None:
+    script = written(tmp_path, EDITED)
+    other = str(shutil.copy(script, tmp_path / "other.py"))
+
+    def again(path: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return run(path, *words, "resume=auto", env=ONE_THREAD, cwd=tmp_path)
+
+    first = again(script, "steps=3")
+    assert "finished 3 steps" in first.stdout, first.stderr
+    done = again(script, "steps=3")
+    assert "nothing to do: step 3 of 3 · train loss " in done.stdout
+    assert "finished" not in done.stdout
+
+    # Another script of the folder has a run of its own.
+    done = again(other, "steps=2")
+    assert "name is script there and other here" in done.stdout
+    assert "finished 2 steps" in done.stdout
+
+    # A rate may be changed. With another loss it is another experiment, unless the run is named.
+    done = again(script, "steps=4", "rate=0.02")
+    assert "resume  lr is 0.01 there and 0.02 here" in done.stdout
+    assert "step 4/4 | loss " in done.stdout
+    done = again(script, "steps=6", "loss=l1_loss")
+    assert "but loss is mse_loss there and l1_loss here" in done.stderr
+    (folder,) = (tmp_path / "runs").glob("*_script")
+    named = f"resume={folder}"
+    done = run(script, "steps=6", "loss=l1_loss", named, env=ONE_THREAD, cwd=tmp_path)
+    assert "resume  loss is mse_loss there and l1_loss here" in done.stdout
+    assert "finished 6 steps" in done.stdout
+
+
 def test_an_error_that_is_not_caught_is_one_line_with_its_exit_code(tmp_path: Path) -> None:
     fit = "nanoray.RuntimeEngine(model, optimizer, config, nn.functional.mse_loss).fit(data)\n"
     # A real interpreter: the hook for errors belongs to it.
