@@ -22,7 +22,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard, whole_shards
 from nanoray.models.weighted import LossValue, Weighted, mean_of
 from nanoray.own.absent import AbsentGradients, FrozenParameters
-from nanoray.own.call import loss_of
+from nanoray.own.call import WithLoss, loss_of
 from nanoray.own.data.source import LOADER, STREAM, Batches, Counted, OwnData, batch_size_of
 from nanoray.own.data.stateful import is_stateful
 from nanoray.own.dry_run import own_lines
@@ -445,7 +445,7 @@ class OwnTask:
             f"data   of the script: {self._data.describe()}",
             f"batch  {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = "
             f"{batch.global_size} samples/step"
-            f"      model {type(self._given.model).__name__}, {numbers / 1e6:.2f} M parameters",
+            f"      model {self._script['model']}, {numbers / 1e6:.2f} M parameters",
         ]
 
     def example(self) -> tuple[Config, Batch, tuple[Any, Any]]:
@@ -471,10 +471,14 @@ class OwnTask:
 
 def script_of(given: Given) -> dict[str, Any]:
     """Return the names of a script's model and loss, and the rate of its first parameters."""
-    model = getattr(given.model, "_orig_mod", given.model)  # within torch.compile
+    model: Any = given.model
+    loss_fn: Any = given.loss_fn
+    if isinstance(model, WithLoss):
+        model, loss_fn = model.model, model.loss_fn
+    model = getattr(model, "_orig_mod", model)  # within torch.compile
     loss = "the model's own"
-    if given.loss_fn is not None:
-        loss = getattr(given.loss_fn, "__qualname__", type(given.loss_fn).__qualname__)
+    if loss_fn is not None:
+        loss = getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__)
     lr = given.optimizer.param_groups[0].get("lr", 0.0)
     return {"model": type(model).__qualname__, "loss": loss, "lr": float(lr)}
 
