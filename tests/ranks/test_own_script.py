@@ -269,6 +269,7 @@ def test_auto_goes_on_with_the_same_script_and_says_what_was_edited(tmp_path: Pa
     assert "resume  lr is 0.01 there and 0.02 here" in done.stdout
     assert "step 4/4 | loss " in done.stdout
     done = again(script, "steps=6", "loss=l1_loss")
+    assert "resume = auto found the run " in done.stderr
     assert "but loss is mse_loss there and l1_loss here" in done.stderr
     (folder,) = (tmp_path / "runs").glob("*_script")
     named = f"resume={folder}"
