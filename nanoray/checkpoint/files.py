@@ -288,10 +288,14 @@ def load(
     try:
         return load_checked(path, pieces, weights, replica)
     except Damage as damage:
-        raise CheckpointError(
-            f"checkpoint {path} is damaged ({damage}); remove it, or --resume its run folder to "
-            "use an older one"
-        ) from None
+        raise _damaged(path, damage) from None
+
+
+def _damaged(path: Path, damage: Damage) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path} is damaged ({damage}); remove it, or --resume its run folder to "
+        "use an older one"
+    )
 
 
 def find_all(path: Path) -> list[Path]:
@@ -322,7 +326,7 @@ def peek(path: Path) -> tuple[int, dict[str, Any]]:
     try:
         sums, content = open_checkpoint(path)
     except Damage as damage:
-        raise CheckpointError(f"checkpoint {path} is damaged ({damage})") from None
+        raise _damaged(path, damage) from None
     return sum(entry["bytes"] for entry in sums.values()), content["meta"]
 
 

@@ -395,6 +395,7 @@ def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict
         "exit_reason": outcome.get("exit_reason"),
         "exit_code": outcome.get("exit_code"),
         "steps": outcome.get("step"),
+        "steps_before": outcome.get("steps_before"),  # those before this command
         "val_loss": outcome.get("val_loss"),
         "expected_val_loss": expected_loss(spec),
         "train_loss": outcome.get("train_loss"),

@@ -123,8 +123,9 @@ class LossScaler:
         self.enabled = enabled
         self.late = enabled and late
         # The scale, good steps in a row, skipped steps
-        self._state = torch.tensor([self.INITIAL, 0.0, 0.0], device=device)
-        self._flags = torch.zeros(2, device=device)
+        first = [self.INITIAL, 0.0, 0.0]
+        self._state = torch.tensor(first, dtype=torch.float32, device=device)
+        self._flags = torch.zeros(2, dtype=torch.float32, device=device)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply the loss by the scale."""
@@ -232,4 +233,4 @@ class LossScaler:
         """Restore the result of `values`; an empty dict (another precision) changes nothing."""
         if self.enabled and values:
             state = [values["scale"], values["good_steps"], values["skipped"]]
-            self._state = torch.tensor(state, device=self._state.device)
+            self._state = torch.tensor(state, dtype=torch.float32, device=self._state.device)

@@ -31,10 +31,11 @@ LossValue = Tensor | Weighted  # Tensor: the mean over a batch
 
 
 def weight_of(loss: Weighted) -> Tensor:
-    """Return the weight as a scalar, float32, on the loss's device."""
+    """Return the weight as a scalar on the loss's device: float32, or float64 where the loss is."""
+    dtype = torch.promote_types(loss.sum.dtype, torch.float32)
     if isinstance(loss.weight, Tensor):
-        return loss.weight.detach().to(loss.sum.device, torch.float32).reshape(())
-    return torch.tensor(float(loss.weight), device=loss.sum.device)
+        return loss.weight.detach().to(loss.sum.device, dtype).reshape(())
+    return torch.tensor(float(loss.weight), dtype=dtype, device=loss.sum.device)
 
 
 def positive(weight: Tensor) -> Tensor:

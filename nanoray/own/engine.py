@@ -32,6 +32,7 @@ from nanoray.errors import ConfigError, NanorayError
 from nanoray.mesh.mesh import abandon_groups
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.batch_norm import adopt_norms
+from nanoray.own.call import WithLoss, is_part_of_model
 from nanoray.own.callbacks import Callback, HookGuard, observers_of
 from nanoray.own.checks import (
     lazy_parts,
@@ -58,6 +59,7 @@ from nanoray.own.task import Given, LossFn, OwnTask
 from nanoray.own.trackers import require_different_trackers
 from nanoray.own.trial import fill_lazy_parameters, require_storable
 from nanoray.train.__main__ import train_here
+from nanoray.train.agree import tensors_in_order
 from nanoray.train.rank import train
 
 
@@ -74,7 +76,8 @@ class RuntimeEngine:
     """the script's optimizer, or its list of them"""
 
     loss_fn: LossFn | None
-    """the function of the model's output and the targets; None: the model returns the loss"""
+    """the function of the model's output and the targets; None: the model returns the loss. A
+    module with tensors of its own is trained and saved with the model"""
 
     callbacks: Sequence[Callback]
     """the script's callbacks, which are called on rank 0"""
@@ -111,16 +114,22 @@ class RuntimeEngine:
         self.optimizer = optimizer
         self.loss_fn = loss_fn
         self.callbacks = [*callbacks]  # an iterator would yield them once
+        # A loss with tensors of its own is trained and saved with the model.
+        self._trained = model
+        self._loss_fn = loss_fn
+        if isinstance(loss_fn, nn.Module) and is_part_of_model(loss_fn):
+            self._trained = WithLoss(model, loss_fn)
+            self._loss_fn = None
         self._one = optimizer_of(optimizer)
-        self._updated = require_all_parameters(model, self._one)
+        self._updated = require_all_parameters(self._trained, self._one)
         schedulers = schedulers_of(scheduler, self._one)
         require_no_other_scheduler(self._one, schedulers)
         self._schedule = OwnSchedule(schedulers, self._one)
         self._is_cut = False  # whether a fit has left the optimizer's state to its shards
         # torch's batch norms would let running statistics drift apart. A lazy norm has no channels
         # before its first batch.
-        if not lazy_parts(model):
-            adopt_norms(model)
+        if not lazy_parts(self._trained):
+            adopt_norms(self._trained)
 
     @property
     def run(self) -> Run:
@@ -167,9 +176,9 @@ class RuntimeEngine:
 
     def _fit(self, run: Run, train_data: Any, val_data: Any, steps: int | None) -> dict[str, Any]:
         given = Given(
-            self.model,
+            self._trained,
             self._one,
-            self.loss_fn,
+            self._loss_fn,
             self._updated,
             run,
             self._schedule,
@@ -179,12 +188,12 @@ class RuntimeEngine:
         def task_of(spec: RunSpec) -> OwnTask:
             return OwnTask(given, spec, train_data, val_data, steps)
 
-        if lazy_parts(self.model):
+        if lazy_parts(self._trained):
             first_batch = task_of(run.spec).first_batch()
-            fill_lazy_parameters(self.model, self.loss_fn, *first_batch)
-            adopt_norms(self.model)
-        require_sharable(self.model, run.config, run.world_size)
-        require_storable(self.model, self._one, run.config.sharded)
+            fill_lazy_parameters(self._trained, self._loss_fn, *first_batch)
+            adopt_norms(self._trained)
+        require_sharable(self._trained, run.config, run.world_size)
+        require_storable(self._trained, self._one, run.config.sharded)
         require_resumable(self._one)
         if run.world_size > 1:
             require_no_draws(self._one)
@@ -199,7 +208,7 @@ class RuntimeEngine:
             run.on_fit(task_of(run.spec))
             raise DryRunEnded
         require_different_trackers(self.callbacks, run.config)
-        guard = HookGuard(self.model, self._one)
+        guard = HookGuard(self._trained, self._one)
         observers = [*run.observers, *observers_of(self.callbacks, run, guard)]
 
         # The script may read run.rank later, so it follows each new rendezvous.
@@ -210,7 +219,14 @@ class RuntimeEngine:
 
         again = rejoin if run.rejoin else None
         run.outcome = train(
-            run.spec, run.rendezvous, observers, run.order, run.store, again, task_of=task_of
+            run.spec,
+            run.rendezvous,
+            observers,
+            run.order,
+            run.store,
+            again,
+            task_of=task_of,
+            tensors=tensors_in_order(self._trained),
         )
         return run.outcome
 
@@ -260,5 +276,6 @@ def _print_in_one_line(
     if not isinstance(error, NanorayError):
         sys.__excepthook__(kind, error, traceback)
         return
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    # init_process_group has a hook around this one, which would lose what it keeps of sys.stderr.
+    print(f"error: {error}", file=sys.__stderr__, flush=True)
     raise SystemExit(error.exit_code)

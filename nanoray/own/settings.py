@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import operator
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, SupportsIndex
@@ -13,6 +14,7 @@ from nanoray.cli import Loaded
 from nanoray.config import Config
 from nanoray.config.load import flatten
 from nanoray.config.paths import expand_paths
+from nanoray.config.run import name_of_file
 from nanoray.errors import ConfigError
 
 # A script brings its own model and optimizer, so these keys do not follow a recipe.
@@ -43,13 +45,18 @@ def loaded_of(config: Mapping[str, Any] | Config) -> Loaded:
     keys = expand_paths(flatten(config), os.environ)
     dry_run = bool(keys.pop("dry_run", False))
     quiet = bool(keys.pop("quiet", False))
-    values = DEFAULTS | keys
+    # Another script of the same folder has runs of its own.
+    defaults = dict(DEFAULTS)
+    script = getattr(sys.modules["__main__"], "__file__", None)  # a notebook has none
+    if script:
+        defaults["name"] = name_of_file(script)
+    values = defaults | keys
     if values["model"] != "own":
         raise ConfigError(f"model = {values['model']}, but the script brings its own; drop the key")
     # A global batch that was given alone decides the micro batch, not the default above.
     if "global_batch_size" in keys and "micro_batch_size" not in keys:
         values["micro_batch_size"] = 0
-    layers = [("the default of a script's run", DEFAULTS), ("script", keys)]
+    layers = [("the default of a script's run", defaults), ("script", keys)]
     loaded = Loaded.of(values, layers, frozenset(keys))
     return replace(loaded, dry_run=dry_run, quiet=quiet)
 

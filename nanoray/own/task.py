@@ -21,7 +21,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard, whole_shards
 from nanoray.models.weighted import LossValue, Weighted, mean_of
 from nanoray.own.absent import AbsentGradients, FrozenParameters
-from nanoray.own.call import loss_of
+from nanoray.own.call import WithLoss, loss_of
 from nanoray.own.data.source import LOADER, STREAM, Batches, Counted, OwnData, batch_size_of
 from nanoray.own.data.stateful import is_stateful
 from nanoray.own.dry_run import own_lines
@@ -88,6 +88,8 @@ class OwnTask:
         self._batch_size: int | None = UNKNOWN  # of the data; None: they have none of their own
         self._begun: Batches | None = None  # of an iterable, whose first batch was read for that
         self._has_weights: bool | None = None  # whether losses come with weights; not known yet
+        # What a resume compares, as the script has made it
+        self._script = script_of(given)
 
     @property
     def format_of(self) -> FormatOf:
@@ -405,10 +407,30 @@ class OwnTask:
         self._data.require_same_stream(states[0][STREAM])
         return f"resume  the stream goes on after {samples} samples, at any number of ranks"
 
+    def compare(self, meta: dict[str, Any]) -> list[str]:
+        """Return notes where a checkpoint's model, loss or learning rate are not this script's.
+
+        Raises CheckpointError for another model or loss where the run was found and not named.
+        """
+        before = meta.get("script", self._script)  # a checkpoint of an older nanoray has none
+        others = [key for key, now in self._script.items() if before[key] != now]
+        lines = [f"{key} is {before[key]} there and {self._script[key]} here" for key in others]
+        is_another = "model" in others or "loss" in others
+        if is_another and self._spec.config.resume == "auto":
+            raise CheckpointError(
+                f"resume = auto found the run {self._spec.folder.name}, but {', '.join(lines)}; set "
+                "resume to the folder of that run to go on with it, or to none for a new one"
+            )
+        return [f"resume  {line}" for line in lines]
+
     def workload(
         self, loss: Loss, device: torch.device, precision: str, peak: float | None
     ) -> Workload:
-        meta = {"model_shape": {}, "dataset": self._spec.dataset.to_dict()}
+        meta = {
+            "model_shape": {},
+            "dataset": self._spec.dataset.to_dict(),
+            "script": self._script,
+        }
         return Workload(
             loss, 1, None, None, meta, unit="samples", draws=True, loader=self._data.state_at
         )
@@ -420,7 +442,7 @@ class OwnTask:
             f"data   of the script: {self._data.describe()}",
             f"batch  {batch.micro} samples × {batch.accum} accum × {batch.dp} dp = "
             f"{batch.global_size} samples/step"
-            f"      model {type(self._given.model).__name__}, {numbers / 1e6:.2f} M parameters",
+            f"      model {self._script['model']}, {numbers / 1e6:.2f} M parameters",
         ]
 
     def example(self) -> tuple[Config, Batch, tuple[Any, Any]]:
@@ -442,6 +464,20 @@ class OwnTask:
 
     def closing(self, model_of: Callable[[], nn.Module]) -> str | None:
         return None
+
+
+def script_of(given: Given) -> dict[str, Any]:
+    """Return the names of a script's model and loss, and the rate of its first parameters."""
+    model: Any = given.model
+    loss_fn: Any = given.loss_fn
+    if isinstance(model, WithLoss):
+        model, loss_fn = model.model, model.loss_fn
+    model = getattr(model, "_orig_mod", model)  # within torch.compile
+    loss = "the model's own"
+    if loss_fn is not None:
+        loss = getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__)
+    lr = given.optimizer.param_groups[0].get("lr", 0.0)
+    return {"model": type(model).__qualname__, "loss": loss, "lr": float(lr)}
 
 
 def copied(model: nn.Module) -> nn.Module:

@@ -48,10 +48,10 @@ class WeightedFlow(Straight):
     def run(
         self, mode: DataParallel, micro_batches: Iterator[MicroBatch], phase: Phase, seed: Seed
     ) -> Tensor:
-        own_sum = torch.zeros((), device=self._device)
-        own_weight = torch.zeros((), device=self._device)
-        total = torch.zeros((), device=self._device)  # the weight of the step, on all ranks
-        unit = torch.ones((), device=self._device)
+        own_sum = torch.zeros((), dtype=torch.float32, device=self._device)
+        own_weight = torch.zeros_like(own_sum)
+        total = torch.zeros_like(own_sum)  # the weight of the step, on all ranks
+        unit = torch.ones_like(own_sum)
         # torch's DDP averages over the ranks; the other modes add up.
         ranks_averaged = self._axis.size / mode.divisor
 
@@ -68,8 +68,8 @@ class WeightedFlow(Straight):
                 assert isinstance(loss, Weighted), "as in the warm-up"
 
             # Only the graph keeps what backward needs of the batch.
-            own_sum += loss.sum.detach()
-            own_weight += weight_of(loss)
+            own_sum = own_sum + loss.sum.detach()  # float64 where the loss is
+            own_weight = own_weight + weight_of(loss)
             del x, y
 
             # (all ranks) The unit comes from the first micro batch, the total from all of them.

@@ -77,7 +77,7 @@ class Compressor(StepHook):
             if param.requires_grad:
                 self._names[param] = name
         device = next(iter(self._names)).device
-        one = torch.ones((), device=device)
+        one = torch.ones((), dtype=torch.float32, device=device)
         self._scale = None if scale(one) is one else lambda: scale(one)
         # A factor that the gradients of this step still have (weighted_flow.py); None: 1
         self.unit: Tensor | None = None
@@ -100,7 +100,9 @@ class Compressor(StepHook):
         sizes = [p.numel() for p in rounded]
         for p, rank in ranks.items():
             sizes.append(p.numel() // p.shape[0] * rank)
-        self.memory: Tensor | None = torch.empty(sum(sizes), device=device) if sizes else None
+        self.memory: Tensor | None = None
+        if sizes:
+            self.memory = torch.empty(sum(sizes), dtype=torch.float32, device=device)
         parts = iter(() if self.memory is None else self.memory.split(sizes))
         self._error = {p: next(parts) for p in rounded}
         self._q = {p: next(parts).view(-1, rank) for p, rank in ranks.items()}
@@ -115,7 +117,7 @@ class Compressor(StepHook):
             self.memory.zero_()
         draws = torch.Generator().manual_seed(0)
         for q in self._q.values():
-            q.copy_(torch.randn(q.shape, generator=draws))
+            q.copy_(torch.randn(q.shape, dtype=torch.float32, generator=draws))
 
     def send(self, sent: SendingBucket) -> None:
         """Start to sum a bucket over the ranks; its gradients are divided by their number. (all
@@ -175,7 +177,7 @@ class Compressor(StepHook):
 
         Padded with zeros.
         """
-        work = torch.zeros(size, device=sent.flat.device)
+        work = torch.zeros(size, dtype=torch.float32, device=sent.flat.device)
         work[: sent.flat.numel()] = sent.flat
         scale = self._factor() if self._error else None
         for p, start in zip(sent.params, sent.starts, strict=True):

@@ -92,7 +92,8 @@ class Straight(Flow):
     def run(
         self, mode: DataParallel, micro_batches: Iterator[MicroBatch], phase: Phase, seed: Seed
     ) -> Tensor:
-        total = torch.zeros((), device=self._device)
+        # A script may have set another default type, in whose 16 bits a sum loses digits.
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
         for micro in range(self._accum):
             last = micro == self._accum - 1
             phase("data")
@@ -106,7 +107,7 @@ class Straight(Flow):
                 assert isinstance(loss, Tensor), "see own/weighted_flow.py"
 
             # Only the graph keeps what backward needs of the batch.
-            total += loss.detach()
+            total = total + loss.detach()  # float64 where the loss is
             del x, y
 
             # The last backward exchanges the gradients of all micro batches.

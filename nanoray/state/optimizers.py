@@ -364,7 +364,7 @@ def load_tensors(
 
     # The state must have the keys of this optimizer, and of several each its own.
     form_of = {}
-    for member in members:
+    for number, member in enumerate(members):
         of_member = of_parameters
         if len(members) > 1:
             of_member = {}
@@ -373,8 +373,10 @@ def load_tensors(
                 if param is not None and member_of.get(param) is member:
                     of_member[name] = tensor
         # The pieces of one rank may all be of parameters that have had no gradient yet, and so may
-        # be all parameters of one of several optimizers.
-        may_be_empty = cut or len(members) > 1
+        # be all parameters of one of several optimizers. With a `state_dict` of its own the state
+        # is in `values`.
+        has_own_dict = "dict" in values.get(str(number), {})
+        may_be_empty = cut or len(members) > 1 or has_own_dict
         form_of[member] = _fitting_format(member, params, of_member, may_be_empty, format_of)
 
     # What this optimizer keeps now is of another step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,8 @@ ENTRY = "entry"
 WEIGHTS = (TRAINED, FROZEN)
 Listing = dict[str, list[Any]]  # by name: kind, dtype, shape
 Tensors = dict[str, Tensor]
+
+_COMPILED = "_orig_mod."  # what torch.compile puts into the names of a module's tensors
 
 
 @dataclass
@@ -59,6 +62,41 @@ def entries_of(saved: StateDict, device: torch.device) -> tuple[Tensors, dict[st
         if name not in within:
             tensors[name] = tensor
     return tensors, values
+
+
+# A script may compile its model, or modules of it, in the run that saves or in the one that resumes.
+
+
+def compiled_otherwise(saved: Iterable[str], own: Iterable[str]) -> dict[str, str]:
+    """Return by its saved name the own name of each tensor whose names torch.compile makes differ."""
+    own_names = {name.replace(_COMPILED, ""): name for name in own}
+    others = {}
+    for name in saved:
+        own_name = own_names.get(name.replace(_COMPILED, ""), name)
+        if own_name != name:
+            others[name] = own_name
+    return others
+
+
+def rename(state: StateDict, names: Mapping[str, str]) -> None:
+    """Give the tensors of a state other names, by the ones that they have. Tied weights have one."""
+
+    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {names.get(name, name): value for name, value in values.items()}
+
+    state.model = renamed(state.model)
+    optimizer = {}
+    for name, tensor in state.optimizer.items():
+        key, _, param = name.partition(".")
+        optimizer[f"{key}.{names.get(param, param)}"] = tensor
+    state.optimizer = optimizer
+
+    for key in ("tensors", "entries"):
+        if key in state.meta:
+            state.meta[key] = renamed(state.meta[key])
+    for kept in state.meta.get("optimizer", {}).get("state", {}).values():
+        if "parameters" in kept:
+            kept["parameters"] = renamed(kept["parameters"])
 
 
 # Compare what a checkpoint contains with the list of the model's tensors that was saved with it.

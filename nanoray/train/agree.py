@@ -7,15 +7,17 @@ import hashlib
 import json
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from io import TextIOWrapper
+from itertools import zip_longest
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanoray import __version__
 from nanoray.checkpoint.files import load, open_checkpoint, void_unfinished
@@ -24,7 +26,7 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.verify import sampled_hash
-from nanoray.errors import CheckpointError, ConfigError, DataError
+from nanoray.errors import CheckpointError, ConfigError, DataError, RankDiffers, RendezvousError
 from nanoray.host.choose import choose_attention, choose_precision
 from nanoray.host.device import Device
 from nanoray.host.host import cpu_features
@@ -83,6 +85,40 @@ def facts(spec: RunSpec) -> dict[str, str]:
         "attempt": str(spec.attempt),
         "run folder": spec.folder.name,
     }
+
+
+def tensors_in_order(model: nn.Module) -> list[str]:
+    """Return a line with name, shape and type of each parameter and buffer of a script's model."""
+    lines = []
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        kind = str(tensor.dtype).removeprefix("torch.")
+        lines.append(f"{name} {tuple(tensor.shape)} {kind}")
+    return lines
+
+
+def require_same_tensors(mesh: Mesh, tensors: Sequence[str], reference: int) -> None:
+    """Raise where a rank has other `tensors_in_order` than the rank `reference`. (all ranks)
+
+    Ranks exchange gradients and shards by the place of a parameter. A set has another order in each
+    process, so modules that are made in its order have other places on each rank.
+    """
+    digest = hashlib.sha256("\n".join(tensors).encode()).hexdigest()
+    digests = mesh.all_gather(digest)
+    others = [rank for rank, each in enumerate(digests) if each != digests[reference]]
+    if not others:
+        return
+
+    # (all ranks) The first rank that differs, and its first difference.
+    its = mesh.broadcast([*tensors], src=others[0])
+    right = mesh.broadcast([*tensors], src=reference)
+    pairs = [*zip_longest(its, right, fillvalue="none")]
+    place = next(i for i, (one, other) in enumerate(pairs) if one != other)
+    kind = RankDiffers if mesh.rank in others else RendezvousError
+    raise kind(
+        f"rank {others[0]} has {pairs[place][0]} as parameter or buffer {place} of the model, and "
+        f"rank {reference} has {pairs[place][1]}; make its modules in the same order on all ranks, "
+        "such as that of sorted(names) in place of a set"
+    )
 
 
 @cache

@@ -35,6 +35,7 @@ from nanoray.train.agree import (
     facts,
     find_checkpoint,
     log_to,
+    require_same_tensors,
     require_shared_folder,
     resolve_precision,
     resolved,
@@ -68,13 +69,15 @@ def train(
     rejoin: Rejoin | None = None,
     meet: Meet = join,
     task_of: Callable[[RunSpec], Task] = task_of,
+    tensors: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train `spec` as one rank and return the outcome as plain data. (all ranks)
 
     `observers` receive notes and records on rank 0. `wanted` is called once per step: STOP on any
     rank stops all ranks after the same step, with a checkpoint; REGROUP makes them form new groups.
     `rejoin` is called for REGROUP and when a peer is lost, and returns the spec and rendezvous to
-    continue with. `meet` forms the process groups. `task_of` returns model and data. Raises
+    continue with. `meet` forms the process groups. `task_of` returns model and data;
+    `tensors` are those of a script's model, in their order, which must be equal on all ranks. Raises
     NanorayError when the run cannot start or continue.
     """
     try:
@@ -84,7 +87,7 @@ def train(
             refuse_meeting(store, rendezvous, str(error))
         raise
     injector = Injector(spec.folder / "faults.jsonl")
-    meet_others = partial(meet_group, injector, meet)
+    meet_others = partial(meet_group, injector, meet, tensors=tensors)
     mesh = meet_others(spec, rendezvous, store)
 
     # A process that replaces a lost rank takes everything from the ranks that are left.
@@ -176,7 +179,12 @@ def prepare_process(spec: RunSpec, rendezvous: Rendezvous) -> None:
 
 
 def meet_group(
-    injector: Injector, meet: Meet, spec: RunSpec, rendezvous: Rendezvous, store: Any = None
+    injector: Injector,
+    meet: Meet,
+    spec: RunSpec,
+    rendezvous: Rendezvous,
+    store: Any = None,
+    tensors: Sequence[str] = (),
 ) -> Mesh:
     """Form the process groups of an attempt with all other ranks. (all ranks)"""
     # Before the ranks meet: a planned fault can fire while they do.
@@ -188,6 +196,8 @@ def meet_group(
     mesh = meet(
         rendezvous, facts(spec), config.timeout_s, config.init_timeout_s, store, layout=layout
     )
+    if tensors:
+        require_same_tensors(mesh, tensors, rendezvous.reference)
     reached("met")
     log.info("met the group")
     return mesh

@@ -291,6 +291,8 @@ class Recipe:
         loader_note = self.task.load_data(lambda: (saved.rng, saved.meta["samples_seen"]))
         if loader_note:
             note(loader_note)
+        for line in self.task.compare(saved.meta):
+            note(line)
         state.load(saved)
         # Of a configuration the notes on other settings say it.
         if self._cfg.model == "own":

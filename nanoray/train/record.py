@@ -91,6 +91,7 @@ def outcome(
         "device": str(mesh.device),
         "precision": spec.config.precision,
         "resumed_from": spec.resume or None,
+        "steps_before": state.session.begun,
         "comm": None,  # of a run that traces its collectives: see watch/tracing.py
         # torch has a class for its version; to unpickle that the driver would import torch.
         "torch": str(torch.__version__),

@@ -32,6 +32,10 @@ def closing_lines(spec: RunSpec, summary: dict[str, Any], quiet: bool = False) -
         f"{summary['exit_reason']:<6} {steps} steps in {clock(summary['total_s'])} · "
         f"{_format_loss(spec, summary)}{_format_speed(summary)}{restarts}"
     )
+    is_complete = summary["exit_reason"] == "finished" and not summary["restarts"]
+    if is_complete and summary["steps_before"] == summary["steps"]:
+        loss = _format_loss(spec, summary)
+        result = f"nothing to do: step {steps} of {spec.config.max_steps} · {loss}"
     run = shlex.quote(_from_here(str(spec.folder)))
     if quiet:
         return [result, f"files  {run}"]

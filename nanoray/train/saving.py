@@ -19,9 +19,10 @@ from nanoray.data.seeding import rng_state, set_rng_state
 from nanoray.errors import CheckpointError, TrainingDiverged
 from nanoray.mesh.layout import DIVISIONS
 from nanoray.mesh.mesh import Mesh
+from nanoray.mesh.pieces import Piece
 from nanoray.parallel.plan import Plan
 from nanoray.state.outer import Outer
-from nanoray.state.state_dict import StateDict
+from nanoray.state.state_dict import StateDict, compiled_otherwise, rename
 from nanoray.state.train_state import TrainState
 from nanoray.train.workload import Workload
 
@@ -123,7 +124,13 @@ def read_checkpoint(
     damaged, or of a model of another shape.
     """
     replica = 0 if state.outer is None else state.outer.replica
-    saved = files.load(Path(path), state.pieces, state.weight_pieces, replica)
+    _, meta = files.peek(Path(path))
+    saved_names = [*meta.get("tensors", {}), *meta.get("entries", {})]
+    names = compiled_otherwise(saved_names, state.model.state_dict())
+    pieces = _by_saved_name(state.pieces, names)
+    weight_pieces = _by_saved_name(state.weight_pieces, names)
+    saved = files.load(Path(path), pieces, weight_pieces, replica)
+    rename(saved, names)
     check_shape(saved, model_shape, path)
     for name in state.weight_pieces or ():
         if name not in saved.model:
@@ -159,6 +166,16 @@ def read_checkpoint(
     if meta["dataset"]["tokens_sha256"] != spec.dataset.tokens_sha256:
         note(f"resume  the dataset differs from the checkpoint's ({meta['dataset']['name']})")
     return saved
+
+
+def _by_saved_name(
+    pieces: dict[str, Piece] | None, names: dict[str, str]
+) -> dict[str, Piece] | None:
+    """Return pieces under the names that a checkpoint has for them. `names`: own ones by those."""
+    if pieces is None:
+        return None
+    saved_names = {own: saved for saved, own in names.items()}
+    return {saved_names.get(name, name): piece for name, piece in pieces.items()}
 
 
 def load_memory(memory: Tensor | None, saved: StateDict, forget: Callable[[], None]) -> bool:

@@ -78,6 +78,12 @@ class Task(Protocol):
         `saved` reads the states of all ranks in the checkpoint, and the samples consumed before it.
         """
 
+    def compare(self, meta: dict[str, Any]) -> list[str]:
+        """Return notes where the meta of a checkpoint is that of another script.
+
+        Raises CheckpointError where it is another experiment.
+        """
+
     def workload(
         self, loss: Loss, device: torch.device, precision: str, peak: float | None
     ) -> Workload:
@@ -107,6 +113,9 @@ class ConfiguredTask:
 
     def settings(self) -> dict[str, Any]:
         return {}
+
+    def compare(self, meta: dict[str, Any]) -> list[str]:
+        return []
 
     @property
     def format_of(self) -> FormatOf:

@@ -102,6 +102,7 @@ RUN = {
     "fit was called twice in one run": "two runs in one folder",
     "; give a whole number": "an error in the loop, and a retry",
     "of fit; at least one": "a run that has finished before step 1",
+    "resume = auto found the run": "another experiment that goes on in the folder of this one",
     "has cut the state of the optimizer": "an optimizer without its state",
     "returned without training": "a job that succeeds and trains nothing",
     "two trackers report to": "two runs in one of the tracker",

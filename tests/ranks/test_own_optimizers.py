@@ -71,6 +71,13 @@ def pair(model: Any) -> list[torch.optim.Optimizer]:
     ]
 
 
+def hooked(model: Any) -> torch.optim.Optimizer:
+    """An AdamW with a hook that does nothing, on what it loads."""
+    optimizer = optim.AdamW(groups_of(model))
+    optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: None)
+    return optimizer
+
+
 # How optimizers are made from a model: a function of a module, so that it reaches the ranks.
 MADE: dict[str, Callable[[Any], Any]] = {
     "Lion": lambda model: styles.Lion(groups_of(model)),
@@ -94,6 +101,7 @@ MADE: dict[str, Callable[[Any], Any]] = {
     ],
     "ScheduleFree": lambda model: styles.ScheduleFree(model.parameters(), lr=0.1),
     "Prodigy": lambda model: styles.Prodigy(model.parameters(), lr=1.0),
+    "hooked AdamW": hooked,
     "Mixed": lambda model: styles.Mixed(model.parameters()),
     "Lookahead": lambda model: styles.Lookahead(optim.SGD(model.parameters(), 0.1, momentum=0.9)),
     "SGD": lambda model: optim.SGD(groups_of(model), momentum=0.9),
@@ -131,7 +139,16 @@ IN_PIECES = (
 )
 # One in each mode: state that is there before the first step, averages, numbers besides `step`
 EVERYDAY = ("Adagrad", "ASGD", "NAdam")
-WHOLE = ("Shampoo", "Adafactor", "Muon and AdamW", "ScheduleFree", "Prodigy", "Mixed", "Lookahead")
+WHOLE = (
+    "Shampoo",
+    "Adafactor",
+    "Muon and AdamW",
+    "ScheduleFree",
+    "Prodigy",
+    "Mixed",
+    "Lookahead",
+    "hooked AdamW",
+)
 
 # Schedulers of an optimizer.
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
@@ -280,7 +297,9 @@ def test_an_optimizer_trains_as_a_plain_loop_and_resumes_to_the_bit(
 @pytest.mark.parametrize(
     "optimizer",
     [
-        name if name in ("Shampoo", "Mixed") else pytest.param(name, marks=pytest.mark.full)
+        name
+        if name in ("Shampoo", "Mixed", "hooked AdamW")
+        else pytest.param(name, marks=pytest.mark.full)
         for name in WHOLE
     ],
 )

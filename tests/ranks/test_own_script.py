@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import nanoray
+from nanoray.checkpoint.find import newest_valid
 from nanoray.errors import ConfigError
+from nanoray.own.data.source import OwnData
 from nanoray.own.engine import RuntimeEngine
 from nanoray.own.settings import steps_of
 from tests.harness.commands import run, torchrun
@@ -150,6 +153,50 @@ def test_it_is_a_rank_under_torchrun_and_all_ranks_save_and_stop_together(tmp_pa
     ]
 
 
+IN_16_BITS = """
+torch.set_default_dtype(torch.bfloat16)  # for other parts of the script: weights and data are float32
+
+def summed(output, y):
+    return nanoray.Weighted(sum=101 * nn.functional.mse_loss(output, y) * len(y), weight=101.0 * len(y))
+
+loss_fn = summed if config.pop("loss") == "summed" else nn.functional.mse_loss
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+nanoray.RuntimeEngine(model, optimizer, config, loss_fn).fit(data, steps=5)
+"""
+
+
+@pytest.mark.parametrize(("loss", "ranks"), [("mean", 1), ("summed", 1), ("summed", 2)])
+def test_a_default_type_of_16_bits_rounds_no_loss_and_no_weight(
+    tmp_path: Path, loss: str, ranks: int
+) -> None:
+    command = [written(tmp_path, IN_16_BITS), f"loss={loss}", "grad_accum_steps=2"]
+    outputs = torchrun(ranks, *command, env=ONE_THREAD, cwd=tmp_path)
+    assert not [done.stderr for done in outputs if done.returncode]
+
+    # A plain loop over the same samples.
+    x = torch.randn(200, 3, generator=torch.Generator().manual_seed(1))
+    data = OwnData(TensorDataset(x, x.sum(1, keepdim=True)), None, 1337, 12, torch.device("cpu"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(5):
+        inputs, targets = data.train_batch(12 * step, 12)
+        optimizer.zero_grad()
+        mean = nn.functional.mse_loss(model(inputs), targets)
+        mean.backward()
+        optimizer.step()
+        losses.append(mean.item())
+
+    (folder,) = (tmp_path / "runs").iterdir()
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["train/loss"] for line in lines] == pytest.approx(losses, rel=1e-5)
+    found, _ = newest_valid(folder / "checkpoints")
+    assert found
+    for name, p in model.state_dict().items():
+        assert torch.allclose(found.state.model[name], p, atol=1e-6), name
+
+
 @pytest.mark.parametrize("steps", [np.int64(3), np.uint8(3), torch.tensor(3)])
 def test_steps_are_whole_numbers_of_any_library(steps: Any) -> None:
     assert steps_of(steps) == 3
@@ -191,6 +238,46 @@ def test_with_shards_a_second_fit_is_refused_and_a_resume_goes_on(tmp_path: Path
     assert "True 6" in outputs[0].stdout
 
 
+EDITED = """
+loss_fn = getattr(nn.functional, config.pop("loss", "mse_loss"))
+optimizer.param_groups[0]["lr"] = float(config.pop("rate", 0.01))
+steps = int(config.pop("steps"))
+nanoray.RuntimeEngine(model, optimizer, config, loss_fn).fit(data, steps=steps)
+"""
+
+
+def test_auto_goes_on_with_the_same_script_and_says_what_was_edited(tmp_path: Path) -> None:
+    script = written(tmp_path, EDITED)
+    other = str(shutil.copy(script, tmp_path / "other.py"))
+
+    def again(path: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return run(path, *words, "resume=auto", env=ONE_THREAD, cwd=tmp_path)
+
+    first = again(script, "steps=3")
+    assert "finished 3 steps" in first.stdout, first.stderr
+    done = again(script, "steps=3")
+    assert "nothing to do: step 3 of 3 · train loss " in done.stdout
+    assert "finished" not in done.stdout
+
+    # Another script of the folder has a run of its own.
+    done = again(other, "steps=2")
+    assert "name is script there and other here" in done.stdout
+    assert "finished 2 steps" in done.stdout
+
+    # A rate may be changed. With another loss it is another experiment, unless the run is named.
+    done = again(script, "steps=4", "rate=0.02")
+    assert "resume  lr is 0.01 there and 0.02 here" in done.stdout
+    assert "step 4/4 | loss " in done.stdout
+    done = again(script, "steps=6", "loss=l1_loss")
+    assert "resume = auto found the run " in done.stderr
+    assert "but loss is mse_loss there and l1_loss here" in done.stderr
+    (folder,) = (tmp_path / "runs").glob("*_script")
+    named = f"resume={folder}"
+    done = run(script, "steps=6", "loss=l1_loss", named, env=ONE_THREAD, cwd=tmp_path)
+    assert "resume  loss is mse_loss there and l1_loss here" in done.stdout
+    assert "finished 6 steps" in done.stdout
+
+
 def test_an_error_that_is_not_caught_is_one_line_with_its_exit_code(tmp_path: Path) -> None:
     fit = "nanoray.RuntimeEngine(model, optimizer, config, nn.functional.mse_loss).fit(data)\n"
     # A real interpreter: the hook for errors belongs to it.
@@ -219,6 +306,39 @@ def an_engine(folder: Path, **settings: Any) -> tuple[RuntimeEngine, TensorDatas
     config.pop("callbacks", None)
     engine = RuntimeEngine(model, optimizer, config, nn.functional.mse_loss, callbacks)
     return engine, TensorDataset(x, x.sum(1, keepdim=True))
+
+
+OF_A_SET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        names = {"one", "two", "three", "four", "five", "six", "seven", "eight"}
+        self.towers = nn.ModuleDict({name: nn.Linear(3, 1) for name in names})
+
+    def forward(self, x):
+        return sum(self.towers[name](x) for name in sorted(self.towers))
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+nanoray.RuntimeEngine(model, optimizer, config, nn.functional.mse_loss).fit(data, steps=3)
+"""
+
+
+def test_modules_in_the_order_of_a_set_are_refused_in_one_line(tmp_path: Path) -> None:
+    # Real interpreters: each has its own hashes of texts, and the hook for errors belongs to them.
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launch, written(tmp_path, OF_A_SET), "dp_mode=zero1"]
+    done = subprocess.run(
+        command, env=ONE_THREAD, cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 1
+    assert "step 1/3" not in done.stdout
+    line = next(line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert re.fullmatch(
+        r"error: rank 1 has towers\.\w+\.weight \(1, 3\) float32 as parameter or buffer \d+ of the "
+        r"model, and rank 0 has towers\.\w+\.weight \(1, 3\) float32; .* sorted\(names\) .*",
+        line,
+    )
 
 
 def test_it_leaves_signal_handlers_as_they_were(tmp_path: Path) -> None:

@@ -68,12 +68,12 @@ class Guards:
         self.reads_each_step = self._reads_flags and not config.sync_every
         # A replay is exact while the weights are those of the bad step
         self._sticky = config.on_nan != "skip"
-        self._stuck = torch.zeros((), device=device)
+        self._stuck = torch.zeros((), dtype=torch.float32, device=device)
         # Left out (0 or 1), own loss, gradient norm
         columns = config.log_every + 1
         if config.sync_every:
             columns *= 2  # after a fault a replica may miss one meeting
-        self._ring = torch.zeros(3, columns, device=device)
+        self._ring = torch.zeros(3, columns, dtype=torch.float32, device=device)
         self._steps: list[int] = []  # the steps in the ring's columns: those since the last read
         self._norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._counts = dict.fromkeys(("skipped", "rollbacks", "healed", "spikes"), 0)
@@ -118,7 +118,7 @@ class Guards:
         ring = []
         for row in values["ring"]:
             ring.append([math.nan if value is None else value for value in row])
-        self._ring[:, : len(self._steps)] = torch.tensor(ring, device=self._ring.device)
+        self._ring[:, : len(self._steps)] = torch.tensor(ring, dtype=torch.float32)
         self._stuck.fill_(values["stuck"])
         self._norms = deque(values["norms"], maxlen=SPIKE_WINDOW)
         self._counts = dict(values["counts"])
