@@ -1,8 +1,9 @@
 """From presets, YAML files and flags to settings.
 
 Later layers win: field defaults, then the preset (`--preset`, or the key `preset` of FILE), then the
-weights of `--init_from`, then `--config FILE`, then flags. The values of flags and of YAML files arrive as text; pydantic converts them to the
-declared types or says why it cannot. So a word means the same in a file and on a command line.
+weights of `--init_from`, then `--config FILE`, then flags. The values of flags and of YAML files
+arrive as text; pydantic converts them to the declared types or says why it cannot. So a word means
+the same in a file and on a command line.
 """
 
 from __future__ import annotations
