@@ -15,6 +15,7 @@ remedy.
     ├── WrongGradient        a rank computes a wrong gradient, in a step done twice     exit 1
     ├── StateLost            a share of the state is in no rank's memory any more         exit 1, retried
     ├── OutOfMemory          a step ran out of memory where ranks cannot meet again      exit 1, retried
+    ├── MemoryExhausted      a later step does not fit, however small a micro batch is   exit 1
     └── WorkerFailed         ranks died more often than max_failures allows              exit 1
 
 `exit_code` is what the command line tools return; `retry` says whether a restart from the newest
@@ -107,6 +108,10 @@ class OutOfMemory(NanorayError):
     retry = True
 
 
+class MemoryExhausted(NanorayError):
+    """A step that is not the first runs out of memory, and no smaller micro batch helps."""
+
+
 class WorkerFailed(NanorayError):
     """Ranks died more often than max_failures allows."""
 
@@ -127,11 +132,12 @@ REMEDIES: dict[type[NanorayError], str] = {
     WrongGradient: "take the faulty device out of the cluster, and resume from a checkpoint that is old enough",
     StateLost: "the run restarts from the newest checkpoint; a lower `--checkpoint_every` loses less",
     OutOfMemory: "`--resume RUN`: it begins with a smaller micro batch, as a restart does by itself",
+    MemoryExhausted: "change what the message names, then `--resume RUN`",
     WorkerFailed: "`nanoray faults RUN` lists the causes; then `--resume RUN`, and `--max_failures` to allow more",
 }
 EXIT_CODES = {
     0: "the run has finished",
-    1: "ranks or a script's data failed, a file cannot be read or written, or a defect of nanoray (with a traceback)",
+    1: "ranks, memory or a script's data failed, a file cannot be used, or a defect of nanoray (with a traceback)",
     2: "the configuration or the dataset is wrong: nothing was started",
     3: "the machine or cluster cannot hold the ranks, or they did not meet",
     4: "a checkpoint is damaged, missing, or of another model",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanoray.checkpoint.files import Damage, load_checked
+from nanoray.config.weights.outlines import in_place
 from nanoray.config.weights.source import CHECKPOINT, Source, find
 from nanoray.errors import ConfigError, NanorayError
 from nanoray.mesh.mesh import Mesh
@@ -121,18 +122,10 @@ class _Tensors(Mapping[str, Tensor]):
             return
         for path in source.files:
             if path.suffix == ".safetensors":
-                self._open_safetensors(path, files)
+                readers = _open_safetensors(path, files)
+                self._readers |= in_place(readers, path, source.places)
             else:
-                self._whole |= _read_torch_file(path)
-
-    def _open_safetensors(self, path: Path, files: ExitStack) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            reader = files.enter_context(safe_open(path, "pt"))
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"init_from: cannot read {path} ({error}); copy it again") from None
-        self._readers |= dict.fromkeys(reader.keys(), reader)
+                self._whole |= in_place(_read_torch_file(path), path, source.places)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._whole:
@@ -149,6 +142,17 @@ class _Tensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._whole) + len(self._readers)
+
+
+def _open_safetensors(path: Path, files: ExitStack) -> dict[str, Any]:
+    """Return the reader of a file for each of its tensors."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        reader = files.enter_context(safe_open(path, "pt"))
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"init_from: cannot read {path} ({error}); copy it again") from None
+    return dict.fromkeys(reader.keys(), reader)
 
 
 def _read_checkpoint(path: Path) -> dict[str, Tensor]:

@@ -1,8 +1,9 @@
 """From presets, YAML files and flags to settings.
 
-Later layers win: field defaults, then `--preset`, then the weights of `--init_from`, then `--config
-FILE`, then flags. The values of flags and of YAML files arrive as text; pydantic converts them to the
-declared types or says why it cannot. So a word means the same in a file and on a command line.
+Later layers win: field defaults, then the preset (`--preset`, or the key `preset` of FILE), then the
+weights of `--init_from`, then `--config FILE`, then flags. The values of flags and of YAML files
+arrive as text; pydantic converts them to the declared types or says why it cannot. So a word means
+the same in a file and on a command line.
 """
 
 from __future__ import annotations
@@ -109,16 +110,18 @@ def load_settings(
     of_preset: dict[str, Any] = {}
     of_file: dict[str, Any] = {}
 
-    # A file alone replaces the default preset; with --preset it is laid over that preset
-    if preset or not file:
-        preset = preset or DEFAULT_PRESET
-        of_preset = {"name": preset, **_read_preset(preset)}
+    # A file alone replaces the default preset; it is laid over one that it names, or --preset
     if file:
-        keys = read_yaml(Path(file)) if keys is None else keys
+        keys = dict(read_yaml(Path(file)) if keys is None else keys)
+        named = keys.pop("preset", None)
+        preset = preset or named
         of_file = {
             "name": name_of_file(file),
             **expand_paths(keys, None if elsewhere else os.environ),
         }
+    if preset or not file:
+        preset = str(preset or DEFAULT_PRESET)
+        of_preset = {"name": preset, **_read_preset(preset)}
 
     # Weights fix sizes. They replace a preset's, and must agree with what the user gives
     merged = dict(of_preset)

@@ -17,14 +17,15 @@ class AxisKey(NamedTuple):
     key: str
     in_replica: bool  # its ranks read the same samples: ranks = dp x cp x tp x pp
     cuts_model: bool  # its ranks have different weights
+    goes_with_ddp: bool = True  # torch's DDP can sum the gradients beside it
 
 
 # Every axis that divides a model or its samples; nanoray.forecast.parallelisms has what each costs
 AXES = (
     AxisKey("cp", in_replica=True, cuts_model=False),
     AxisKey("tp", in_replica=True, cuts_model=True),
-    AxisKey("pp", in_replica=True, cuts_model=True),
-    AxisKey("ep", in_replica=False, cuts_model=True),
+    AxisKey("pp", in_replica=True, cuts_model=True, goes_with_ddp=False),
+    AxisKey("ep", in_replica=False, cuts_model=True, goes_with_ddp=False),
 )
 IN_REPLICA = tuple(axis.key for axis in AXES if axis.in_replica)
 CUTS_MODEL = tuple(axis.key for axis in AXES if axis.cuts_model)
@@ -70,7 +71,7 @@ class MeshKeys(Group):
     # How ranks share the work
     dp_mode: Literal["ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"] = field("ddp", "dist")
     """how ranks share the work: ddp (torch's; every rank keeps all gradients and optimizer state) |
-    ddp_by_hand (the same, with buckets in plain sight) | zero1 (each rank keeps 1/n of the
+    ddp_by_hand (the same, with buckets in plain sight; the default with pp or ep) | zero1 (each rank keeps 1/n of the
     optimizer state) | zero2 (and of the gradients) | fsdp (and of the weights: it frees a block's
     after its forward and gathers them again in backward). With words after it: fsdp:grad_op (keep
     gathered weights until backward is done: one all-gather less, more memory) | fsdp:bf16 (gather

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from nanoray.base.storage.url import without_credentials
 from nanoray.config.load import make_config, run_folder_of
+from nanoray.config.mesh import AXES
 from nanoray.config.schema import Config
 from nanoray.config.spellings import PART_OF_FIELD, join
 
@@ -49,15 +50,26 @@ class Settings:
 
         A layer is who has set its keys (all of them, or each), and the keys. Raises ConfigError.
         """
-        config = make_config(dict(values))
         origins: dict[str, str] = {}
         for by, layer in layers:
             origins |= _setters(by, [key for key in layer if key in values])
+
+        # Where nobody has set dp_mode, it is one that goes with the axes
+        notes: tuple[str, ...] = ()
+        axes = [axis.key for axis in AXES if not axis.goes_with_ddp]
+        axes = [key for key in axes if str(values.get(key, 1)) != "1"]
+        if axes and "dp_mode" not in origins:
+            why = f"torch's DDP does not go with {' and '.join(axes)}"
+            values = {**values, "dp_mode": "ddp_by_hand"}
+            origins["dp_mode"] = why
+            notes = (f"mode   dp_mode ddp_by_hand: {why}",)
+
+        config = make_config(dict(values))
         # make_config has left the run where it is
         run = run_folder_of(config.resume)
         if run and "out_dir" not in values:
             origins["out_dir"] = RUN + run.name
-        return cls(config, given, origins=origins)
+        return cls(config, given, origins=origins, notes=notes)
 
     def set(self: S, values: Mapping[str, Any], by: str | Mapping[str, str]) -> S:
         """Return the settings after a step that sets these keys. Raises ConfigError.

@@ -410,7 +410,13 @@ _MEMORY_SIGNS = (
     *_HOST_SIGNS,
     "not enough memory",
     "out of memory",
+    "memoryallocation",  # CUDA: cudaErrorMemoryAllocation
     "_status_alloc_failed",  # cuBLAS and cuDNN
+    "_allocation_failed",  # cuDNN 9: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED
+    "cublas_status_not_initialized when calling `cublascreate",
+    # cuDNN, where each of its algorithms wants more workspace than there is
+    "unable to find a valid cudnn algorithm",
+    "unable to find an engine to execute this computation",
 )
 
 

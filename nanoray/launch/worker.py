@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -254,7 +255,7 @@ class Worker:
 
             trainer: Callable[..., dict[str, Any]] = self._train or train
             if self._script:
-                trainer = self._script.unpack()
+                trainer = self._script.unpack(partial(self._note_of_node, rendezvous.local_rank))
             outcome = trainer(run, rendezvous, observers, self._next_order, store, rejoin)
         # The driver compares it with what other ranks report. What a script ends itself with is no
         # Exception: Ray would take it for a killed process or a cancelled task.
@@ -282,6 +283,12 @@ class Worker:
         result = {"ok": True, **outcome}
         self._end_if_orphaned(result)
         return result
+
+    def _note_of_node(self, local_rank: int, text: str) -> None:
+        """Show a line that is the same for all ranks of a node."""
+        log.warning(text)
+        if local_rank == 0:
+            self._messages.append(("note", text))
 
     def _keep_output(self, path: Path) -> RankOutput | None:
         """Send what this process prints to the rank's log; None if that cannot be opened.

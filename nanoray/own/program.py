@@ -26,12 +26,12 @@ class Program:
 
     def __init__(self, main: Callable[[Run], Any], given: frozenset[str]) -> None:
         """`given`: the keys of the configuration that the script has set."""
-        self._main = main
+        self.main = main
         self._given = given
 
     @property
     def name(self) -> str:
-        return getattr(self._main, "__qualname__", type(self._main).__name__)
+        return getattr(self.main, "__qualname__", type(self.main).__name__)
 
     def __call__(
         self,
@@ -47,13 +47,13 @@ class Program:
         run = Run(spec, rendezvous, self._given, observers, wanted, store, rejoin)
         torch.manual_seed(spec.config.seed)  # the same new weights on all ranks
         try:
-            self._main(run)
+            self.main(run)
         except SystemExit as ended:
             # A script may end by sys.exit() after its training.
             if ended.code or run.outcome is None:
                 raise
         if run.outcome is None:
-            raise ConfigError(_untrained(self._main))
+            raise ConfigError(_untrained(self.main))
         return run.outcome
 
     def dry_run(self, config: Config, ranks: int, placement: str) -> None:
@@ -66,7 +66,7 @@ class Program:
         def print_lines(task: OwnTask) -> None:
             print("\n".join(task.dry_run_lines(placement)))
 
-        call_until_fit(self._main, config, self._given, ranks, print_lines)
+        call_until_fit(self.main, config, self._given, ranks, print_lines)
 
 
 def call_until_fit(

@@ -61,17 +61,29 @@ def loaded_of(config: Mapping[str, Any] | Config) -> Loaded:
     return replace(loaded, dry_run=dry_run, quiet=quiet)
 
 
+# The value of `_inheriting`, which is True in a process that multiprocessing has spawned, in a rank
+BY_RANK = "by a rank"
+
+
+class ReachedRun(BaseException):
+    """A rank that runs its script's file has come to a run in it: there the file ends for the rank."""
+
+
 def refuse_while_spawned() -> None:
     """Raise ConfigError in a process that multiprocessing has spawned, while it imports the script.
 
     It only needs the script's functions. A `fit` that it meets there would be a run of its own, in
-    each such process.
+    each such process. Raises ReachedRun in a rank on Ray that runs the script's file.
     """
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ConfigError(
-            "a process that multiprocessing has spawned imports this script, and came upon a run "
-            "there; put what trains below `if __name__ == '__main__':`, or let processes fork"
-        )
+    imports = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if not imports:
+        return
+    if imports == BY_RANK:
+        raise ReachedRun
+    raise ConfigError(
+        "a process that multiprocessing has spawned imports this script, and came upon a run "
+        "there; put what trains below `if __name__ == '__main__':`, or let processes fork"
+    )
 
 
 def steps_of(steps: SupportsIndex | None) -> int | None:

@@ -18,7 +18,7 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -26,11 +26,18 @@ from torch.nn.parallel import DistributedDataParallel
 from nanoray.base.points import reached
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Config
-from nanoray.errors import ConfigError, NanorayError, OutOfMemory, StateDiverged, StateLost
+from nanoray.errors import (
+    ConfigError,
+    MemoryExhausted,
+    NanorayError,
+    OutOfMemory,
+    StateDiverged,
+    StateLost,
+)
 from nanoray.faults.cause import is_collective_error, is_out_of_memory
 from nanoray.faults.progress import ProgressFile
 from nanoray.mesh.mesh import Mesh, abandon_groups
-from nanoray.mesh.rendezvous import Rendezvous
+from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.parallel import cp
 from nanoray.state.train_state import TrainState
 from nanoray.train.engine import Engine, Regroup
@@ -93,6 +100,10 @@ def train_in_groups(
                 own = Shortage(group.memory.limit)
             engine = build(group)
             reached("built")
+            if group.memory.ends:
+                save_and_end(engine, group)
+            if group.memory.no_eval:
+                engine.leave_out_evaluation(group.memory.no_eval)
             outcome = engine.fit()
             reached("last")
             group.mesh.barrier()  # (all ranks) no rank leaves while another one needs it
@@ -130,7 +141,7 @@ def train_in_groups(
         del engine
         if wait is None:  # one process has all that the next group needs
             release(state)
-            group = replace(group, memory=own._replace(why=f"rank 0 {own.why}"))
+            group = replace(group, memory=agree(group.mesh, own))
             own = Shortage(own.limit)
             continue
         reached("leave")
@@ -148,29 +159,45 @@ def require_smaller(
 ) -> Shortage:
     """Return what this rank wants after it has run out of memory.
 
-    Raises the error where the step cannot be done again, or ConfigError with what helps; OutOfMemory
-    where it could, but the ranks cannot meet again.
+    Raises the error where the step cannot be done again, with what helps: ConfigError before the
+    first step of a command, which has started nothing, else MemoryExhausted. Raises OutOfMemory where
+    it could be, but the ranks cannot meet again.
     """
     mesh = group.mesh
     step, phase, _, _ = ProgressFile.read_own(group.spec.progress(mesh.slot))
+    begins = state.step == state.session.begun
+    ended = ConfigError if begins else MemoryExhausted
     if state.is_updating:
-        raise update_is_done_in_part(error, group.spec.config, mesh, step) from error
+        raise ended(update_is_done_in_part(error, group.spec.config, mesh, step)) from error
     if engine is None:
-        raise ConfigError(
+        raise ended(
             f"rank {mesh.rank} ran out of memory before its first step "
             f"({describe(error, mesh.device)}); {remedies(group.spec.config, mesh)}"
         ) from error
     if phase in ("checkpoint", "done"):  # no micro batch takes this memory
         raise error
     own = shortage_of(error, group.spec.config, mesh, (step, phase), engine.batches)
+    if own.ends and begins:
+        raise ConfigError(own.ends) from error
     if wait is not None or mesh.world_size == 1:
         return own
+    if own.ends or own.no_eval:
+        raise MemoryExhausted(f"{own.ends or own.no_eval}. Then resume") from error
 
     record(group.spec, step, mesh, own)
     raise OutOfMemory(
         f"rank {mesh.rank} {own.why}; after a restart a micro batch has at most {own.limit} "
         f"instead of {engine.batches.batch.micro}, and the global batch stays"
     ) from error
+
+
+def save_and_end(engine: Engine, group: TrainingGroup) -> NoReturn:
+    """Save what the steps before a lack of memory have done; raise MemoryExhausted. (all ranks)"""
+    # Without a warm-up, which may not fit either
+    engine.end_run(Order.STOP)
+    group.mesh.barrier()
+    engine.par.close()
+    raise MemoryExhausted(f"{group.memory.ends}. Saved at step {engine.state.step}; then resume")
 
 
 def leave(group: TrainingGroup, state: TrainState) -> None:

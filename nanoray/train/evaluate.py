@@ -10,10 +10,12 @@ import torch
 
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import TrainingDiverged
+from nanoray.faults.cause import is_out_of_memory
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.weighted import Weighted, mean_of, weight_of
 from nanoray.parallel.plan import Plan
 from nanoray.state.train_state import TrainState
+from nanoray.train.out_of_memory import describe
 from nanoray.train.reading import Reading
 from nanoray.train.workload import Workload
 
@@ -27,15 +29,15 @@ def evaluate(
     workload: Workload,
     most_samples: int,
     phase: Callable[[str], None],
+    leave_out: Callable[[str], None],
     reading: Reading | None = None,
 ) -> dict[str, float]:
     """Return the mean loss, other scores, and time/eval_s, of at most `most_samples`. (all ranks)
 
     Stores the loss in `state`. `phase` is called with "eval" before each batch. `reading`: for data
-    of a script; without scores where a rank could not read them. Raises TrainingDiverged when the
-    loss is not finite.
+    of a script. Without scores where a rank could not read its data, or has too little memory; then
+    `leave_out` is called with the reason. Raises TrainingDiverged when the loss is not finite.
     """
-    phase("eval")
     start = time.perf_counter()
     names = workload.score_names
 
@@ -47,9 +49,11 @@ def evaluate(
     longest = math.ceil(len(windows) / ranks)
     at_once = reading.windows_at_once if reading else batches.batch.micro
 
-    # Sums of the scores, and the number of windows, or the weight. Float64 where the device has it.
+    # Sums of the scores; the number of windows, or the weight; and how many ranks have too little
+    # memory. Float64 where the device has it.
     kind = torch.float64 if mesh.device.type == "cpu" else torch.float32
-    total = torch.zeros(len(names) + 1, dtype=kind).to(mesh.device)
+    total = torch.zeros(len(names) + 2, dtype=kind).to(mesh.device)
+    shortage = ""
 
     # A script may have frozen some modules, which stay in evaluation mode afterwards.
     training = [module for module in state.model.modules() if module.training]
@@ -57,12 +61,27 @@ def evaluate(
     try:
         # Training must not depend on an evaluation: its passes do not count in a module's buffers.
         with par.undisturbed():
-            for first in range(0, longest, at_once):
-                phase("eval")  # a long evaluation must show progress
+            first = 0
+            while first < longest:
                 starts = own_windows[first : first + at_once]
                 counts = len(starts) > 0
-                x, y = batches.val_batch(starts if counts else windows[:1])
-                scores = workload.score(par.flow.whole, x, y)
+                try:
+                    phase("eval")  # a long evaluation must show progress
+                    x, y = batches.val_batch(starts if counts else windows[:1])
+                    scores = workload.score(par.flow.whole, x, y)
+                except Exception as error:
+                    # In a forward that communicates the others wait: see elastic.py
+                    if par.forwards_communicate or not is_out_of_memory(error):
+                        raise
+                    if at_once == 1:
+                        shortage = (
+                            f"rank {mesh.rank} ran out of memory ({describe(error, mesh.device)})"
+                        )
+                        total[-1] = 1
+                        break
+                    at_once //= 2
+                    continue
+                first += at_once
                 if not (counts and par.flow.has_loss):
                     continue
 
@@ -71,7 +90,7 @@ def evaluate(
                 weight = torch.full_like(values[0], len(starts))
                 if isinstance(scores[0], Weighted):
                     weight = weight_of(scores[0])
-                total += torch.stack([*(value * weight for value in values), weight])
+                total[:-1] += torch.stack([*(value * weight for value in values), weight])
     finally:
         for module in training:
             module.training = True
@@ -82,7 +101,12 @@ def evaluate(
         return {"time/eval_s": time.perf_counter() - start}
 
     # One small all-reduce: the sums of all ranks.
-    *sums, count = mesh.all_reduce(total, "eval").tolist()
+    *sums, count, short = mesh.all_reduce(total, "eval").tolist()
+    if short:
+        # (all ranks) Training needs no evaluation.
+        why = next(text for text in mesh.all_gather(shortage) if text)
+        leave_out(why)
+        return {"time/eval_s": time.perf_counter() - start}
     # A loss over no targets at all is 0, as in training.
     means = [score / (count or 1.0) for score in sums]
     loss = means[0]

@@ -6,13 +6,14 @@
 Until its update a step has changed nothing. So the ranks do what they do when one of them is lost
 (elastic.py): they leave their groups, which frees those that wait in a collective, and meet again,
 each with the state that it has. There they agree on the most sequences of a micro batch. The global
-batch stays, and so do its samples: each rank accumulates more.
+batch stays, and so do its samples: each rank accumulates more. Where no smaller micro batch helps,
+they save what the steps before have done, and end.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +24,6 @@ from nanoray.config import Batch, Config, resolve_batch
 from nanoray.config.conflicts import first
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.tokens import MicroBatches
-from nanoray.errors import ConfigError
 from nanoray.faults.cause import is_out_of_host_memory
 from nanoray.faults.plan import append_event
 from nanoray.faults.progress import LEFT
@@ -56,6 +56,9 @@ class Shortage(NamedTuple):
 
     limit: int = 0  # the most sequences of a micro batch; 0: as many as the configuration says
     why: str = ""  # where memory ran out just now, for people; "" on a rank that had enough
+    # In place of `why`, where no smaller micro batch helps: the run ends, or leaves out an evaluation
+    ends: str = ""
+    no_eval: str = ""
 
 
 ENOUGH: Shortage = Shortage()
@@ -70,37 +73,38 @@ def shortage_of(
 ) -> Shortage:
     """Return what this rank wants after it has run out of memory in a step without an update yet.
 
-    `place` is the step and its phase. Raises ConfigError where a smaller micro batch is not wanted,
-    or impossible.
+    `place` is the step and its phase.
     """
     step, phase = place
     # A group that has been built warms up, and its ranks are at no place of a step yet.
     warms_up = phase in ("init", *LEFT)
     where = "while it warmed up" if warms_up else f"in {phase} of step {step}"
     why = f"ran out of memory {where} ({describe(error, mesh.device)})"
-    batch = batches.batch
+    micro = batches.batch.micro
+    problem = ""
     if mesh.device.type == "cuda" and is_out_of_host_memory(error):
-        raise ConfigError(
-            f"rank {mesh.rank} {why}; a smaller micro batch frees memory of the GPU and not of the "
-            "host: start fewer ranks or worker processes there, or give it more memory"
+        problem = (
+            "; a smaller micro batch frees memory of the GPU and not of the host: start fewer ranks "
+            "or worker processes there, or give it more memory"
         )
-    if config.on_oom == "stop":
-        raise ConfigError(f"rank {mesh.rank} {why}; {HALVE}")
-    if batch.micro == 1:
-        raise ConfigError(
-            f"rank {mesh.rank} {why}, with 1 sequence at a time; {remedies(config, mesh)}"
-        )
+    elif config.on_oom == "stop":
+        problem = f"; {HALVE}"
+    elif micro == 1:
+        problem = f", with 1 sequence at a time; {remedies(config, mesh)}"
     # Samples of a step that other replicas have done already would be divided in another way.
-    if config.sync_every and mesh.world_size > 1:
-        raise ConfigError(
-            f"rank {mesh.rank} {why}, and replicas that train alone keep their micro batch; {HALVE}"
+    elif config.sync_every and mesh.world_size > 1:
+        problem = f", and replicas that train alone keep their micro batch; {HALVE}"
+    elif come_in_batches(batches.data):
+        problem = (
+            f", and the train data come in batches of {micro}; give smaller ones, or a dataset with "
+            "len() and []"
         )
-    if come_in_batches(batches.data):
-        raise ConfigError(
-            f"rank {mesh.rank} {why}, and the train data come in batches of {batch.micro}; give "
-            "smaller ones, or a dataset with len() and []"
-        )
-    return Shortage(batch.micro // 2, why)
+    text = f"rank {mesh.rank} {why}{problem}"
+    if problem and phase == "eval":
+        return Shortage(micro, no_eval=text)
+    if problem:
+        return Shortage(micro, ends=text)
+    return Shortage(micro // 2, why)
 
 
 def come_in_batches(data: object) -> bool:
@@ -108,11 +112,9 @@ def come_in_batches(data: object) -> bool:
     return isinstance(data, FallibleSamples) and data.in_batches
 
 
-def update_is_done_in_part(
-    error: BaseException, config: Config, mesh: Mesh, step: int
-) -> ConfigError:
-    """Return the error of a rank that has run out of memory within an update of its weights."""
-    return ConfigError(
+def update_is_done_in_part(error: BaseException, config: Config, mesh: Mesh, step: int) -> str:
+    """Return the message of a rank that has run out of memory within an update of its weights."""
+    return (
         f"rank {mesh.rank} ran out of memory in the update of step {step} "
         f"({describe(error, mesh.device)}). Some weights have changed, so the step cannot be done "
         f"again here, and the update does not depend on the micro batch; {remedies(config, mesh)}. "
@@ -172,13 +174,19 @@ def _is_less(config: Config, key: str, value: str | int) -> bool:
 
 def agree(mesh: Mesh, own: Shortage) -> Shortage:
     """Return the smallest limit of all ranks, and who ran out of memory. (all ranks)"""
-    everyone = [Shortage(*each) for each in mesh.all_gather((own.limit, own.why))]
+    values: list[Any] = mesh.all_gather(tuple(own))
+    everyone = [Shortage(*each) for each in values]
     limits = [each.limit for each in everyone if each.limit]
     short = [f"rank {rank} {each.why}" for rank, each in enumerate(everyone) if each.why]
     why = short[0] if short else ""
     if len(short) > 1:
         why += f", and {len(short) - 1} more"
-    return Shortage(min(limits, default=0), why)
+    limit = min(limits, default=0)
+    ends = [each.ends for each in everyone if each.ends]
+    if ends:
+        return Shortage(limit, ends=ends[0])
+    no_eval = next((each.no_eval for each in everyone if each.no_eval), "")
+    return Shortage(limit, why, no_eval=no_eval)
 
 
 def announcement(why: str, before: Batch, batch: Batch, depends: str) -> str:
@@ -200,7 +208,12 @@ def asked_of(config: Config, mesh: Mesh) -> int:
 
 def record(spec: RunSpec, step: int, mesh: Mesh, shortage: Shortage) -> None:
     """Append a shortage to the run's faults.jsonl. `step` is the one that is done again."""
-    values = {"step": step, "asked": asked_of(spec.config, mesh), **shortage._asdict()}
+    values = {
+        "step": step,
+        "asked": asked_of(spec.config, mesh),
+        "limit": shortage.limit,
+        "why": shortage.why,
+    }
     append_event(spec.folder / "faults.jsonl", EVENT, values)
 
 

@@ -23,6 +23,10 @@ class Trains(Protocol):
     def name(self) -> str:
         """The name of the script's function."""
 
+    @property
+    def main(self) -> Callable[[Any], Any] | None:
+        """The script's function, if there is one."""
+
     def __call__(
         self,
         spec: RunSpec,

@@ -69,3 +69,19 @@ def test_the_step_is_done_again_by_the_same_ranks(
         json.loads((only_run(out) / "config.json").read_text())["micro_batch_size"] == 4 * quarter
     )
     assert no_actors_left(cluster)
+
+
+def test_where_no_smaller_micro_batch_helps_the_ranks_save_and_the_run_ends(
+    cluster: Cluster, recipe: Path, tmp_path: Path
+) -> None:
+    """Each rank has a part of the weights that no other one has."""
+    flags = ("--workers", "2", "--cpus_per_worker", "0.5", "--tp", "2", "--global_batch_size", "2")
+    flags = (*flags, "--micro_batch_size", "1", "--max_steps", "6", "--checkpoint_every", "0")
+    plan = "no-memory@rank=1,step=4,phase=backward"
+    out = tmp_path / "out"
+    code, output = finish(start(cluster, recipe, out, *flags, "--faults", plan), 200)
+    assert code == 1, output
+    assert "with 1 sequence at a time" in output
+    assert "Saved at step 3" in output
+    assert [path.name for path in (only_run(out) / "checkpoints").iterdir()] == ["step_00000003"]
+    assert no_actors_left(cluster)

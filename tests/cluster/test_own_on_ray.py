@@ -363,3 +363,99 @@ def test_a_script_that_ends_itself_ends_the_run_at_once(
     assert "replace  " not in outputs, outputs
     assert "TaskCancelledError" not in outputs
     assert no_actors_left(cluster)
+
+
+WHOLE_FILE = """
+import json, sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+import nanoray
+
+torch.set_default_dtype(torch.float64)
+SCALE = 1.0
+print("the top runs with", sys.argv[2])
+
+class Points(Dataset):
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, i):
+        x = torch.tensor([i % 7, i % 5, i % 3], dtype=torch.float64) / 7
+        return x, self.scale * x.sum(0, keepdim=True).sin()
+
+def collate(items):
+    return torch.utils.data.default_collate(items)
+
+def main(run):
+    loader = DataLoader(
+        Points(SCALE), batch_size=12 // run.world_size, shuffle=True, num_workers=1,
+        multiprocessing_context="forkserver", collate_fn=collate,
+    )
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    nanoray.RuntimeEngine(model, optimizer, run, torch.nn.functional.mse_loss).fit(loader)
+
+BLOCK
+    SCALE = 3.0
+    code = nanoray.launch(main, json.loads(sys.argv[1]), ray=sys.argv[2] == "ray")
+    print("below the run")
+    raise SystemExit(code)
+"""
+GUARD = 'if __name__ == "__main__":'
+
+
+def test_ranks_run_the_file_of_the_script_but_not_its_block(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Its default dtype holds on all ranks, processes that they spawn find its classes by name, and
+    what the block has set counts as it does in one process.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(WHOLE_FILE.replace("BLOCK", GUARD))
+    losses = {}
+    for where, workers in (("ray", 2), ("here", 1)):
+        out = tmp_path / where
+        config = SETTINGS | {"out_dir": str(out), "workers": workers, "env": [], "max_steps": 6}
+        del config["global_batch_size"]
+        config |= {"grad_accum_steps": 1, "micro_batch_size": 12 // workers}
+        done = run(
+            str(script),
+            json.dumps(config),
+            where,
+            env=os.environ | cluster.env | {"RAY_ADDRESS": cluster.address},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.count("below the run") == 1
+        lines = (only_run(out) / "metrics.jsonl").read_text().splitlines()
+        losses[where] = [json.loads(line)["train/loss"] for line in lines]
+    for rank in (0, 1):
+        log = (only_run(tmp_path / "ray") / "logs" / f"rank{rank}.log").read_text()
+        assert "the top runs with ray\n" in log
+    assert losses["ray"] == pytest.approx(losses["here"], abs=1e-13), "float32 rounds to 1e-8"
+    assert no_actors_left(cluster)
+
+
+@pytest.mark.full
+def test_a_script_without_a_block_runs_up_to_its_run_on_each_rank(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    text = WHOLE_FILE.replace("BLOCK", "if True:").replace('"forkserver"', '"fork"')
+    script.write_text(text)
+    config = SETTINGS | {"out_dir": str(tmp_path / "out"), "env": [], "max_steps": 6}
+    del config["global_batch_size"]
+    done = run(
+        str(script),
+        json.dumps(config | {"grad_accum_steps": 1, "micro_batch_size": 6}),
+        "ray",
+        env=os.environ | cluster.env | {"RAY_ADDRESS": cluster.address},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("below the run") == 1
+    assert "error" not in done.stdout + done.stderr
+    log = (only_run(tmp_path / "out") / "logs" / "rank1.log").read_text()
+    assert log.count("the top runs with ray\n") == 1
+    assert "below the run" not in log

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nanoray.checkpoint import files
@@ -97,6 +97,16 @@ def several_files(folder: Path, model: nn.Module) -> Path:
     """As large models come: several files and an index."""
     model.save_pretrained(folder, max_shard_size="40KB")  # type: ignore[operator]
     assert (folder / "model.safetensors.index.json").is_file()
+    return folder
+
+
+def stale_copy(folder: Path, model: nn.Module) -> Path:
+    """Several files, of which a later one also has what was moved out of it: by the index, stale."""
+    several_files(folder, model)
+    first, *_, last = sorted(folder.glob("model-*"))
+    tensors = load_file(last)
+    tensors |= {name: torch.zeros_like(tensor) for name, tensor in load_file(first).items()}
+    save_file(tensors, last, {"format": "pt"})
     return folder
 
 

@@ -24,6 +24,7 @@ from nanoray.cli import parse_args
 from nanoray.cli.catalog import COMMANDS
 from nanoray.cli.completion import RUNS, find_parsers
 from nanoray.cli.parsers import MODULES
+from nanoray.start.opening import Opening
 from nanoray.tune.__main__ import recipe_of, rest_of
 from tests.harness.manifests import require_kubectl
 
@@ -189,12 +190,17 @@ def check_nanoray(words: list[str], complete: bool) -> None:
 
 
 def check_flags_of_a_run(words: list[str]) -> None:
-    """Parse them, without a file that another command has written into a run's folder."""
+    """Parse them, without a file that another command has written into a run's folder.
+
+    Ranks that are given must be able to share the batch.
+    """
     if "--config" in words:
         at = words.index("--config")
         if words[at + 1].startswith("runs/"):
             words = [*words[:at], *words[at + 2 :]]
-    assert parse_args(words, "x", "y").config
+    loaded = parse_args(words, "x", "y")
+    if loaded.config.workers != "auto":
+        Opening(loaded, 0.0, script=check_command).require_batch(loaded.config.workers)
 
 
 def options_of_nanoray(name: str, words: list[str]) -> set[str]:

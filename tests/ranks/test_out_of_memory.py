@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nanoray import RuntimeEngine
 from nanoray.checkpoint.run import RunSpec, write_attempt
-from nanoray.errors import ConfigError, DataFailed
+from nanoray.errors import ConfigError, DataFailed, MemoryExhausted
 from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic
 from tests.harness.ranks import make_spec, records, run_ranks, series
@@ -140,17 +140,71 @@ def final_of(folder: Path) -> Any:
 # Not in forward or backward.
 
 
-def test_an_evaluation_is_done_again_too(text: Path, tmp_path: Path) -> None:
-    """Its micro batches are those of training; the step before it is done, and is not repeated."""
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_an_evaluation_is_done_again_too(text: Path, tmp_path: Path, mode: str) -> None:
+    """The step before it is done, and is not repeated. A rank whose forward needs no other rank
+    evaluates smaller parts by itself; the others meet, and take smaller micro batches.
+    """
     plan = "no-memory@rank=1,step=3,phase=eval"
-    spec = make_spec(text, tmp_path / "faulty", **RECIPE | {"faults": plan})
-    clean = make_spec(text, tmp_path / "clean", **RECIPE)
+    settings = RECIPE | {"dp_mode": mode}
+    spec = make_spec(text, tmp_path / "faulty", **settings | {"faults": plan})
+    clean = make_spec(text, tmp_path / "clean", **settings)
     outcome = run_elastic(spec, 2)
     assert not [rank for rank in outcome.ranks.values() if "error" in rank], outcome
     assert not [o for o in run_ranks(clean, 2) if "error" in o]
     assert [record["step"] for record in records(spec)] == [*range(1, RECIPE["max_steps"] + 1)]
     assert series(spec, "val/loss") == pytest.approx(series(clean, "val/loss"), abs=ROUNDING)
-    assert [event["limit"] for event in shortages(spec)] == [3]
+    assert [event["limit"] for event in shortages(spec)] == ([] if mode == "ddp" else [3])
+
+
+# A micro batch of one sequence, which is not halved
+LEAST = RECIPE | {"global_batch_size": 2, "grad_accum_steps": 0, "micro_batch_size": 1}
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_an_evaluation_that_does_not_fit_is_left_out(text: Path, tmp_path: Path, mode: str) -> None:
+    """On all ranks alike; under ddp also where no driver lets the ranks meet again."""
+    settings = LEAST | {"dp_mode": mode}
+    clean = make_spec(text, tmp_path / "clean", **settings)
+    assert not [o for o in run_ranks(clean, 2) if "error" in o]
+    plan = "no-memory@rank=1,step=3,phase=eval"
+    spec = make_spec(text, tmp_path / "faulty", **settings | {"faults": plan})
+    outcomes = run_ranks(spec, 2) if mode == "ddp" else [*run_elastic(spec, 2).ranks.values()]
+    assert not [outcome for outcome in outcomes if "error" in outcome], outcomes
+    assert series(spec) == series(clean)
+    assert equal(final(spec), final(clean))
+    missing = series(clean, "val/loss").keys() - series(spec, "val/loss").keys()
+    assert missing == {3}
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (1, {}),
+        pytest.param(2, {"tp": 2}, id="no other rank has its weights"),
+        pytest.param(2, {"dp_mode": "zero1", "mirror": "off"}, marks=pytest.mark.full),
+    ],
+)
+def test_where_no_smaller_micro_batch_helps_the_steps_before_are_saved(
+    text: Path, tmp_path: Path, world: int, settings: dict[str, Any]
+) -> None:
+    settings = LEAST | {"checkpoint_every": 0} | settings
+    clean = make_spec(text, tmp_path / "clean", **settings)
+    assert not [o for o in run_ranks(clean, world) if "error" in o]
+
+    plan = f"no-memory@rank={world - 1},step={STEP},phase=backward"
+    spec = make_spec(text, tmp_path / "full", **settings | {"faults": plan})
+    outcomes = run_ranks(spec, 1) if world == 1 else [*run_elastic(spec, world).ranks.values()]
+    for outcome in outcomes:
+        assert outcome["error"] == "MemoryExhausted", "exit code 1: there are steps"
+        assert f"in backward of step {STEP}" in outcome["message"]
+        assert f"Saved at step {STEP - 1}; then resume" in outcome["message"]
+    folder = spec.folder
+    del spec  # a run is locked while it is open
+    again = make_spec(text, tmp_path / "full", **settings | {"resume": str(folder)})
+    assert not [o for o in run_ranks(again, world) if "error" in o]
+    assert series(again) == series(clean)
+    assert equal(final(again), final(clean))
 
 
 def test_an_update_is_not_done_again(text: Path, tmp_path: Path) -> None:
@@ -311,7 +365,8 @@ def test_batches_of_the_script_are_not_cut(tmp_path: Path) -> None:
             return ((torch.randn(8, 6), torch.randn(8, 1)) for _ in range(3))
 
     plan = "no-memory@rank=0,step=3,phase=backward"
-    with pytest.raises(ConfigError, match="the train data come in batches of 8; give smaller ones"):
+    match = "the train data come in batches of 8; give smaller ones.* Saved at step 2"
+    with pytest.raises(MemoryExhausted, match=match):
         own_model(tmp_path, Stream, faults=plan)
 
 

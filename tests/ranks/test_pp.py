@@ -279,5 +279,5 @@ def test_a_flipped_bit_is_found_among_the_replicas_of_a_stage(runs: Runs) -> Non
 
 
 def test_replicas_with_torch_ddp_are_refused(runs: Runs) -> None:
-    _, message = runs.failed(4, "ConfigError", pp=2)
+    _, message = runs.failed(4, "ConfigError", pp=2, dp_mode="ddp")
     assert "dp_mode = ddp with pp = 2 and dp = 2" in message

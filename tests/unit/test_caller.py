@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import multiprocessing
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import ray
@@ -10,7 +12,7 @@ import ray
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 from nanoray.launch.caller import caller_address
-from nanoray.launch.script import PackedScript
+from nanoray.launch.script import PackedScript, ScriptFile
 
 
 def connect(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
@@ -65,4 +67,17 @@ def test_an_address_that_names_another_ray_is_one(
 def test_a_function_that_a_rank_cannot_import_is_refused_there() -> None:
     script = PackedScript("main", "nanoray.own.program", b"cno_such_module\nmain\n.")
     with pytest.raises(ConfigError, match=r"main cannot be loaded .*No module named 'no_such_mod"):
-        script.unpack()
+        script.unpack(print)
+
+
+def test_a_file_that_fails_on_a_rank_is_named_with_its_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What stands above has run, under another name than `__main__`."""
+    for name in ("__main__", "__mp_main__"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    file = ScriptFile("/x/mine.py", b"name = __name__\n\nimport no_such_module\n", None, ["x", "1"])
+    assert file.run() == "/x/mine.py:3: ModuleNotFoundError: No module named 'no_such_module'"
+    assert (sys.modules["__main__"].name, sys.argv) == ("__mp_main__", ["x", "1"])
+    assert not hasattr(multiprocessing.current_process(), "_inheriting")

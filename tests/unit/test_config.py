@@ -94,6 +94,20 @@ def test_layers_default_preset_file_flag(tmp_path: Path) -> None:
     assert (c.name, c.lr, c.n_layer, c.n_embd, c.beta1) == ("mine", 3e-4, 5, 32, 0.9)
 
 
+def test_a_file_names_the_preset_below_it(tmp_path: Path) -> None:
+    file, named = tmp_path / "mine.yaml", tmp_path / "named" / "mine.yaml"
+    named.parent.mkdir()
+    file.write_text("lr: 3e-4\n")
+    named.write_text("preset: tiny\nlr: 3e-4\n")
+    assert parse("--config", str(named)) == parse("--preset", "tiny", "--config", str(file))
+    assert parse("--config", str(named), "--preset", "shakespeare-cpu").n_embd == 128, (
+        "a flag overrides a key"
+    )
+    named.write_text("preset: tinny\n")
+    with pytest.raises(ConfigError, match="did you mean tiny"):
+        parse("--config", str(named))
+
+
 def test_every_key_but_the_hidden_ones_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse("--help", "all")

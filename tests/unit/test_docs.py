@@ -104,6 +104,7 @@ def test_a_command_in_a_sentence_has_flags_that_exist(page: Path) -> None:
         "A=1 .venv/bin/python -m nanoray.bench step --rownds 5 > out",
         "torchrun --nproc-per-nodes 2 -m nanoray.train",
         "torchrun --nproc-per-node 2 -m nanoray.train --wokers 2",
+        "python -m nanoray.launch --workers 2 --pp 2 --grad_accum_steps 8",
         "ray job submit --workdir . -- python train.py",
         "ray job submit --working-dir . -- python -m nanoray.launch --wokers 2",
         "kubectl apply --serverside -k kuberay/overlays/cpu/job",

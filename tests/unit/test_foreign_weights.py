@@ -89,6 +89,7 @@ ACCEPTED: dict[str, foreign.Maker] = {
     "one file": foreign.one_file,
     "the hub's first files": foreign.hub_folder,
     "several files": foreign.several_files,
+    "a stale copy in a later file": foreign.stale_copy,
     "bin": foreign.bin_file,
     "bin before torch 1.6": partial(foreign.bin_file, legacy=True),
     "several bins": foreign.bin_files,

@@ -80,8 +80,8 @@ TOUCHED = {
     # The key, and the line that makes it an axis.
     "config/mesh.py": [
         (
-            '    AxisKey("ep", in_replica=False, cuts_model=True),\n',
-            '    AxisKey("ep", in_replica=False, cuts_model=True),\n'
+            '    AxisKey("ep", in_replica=False, cuts_model=True, goes_with_ddp=False),\n',
+            '    AxisKey("ep", in_replica=False, cuts_model=True, goes_with_ddp=False),\n'
             '    AxisKey("xp", in_replica=True, cuts_model=False),\n',
         ),
         (

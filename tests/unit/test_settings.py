@@ -23,6 +23,7 @@ from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
 from nanoray.host.device import Device
 from nanoray.launch.__main__ import launch
+from nanoray.mesh.layout import Layout
 from nanoray.start.folder import open_run
 from nanoray.start.opening import Opening, with_precision
 from nanoray.tools.check import main as check
@@ -89,6 +90,26 @@ def test_each_layer_is_named(tmp_path: Path) -> None:
     assert origin_of(settings.origins, "seed") == DEFAULT
     # What a preset sets to the default is nothing to read about
     assert not [line for line in lines if line.startswith(("seed", "dropout"))]
+
+
+@pytest.mark.parametrize(("axis", "preset"), [("pp", "gpt2-124m"), ("ep", "moe-tiny")])
+def test_without_a_dp_mode_an_axis_gets_one_that_goes_with_it(
+    axis: str, preset: str, tmp_path: Path
+) -> None:
+    """As the pages write it: the flag alone. Asked for by name, ddp stays an error."""
+    settings = load_settings(preset=preset, overrides={axis: "2"})
+    assert Layout.of(settings.config, 8)
+    assert f"dp_mode ddp_by_hand (torch's DDP does not go with {axis})" in written(settings)
+    assert settings.notes == (f"mode   dp_mode ddp_by_hand: torch's DDP does not go with {axis}",)
+
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"preset: {preset}\n{axis}: 2\ndp_mode: ddp\n")
+    for asked in (
+        {"file": str(file)},
+        {"preset": preset, "overrides": {axis: "2", "dp_mode": "ddp"}},
+    ):
+        with pytest.raises(ConfigError, match="dp_mode = ddp"):
+            Layout.of(load_settings(**asked).config, 8)
 
 
 def test_a_replaced_key_leaves_no_origin() -> None:

@@ -10,14 +10,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from nanoray.base.atomic import json_mapping
 from nanoray.errors import ConfigError
 
+T = TypeVar("T")
 Shape = tuple[int, ...]
+Places = Mapping[str, str]  # the weight_map of an index: tensor -> file
+NO_INDEX: Places = MappingProxyType({})
 _MAX_HEADER = 100 << 20  # bytes; the limit of the format
 _POINTER = b"version https://git-lfs"
 _TORCH_S = (
@@ -33,27 +38,33 @@ class Outline(NamedTuple):
     rest: dict[str, Any]
 
 
-def outline_of(*paths: Path) -> Outline:
+def outline_of(*paths: Path, places: Places = NO_INDEX) -> Outline:
     """Return the outline of the files of one model, of safetensors or torch.save.
 
-    Raises ConfigError.
+    places: of their index, where they have one. Raises ConfigError.
     """
-    tensors: dict[str, Shape] = {}
-    rest: dict[str, Any] = {}
+    outlines: dict[Path, Outline] = {}
     of_torch = []
     for path in paths:
         _refuse_pointer(path)
         if path.suffix == ".safetensors":
-            outline = _outline_of_safetensors(path)
-            tensors |= outline.tensors
-            rest |= outline.rest
+            outlines[path] = _outline_of_safetensors(path)
         else:
             of_torch.append((path, path.stat().st_mtime_ns))
     if of_torch:
-        outline = _outline_of_torch_save(tuple(of_torch))
-        tensors |= outline.tensors
+        outlines |= _outlines_of_torch_save(tuple(of_torch))
+
+    tensors: dict[str, Shape] = {}
+    rest: dict[str, Any] = {}
+    for path, outline in outlines.items():
+        tensors |= in_place(outline.tensors, path, places)
         rest |= outline.rest
     return Outline(tensors, rest)
+
+
+def in_place(tensors: Mapping[str, T], path: Path, places: Places) -> dict[str, T]:
+    """Return the tensors of a file without stale ones: those that the index has in another file."""
+    return {name: t for name, t in tensors.items() if places.get(name, path.name) == path.name}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -112,10 +123,9 @@ def _outline_of_safetensors(path: Path) -> Outline:
 
 
 @cache
-def _outline_of_torch_save(files: tuple[tuple[Path, int], ...]) -> Outline:
-    """Return the outline of files. Their times keep the answer for older ones from counting."""
-    tensors: dict[str, Shape] = {}
-    rest: dict[str, Any] = {}
+def _outlines_of_torch_save(files: tuple[tuple[Path, int], ...]) -> dict[Path, Outline]:
+    """Return the outlines of files. Their times keep the answer for older ones from counting."""
+    outlines = {}
     paths = [path for path, _ in files]
     for path, found in zip(paths, _read_with_torch(paths), strict=True):
         if "refused" in found:
@@ -129,9 +139,9 @@ def _outline_of_torch_save(files: tuple[tuple[Path, int], ...]) -> Outline:
                 f"init_from: {path} contains no names and tensors; give a state_dict, or nanoGPT's "
                 "ckpt.pt"
             )
-        tensors |= {name: tuple(shape) for name, shape in found["tensors"].items()}
-        rest["model_args"] = found["model_args"]
-    return Outline(tensors, rest)
+        tensors = {name: tuple(shape) for name, shape in found["tensors"].items()}
+        outlines[path] = Outline(tensors, {"model_args": found["model_args"]})
+    return outlines
 
 
 def _read_with_torch(paths: list[Path]) -> list[dict[str, Any]]:

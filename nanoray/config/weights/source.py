@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.config.weights import gpt2
-from nanoray.config.weights.outlines import Outline, outline_of, read_json
+from nanoray.config.weights.outlines import Outline, Places, outline_of, read_json
 from nanoray.errors import ConfigError
 
 _STEP = re.compile(r"step_(\d{8,})")
@@ -44,6 +44,7 @@ class Source:
     # The names of our parameters in the files; of nanoray's own formats they are ours
     names: dict[str, str] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
+    places: Places = field(default_factory=dict)  # of the index of several files
 
     @property
     def conv1d(self) -> bool:
@@ -194,42 +195,41 @@ def _steps_in(folder: Path) -> list[Path]:
 def _of_huggingface(folder: Path) -> Source:
     config = folder / "config.json"
     keys, vocab_size = gpt2.keys_of_huggingface(read_json(config), str(config))
-    files, found = _tensors_of(folder)
+    files, places = _files_of(folder)
+    found = outline_of(*files, places=places).tensors
     weights = gpt2.weights_of(keys, vocab_size, conv1d=True)
     names = gpt2.check_tensors(found, weights, str(folder))
-    return Source(folder, HUGGINGFACE, _complete(keys), vocab_size, vocab_size, {}, names, files)
+    whole = _complete(keys)
+    return Source(folder, HUGGINGFACE, whole, vocab_size, vocab_size, {}, names, files, places)
 
 
-def _tensors_of(folder: Path) -> tuple[tuple[Path, ...], dict[str, tuple[int, ...]]]:
-    """Return the files of weights in a Hugging Face folder, and all their tensors."""
+def _files_of(folder: Path) -> tuple[tuple[Path, ...], Places]:
+    """Return the files of weights in a Hugging Face folder, and which tensors are in which."""
     for name in _ONE_FILE:
         if (folder / name).is_file():
-            files = [folder / name]
-            break
+            return (folder / name,), {}
         if (folder / f"{name}{_INDEX}").is_file():
-            files = _files_of_index(folder, folder / f"{name}{_INDEX}")
-            break
-    else:
-        raise ConfigError(
-            f"init_from: {folder} has neither {' nor '.join(_ONE_FILE)}; download the folder again, "
-            "with its weights"
-        )
-    return tuple(files), outline_of(*files).tensors
+            places = _places_of(folder, folder / f"{name}{_INDEX}")
+            return tuple(folder / file for file in sorted(set(places.values()))), places
+    raise ConfigError(
+        f"init_from: {folder} has neither {' nor '.join(_ONE_FILE)}; download the folder again, "
+        "with its weights"
+    )
 
 
-def _files_of_index(folder: Path, index: Path) -> list[Path]:
+def _places_of(folder: Path, index: Path) -> Places:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict):
         raise ConfigError(f"init_from: {index} has no weight_map; download it again")
     # A name with a folder in it could lead out of this one.
-    names = sorted({Path(str(name)).name for name in places.values()})
-    missing = [name for name in names if not (folder / name).is_file()]
+    places = {tensor: Path(str(file)).name for tensor, file in places.items()}
+    missing = [file for file in sorted(set(places.values())) if not (folder / file).is_file()]
     if missing:
         raise ConfigError(
             f"init_from: {folder} has no {missing[0]}, which its index lists; download the folder "
             "again"
         )
-    return [folder / name for name in names]
+    return places
 
 
 def _of_nanogpt(path: Path) -> Source:
