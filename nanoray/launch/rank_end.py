@@ -60,7 +60,9 @@ def read_result(
             return None, rank_end.by_our_silence(word["silent_s"])
         # One deadline for all ranks that died together: thousands may, and where nodes share no
         # folder none of them leaves a record here.
-        return None, rank_end.by_death(error, record_by=group.event_at + EXIT_RECORD_S)
+        failure = rank_end.by_death(error, record_by=group.event_at + EXIT_RECORD_S)
+        failure.heard_at = group.heard_at.get(slot)
+        return None, failure
     if result["ok"]:
         return result, None
     return None, rank_end.by_error(result)

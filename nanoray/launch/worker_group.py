@@ -50,6 +50,7 @@ class WorkerGroup:
         self._poll: Any = None  # of rank 0
         # The newest answers of the processes that are in the slots now.
         self._last_heartbeat: dict[int, Heartbeat] = {}
+        self.heard_at: dict[int, float] = {}  # monotonic seconds at which it came
 
         self.meeting = Meeting(pool)
 
@@ -125,6 +126,7 @@ class WorkerGroup:
         """Start a rank in the new process of a slot."""
         # What the slot's former process answered says nothing about this one.
         self._last_heartbeat.pop(slot, None)
+        self.heard_at.pop(slot, None)
         self.runs[slot] = self.pool.actors[slot].run.remote(spec, meeting)
 
     def open_store(self, slots: Sequence[int], leaving: Collection[int] = ()) -> tuple[str, int]:
@@ -311,6 +313,7 @@ class WorkerGroup:
                 with suppress(RayError):  # the end of its `run` gives the reason
                     heartbeat = api.get(ref)
                     self._last_heartbeat[slot] = heartbeat
+                    self.heard_at[slot] = self.event_at
                     yield kind, slot, heartbeat
 
     def request_heartbeat(self, slot: int, waiting: bool = False, after: int | None = None) -> None:

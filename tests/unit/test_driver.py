@@ -211,6 +211,20 @@ def test_a_killed_rank_is_replaced_and_the_others_go_on(
     assert "recover  detected in 0.01 s, training again after" in output
 
 
+def test_a_rank_that_is_cut_off_counts_as_lost_since_its_last_heartbeat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray notices 25 s later that the node is gone. The sum is how long training stood still."""
+    run = Run(tmp_path, hang_timeout=0.0)
+    run.ray.at(10.3, run.ray.die, 1, notice_s=None, report_s=25.0, how="dead node")
+    assert ended_well(run())
+    (report,) = run.reports
+    assert 25.0 <= report["detect_s"] <= 26.0, "it answers once a second"
+    detected, recovered = f"{report['detect_s']:.2f}", f"{report['recover_s']:.2f}"
+    expected = f"recover  detected in {detected} s, training again after {recovered} s"
+    assert expected in capsys.readouterr().out
+
+
 def test_a_new_actor_for_which_ray_starts_no_process_is_created_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
