@@ -98,6 +98,7 @@ class ActorPool:
         self.starting: dict[int, Any] = {}  # the pending `ready` of new actors
         # When each of those was requested (monotonic seconds), and how long to wait for its process.
         self._requested: dict[int, tuple[float, float]] = {}
+        self.failed_starts: Counter[int] = Counter()  # in a row, of new actors
         self.unfit: dict[int, set[str]] = {}  # nodes on which a new rank could not work
 
         # Actors without a slot.
@@ -317,6 +318,7 @@ class ActorPool:
         runtime_env = {"env_vars": given} if given else None
         remote: Any = self.api.remote(concurrency_groups={"control": 1, "heartbeat": 1})(Worker)
         rehearsal = self.spec.to_dict() if rehearse else None
+        record = None if slot is None else self.spec.exit_record(slot)
         return remote.options(
             name=self._next_name(slot),
             namespace=self._namespace,
@@ -324,7 +326,7 @@ class ActorPool:
             max_restarts=0,  # Ray would re-execute silently; the driver decides
             max_task_retries=0,
             **options,
-        ).remote(self.spec.folder.name, slot, rehearsal, self._script, self.variables)
+        ).remote(self.spec.folder.name, slot, rehearsal, self._script, self.variables, record)
 
     def _next_name(self, slot: int | None) -> str:
         """Return a name that no actor of this run has had, e.g. `run-rank1.0-2`."""
@@ -473,18 +475,23 @@ class ActorPool:
 
     # What is known of actors.
 
-    def take_facts(self, slot: int) -> bool:
-        """Store the facts that a new actor returned; return False if it died."""
+    def take_facts(self, slot: int) -> RayError | None:
+        """Store the facts that a new actor returned; return the error of one that died."""
         try:
             self.facts[slot] = self.api.get(self.starting.pop(slot))
-        except RayError:
-            return False
-        return True
+        except RayError as error:
+            return error
+        return None
 
     @property
     def ready(self) -> list[int]:
         """Return the slots whose actor has started, with or without the run's state in memory."""
         return sorted(slot for slot in self.actors if slot not in self.starting)
+
+
+def first_line(error: RayError) -> str:
+    """Return what Ray says first; more lines have ids, and what may end a process in general."""
+    return str(error).strip().partition("\n")[0][:200]
 
 
 def start_timeout_s(config: Config) -> float:

@@ -82,13 +82,15 @@ class Worker:
         rehearsal: dict[str, Any] | None = None,
         script: PackedScript | None = None,
         variables: Mapping[str, str] | None = None,
+        record: Path | None = None,
         train: Callable[..., dict[str, Any]] | None = None,
         api: Any = ray,
     ) -> None:
         """Bind this process's devices and start to import torch.
 
         rehearsal: a RunSpec, as a dict, to rehearse a step with. variables: for this process's
-        environment. Tests replace rank.train and ray (`api`).
+        environment. record: the file for how this process ends; a spare has none before it is a
+        rank. Tests replace rank.train and ray (`api`).
         """
         # First of all: libraries read them when torch is imported.
         os.environ.update(variables or {})
@@ -118,6 +120,11 @@ class Worker:
         self._silence = DriverSilence(api)
         self._devices = bound_devices(api)
         raise_priority()
+
+        # Before the imports, in which memory may run out.
+        self._leaves_record = record is not None
+        if record:
+            exit_record.watch(record)
 
         # If an import or a device hangs, this prints the stacks and ends the process. The driver
         # then starts another actor.
@@ -235,7 +242,8 @@ class Worker:
         run.progress(self._rank).unlink(missing_ok=True)
         run.exit_record(self._rank).unlink(missing_ok=True)
         run.last_word(self._rank).unlink(missing_ok=True)
-        exit_record.watch(run.exit_record(self._rank))
+        if not self._leaves_record:
+            exit_record.watch(run.exit_record(self._rank))
 
         try:
             if self._captures:

@@ -282,8 +282,8 @@ class WorkerGroup:
     def events(self, timeout_s: float) -> Iterable[tuple[str, int, Any]]:
         """Yield what has happened, waiting for the first event.
 
-        ("ended", slot, ref), ("heartbeat", slot, Heartbeat) or ("started", slot, whether the new
-        actor is ready). An event's cost does not depend on the number of ranks.
+        ("ended", slot, ref), ("heartbeat", slot, Heartbeat) or ("started", slot, the error of a new
+        actor that died, else None). An event's cost does not depend on the number of ranks.
         """
         pending: dict[Any, tuple[str, int]] = {}
         for slot, ref in self.runs.items():

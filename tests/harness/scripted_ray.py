@@ -167,6 +167,7 @@ class Actor:
             "start": "1",
             "node": node,
             "ip": f"10.0.0.{self.slot}",
+            "actor": self.name,
             "devices": [],
         }
 
@@ -308,9 +309,7 @@ class ScriptedRay:
 
     def remote(self, **_: Any) -> Callable[[Any], Any]:
         def options(**given: Any) -> Any:
-            return SimpleNamespace(
-                remote=lambda run, slot, rehearsal, script, variables: self._create(slot, given)
-            )
+            return SimpleNamespace(remote=lambda run, slot, *_: self._create(slot, given))
 
         def decorate(what: Any) -> Any:
             if what is end_process:
