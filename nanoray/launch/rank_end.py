@@ -31,14 +31,13 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.faults.progress import LEFT
-from nanoray.launch.actors import first_line
+from nanoray.launch.actors import ANSWER_S, first_line
 from nanoray.launch.connection import bounded
 from nanoray.launch.fault_log import end_of_log
 from nanoray.launch.worker_group import WorkerGroup
 
 # An exit record is written within milliseconds of the death, but a busy machine may take seconds.
 EXIT_RECORD_S = 5.0
-ANSWER_S = 2.0  # a process that is not frozen answers on its control thread in milliseconds
 BY_MONITOR = "ended by Ray's memory monitor"
 BY_KERNEL = "killed by the kernel, which was out of memory"
 MAX_NAMED = 3  # other ranks in the title of a hang: all of thousands would be quadratic

@@ -33,8 +33,10 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import is_collective_error
 from nanoray.faults.progress import NOT_BEGUN, ProgressFile
 from nanoray.host.choose import require_compiler
+from nanoray.host.host import available_memory_bytes, resident_bytes
 from nanoray.launch.gauges import MessageQueue, RayMetrics
 from nanoray.launch.rank_output import RankOutput
+from nanoray.launch.ray_compat import memory_threshold
 from nanoray.launch.script import PackedScript
 from nanoray.launch.silence import DriverSilence
 from nanoray.mesh.rendezvous import Order, Rendezvous
@@ -179,6 +181,14 @@ class Worker:
             "actor": context.get_actor_id(),
             "devices": self._devices,
         }
+
+    @ray.method(concurrency_group="control")
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes that this process takes, and those that its node has free.
+
+        Above a threshold Ray's memory monitor ends processes there.
+        """
+        return resident_bytes("RssAnon"), available_memory_bytes(usable=memory_threshold())
 
     def ready(self) -> dict[str, Any]:
         """Do as `describe` does, once torch is imported and the rehearsal, if any, is done."""
