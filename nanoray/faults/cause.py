@@ -64,6 +64,8 @@ class Failure:
     # The result of exit_record.read
     exit_record: dict[str, Any] = field(default_factory=dict)
     silent_s: float = 0.0  # hung: seconds without progress on any rank
+    # Of a rank that died: monotonic seconds of its last heartbeat at the driver, if there was one
+    heard_at: float | None = None
     at: float = 0.0  # monotonic seconds at which the driver noticed it
 
     @property
@@ -92,7 +94,8 @@ class FaultReport:
     log_tail: list[str]
     consequences: list[str]  # failures of other ranks that followed from this one
     recovery: str = ""  # in_place | spare | shrink | restart | none (gave up)
-    # From the death until the driver noticed it; None: time of death unknown
+    # From the death until the driver noticed it, or from the last heartbeat before it where the time
+    # of death is unknown; None: neither is known, or the rank reported its end itself
     detect_s: float | None = None
     recover_s: float | None = None  # from then until a new step was completed
     steps_repeated: int | None = None

@@ -59,14 +59,16 @@ def available_cpus(root: str = "/") -> float:
     return max(1.0, round(cores, 2))
 
 
-def available_memory_bytes(root: str = "/") -> int:
+def available_memory_bytes(root: str = "/", usable: float = 1.0) -> int:
     """Return the bytes that this process may still allocate.
 
-    They are the free memory, or less under a cgroup limit.
+    They are the free memory, or less under a cgroup limit. usable: the share of all memory, or of a
+    limit, that may be in use.
     """
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", _read(Path(root, "proc/meminfo")), re.MULTILINE)
-    if match:
-        free = int(match[1]) * 1024
+    meminfo = _read(Path(root, "proc/meminfo"))
+    kib = {key: int(number) for key, number in re.findall(r"^(\w+):\s+(\d+) kB", meminfo, re.M)}
+    if "MemAvailable" in kib:
+        free = 1024 * (kib["MemAvailable"] - int((1 - usable) * kib["MemTotal"]))
     else:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for folder in _cgroups(root, "memory"):
@@ -77,7 +79,7 @@ def available_memory_bytes(root: str = "/") -> int:
             stat = dict(row.split(maxsplit=1) for row in rows)
             # The kernel frees these pages on demand, so they do not count as used.
             cache = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            free = min(free, max(0, int(limit) - int(used) + cache))
+            free = min(free, max(0, int(usable * int(limit)) - int(used) + cache))
     return free
 
 
@@ -96,7 +98,9 @@ def cpu_features(root: str = "/") -> frozenset[str]:
 
 
 def resident_bytes(key: str, pid: int | str = "self") -> int:
-    """Return a process's resident memory (VmRSS) or its peak (VmHWM); 0 where Linux gives none."""
+    """Return a process's resident memory (VmRSS), its peak (VmHWM), or what of it is in no file
+    (RssAnon); 0 where Linux gives none.
+    """
     for line in _read(Path(f"/proc/{pid}/status")).splitlines():
         if line.startswith(key):
             return 1024 * int(line.split()[1])

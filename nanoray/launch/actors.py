@@ -48,6 +48,7 @@ START_TRIES = 3  # how often a new actor may die before it is ready
 # Ray starts a process within seconds where its slot has room. Each further try waits twice as long:
 # on a very busy machine a process may be slow.
 PENDING_S = 20.0
+ANSWER_S = 2.0  # a process that is not frozen answers on its control thread in milliseconds
 SPARES_LOOK_S = 2.0  # between two looks at the nodes of the spares: each is a question to the head
 
 
@@ -98,11 +99,14 @@ class ActorPool:
         self.starting: dict[int, Any] = {}  # the pending `ready` of new actors
         # When each of those was requested (monotonic seconds), and how long to wait for its process.
         self._requested: dict[int, tuple[float, float]] = {}
+        self.failed_starts: Counter[int] = Counter()  # in a row, of new actors
         self.unfit: dict[int, set[str]] = {}  # nodes on which a new rank could not work
 
         # Actors without a slot.
         self.spares: list[Spare] = []
         self._spares_due_at = 0.0  # monotonic seconds of the next look at their nodes
+        # Node -> spares that died there before they were ready, or for which it had no memory
+        self._failed_spares: Counter[str] = Counter()
         self.promoted: set[int] = set()  # slots that a spare took since the last fault
 
         # Slots whose actor may be on another node than the slot's bundle; and further actors for
@@ -317,6 +321,7 @@ class ActorPool:
         runtime_env = {"env_vars": given} if given else None
         remote: Any = self.api.remote(concurrency_groups={"control": 1, "heartbeat": 1})(Worker)
         rehearsal = self.spec.to_dict() if rehearse else None
+        record = None if slot is None else self.spec.exit_record(slot)
         return remote.options(
             name=self._next_name(slot),
             namespace=self._namespace,
@@ -324,7 +329,7 @@ class ActorPool:
             max_restarts=0,  # Ray would re-execute silently; the driver decides
             max_task_retries=0,
             **options,
-        ).remote(self.spec.folder.name, slot, rehearsal, self._script, self.variables)
+        ).remote(self.spec.folder.name, slot, rehearsal, self._script, self.variables, record)
 
     def _next_name(self, slot: int | None) -> str:
         """Return a name that no actor of this run has had, e.g. `run-rank1.0-2`."""
@@ -384,6 +389,9 @@ class ActorPool:
     def add_spares(self, count: int) -> None:
         """Start the spares that are missing of `count`: processes that hold no device.
 
+        None any more after START_TRIES that failed: where there is no memory for a spare, the kernel,
+        or Ray's memory monitor, ends ranks, too.
+
         On CPUs they rehearse a step. On GPUs they must not: a backward pass would fix for the whole
         process that it has no GPU.
         """
@@ -394,9 +402,9 @@ class ActorPool:
         nodes = [node for node in nodes_of(self.api) if node["id"] not in self.drained_nodes]
         self._drop_lost_spares({node["id"] for node in nodes})
 
-        while len(self.spares) < count:
+        while len(self.spares) < count and self._failed_spares.total() < START_TRIES:
             node = self._node_for_spare(nodes)
-            if not node:
+            if not node or not self._has_memory(node):
                 break
             # Ray places an actor that asks for nothing on a random node, unless its affinity is
             # hard: then it ends with that node, or fails to start there, and the next look sees it.
@@ -423,14 +431,40 @@ class ActorPool:
             try:
                 if done:
                     self.api.get(spare.ready)
-            except RayError:
+            except RayError as error:
                 self.spares.remove(spare)
+                self._note_failed_spare(spare.node, first_line(error))
+
+    def _note_failed_spare(self, node: str, why: str) -> None:
+        """Count a spare that could not start, and print a line once there will be no more."""
+        self._failed_spares[node] += 1
+        if self._failed_spares.total() == START_TRIES:
+            say(f"spare    {START_TRIES} could not start, and no more are started: {why}")
+
+    def _has_memory(self, node: str) -> bool:
+        """Return whether a node has as much memory free as a rank takes there, as that rank says.
+
+        Ranks reserve no memory with Ray, so it does not know. A node without a rank is tried.
+        """
+        slots = [slot for slot in self.ready if self.facts[slot]["node"] == node]
+        if not slots:
+            return True
+        try:
+            taken, free = self.api.get(self.actors[slots[0]].memory.remote(), timeout=ANSWER_S)
+        except RayError:  # the rank is lost or frozen: this is no time for a spare
+            return False
+        if taken > free:
+            free_mib, taken_mib = free / 2**20, taken / 2**20
+            why = f"node {node[:8]} has {free_mib:.0f} MiB free, and a rank takes {taken_mib:.0f}"
+            self._note_failed_spare(node, why)
+        return bool(taken <= free)
 
     def _node_for_spare(self, nodes: list[dict[str, Any]]) -> str:
         """Return which of these nodes has the fewest ranks and spares for its size; "" if none may.
 
-        On CPUs a node without ranks may, because a spare holds nothing of it, but not the head,
-        which may have no memory for one. A device is on its rank's node.
+        Those where a spare could not start come last. On CPUs a node without ranks may, because a
+        spare holds nothing of it, but not the head, which may have no memory for one. A device is on
+        its rank's node.
         """
         ranks = Counter(fact["node"] for fact in self.facts.values())
         spares = Counter(spare.node for spare in self.spares)
@@ -440,7 +474,8 @@ class ActorPool:
             room = room_on([node], self.place.bundle, "total")
             may_move_there = self.place.kind == "cpu" and room and not node["is_head"]
             if ranks[name] or may_move_there:
-                load[name] = (ranks[name] + spares[name]) / max(1, room)
+                share = (ranks[name] + spares[name]) / max(1, room)
+                load[name] = (self._failed_spares[name], share)
         return min(load, key=lambda name: load[name], default="")
 
     def _take_spare(self, slot: int) -> Any:
@@ -462,8 +497,8 @@ class ActorPool:
                 self.promoted.add(slot)
                 self.displaced.add(slot)
                 return spare.actor
-            except RayError:  # it died in its imports
-                self._remove_spare(spare)
+            except RayError:  # it died in its imports; the next look forgets it
+                continue
         return None
 
     def _remove_spare(self, spare: Spare) -> None:
@@ -473,18 +508,23 @@ class ActorPool:
 
     # What is known of actors.
 
-    def take_facts(self, slot: int) -> bool:
-        """Store the facts that a new actor returned; return False if it died."""
+    def take_facts(self, slot: int) -> RayError | None:
+        """Store the facts that a new actor returned; return the error of one that died."""
         try:
             self.facts[slot] = self.api.get(self.starting.pop(slot))
-        except RayError:
-            return False
-        return True
+        except RayError as error:
+            return error
+        return None
 
     @property
     def ready(self) -> list[int]:
         """Return the slots whose actor has started, with or without the run's state in memory."""
         return sorted(slot for slot in self.actors if slot not in self.starting)
+
+
+def first_line(error: RayError) -> str:
+    """Return what Ray says first; more lines have ids, and what may end a process in general."""
+    return str(error).strip().partition("\n")[0][:200]
 
 
 def start_timeout_s(config: Config) -> float:

@@ -31,6 +31,7 @@ from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.drain import Moves
 from nanoray.launch.fault_log import FaultLog
 from nanoray.launch.placement import Placement
+from nanoray.launch.rank_end import read_start
 from nanoray.launch.recover import Recoverer
 from nanoray.launch.run_state import RunState
 from nanoray.launch.script import PackedScript
@@ -246,8 +247,10 @@ class Driver:
             # If none has ever started, another try would end the same way.
             if not self.faults.causes:
                 raise PlacementError(message) from None
-        collector = FailureCollector([0], False, 0.0, 0.0)
-        collector.ended(0, Failure(0, "killed", message), self._clock.monotonic())
+        failure = read_start(self.at.group, error) if self.at.group else None
+        failure = failure or Failure(0, "killed", message)
+        collector = FailureCollector([failure.rank], False, 0.0, 0.0)
+        collector.ended(failure.rank, failure, self._clock.monotonic())
         return collector
 
     def _refuse_useless_spares(self, group: WorkerGroup) -> None:
@@ -288,7 +291,8 @@ class Driver:
 
     def _save(self, reason: str | None, no_replacement: bool) -> bool:
         """Let the ranks that are left save what they hold; return whether their group formed."""
-        if no_replacement:
+        # Of new actors that died, the line on the last of them says so.
+        if no_replacement and self.at.ranks.pool.starting:
             timeout_s = self.at.spec.config.replace_timeout
             say(f"replace  {self.faults.budget} no new actor within {timeout_s:g} s")
         self.recoverer.begin_saving(self.at, reason)

@@ -61,6 +61,9 @@ class FaultLog:
         elif boot and boot == exit_record.boot_id():
             # Monotonic clocks of two processes are comparable on one host since one boot only.
             report.detect_s = round(max(0.0, known_at - cause.exit_record["monotonic"]), 4)
+        elif cause.heard_at is not None:
+            # No record of this host has the time of its death.
+            report.detect_s = round(max(0.0, known_at - cause.heard_at), 3)
 
         # The fault is overcome when a step is completed that no rank had completed before.
         completed = [failure.completed for failure in collector.failures]

@@ -7,6 +7,7 @@ send the last 20 lines of its log, and Ray prints them all.
 from __future__ import annotations
 
 import math
+import re
 import time
 from typing import Any
 
@@ -14,6 +15,9 @@ from nanoray.base.output import say
 
 REPEAT_S = 20.0  # both agents of a node report within a few seconds; a pod starts again later
 LONGEST = 200  # characters
+# Ids of leases, workers and nodes, pids and ports differ between reports that say the same. An address
+# stays: it tells two nodes apart.
+_IDS = re.compile(r"\b[0-9a-f]{16,}\b|(?<![\d.])\d+(?![\d.]*\d)")
 
 
 class NodeErrors:
@@ -21,16 +25,18 @@ class NodeErrors:
 
     def __init__(self, clock: Any = time) -> None:
         self._clock = clock
-        self._printed_at: dict[str, float] = {}  # line -> monotonic seconds
+        self._printed_at: dict[str, float] = {}  # line without ids -> monotonic seconds
 
     def show(self, error: str) -> None:
         """Print an error's first line, unless that was done just now."""
         first, _, rest = error.strip().partition("\n")
         # Ray lists what may end a process in general.
-        line = first.partition(" Possible reasons include")[0][:LONGEST]
-        if rest:
-            line += " (more in the log of its node, or pod)"
+        whole_line = first.partition(" Possible reasons include")[0]
+        key = _IDS.sub("#", whole_line)
         now = self._clock.monotonic()
-        if now > self._printed_at.get(line, -math.inf) + REPEAT_S:
+        if now > self._printed_at.get(key, -math.inf) + REPEAT_S:
+            line = whole_line[:LONGEST]
+            if rest:
+                line += " (more in the log of its node, or pod)"
             say(f"ray    a node reports: {line}")
-        self._printed_at[line] = now
+        self._printed_at[key] = now

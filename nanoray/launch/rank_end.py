@@ -31,13 +31,15 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
 from nanoray.faults.progress import LEFT
+from nanoray.launch.actors import ANSWER_S, first_line
 from nanoray.launch.connection import bounded
 from nanoray.launch.fault_log import end_of_log
 from nanoray.launch.worker_group import WorkerGroup
 
 # An exit record is written within milliseconds of the death, but a busy machine may take seconds.
 EXIT_RECORD_S = 5.0
-ANSWER_S = 2.0  # a process that is not frozen answers on its control thread in milliseconds
+BY_MONITOR = "ended by Ray's memory monitor"
+BY_KERNEL = "killed by the kernel, which was out of memory"
 MAX_NAMED = 3  # other ranks in the title of a hang: all of thousands would be quadratic
 
 
@@ -60,10 +62,32 @@ def read_result(
             return None, rank_end.by_our_silence(word["silent_s"])
         # One deadline for all ranks that died together: thousands may, and where nodes share no
         # folder none of them leaves a record here.
-        return None, rank_end.by_death(error, record_by=group.event_at + EXIT_RECORD_S)
+        failure = rank_end.by_death(error, record_by=group.event_at + EXIT_RECORD_S)
+        failure.heard_at = group.heard_at.get(slot)
+        return None, failure
     if result["ok"]:
         return result, None
     return None, rank_end.by_error(result)
+
+
+def read_start(group: WorkerGroup, error: RayError) -> Failure | None:
+    """Return how the rank died that an error of a start is about; None if it is about none."""
+    for slot, facts in group.facts.items():
+        if isinstance(error, ActorDiedError) and error.actor_id == facts["actor"]:
+            record_by = group.pool.clock.monotonic() + EXIT_RECORD_S
+            return _rank_end(group, slot).by_death(error, record_by)
+    return None
+
+
+def how_newcomer_died(group: WorkerGroup, slot: int, error: RayError) -> str:
+    """Return how a new actor for a slot died before it was ready."""
+    if isinstance(error, OutOfMemoryError):
+        return BY_MONITOR
+    # Its pid is not known; that of the process before it is.
+    record = exit_record.read(group.spec.exit_record(slot))
+    if record.get("oom") and record["pid"] != group.facts[slot]["pid"]:
+        return BY_KERNEL
+    return first_line(error)
 
 
 # Ends by the driver.
@@ -245,7 +269,7 @@ class RankEnd:
         how = "killed, or crashed without a Python exception"
         if isinstance(error, OutOfMemoryError):
             failure.cause = "out_of_memory"
-            how = "ended by Ray's memory monitor"
+            how = BY_MONITOR
             failure.detail = str(error)
         elif isinstance(error, ActorDiedError):
             # A record of a process on a node that is gone will not come any more.
@@ -254,7 +278,7 @@ class RankEnd:
             failure.exit_record = record
             if record.get("oom"):
                 failure.cause = "out_of_memory"
-                how = "killed by the kernel, which was out of memory"
+                how = BY_KERNEL
             elif record.get("signal"):
                 how = f"killed by {record['signal']}"
             elif "exit_code" in record:

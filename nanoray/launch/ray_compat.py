@@ -7,6 +7,7 @@ nanoray/base/compat.py is the same for torch. `api` is the module `ray`, or what
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -63,6 +64,11 @@ def reread_authentication() -> None:
         raylet: Any = ray._raylet
         raylet.AuthenticationTokenLoader.instance().reset_cache()
         raylet.Config.initialize("")
+
+
+def memory_threshold() -> float:
+    """Return the share of this node's memory above which Ray ends processes there."""
+    return float(os.environ.get("RAY_memory_usage_threshold", "0.95"))  # noqa: SIM112 - Ray's name
 
 
 def draining_nodes(api: Any) -> dict[str, Any]:

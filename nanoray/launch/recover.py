@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.exceptions import RayError
@@ -28,7 +28,7 @@ from nanoray.faults.hang import PATIENT
 from nanoray.launch.actors import POLL_S, START_TRIES
 from nanoray.launch.cluster_watch import ANOTHER_HEAD, ClusterWatch
 from nanoray.launch.fault_log import FaultLog
-from nanoray.launch.rank_end import end_silent, read_result
+from nanoray.launch.rank_end import end_silent, how_newcomer_died, read_result
 from nanoray.launch.run_state import Forming, RunState, Saving
 from nanoray.launch.shares import no_replica, smaller
 from nanoray.launch.signals import Stop
@@ -52,8 +52,6 @@ class Recoverer:
 
     _folder_checked_at: float = -math.inf  # monotonic seconds
     _is_first_attempt: bool = True
-    # Slot -> new actors in a row that died before they were ready.
-    _failed_starts: dict[int, int] = field(default_factory=dict)
 
     def ending(self, at: RunState) -> bool:
         """Return whether the ranks only save what they hold: no step follows."""
@@ -150,25 +148,25 @@ class Recoverer:
             if self.ending(at) or refused:
                 pool.vacate(failure.rank, not at.headless)
             else:
+                pool.failed_starts[failure.rank] = 0
                 pool.fill(failure.rank, not at.headless)
 
-    def note_start(self, group: WorkerGroup, slot: int, ready: bool) -> None:
+    def note_start(self, group: WorkerGroup, slot: int, error: RayError | None) -> None:
         """Note that a new actor is ready, or create one again that died before, a few times."""
-        if ready:
-            self._failed_starts.pop(slot, None)
+        pool = group.pool
+        if error is None:
+            pool.failed_starts[slot] = 0
             return
         # Ray notices that a process is dead before it notices that its node is, and so uses that
         # node again.
-        tries = self._failed_starts.get(slot, 0) + 1
-        self._failed_starts[slot] = tries
-        if tries < START_TRIES:
-            group.pool.fill(slot)
+        pool.failed_starts[slot] += 1
+        if pool.failed_starts[slot] < START_TRIES:
+            pool.fill(slot)
         else:
-            group.pool.vacate(slot)
-            self._failed_starts.pop(slot)
+            pool.vacate(slot)
             say(
-                f"replace  {tries} new actors for rank {slot} died while starting; going on "
-                "without it"
+                f"replace  {START_TRIES} new actors for rank {slot} died while starting, and no "
+                f"more are started: {how_newcomer_died(group, slot, error)}"
             )
 
     # The cause of a fault.
@@ -257,8 +255,10 @@ class Recoverer:
 
         # The head may not have answered when a rank was lost: its slot is still empty then.
         for slot in forming.lost:
-            if slot not in group.pool.actors and not group.pool.refused_everywhere(slot):
-                group.pool.fill(slot)
+            pool = group.pool
+            given_up = pool.refused_everywhere(slot) or pool.failed_starts[slot] >= START_TRIES
+            if slot not in pool.actors and not given_up:
+                pool.fill(slot)
 
         while any(slot in group.pool.starting for slot in forming.lost):
             self.keep_folder(at.spec)

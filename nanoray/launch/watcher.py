@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ray.exceptions import RayError
+
 from nanoray.base.output import say
 from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import PATIENT, Position, Watchdog
@@ -269,12 +271,14 @@ class Watcher:
             group.add_spares()
         group.request_heartbeat(slot, heartbeat.waiting, self._faults.target)
 
-    def _on_start(self, at: RunState, collector: FailureCollector, slot: int, ready: bool) -> None:
+    def _on_start(
+        self, at: RunState, collector: FailureCollector, slot: int, error: RayError | None
+    ) -> None:
         """Note that a new actor is ready, or died before; a ready one may let the group grow."""
-        self._recoverer.note_start(at.ranks, slot, ready)
+        self._recoverer.note_start(at.ranks, slot, error)
         undisturbed = not collector.failures and not self._recoverer.ending(at)
         undisturbed = undisturbed and at.outcome is None
-        if ready and undisturbed and at.ranks.can_grow:
+        if error is None and undisturbed and at.ranks.can_grow:
             at.ranks.pause()
 
     def _check_for_hang(

@@ -34,8 +34,10 @@ from nanoray.faults import exit_record
 from nanoray.faults.cause import is_collective_error
 from nanoray.faults.progress import NOT_BEGUN, ProgressFile
 from nanoray.host.choose import require_compiler
+from nanoray.host.host import available_memory_bytes, resident_bytes
 from nanoray.launch.gauges import MessageQueue, RayMetrics
 from nanoray.launch.rank_output import RankOutput
+from nanoray.launch.ray_compat import memory_threshold
 from nanoray.launch.script import PackedScript
 from nanoray.launch.silence import DriverSilence
 from nanoray.mesh.rendezvous import Order, Rendezvous
@@ -83,13 +85,15 @@ class Worker:
         rehearsal: dict[str, Any] | None = None,
         script: PackedScript | None = None,
         variables: Mapping[str, str] | None = None,
+        record: Path | None = None,
         train: Callable[..., dict[str, Any]] | None = None,
         api: Any = ray,
     ) -> None:
         """Bind this process's devices and start to import torch.
 
         rehearsal: a RunSpec, as a dict, to rehearse a step with. variables: for this process's
-        environment. Tests replace rank.train and ray (`api`).
+        environment. record: the file for how this process ends; a spare has none before it is a
+        rank. Tests replace rank.train and ray (`api`).
         """
         # First of all: libraries read them when torch is imported.
         os.environ.update(variables or {})
@@ -119,6 +123,11 @@ class Worker:
         self._silence = DriverSilence(api)
         self._devices = bound_devices(api)
         raise_priority()
+
+        # Before the imports, in which memory may run out.
+        self._leaves_record = record is not None
+        if record:
+            exit_record.watch(record)
 
         # If an import or a device hangs, this prints the stacks and ends the process. The driver
         # then starts another actor.
@@ -173,6 +182,14 @@ class Worker:
             "actor": context.get_actor_id(),
             "devices": self._devices,
         }
+
+    @ray.method(concurrency_group="control")
+    def memory(self) -> tuple[int, int]:
+        """Return the bytes that this process takes, and those that its node has free.
+
+        Above a threshold Ray's memory monitor ends processes there.
+        """
+        return resident_bytes("RssAnon"), available_memory_bytes(usable=memory_threshold())
 
     def ready(self) -> dict[str, Any]:
         """Do as `describe` does, once torch is imported and the rehearsal, if any, is done."""
@@ -236,7 +253,8 @@ class Worker:
         run.progress(self._rank).unlink(missing_ok=True)
         run.exit_record(self._rank).unlink(missing_ok=True)
         run.last_word(self._rank).unlink(missing_ok=True)
-        exit_record.watch(run.exit_record(self._rank))
+        if not self._leaves_record:
+            exit_record.watch(run.exit_record(self._rank))
 
         try:
             if self._captures:

@@ -50,6 +50,7 @@ class WorkerGroup:
         self._poll: Any = None  # of rank 0
         # The newest answers of the processes that are in the slots now.
         self._last_heartbeat: dict[int, Heartbeat] = {}
+        self.heard_at: dict[int, float] = {}  # monotonic seconds at which it came
 
         self.meeting = Meeting(pool)
 
@@ -125,6 +126,7 @@ class WorkerGroup:
         """Start a rank in the new process of a slot."""
         # What the slot's former process answered says nothing about this one.
         self._last_heartbeat.pop(slot, None)
+        self.heard_at.pop(slot, None)
         self.runs[slot] = self.pool.actors[slot].run.remote(spec, meeting)
 
     def open_store(self, slots: Sequence[int], leaving: Collection[int] = ()) -> tuple[str, int]:
@@ -280,8 +282,8 @@ class WorkerGroup:
     def events(self, timeout_s: float) -> Iterable[tuple[str, int, Any]]:
         """Yield what has happened, waiting for the first event.
 
-        ("ended", slot, ref), ("heartbeat", slot, Heartbeat) or ("started", slot, whether the new
-        actor is ready). An event's cost does not depend on the number of ranks.
+        ("ended", slot, ref), ("heartbeat", slot, Heartbeat) or ("started", slot, the error of a new
+        actor that died, else None). An event's cost does not depend on the number of ranks.
         """
         pending: dict[Any, tuple[str, int]] = {}
         for slot, ref in self.runs.items():
@@ -311,6 +313,7 @@ class WorkerGroup:
                 with suppress(RayError):  # the end of its `run` gives the reason
                     heartbeat = api.get(ref)
                     self._last_heartbeat[slot] = heartbeat
+                    self.heard_at[slot] = self.event_at
                     yield kind, slot, heartbeat
 
     def request_heartbeat(self, slot: int, waiting: bool = False, after: int | None = None) -> None:

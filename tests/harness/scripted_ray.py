@@ -167,6 +167,7 @@ class Actor:
             "start": "1",
             "node": node,
             "ip": f"10.0.0.{self.slot}",
+            "actor": self.name,
             "devices": [],
         }
 
@@ -261,6 +262,7 @@ class ScriptedRay:
     pending: set[str] = field(default_factory=set)  # their names
     reserved: str = "CREATED"  # the state of the placement group
     lost_nodes: set[str] = field(default_factory=set)
+    memory: tuple[int, int] = (300 << 20, 8 << 30)  # bytes of each rank, and free on each node
 
     def __post_init__(self) -> None:
         self.pids = itertools.count(1000)
@@ -308,9 +310,7 @@ class ScriptedRay:
 
     def remote(self, **_: Any) -> Callable[[Any], Any]:
         def options(**given: Any) -> Any:
-            return SimpleNamespace(
-                remote=lambda run, slot, rehearsal, script, variables: self._create(slot, given)
-            )
+            return SimpleNamespace(remote=lambda run, slot, *_: self._create(slot, given))
 
         def decorate(what: Any) -> Any:
             if what is end_process:
@@ -416,6 +416,9 @@ class ScriptedRay:
             self.unplaced.append((actor, answer))
         else:
             answer()
+
+    def on_memory(self, actor: Actor, ref: Ref) -> None:
+        ref.set(self.memory)
 
     def on_ready(self, actor: Actor, ref: Ref) -> None:
         if not self._loses_request(actor):

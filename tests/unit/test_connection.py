@@ -453,6 +453,26 @@ def test_what_nodes_report_is_one_line_for_both_agents(capsys: pytest.CaptureFix
     assert ray._private.worker.print_to_stdstream is before
 
 
+WORKER_DIED = (
+    "A worker died or was killed while executing a task by an unexpected system error. To "
+    "troubleshoot the problem, check the logs for the dead worker. Lease ID: {lease:056x} Worker ID: "
+    "{lease:056x} Node ID: {node:056x} Worker IP address: 10.0.0.{node} Worker port: {port} Worker "
+    "PID: {port} Worker exit type: SYSTEM_ERROR"
+)
+
+
+def test_a_node_reports_workers_that_died_alike_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """They differ in the ids of lease and worker, in port and pid. Another node is another report."""
+    clock = ScriptedTime()
+    errors = NodeErrors(clock)
+    for number in range(3):
+        errors.show(WORKER_DIED.format(lease=number + 7, node=1, port=4700 + number))
+        clock.sleep(5.0)
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    errors.show(WORKER_DIED.format(lease=9, node=2, port=4701))
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
 def test_a_user_without_a_home_folder_can_launch(tmp_path: Path) -> None:
     """As in a container that runs under any number: neither HOME nor an entry in passwd."""
     folder = tmp_path / "runtime_resources"  # as of the working directory of a Ray job

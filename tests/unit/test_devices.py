@@ -492,6 +492,18 @@ def test_available_memory(files: dict[str, str], expected: int, tmp_path: Path) 
     assert host.available_memory_bytes(write(tmp_path, MEMINFO | files)) == expected
 
 
+def test_available_memory_below_a_threshold(tmp_path: Path) -> None:
+    """Ray ends processes above it: of a node's memory, or of a pod's limit."""
+    assert host.available_memory_bytes(write(tmp_path, MEMINFO), 0.5) == 3500000 * 1024
+    pod = {
+        "proc/self/cgroup": V2,
+        "sys/fs/cgroup/pod/box/memory.max": "5000",
+        "sys/fs/cgroup/pod/box/memory.current": "3000",
+        "sys/fs/cgroup/pod/box/memory.stat": "inactive_file 500\n",
+    }
+    assert host.available_memory_bytes(write(tmp_path, MEMINFO | pod), 0.75) == 1250
+
+
 def test_cpu_name_and_features(tmp_path: Path) -> None:
     root = write(
         tmp_path,

@@ -211,6 +211,20 @@ def test_a_killed_rank_is_replaced_and_the_others_go_on(
     assert "recover  detected in 0.01 s, training again after" in output
 
 
+def test_a_rank_that_is_cut_off_counts_as_lost_since_its_last_heartbeat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray notices 25 s later that the node is gone. The sum is how long training stood still."""
+    run = Run(tmp_path, hang_timeout=0.0)
+    run.ray.at(10.3, run.ray.die, 1, notice_s=None, report_s=25.0, how="dead node")
+    assert ended_well(run())
+    (report,) = run.reports
+    assert 25.0 <= report["detect_s"] <= 26.0, "it answers once a second"
+    detected, recovered = f"{report['detect_s']:.2f}", f"{report['recover_s']:.2f}"
+    expected = f"recover  detected in {detected} s, training again after {recovered} s"
+    assert expected in capsys.readouterr().out
+
+
 def test_a_new_actor_for_which_ray_starts_no_process_is_created_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -440,7 +454,7 @@ def saved(run: Run) -> bool:
 
 @pytest.mark.parametrize("gap_s", [0.5, 30.0, 59.0])
 def test_without_a_replacement_the_others_save_before_all_start_again(
-    tmp_path: Path, gap_s: float
+    tmp_path: Path, gap_s: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No capacity: nothing is repeated at the restart, or lost at a stop that comes meanwhile."""
     for stopped in (False, True):
@@ -458,6 +472,8 @@ def test_without_a_replacement_the_others_save_before_all_start_again(
             assert run.ray.time.now - asked < 3.0
         else:
             assert what(run)[0][2:] == ("restart", 0)
+        late = "replace  1/3 no new actor within 60 s" in capsys.readouterr().out
+        assert late is not stopped
 
 
 def test_a_newcomer_that_cannot_work_is_tried_elsewhere(
@@ -715,27 +731,40 @@ def test_a_newcomer_dies_while_it_is_awaited(tmp_path: Path, first: int, second:
     assert run.orders.count(f"start {first}") == 1
 
 
-@pytest.mark.parametrize("recovery", ["in_place", "shrink"])
+@pytest.mark.parametrize(
+    ("recovery", "notice_s"), [("in_place", NOTICE_S), ("in_place", 20.0), ("shrink", NOTICE_S)]
+)
 def test_a_newcomer_that_always_dies(
-    tmp_path: Path, recovery: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, recovery: str, notice_s: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The three tries are used up: a restart, or a smaller group."""
+    """The three tries are used up, also before the others have noticed: a restart, or a smaller
+    group.
+    """
     run = Run(tmp_path, recovery=recovery)
     run.ray.failing_starts[1] = 6
-    run.ray.at(10.3, run.ray.die, 1)
+    if notice_s > NOTICE_S:
+        run.ray.on_abort = lambda *_: None  # type: ignore[method-assign]
+    run.ray.at(10.3, run.ray.die, 1, notice_s)
+    # The newcomers leave records, as processes do that the kernel ends.
+    record = {"pid": 1, "signal": "SIGKILL", "oom": True}
+    run.ray.at(10.35, lambda: run.spec.exit_record(1).write_text(json.dumps(record)))
     outcome = run()
+    output = capsys.readouterr().out
+    assert "no new actor within" not in output, "the time for one was not over"
+    given_up = (
+        "replace  3 new actors for rank 1 died while starting, and no more are started: killed by "
+        "the kernel, which was out of memory"
+    )
+    assert output.count("died while starting") == output.count(given_up) == 1
     if recovery == "in_place":
         assert ended_well(outcome)
         assert run.reports[0]["recovery"] == "restart"
         assert run.orders.count("start 1") == 4, "three tries, and at the restart"
         assert run.reports[0]["steps_repeated"] == 0, "the others had saved"
-        assert "replace  1/3 no new actor within" in capsys.readouterr().out
         return
     assert ended_well(outcome, world_size=2)
     assert what(run) == [(1, "killed", "shrink", 0)]
-    output = capsys.readouterr().out
     assert "shrink   1/3 3 -> 2 rank(s) with the same global batch, until rank 1 is back" in output
-    assert "replace  3 new actors for rank 1 died while starting; going on without it" in output
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS)
@@ -1500,6 +1529,28 @@ def test_actors_that_do_not_start(tmp_path: Path) -> None:
         PlacementError, match="the actors did not start within 90 s; look at `ray logs`"
     ):
         run()
+
+
+def test_a_rank_0_that_the_kernel_ends_in_its_imports_is_named(tmp_path: Path) -> None:
+    """It dies before it has opened the store, and leaves a record of its end."""
+    run = Run(tmp_path)
+    opens = run.ray.on_open_store
+
+    def die(actor: Actor, ref: Ref, *_: Any) -> None:
+        run.ray.on_open_store = opens  # type: ignore[method-assign]
+        record = {"pid": actor.pid, "signal": "SIGKILL", "oom": True}
+        run.spec.exit_record(0).write_text(json.dumps(record))
+        error = ActorDiedError()
+        error.actor_id = actor.facts["actor"]
+        actor.fail_pending(error)
+
+    run.ray.on_open_store = die  # type: ignore[method-assign]
+    assert ended_well(run())
+    assert what(run) == [(0, "out_of_memory", "restart", 0)]
+    assert run.reports[0]["title"] == (
+        "rank 0 (pid 1000, node 10.0.0.0) died in init of step 0: killed by the kernel, which was "
+        "out of memory"
+    )
 
 
 @pytest.mark.parametrize("tries", [1, 2, 9])

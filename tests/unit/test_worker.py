@@ -23,6 +23,7 @@ from torch.distributed import HashStore
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import CheckpointError, ConfigError, RendezvousError, StateDiverged
+from nanoray.faults import exit_record
 from nanoray.faults.cause import CAUSES
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.script import PackedScript
@@ -32,7 +33,7 @@ from nanoray.mesh.mesh import _MEETINGS
 from nanoray.mesh.rendezvous import Order, Rendezvous
 from nanoray.mesh.wire import SealedStore
 from nanoray.own.program import Program
-from tests.harness.commands import watchers_of
+from tests.harness.commands import no_watchers_left, watchers_of
 from tests.harness.scripted_ray import make_spec
 
 Train = Callable[..., dict[str, Any]]
@@ -485,6 +486,31 @@ def test_an_actor_that_hangs_in_its_start_ends_and_says_where(
     )
     assert (done.returncode, done.stdout) == ends, done.stderr
     assert ("in find_spec" in done.stderr) == (start == "stuck"), done.stderr
+
+
+KILLED_IN_IMPORTS = """
+import os, signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+from nanoray.launch import worker
+
+class Kills:
+    def find_spec(self, name, path=None, target=None):
+        if name == "nanoray.train.rank":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.meta_path.insert(0, Kills())
+api = SimpleNamespace(get_gpu_ids=list, get_runtime_context=lambda: SimpleNamespace(gcs_address=""))
+worker.Worker("a-run", 0, record=Path(sys.argv[1]), api=api)._importing.join()
+"""
+
+
+def test_a_rank_that_is_killed_in_its_imports_leaves_a_record(spec: RunSpec) -> None:
+    """The kernel may end it there for want of memory, and the record says so."""
+    command = [sys.executable, "-c", KILLED_IN_IMPORTS, str(spec.exit_record(0))]
+    assert subprocess.run(command, check=False, timeout=60).returncode == -signal.SIGKILL
+    assert no_watchers_left(spec.exit_record(0))
+    assert exit_record.read(spec.exit_record(0))["signal"] == "SIGKILL"
 
 
 @pytest.fixture

@@ -244,11 +244,50 @@ def test_a_spare_that_dies_in_its_imports_costs_nothing_and_is_replaced(tmp_path
     group.begin()
     run.ray.time.sleep(5.0)
     group.pool.fill(2)
-    assert (run.ray.orders[-1], group.pool.spares) == ("start 2", [])
+    assert run.ray.orders[-1] == "start 2"
     group.add_spares()
     run.ray.time.sleep(5.0)
     group.pool.fill(1)
     assert (run.ray.orders[-1], group.pool.promoted) == ("spare takes 1", {1})
+
+
+def look_at_spares(run: Run, group: WorkerGroup) -> None:
+    for _ in range(9):
+        run.ray.time.sleep(SPARES_LOOK_S + 0.1)
+        group.pool.add_spares(1)
+
+
+def test_after_three_spares_that_died_there_are_no_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where each is ended for want of memory: each on another node, while there are others."""
+    run = Run(tmp_path, spares=1)
+    run.ray.failing_starts[-1] = 9
+    group = run.group
+    group.create()
+    group.begin()
+    look_at_spares(run, group)
+    spares = [actor.home for actor in run.ray.created if actor.slot is None]
+    assert spares == [node_id(0), node_id(1), node_id(2)]
+    assert group.pool.spares == []
+    assert capsys.readouterr().out == (
+        "spare    3 could not start, and no more are started: The actor died unexpectedly before "
+        "finishing this task.\n"
+    )
+
+
+def test_a_node_without_the_memory_of_a_rank_gets_no_spare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernel would end one of the processes there, and not always the spare."""
+    run, group = started(tmp_path)
+    run.ray.memory = (300 << 20, 299 << 20)
+    look_at_spares(run, group)
+    assert "start spare" not in run.ray.orders
+    assert capsys.readouterr().out == (
+        f"spare    3 could not start, and no more are started: node {node_id(2)[:8]} has 299 MiB "
+        "free, and a rank takes 300\n"
+    )
 
 
 def test_a_spare_on_another_node_has_not_the_device_of_the_slot(tmp_path: Path) -> None:
