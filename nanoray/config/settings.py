@@ -58,7 +58,8 @@ class Settings:
         notes: tuple[str, ...] = ()
         axes = [axis.key for axis in AXES if not axis.goes_with_ddp]
         axes = [key for key in axes if str(values.get(key, 1)) != "1"]
-        if axes and "dp_mode" not in origins:
+        is_default = "dp_mode" not in origins and values.get("dp_mode", "ddp") == "ddp"
+        if axes and is_default:
             why = f"torch's DDP does not go with {' and '.join(axes)}"
             values = {**values, "dp_mode": "ddp_by_hand"}
             origins["dp_mode"] = why

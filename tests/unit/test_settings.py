@@ -102,6 +102,10 @@ def test_without_a_dp_mode_an_axis_gets_one_that_goes_with_it(
     assert f"dp_mode ddp_by_hand (torch's DDP does not go with {axis})" in written(settings)
     assert settings.notes == (f"mode   dp_mode ddp_by_hand: torch's DDP does not go with {axis}",)
 
+    # As of a run whose record does not say who has set a key
+    values = settings.config.model_dump() | {"dp_mode": "zero2"}
+    assert Settings.of(values, [({}, values)]).config.dp_mode == "zero2"
+
     file = tmp_path / "mine.yaml"
     file.write_text(f"preset: {preset}\n{axis}: 2\ndp_mode: ddp\n")
     for asked in (
