@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanoray.own.data.source import NamedBatch
+from nanoray.own.data.batch import NamedBatch
 
 
 def arguments_of(x: Any, y: Any, has_loss_fn: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
