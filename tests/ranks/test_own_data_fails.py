@@ -88,14 +88,23 @@ class Stream:
                 yield x, y
 
 
-class Cut:
+class Cut(IterableDataset[Any]):
     """Batches of 3 that are cut by rank, as datasets' split_dataset_by_node does."""
 
-    rank = 0  # the test sets it
+    def __init__(self, run: Run) -> None:
+        self.rank = run.rank
 
     def __iter__(self) -> Iterator[Any]:
         for k in range(self.rank, 16, 2):
             yield DATA[3 * k : 3 * k + 3]
+
+
+class CutSamples(Cut):
+    """Samples that are cut by rank, for a DataLoader."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for k in range(self.rank, 48, 2):
+            yield DATA[k]
 
 
 class Uncut:
@@ -180,6 +189,7 @@ STARTED = {
         lambda: three(DATA), "after step 4 rank 0 could not read the scr", 4, BrokenLater
     ),
 }
+DIFFERS = "the first batch of the train data differs between the ranks, but every rank reads all"
 refused = partial(Case, step=0, error="DataError")
 REFUSED = {
     "the first item": refused(
@@ -197,9 +207,8 @@ REFUSED = {
         lambda: three(DATA, sampler=EachRank()),
         "the sampler of the train data draws another order on each rank; let it draw from",
     ),
-    "an iterable that is cut by rank": refused(
-        Cut, "the first batch of the train data differs between the ranks, but every rank reads all"
-    ),
+    "an iterable that is cut by rank": refused(dict, DIFFERS),
+    "a loader of samples that are cut by rank": refused(dict, DIFFERS),
     "a loader that is not cut": refused(
         Uncut,
         "the loaders of ranks 0 and 1 yield the same first batch, but each rank trains on all",
@@ -231,6 +240,11 @@ REFUSED = {
     ),
 }
 TABLE = STARTED | REFUSED
+# Data that know the rank
+CUT: dict[str, Callable[[Run], Any]] = {
+    "an iterable that is cut by rank": Cut,
+    "a loader of samples that are cut by rank": lambda run: three(CutSamples(run)),
+}
 
 
 def train_on(run: Run, name: str) -> None:
@@ -238,9 +252,7 @@ def train_on(run: Run, name: str) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss)
-    data = case.data()
-    if isinstance(data, Cut):
-        data.rank = run.rank
+    data = CUT[name](run) if name in CUT else case.data()
     engine.fit(data, case.val_data(), STEPS)
 
 

@@ -524,6 +524,9 @@ class Batches:
                 f"the {self._split} data yield no batch; give an iterable that can be iterated "
                 "again"
             )
+        pair, _ = read
+        if self._next == 0:
+            self.fingerprint = hash_of(pair)
         self._next += 1
         return read
 
@@ -543,8 +546,7 @@ class Batches:
         """Take the number of samples of the first batch for micro_batch_size, and return it."""
         self._restart()
         self._kept[0] = self._advance()
-        pair, self._micro = self._kept[0]
-        self.fingerprint = hash_of(pair)
+        _, self._micro = self._kept[0]
         return self._micro
 
     def first(self, limit: int) -> Kept:
