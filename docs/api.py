@@ -40,6 +40,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     ),
     "Config": ("to_json",),
     "ShardStream": ("__init__", "files", "kind", "counts", "transform", "window", "block_size"),
+    "Counted": ("batch", "samples"),
     "Weighted": ("sum", "weight"),
     "Tuned": ("settings", "speedup", "folder", "table"),
     "Callback": (

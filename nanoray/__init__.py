@@ -14,6 +14,7 @@ RuntimeEngine   train a module: its `fit` is the loop
 Run             one rank's part of a run, as the function receives it
 Config          the configuration; each key is a flag of `python -m nanoray.launch`, too
 ShardStream     samples from files that are read in sequence
+Counted         a batch with its number of samples, which its tensors do not show
 Weighted        a loss as a sum and its weight, in place of a mean
 Callback        hooks that a script overrides
 WandbCallback   report to Weights & Biases; so does MlflowCallback to MLflow
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 _EXPORTED = {
     "Callback": "nanoray.own.callbacks",
     "Config": "nanoray.config",
+    "Counted": "nanoray.own.data.batch",
     "MlflowCallback": "nanoray.own.trackers",
     "NanorayError": "nanoray.errors",
     "Run": "nanoray.own.run",
@@ -46,6 +48,7 @@ _EXPORTED = {
 __all__ = [
     "Callback",
     "Config",
+    "Counted",
     "MlflowCallback",
     "NanorayError",
     "Run",

@@ -8,6 +8,7 @@ from nanoray.data.stream import ShardStream as ShardStream
 from nanoray.errors import NanorayError as NanorayError
 from nanoray.models.weighted import Weighted as Weighted
 from nanoray.own.callbacks import Callback as Callback
+from nanoray.own.data.batch import Counted as Counted
 from nanoray.own.engine import RuntimeEngine as RuntimeEngine
 from nanoray.own.run import Run as Run
 from nanoray.own.trackers import MlflowCallback as MlflowCallback
@@ -17,6 +18,7 @@ from nanoray.tune.command import Tuned as Tuned
 __all__ = [
     "Callback",
     "Config",
+    "Counted",
     "MlflowCallback",
     "NanorayError",
     "Run",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,12 +54,11 @@ class FallibleSamples(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> int:
-        """A hash of the beginning of the first epoch's order, which all ranks must share."""
+        """A hash of what the ranks compare before the first step."""
 
-    @property
     @abstractmethod
-    def what_differs(self) -> str:
-        """The error where the ranks do not share the fingerprint."""
+    def compare(self, fingerprints: Sequence[int]) -> None:
+        """Raise DataError where the data of the ranks do not go together."""
 
     @abstractmethod
     def close(self) -> None:

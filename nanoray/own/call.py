@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from nanoray.own.data.source import NamedBatch
+from nanoray.own.data.batch import NamedBatch
 
 
 class WithLoss(nn.Module):

@@ -22,7 +22,8 @@ from nanoray.mesh.pieces import Shard, whole_shards
 from nanoray.models.weighted import LossValue, Weighted, mean_of
 from nanoray.own.absent import AbsentGradients, FrozenParameters
 from nanoray.own.call import WithLoss, loss_of
-from nanoray.own.data.source import LOADER, STREAM, Batches, Counted, OwnData, batch_size_of
+from nanoray.own.data.batch import CountedTargets
+from nanoray.own.data.source import LOADER, ORDER, Batches, OwnData, batch_size_of
 from nanoray.own.data.stateful import is_stateful
 from nanoray.own.dry_run import own_lines
 from nanoray.own.loose_buffers import LooseBuffers, is_loose
@@ -265,7 +266,7 @@ class OwnTask:
     def loss(self, model: nn.Module, x: Any, y: Any) -> LossValue:
         """Return the loss of a batch. Raises ConfigError where a later one is of another kind."""
         samples = None
-        if isinstance(y, Counted):
+        if isinstance(y, CountedTargets):
             y, samples = y
         loss = loss_of(model, self._given.loss_fn, x, y)
 
@@ -351,7 +352,7 @@ class OwnTask:
                 with _reading("validation", self._val_data):
                     windows = data.val_windows(config.eval_samples)
                     inputs, targets = data.val_batch(windows[: data.windows_at_once])
-                return inputs, targets.targets if isinstance(targets, Counted) else targets
+                return inputs, targets.targets if isinstance(targets, CountedTargets) else targets
 
         subject = TrialSubject(model, self._given.loss_fn, train_batch, val_batch, data.in_batches)
         return try_model(subject, config, mesh)
@@ -374,12 +375,13 @@ class OwnTask:
 
         Without such a state the loader starts over, and the samples that were used are read and
         skipped, as with any iterable. Raises CheckpointError when another number of ranks has saved
-        the states.
+        the states, and DataError when the data had another order.
         """
-        if self._data.stream is not None:
-            return self._compare_stream(saved)
         if not self._data.stateful:
-            return ""
+            # A process that replaces a lost rank compares its data with those of the other ranks.
+            if self._given.run.rendezvous.live:
+                return ""
+            return self._compare_order(*saved())
         states, samples = saved()
         ranks = self._given.run.rendezvous.slots
         if not any(LOADER in state for state in states):
@@ -397,14 +399,13 @@ class OwnTask:
         self._data.load_state(states[self._given.run.rank], samples)
         return f"resume  each rank's loader goes on from its own state after {samples} samples"
 
-    def _compare_stream(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
-        """Raise DataError where the stream is not that of the checkpoint; return a note."""
-        states, samples = saved()
-        if not states:  # there is no checkpoint yet
+    def _compare_order(self, states: RankStates, samples: int) -> str:
+        """Raise DataError where the order of samples is not that of the checkpoint; return a note."""
+        if ORDER not in states[0]:
+            return "resume  the checkpoint is of a loader with a state: nothing was compared"
+        self._data.require_same_order(states[0][ORDER])
+        if self._data.stream is None:
             return ""
-        if STREAM not in states[0]:
-            return "resume  the checkpoint is of other data than a stream: nothing was compared"
-        self._data.require_same_stream(states[0][STREAM])
         return f"resume  the stream goes on after {samples} samples, at any number of ranks"
 
     def compare(self, meta: dict[str, Any]) -> list[str]:

@@ -36,7 +36,7 @@ class Reading:
     def read_first(self, samples: int, rank: int) -> None:
         """Read the first micro batch of this group. (all ranks)
 
-        Raises DataError on all ranks where a rank cannot read, or draws another order than others.
+        Raises DataError on all ranks where a rank cannot read, or has data that do not go with those of others.
         """
         error: Exception | None = None
         try:
@@ -50,8 +50,7 @@ class Reading:
         for number, (text, _) in enumerate(everyone):
             if text:
                 raise DataError(f"rank {number} cannot read its first batch: {text}") from error
-        if len({fingerprint for _, fingerprint in everyone}) > 1:
-            raise DataError(self._data.what_differs)
+        self._data.compare([fingerprint for _, fingerprint in everyone])
         # From here on an error waits for the other ranks.
         self._data.keeps_errors = True
 

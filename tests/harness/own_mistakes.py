@@ -79,6 +79,9 @@ SCHEDULE = {
 DATA = {
     "give a dataset (len and []), a DataLoader": "items taken for batches",
     "must be a pair of inputs and targets": "rows taken for inputs and targets",
+    "a batch is None; leave it out": "an error that names no cause",
+    "do not say how many samples it has": "a mean with wrong weights",
+    "yield the same first batch": "samples repeated",
     "has no sample; give files": "an endless search for a batch",
     "can be iterated once only": "a resume without data",
     "data are empty; give at least one sample": "an endless search for a batch",

@@ -28,6 +28,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from nanoray import Counted
 from nanoray.own.data.epochs import Drawn
 from nanoray.own.data.loader import own_order
 from nanoray.own.engine import RuntimeEngine
@@ -110,6 +111,23 @@ class Listed:
                 yield DATA[0:0]
 
 
+class Labelled:
+    """An iterable of dicts that begin with texts and a number."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for x, y in two(DATA):
+            yield {"text": ["a text"] * len(x), "one": torch.tensor(1.0), "x": x, "y": y}
+
+
+class Graphs:
+    """An iterable of dicts with two rows of edges, whatever the number of samples."""
+
+    def __iter__(self) -> Iterator[Counted]:
+        for x, y in two(DATA):
+            edges = torch.zeros(2, 7, dtype=torch.int64)
+            yield Counted({"edges": edges, "x": x, "y": y}, samples=len(x))
+
+
 class Padded:
     """Validation batches of different lengths, and one of fewer samples."""
 
@@ -137,7 +155,7 @@ class WithNames(nn.Module):
         super().__init__()
         self.layers = network()
 
-    def forward(self, x: Tensor, y: Tensor) -> Any:
+    def forward(self, x: Tensor, y: Tensor, **others: Any) -> Any:
         return SimpleNamespace(loss=nn.functional.mse_loss(self.layers(x), y))
 
 
@@ -208,6 +226,8 @@ TABLE = {
     "distributed": Case(lambda: two(DATA, sampler=distributed()), alone_of(distributed())),
     "batches of an iterable": Case(lambda: two(Streamed()), plain(two(DATA))),
     "dicts": Case(lambda: two(Named()), plain(two(DATA)), named=True),
+    "dicts of texts": Case(Labelled, plain(two(DATA)), named=True),
+    "counted": Case(Graphs, plain(two(DATA)), named=True),
     "batch_size None": Case(lambda: DataLoader(Stored(), batch_size=None), plain(two(DATA))),
     "a batch_sampler": Case(lambda: DataLoader(DATA, batch_sampler=Buckets()), None),
     "an iterable": Case(Listed, None),
@@ -277,7 +297,7 @@ def losses_of(
 ALONE = [name for name, case in TABLE.items() if case.right is None]
 # Of each way to choose samples, and of each kind of data, one
 EVERYDAY = ["workers", "weighted", "distributed", "dicts", "a batch_sampler", "an iterable"]
-EVERYDAY += ["augmented", "augmented by workers"]
+EVERYDAY += ["dicts of texts", "counted", "augmented", "augmented by workers"]
 
 
 def check(

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,12 +78,51 @@ class Stream:
             x, y = DATA[3 * k : 3 * k + 3]
             if k == 13 and self.how == "raises":
                 raise ConnectionError("the bucket is gone")
-            if k == 13 and self.how == "triple":
+            if k == 13 and self.how == "none":
+                yield None  # a collate_fn that has left all samples out
+            elif k == 13 and self.how == "triple":
                 yield x, y, y
             elif k == 13 and self.how == "large":
                 yield DATA[0:5]
             else:
                 yield x, y
+
+
+class Cut(IterableDataset[Any]):
+    """Batches of 3 that are cut by rank, as datasets' split_dataset_by_node does."""
+
+    def __init__(self, run: Run) -> None:
+        self.rank = run.rank
+
+    def __iter__(self) -> Iterator[Any]:
+        for k in range(self.rank, 16, 2):
+            yield DATA[3 * k : 3 * k + 3]
+
+
+class CutSamples(Cut):
+    """Samples that are cut by rank, for a DataLoader."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for k in range(self.rank, 48, 2):
+            yield DATA[k]
+
+
+class Uncut:
+    """A loader with a state, which yields the same batches of 6 on every rank."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 8:
+            self.at += 1
+            yield DATA[6 * self.at - 6 : 6 * self.at]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
 
 
 class Once(IterableDataset[Any]):
@@ -139,11 +179,17 @@ STARTED = {
     ),
     "a stream": Case(lambda: Stream("raises"), "after step 3 rank 0 could not read the script's d"),
     "three parts": Case(lambda: Stream("triple"), "after step 3 rank 0 could not read the script"),
+    "a batch that is None": Case(
+        lambda: Stream("none"),
+        "after step 3 rank 0 could not read the script's data; the 3 steps before it are saved: mend "
+        "the data, and resume. a batch is None; leave it out of the data, or let collate_fn",
+    ),
     "a large batch": Case(lambda: Stream("large"), "after step 3 rank 0 could not read the script"),
     "validation": Case(
         lambda: three(DATA), "after step 4 rank 0 could not read the scr", 4, BrokenLater
     ),
 }
+DIFFERS = "the first batch of the train data differs between the ranks, but every rank reads all"
 refused = partial(Case, step=0, error="DataError")
 REFUSED = {
     "the first item": refused(
@@ -160,6 +206,12 @@ REFUSED = {
     "a sampler": refused(
         lambda: three(DATA, sampler=EachRank()),
         "the sampler of the train data draws another order on each rank; let it draw from",
+    ),
+    "an iterable that is cut by rank": refused(dict, DIFFERS),
+    "a loader of samples that are cut by rank": refused(dict, DIFFERS),
+    "a loader that is not cut": refused(
+        Uncut,
+        "the loaders of ranks 0 and 1 yield the same first batch, but each rank trains on all",
     ),
     "drop_last leaves none": refused(
         lambda: DataLoader(points(2, 1), batch_size=3, drop_last=True),
@@ -188,6 +240,11 @@ REFUSED = {
     ),
 }
 TABLE = STARTED | REFUSED
+# Data that know the rank
+CUT: dict[str, Callable[[Run], Any]] = {
+    "an iterable that is cut by rank": Cut,
+    "a loader of samples that are cut by rank": lambda run: three(CutSamples(run)),
+}
 
 
 def train_on(run: Run, name: str) -> None:
@@ -195,7 +252,8 @@ def train_on(run: Run, name: str) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss)
-    engine.fit(case.data(), case.val_data(), STEPS)
+    data = CUT[name](run) if name in CUT else case.data()
+    engine.fit(data, case.val_data(), STEPS)
 
 
 def test_data_that_fail_cost_no_step_and_say_why(tmp_path: Path) -> None:
@@ -224,6 +282,32 @@ def test_data_that_fail_cost_no_step_and_say_why(tmp_path: Path) -> None:
     large = outcomes[list(TABLE).index("a large batch")][0]["message"]
     assert "samples, more than micro_batch_size = 3, which the first one had" in large
     assert DataFailed.exit_code == 1
+
+
+def fit_points(run: Run, count: int) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss)
+    engine.fit(points(count, 1), None, STEPS)
+
+
+def test_a_resume_with_a_dataset_of_another_length_is_refused(tmp_path: Path) -> None:
+    """The places of an epoch's samples follow from the length: the rest of the epoch would differ."""
+    settings: dict[str, Any] = {"eval_every": 0, "max_steps": STEPS}
+    spec = open_own(tmp_path / "run", **settings)
+    run_in_turn([Turn(spec, partial(fit_points, count=48), stop=2, leaves=True)], 1)
+    newest, _damaged = newest_valid(spec.checkpoints)
+    assert newest
+    rest = replace(spec, resume=str(newest.path))
+    turns = [Turn(rest, partial(fit_points, count=count)) for count in (60, 48)]
+    refused_ranks, same = run_in_turn(turns, 2)
+    for rank in refused_ranks:
+        assert rank["error"] == "DataError", rank
+        assert rank["message"].startswith(
+            "the train data have samples = 60, but the checkpoint was saved with 48, so some samples "
+            "would be repeated and others left out; give the data of then"
+        )
+    assert [rank["step"] for rank in same] == [STEPS] * 2
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -298,11 +298,19 @@ class Empty(Stream):
         return iter(())
 
 
+class WithNone(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        yield None
+        yield from super().__iter__()
+
+
 def test_loaders_that_cannot_be_read_are_told_why() -> None:
     with pytest.raises(
         DataError, match="the loader of the train data yields no batch in a whole epoch; give it"
     ):
         OwnData(Empty(4, 0), None, 0, 4, CPU).train_batch(0, 4)
+    with pytest.raises(DataError, match="a batch is None; leave it out of the data"):
+        OwnData(WithNone(4, 0), None, 0, 4, CPU).train_batch(0, 4)
     with pytest.raises(
         DataError, match=r"batch 0 of the train data has 4 samples, but micro_batch_size = 5; make"
     ):

@@ -264,7 +264,7 @@ def test_another_stream_is_refused_on_all_ranks(tmp_path: Path, files: Path) -> 
     assert [rank["error"] for rank in resumed + other] == ["DataError"] * 4
     for rank in resumed:
         assert rank["message"].startswith(
-            "the stream of the train data has kind = jsonl, but the checkpoint was saved with tokens"
+            "the train data have kind = jsonl, but the checkpoint was saved with tokens"
         )
     for rank in other:
         assert rank["message"].startswith("the files of the train data's stream differ between the")

@@ -17,13 +17,16 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nanoray.config import Batch
 from nanoray.data.tokens import MicroBatches
+from nanoray.errors import DataError
+from nanoray.own.data.batch import Counted, CountedTargets, NamedBatch, as_pair, counted
 from nanoray.own.data.epochs import PART, Drawn, Epochs
 from nanoray.own.data.loader import plan_of
-from nanoray.own.data.source import Counted, NamedBatch, OwnData
+from nanoray.own.data.source import OwnData
 
 CPU = torch.device("cpu")
 
@@ -132,7 +135,7 @@ def test_a_gap_is_a_sample_that_counts_as_none() -> None:
     data = OwnData(loader, None, 0, 4, CPU)
     data.divide(Batch(2, 4, 1), 0)
     targets = [data.train_batch(first, 2)[1] for first in range(0, 8, 2)]
-    assert all(isinstance(target, Counted) for target in targets)
+    assert all(isinstance(target, CountedTargets) for target in targets)
     assert [target.samples for target in targets] == [2, 2, 1, 0]
     assert targets[2].targets.tolist() == [4]
 
@@ -160,6 +163,34 @@ def test_a_dict_is_both_inputs_and_targets() -> None:
         assert isinstance(x, NamedBatch)
         assert x is y
         assert x["x"].tolist() == x["label"].tolist()
+
+
+x, y, image = torch.zeros(5, 3), torch.zeros(5), torch.zeros(3, 8, 8)
+BATCHES = {
+    "two tensors": ((x, y), 5),
+    "texts first": ({"text": ["a"] * 5, "x": x}, 5),
+    "a scalar first": ({"scale": torch.tensor(2.0), "n": 3, "x": x}, 5),
+    "parts of all samples": (([x, torch.zeros(5)], [y, y]), 5),
+    "an image for each sample": (([image] * 5, y), 5),
+    "images and boxes": (((image,) * 2, ({"boxes": torch.zeros(1, 4)}, {"boxes": x})), 2),
+    "texts alone": ((["a"] * 4, ["b"] * 4), 4),
+    "a packed sequence": ((pack_sequence([x, x[:2]]), torch.zeros(2)), 2),
+    "no sample": ((x[:0], y[:0]), 0),
+    "a graph": ({"x": x, "edges": torch.zeros(2, 7)}, None),
+    "lists of two lengths": ((["a"] * 4, ["b"] * 3), None),
+    "no tensor": (({"scale": 1.0}, 2), None),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_samples_are_counted_by_the_dimension_that_tensors_agree_on(name: str) -> None:
+    batch, right = BATCHES[name]
+    if right is not None:
+        assert counted(batch)[1] == right
+        return
+    with pytest.raises(DataError, match="do not say how many samples it has"):
+        counted(batch)
+    assert counted(Counted(batch, 3)) == (as_pair(batch), 3)
 
 
 SCRIPT = """

@@ -354,16 +354,16 @@ def test_a_run_reads_the_order_and_resumes_by_a_number(tmp_path: Path) -> None:
 def test_another_stream_is_refused_by_what_differs(tmp_path: Path) -> None:
     write_shards(tmp_path, "jsonl", [5, 4])
     (saved,) = OwnData(ShardStream(tmp_path), None, 7, 3, CPU).state_at(0).values()
-    OwnData(ShardStream(tmp_path), None, 8, 1, CPU).require_same_stream(saved)
-    with pytest.raises(DataError, match="has window = 5, but the checkpoint was saved with 10000"):
-        OwnData(ShardStream(tmp_path, window=5), None, 7, 3, CPU).require_same_stream(saved)
-    with pytest.raises(DataError, match="has files = 1, but the checkpoint was saved with 2"):
-        OwnData(ShardStream(tmp_path / "part-0.jsonl"), None, 7, 3, CPU).require_same_stream(saved)
+    OwnData(ShardStream(tmp_path), None, 8, 1, CPU).require_same_order(saved)
+    with pytest.raises(DataError, match="have window = 5, but the checkpoint was saved with 10000"):
+        OwnData(ShardStream(tmp_path, window=5), None, 7, 3, CPU).require_same_order(saved)
+    with pytest.raises(DataError, match="have files = 1, but the checkpoint was saved with 2"):
+        OwnData(ShardStream(tmp_path / "part-0.jsonl"), None, 7, 3, CPU).require_same_order(saved)
     # Of the same size, with another content.
     path = tmp_path / "part-1.jsonl"
     path.write_bytes(path.read_bytes().replace(b"text", b"TEXT"))
-    with pytest.raises(DataError, match=r"has content = .*; give the stream of then, or start a"):
-        OwnData(ShardStream(tmp_path), None, 7, 3, CPU).require_same_stream(saved)
+    with pytest.raises(DataError, match=r"have content = .*; give the data of then, or start a"):
+        OwnData(ShardStream(tmp_path), None, 7, 3, CPU).require_same_order(saved)
 
 
 def test_a_small_cache_of_row_groups_reads_each_one_once_in_an_epoch(tmp_path: Path) -> None:

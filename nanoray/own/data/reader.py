@@ -24,6 +24,7 @@ from nanoray.errors import DataError
 from nanoray.own.data.epochs import BatchOfItems, Sample
 
 Collate = Callable[[list[Any]], Any]
+END = object()  # what `next_of` returns at the end: a batch may be anything, also None
 END_S = 5.0  # how long a killed worker may take to be gone
 
 
@@ -167,13 +168,13 @@ def begin(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def next_of(iterator: Iterator[Any]) -> Any:
-    """Return the next batch; None at the end. Raises DataError when a worker process has ended.
+    """Return the next batch, or END. Raises DataError when a worker process has ended.
 
     After an error the workers end at once: the last checkpoint may need their memory, and torch
     would wait 5 s for each of them.
     """
     try:
-        return next(iterator, None)
+        return next(iterator, END)
     except Exception as error:
         if not hasattr(iterator, "_workers"):
             raise

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,25 +29,33 @@ from nanoray.data.seeding import generators_kept, seed_generators_for
 from nanoray.data.stream import ShardStream
 from nanoray.data.tokens import evenly_spaced
 from nanoray.errors import DataError
+from nanoray.own.data.batch import (
+    Counted,
+    CountedTargets,
+    NamedBatch,
+    Pair,
+    as_pair,
+    counted,
+    hash_of,
+    to_device,
+)
 from nanoray.own.data.epochs import Epochs, Sample
 from nanoray.own.data.loader import draw_of_stream, own_order, plan_of, stream_of
-from nanoray.own.data.reader import Ahead, Collate, Reader, Workers, begin, end_workers, next_of
+from nanoray.own.data.reader import (
+    END,
+    Ahead,
+    Collate,
+    Reader,
+    Workers,
+    begin,
+    end_workers,
+    next_of,
+)
 from nanoray.own.data.stateful import KEPT, Stateful, has_index, is_stateful, pack, unpack
 
 LOADER = "loader"  # the name of a loader's state in a checkpoint
-STREAM = "stream"  # the name of what a stream's order depends on
+ORDER = "order"  # the name of what the order of samples depends on
 VALIDATION = 0x76616C  # keeps the draws of validation samples apart from those of training
-
-
-class NamedBatch(dict[str, Any]):
-    """A batch that is a dict, as data sets of Hugging Face give it: both inputs and targets."""
-
-
-class Counted(NamedTuple):
-    """The targets of a micro batch with its number of samples, where that differs."""
-
-    targets: Any
-    samples: int
 
 
 class OwnData(FallibleSamples):
@@ -117,7 +125,7 @@ class OwnData(FallibleSamples):
     def train_batch(self, first_sample: int, count: int) -> tuple[Any, Any]:
         """Return inputs and targets of `count` samples, on the device.
 
-        Where batches may be short, targets are Counted. After an error, with `keeps_errors`, the
+        Where batches may be short, targets are CountedTargets. After an error, with `keeps_errors`, the
         newest batch is returned again, and `failure` has the error.
         """
         if self.failure is not None:
@@ -131,7 +139,7 @@ class OwnData(FallibleSamples):
             return self._on_device(self._repeated())
         if self._counts:
             inputs, targets = pair
-            pair = inputs, Counted(targets, samples)
+            pair = inputs, CountedTargets(targets, samples)
         self._newest = pair, first_sample
         return self._on_device(pair)
 
@@ -140,27 +148,29 @@ class OwnData(FallibleSamples):
         pair, _ = self._newest
         return pair
 
-    def _read(self, first_sample: int, count: int) -> tuple[tuple[Any, Any], int]:
+    def _read(self, first_sample: int, count: int) -> tuple[Pair, int]:
         """Return a micro batch, and its number of samples."""
         source = self._train
         if isinstance(source, Stateful):
             # Rank 0's first sample of this micro batch has the same number on every rank.
             number = self._batches_of_rank(first_sample - self._rank * count)
-            pair = require_size(source.batch(number), number, "train", self._micro)
-            return pair, count_samples(pair)
+            read = counted(source.batch(number))
+            require_size(read, number, "train", self._micro)
+            return read
         if isinstance(source, Batches):
-            pair = source.batch(first_sample // count)
-            return pair, count_samples(pair)
+            return source.batch(first_sample // count)
 
         samples = source.samples_at(first_sample, count)
         if not samples:
             # A gap at the end of an epoch: any sample, which counts as none.
-            return source.read(source.samples_at(0, 1)), 0
+            return as_pair(source.read(source.samples_at(0, 1))), 0
         if self._ahead is not None and self._is_own(first_sample, count):
-            pair = as_pair(self._ahead.batch(self._batches_of_rank(first_sample)))
+            batch = self._ahead.batch(self._batches_of_rank(first_sample))
         else:
-            pair = source.read(samples)
-        return pair, count_samples(pair) if source.in_batches else len(samples)
+            batch = source.read(samples)
+        if source.in_batches:
+            return counted(batch)
+        return as_pair(batch), len(samples)
 
     def _is_own(self, first_sample: int, count: int) -> bool:
         """Whether a micro batch is one of this rank's."""
@@ -209,7 +219,7 @@ class OwnData(FallibleSamples):
                 raise
             self.failure = self.failure or DataFailure(-1, error)
             inputs, targets = self._repeated()
-            pair = inputs, targets.targets if isinstance(targets, Counted) else targets
+            pair = inputs, targets.targets if isinstance(targets, CountedTargets) else targets
         return self._on_device(pair)
 
     def _read_validation(self, source: Items | Kept, numbers: list[int]) -> tuple[Any, Any]:
@@ -219,7 +229,7 @@ class OwnData(FallibleSamples):
         if self._val_ahead is None or numbers not in self._val_plan:
             self._begin_evaluation([numbers], source)
         assert self._val_ahead
-        return as_pair(self._val_ahead.batch(self._val_plan.index(numbers)))
+        return _for_validation(self._val_ahead.batch(self._val_plan.index(numbers)))
 
     @property
     def windows_at_once(self) -> int:
@@ -238,17 +248,48 @@ class OwnData(FallibleSamples):
 
     @property
     def fingerprint(self) -> int:
-        """A hash of the beginning of the first epoch's order, which all ranks must share."""
-        if not isinstance(self._train, Items):
-            return 0
+        """A hash of the order of a dataset's samples, else of a batch, for `compare`."""
+        if isinstance(self._train, Batches):
+            return self._train.fingerprint
+        if isinstance(self._train, Stateful):
+            return hash_of(self._newest[0]) if self._newest else 0
         own = repr(self._train.epochs.beginning)
         if self._stream is not None:
             own += repr(self._stream.identity())
         return zlib.crc32(own.encode())
 
+    def compare(self, fingerprints: Sequence[int]) -> None:
+        """Raise DataError where the data of the ranks do not go together.
+
+        `fingerprints` are those of all ranks, each after the read of its first batch.
+        """
+        if isinstance(self._train, Stateful):
+            self._require_other_batches(fingerprints)
+        elif len(set(fingerprints)) > 1:
+            raise DataError(self._what_differs)
+
+    def _require_other_batches(self, fingerprints: Sequence[int]) -> None:
+        """Raise DataError where two ranks' loaders yield the same batch."""
+        rank_of: dict[int, int] = {}
+        for rank, fingerprint in enumerate(fingerprints):
+            other = rank_of.setdefault(fingerprint, rank)
+            # 0: the batch has nothing to compare
+            if other != rank and fingerprint:
+                raise DataError(
+                    f"the loaders of ranks {other} and {rank} yield the same first batch, but each "
+                    "rank trains on all batches of its own loader, which has a state; let it read "
+                    "another part of the data on each rank, by run.rank and run.world_size"
+                )
+
     @property
-    def what_differs(self) -> str:
+    def _what_differs(self) -> str:
         """The error where the ranks do not share the fingerprint."""
+        if isinstance(self._train, Batches):
+            return (
+                "the first batch of the train data differs between the ranks, but every rank reads "
+                "all batches of an iterable, and trains on its share of them; do not cut it by rank "
+                "(split_dataset_by_node, islice), and seed what it draws"
+            )
         if self._stream is not None:
             return (
                 "the files of the train data's stream differ between the ranks; give every node "
@@ -271,13 +312,11 @@ class OwnData(FallibleSamples):
     def state_at(self, samples: int) -> dict[str, Tensor]:
         """Return what a checkpoint after `samples` samples of all ranks keeps of the data, by name.
 
-        That is the state of this rank's loader, or what the order of a stream depends on.
+        That is the state of this rank's loader, or what the order of samples depends on.
         """
-        if self._stream is not None:
-            return {STREAM: pack(self._stream.identity())}
-        if not isinstance(self._train, Stateful):
-            return {}
-        return {LOADER: self._train.state_before(self._batches_of_rank(samples))}
+        if isinstance(self._train, Stateful):
+            return {LOADER: self._train.state_before(self._batches_of_rank(samples))}
+        return {ORDER: pack(self.order)}
 
     def load_state(self, saved: Mapping[str, Tensor], samples: int) -> None:
         """Continue from the result of `state_at(samples)`."""
@@ -289,16 +328,24 @@ class OwnData(FallibleSamples):
         """The stream that the training data are, if they are one."""
         return self._stream
 
-    def require_same_stream(self, saved: Tensor) -> None:
-        """Raise DataError where the stream is not the one that a checkpoint was saved with."""
-        assert self._stream is not None
+    @property
+    def order(self) -> dict[str, Any]:
+        """What the order of samples depends on beside the seed."""
+        if self._stream is not None:
+            return self._stream.identity()
+        if isinstance(self._train, Items):
+            return {"kind": "dataset", "samples": len(self._train.reader.dataset)}
+        return {"kind": "iterable"}
+
+    def require_same_order(self, saved: Tensor) -> None:
+        """Raise DataError where a checkpoint was saved with data whose order was another one."""
         was = unpack(saved)
-        for key, now in self._stream.identity().items():
+        for key, now in self.order.items():
             if was.get(key) != now:
                 raise DataError(
-                    f"the stream of the train data has {key} = {now}, but the checkpoint was saved "
-                    f"with {was.get(key)}, and the order of samples depends on it; give the stream "
-                    "of then, or start a new run"
+                    f"the train data have {key} = {now}, but the checkpoint was saved with "
+                    f"{was.get(key)}, so some samples would be repeated and others left out; give the "
+                    "data of then, or start a new run"
                 )
 
     def close(self) -> None:
@@ -319,12 +366,13 @@ class OwnData(FallibleSamples):
     def _on_device(self, pair: tuple[Any, Any]) -> tuple[Any, Any]:
         inputs, targets = pair
         if isinstance(inputs, NamedBatch):
-            inputs = NamedBatch(_to(dict(inputs), self._device, self._pins))
-            if isinstance(targets, Counted):
-                return inputs, Counted(inputs, targets.samples)
+            inputs = NamedBatch(to_device(dict(inputs), self._device, self._pins))
+            if isinstance(targets, CountedTargets):
+                return inputs, CountedTargets(inputs, targets.samples)
             return inputs, inputs
-        # A named tuple, so the parts of Counted move as well.
-        return _to(inputs, self._device, self._pins), _to(targets, self._device, self._pins)
+        # A named tuple, so the parts of CountedTargets move as well.
+        targets = to_device(targets, self._device, self._pins)
+        return to_device(inputs, self._device, self._pins), targets
 
 
 class Items:
@@ -357,9 +405,9 @@ class Items:
             return self.epochs.samples(first // count, 1)
         return self.epochs.samples(first, count)
 
-    def read(self, samples: list[Sample]) -> tuple[Any, Any]:
+    def read(self, samples: list[Sample]) -> Any:
         """Return samples as one batch."""
-        return as_pair(self.reader.read(samples))
+        return self.reader.read(samples)
 
     # As validation data: the items of one epoch, in the order of the sampler.
 
@@ -379,7 +427,7 @@ class Items:
 
     def items(self, numbers: list[int]) -> tuple[Any, Any]:
         """Return validation samples by their numbers, as one batch."""
-        return self.read(self.samples_of(numbers))
+        return _for_validation(self.read(self.samples_of(numbers)))
 
     @property
     def _of_batches(self) -> list[Sample]:
@@ -393,18 +441,17 @@ class Items:
 
 
 class Kept:
-    """Validation batches that are kept as they are, each with its number of samples."""
+    """Validation batches of an iterable, which are kept as they are."""
 
-    def __init__(self, pairs: list[tuple[Any, Any]]) -> None:
-        self._pairs = pairs
+    def __init__(self, batches: list[Counted]) -> None:
+        self._batches = batches
 
     def __len__(self) -> int:
-        return len(self._pairs)
+        return len(self._batches)
 
     def items(self, numbers: list[int]) -> tuple[Any, Any]:
         """Return a batch by its number."""
-        inputs, targets = self._pairs[numbers[0]]
-        return inputs, Counted(targets, count_samples((inputs, targets)))
+        return _for_validation(self._batches[numbers[0]])
 
 
 class Batches:
@@ -418,12 +465,14 @@ class Batches:
         self._iterator: Iterator[Any] = iter(())
         self._next = -1  # the number of the batch that the iterator yields next; -1: not begun
         self._epoch = 0
-        self._kept: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
+        self._kept: OrderedDict[int, tuple[Pair, int]] = OrderedDict()
+        # Of batch 0, which every rank has read: it must be equal on all of them
+        self.fingerprint = 0
         # torch's loader leaves a last batch out that is smaller; of others it is not known
         self.drops_last = isinstance(batches, DataLoader) and batches.drop_last
 
-    def batch(self, number: int) -> tuple[Any, Any]:
-        """Return batch `number`, counted over all passes through the iterable.
+    def batch(self, number: int) -> tuple[Pair, int]:
+        """Return batch `number`, counted over all passes through the iterable, and its samples.
 
         Raises DataError when the iterable yields none.
         """
@@ -435,9 +484,10 @@ class Batches:
             self._restart()
         while self._next <= number:
             index = self._next
-            pair = require_size(self._advance(), index, self._split, self._micro)
+            read = self._advance()
+            require_size(read, index, self._split, self._micro)
             if index > number - KEPT:
-                self._kept[index] = pair
+                self._kept[index] = read
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return self._kept[number]
@@ -463,62 +513,57 @@ class Batches:
             else:
                 self._iterator = iter(self._batches)
 
-    def _advance(self) -> tuple[Any, Any]:
-        """Return the next batch, of the next epoch where this one is at its end."""
-        batch = self._next_with_samples()
-        if batch is None:
+    def _advance(self) -> tuple[Pair, int]:
+        """Return the next batch, of the next epoch where this one is at its end, and its samples."""
+        read = self._next_with_samples()
+        if read is None:
             self._begin_epoch()
-            batch = self._next_with_samples()
-        if batch is None:
+            read = self._next_with_samples()
+        if read is None:
             raise DataError(
                 f"the {self._split} data yield no batch; give an iterable that can be iterated "
                 "again"
             )
+        pair, _ = read
+        if self._next == 0:
+            self.fingerprint = hash_of(pair)
         self._next += 1
-        return as_pair(batch)
+        return read
 
-    def _next_with_samples(self) -> Any:
-        """Return the epoch's next batch that has a sample; None at its end."""
+    def _next_with_samples(self) -> tuple[Pair, int] | None:
+        """Return the epoch's next batch that has a sample, and their number; None at its end."""
         while True:
             with generators_kept():
                 seed_generators_for(self._seed, self._next, 0)
                 batch = next_of(self._iterator)
-            if batch is None or count_samples(as_pair(batch)) > 0:
-                return batch
+            if batch is END:
+                return None
+            pair, samples = counted(batch)
+            if samples > 0:
+                return pair, samples
 
     def adopt_size(self) -> int:
         """Take the number of samples of the first batch for micro_batch_size, and return it."""
         self._restart()
         self._kept[0] = self._advance()
-        self._micro = count_samples(self._kept[0])
+        _, self._micro = self._kept[0]
         return self._micro
 
-    def first(self, limit: int) -> Items | Kept:
-        """Return about `limit` samples from the start as a dataset with an index.
-
-        Where batches are padded to different lengths they stay as they are.
-        """
-        samples: list[Any] = []
-        pairs: list[tuple[Any, Any]] = []
+    def first(self, limit: int) -> Kept:
+        """Return the batches from the start that have about `limit` samples."""
+        batches = []
+        found = 0
         self._restart()
-        while len(samples) < limit:
-            batch = self._next_with_samples()
-            if batch is None:
+        while found < limit:
+            read = self._next_with_samples()
+            if read is None:
                 break
-            pair = as_pair(batch)
-            pairs.append(pair)
-            count = count_samples(pair)
-            inputs, targets = pair
-            for i in range(count):
-                if isinstance(inputs, NamedBatch):
-                    samples.append(_sample_of(dict(inputs), i, count))
-                else:
-                    samples.append((_sample_of(inputs, i, count), _sample_of(targets, i, count)))
+            pair, samples = read
+            batches.append(Counted(pair, samples))
+            found += samples
             self._next += 1
         self.close()
-        if len({_shapes_of(sample) for sample in samples}) > 1:
-            return Kept(pairs)
-        return items_of(samples[:limit], self._split, self._seed)
+        return Kept(batches)
 
 
 def source_of(data: Any, split: str, micro: int, seed: int = 0) -> Items | Batches:
@@ -602,17 +647,14 @@ def batch_size_of(data: Any, seed: int) -> tuple[int | None, Batches | None]:
     if isinstance(source, Batches):
         return source.adopt_size(), source
     if source.in_batches:
-        return count_samples(source.read(source.samples_at(0, 1))), None
+        _, samples = counted(source.read(source.samples_at(0, 1)))
+        return samples, None
     return None, None
 
 
-def require_size(batch: Any, number: int, split: str, micro: int) -> tuple[Any, Any]:
-    """Return a batch as inputs and targets.
-
-    Raises DataError unless the first one has `micro` samples; a later one may have fewer.
-    """
-    pair = as_pair(batch)
-    size = count_samples(pair)
+def require_size(read: tuple[Pair, int], number: int, split: str, micro: int) -> None:
+    """Raise DataError unless the first batch has `micro` samples; a later one may have fewer."""
+    _, size = read
     if number == 0 and size != micro:
         raise DataError(
             f"batch {number} of the {split} data has {size} samples, but micro_batch_size = "
@@ -623,90 +665,11 @@ def require_size(batch: Any, number: int, split: str, micro: int) -> tuple[Any, 
             f"batch {number} of the {split} data has {size} samples, more than micro_batch_size = "
             f"{micro}, which the first one had; give batches of at most that size"
         )
-    return pair
 
 
-def as_pair(batch: Any) -> tuple[Any, Any]:
-    """Return a batch as inputs and targets. Raises DataError when it is neither a pair nor a dict."""
-    kind = type(batch).__name__
-    if isinstance(batch, (tuple, list)):
-        if len(batch) == 2:
-            return batch[0], batch[1]
-        kind = f"{kind} of {len(batch)}"
-    if isinstance(batch, Mapping):
-        named = NamedBatch(batch)
-        return named, named
-    raise DataError(
-        f"a batch is a {kind}, but must be a pair of inputs and targets; pack it as (inputs, "
-        "targets), two arrays as torch.utils.data.TensorDataset(inputs, targets)"
-    )
-
-
-def count_samples(pair: tuple[Any, Any]) -> int:
-    """Return a batch's number of samples: the length of the first tensor in inputs or targets."""
-    for value in pair:
-        # Follow the first part of nested tuples, dicts and stacks.
-        while isinstance(value, (tuple, dict)) or _is_stack(value):
-            parts = value.values() if isinstance(value, dict) else value
-            value = next(iter(parts), None)
-        if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
-            return len(value)
-    inputs, _ = pair
-    return len(inputs)
-
-
-def _is_stack(value: Any) -> bool:
-    """Whether a list holds tensors of one length, as default_collate makes it of tuples.
-
-    Each tensor of such a list is a part of all samples.
-    """
-    if not isinstance(value, list):
-        return False
-    if not all(isinstance(part, Tensor) and part.dim() for part in value):
-        return False
-    return len({len(part) for part in value}) == 1
-
-
-def _sample_of(value: Any, i: int, count: int) -> Any:
-    """Return sample i of a batch of `count`."""
-    if isinstance(value, dict):
-        return {key: _sample_of(item, i, count) for key, item in value.items()}
-    if isinstance(value, tuple) or (_is_stack(value) and len(value[0]) == count):
-        return _like(value, [_sample_of(item, i, count) for item in value])
-    return value[i]
-
-
-def _to(value: Any, device: torch.device, pins: bool) -> Any:
-    """Copy tensors in nested lists, tuples and dicts to the device, with `pins` by pinned memory."""
-    if isinstance(value, Tensor):
-        if pins:
-            value = value.pin_memory()
-        # A copy also on the CPU: batches are kept, and a model may change its inputs in place. It is
-        # asynchronous only from pinned memory.
-        return value.to(device, non_blocking=True, copy=True)
-    if isinstance(value, Mapping):
-        return {key: _to(item, device, pins) for key, item in value.items()}
-    # A packed sequence, or a batch of another library, moves itself.
-    if callable(getattr(value, "to", None)):
-        return value.to(device)
-    if isinstance(value, (tuple, list)):
-        return _like(value, [_to(item, device, pins) for item in value])
-    return value
-
-
-def _shapes_of(value: Any) -> tuple[Any, ...]:
-    """Return the shapes of the tensors and arrays in nested lists, tuples and dicts."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        return tuple(value.shape)
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return tuple(_shapes_of(part) for part in value)
-    return ()
-
-
-def _like(value: Any, parts: list[Any]) -> Any:
-    """Return the parts as a list or tuple of the type of `value`."""
-    if hasattr(value, "_fields"):  # a named tuple
-        return type(value)(*parts)
-    return type(value)(parts)
+def _for_validation(batch: Any) -> tuple[Any, Any]:
+    """Return a validation batch as a pair; of one that is Counted, with CountedTargets."""
+    if not isinstance(batch, Counted):
+        return as_pair(batch)
+    (inputs, targets), samples = counted(batch)
+    return inputs, CountedTargets(targets, samples)

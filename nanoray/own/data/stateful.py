@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 
 from nanoray.data.seeding import generators_kept, seed_generators_for
 from nanoray.errors import DataError
+from nanoray.own.data.reader import END
 from nanoray.state.values import Unsupported, put_together, take_apart
 
 KEPT = 64  # batches that a rank keeps, with the state before each, to repeat a step
@@ -105,11 +106,11 @@ class Stateful:
         self._states[self._next] = copy.deepcopy(self._loader.state_dict())
         with generators_kept():
             seed_generators_for(self._seed, self._rank, self._next)
-            batch = next(self._iterator, None)
-            if batch is None:  # the next epoch
+            batch = next(self._iterator, END)
+            if batch is END:  # the next epoch
                 self._iterator = iter(self._loader)
-                batch = next(self._iterator, None)
-        if batch is None:
+                batch = next(self._iterator, END)
+        if batch is END:
             raise DataError(
                 "the loader of the train data yields no batch in a whole epoch; give it at least "
                 "one"
