@@ -1,7 +1,7 @@
 """The processes of `nanoray check SCRIPT.py`: plain PyTorch, or one rank of a run of the script.
 
     check_script.py ─► python -m nanoray.tools.check_child, one for each rank
-                         └─► for each order a fork, in which the script is __main__:
+                         └─► for each job a fork, in which the script is __main__:
                              its nanoray.launch(main, config) trains here, and ends the script
 
 A fork costs no second import of torch. And like ranks on different nodes the processes have different
@@ -46,7 +46,7 @@ from nanoray.own.program import Program, call_until_fit
 from nanoray.own.settings import loaded_of
 from nanoray.own.task import OwnTask
 from nanoray.state.modules import EXTRA, Undisturbed, has_extra_state
-from nanoray.tools.check_script import Order
+from nanoray.tools.check_script import CheckJob
 from nanoray.train.__main__ import train_here
 from nanoray.train.arm import QUIET
 from nanoray.train.micro_batch import loss_is_of_batch
@@ -79,68 +79,68 @@ ARGUMENTS = "its own arguments go behind --, as in nanoray check train.py -- --w
 
 
 def serve() -> None:
-    """Fork a process for each order, a line of JSON on stdin; print its exit code."""
+    """Fork a process for each job, a line of JSON on stdin; print its exit code."""
     for line in sys.stdin:
-        order = Order(**json.loads(line))
+        job = CheckJob(**json.loads(line))
         child = os.fork()
         if not child:
-            follow(order)
+            do(job)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
-def follow(order: Order) -> None:
-    """Follow an order, write its result, and end this process."""
-    output = os.open(f"{order.result}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+def do(job: CheckJob) -> None:
+    """Do a job, write its result, and end this process."""
+    output = os.open(f"{job.result}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.environ.update(order.environment)
-    result = run_script(order)
-    Path(order.result).write_text(json.dumps(result), encoding="utf-8")
+    os.environ.update(job.environment)
+    result = run_script(job)
+    Path(job.result).write_text(json.dumps(result), encoding="utf-8")
     # Without the end of Python, which would wait for gloo's threads
     os._exit(0)
 
 
-class Ended(BaseException):
+class ScriptEnded(BaseException):
     """Ends a script in its nanoray.launch."""
 
 
-def run_script(order: Order) -> dict[str, Any]:
+def run_script(job: CheckJob) -> dict[str, Any]:
     """Run the script up to the end of its nanoray.launch; return what came of that."""
     result: dict[str, Any] = {}
 
     def launch(package: Any, main: Any, config: Any = None, ray: bool = True) -> None:
         try:
-            result.update(train(order, main, dict(config or {})))
+            result.update(train(job, main, dict(config or {})))
         except BaseException as error:
-            result.update(fault_of(error, order.script))
-        raise Ended
+            result.update(fault_of(error, job.script))
+        raise ScriptEnded
 
     def fit_here(*_: Any) -> None:
-        raise Ended
+        raise ScriptEnded
 
     # The package is what scripts call, by whatever name they have imported it.
     package: Any = type(nanoray.launch)
     package.__call__ = launch
     engine: Any = nanoray.own.engine
     engine.fit_here = fit_here
-    # Callbacks only observe, and a tracker would report runs that nobody wants.
+    # Callbacks only observe, and a tracker would report runs that are none.
     engine.RuntimeEngine.callbacks = property(lambda self: [], lambda self, given: None)
 
-    sys.argv = [order.script, *order.arguments]
-    sys.path.insert(0, str(Path(order.script).resolve().parent))
+    sys.argv = [job.script, *job.arguments]
+    sys.path.insert(0, str(Path(job.script).resolve().parent))
     why = NO_LAUNCH
     try:
-        runpy.run_path(order.script, run_name="__main__")
-    except Ended:
+        runpy.run_path(job.script, run_name="__main__")
+    except ScriptEnded:
         pass
     except SystemExit as ended:
         if ended.code:
             why = f"it has ended with {ended.code!r} before nanoray.launch; {ARGUMENTS}"
     except BaseException as error:
-        return fault_of(error, order.script)
-    return result or {"unusable": f"{order.script} cannot be checked: {why}"}
+        return fault_of(error, job.script)
+    return result or {"unusable": f"{job.script} cannot be checked: {why}"}
 
 
 def fault_of(error: BaseException, script: str) -> dict[str, Any]:
@@ -163,21 +163,21 @@ def fault_of(error: BaseException, script: str) -> dict[str, Any]:
     return {"fault": f"{one_line(error)}{place}", "kind": "failed"}
 
 
-def train(order: Order, main: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Train as the order says, with the script's function and configuration."""
+def train(job: CheckJob, main: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Train as the job says, with the script's function and configuration."""
     loaded = loaded_of(given)
-    stop_at = min(order.settings["stop_at"], loaded.config.scheduled_steps)
-    settings = SETTINGS | order.settings | {"stop_at": stop_at}
+    stop_at = min(job.settings["stop_at"], loaded.config.scheduled_steps)
+    settings = SETTINGS | job.settings | {"stop_at": stop_at}
     loaded = replace(loaded.set(settings, "nanoray check"), dry_run=False, quiet=True)
     config = loaded.config
-    if not order.plain:
+    if not job.plain:
         train_here(loaded, unix_time(), Program(main, loaded.given))
         return {"trained": True}
 
     result: dict[str, Any] = {}
     os.environ.update(values_of(config.env, os.environ, started=True))
-    torch.set_num_threads(int(config.cpus_per_worker))  # as a rank has, so that both round alike
-    on_fit = partial(train_plainly, result, order, config)
+    torch.set_num_threads(int(config.cpus_per_worker))  # as a rank has: both round in the same way
+    on_fit = partial(train_plainly, result, job, config)
     call_until_fit(main, config, loaded.given, int(config.workers), on_fit)
     return result
 
@@ -185,7 +185,7 @@ def train(order: Order, main: Callable[..., Any], given: dict[str, Any]) -> dict
 # Plain PyTorch.
 
 
-def train_plainly(result: dict[str, Any], order: Order, config: Config, task: OwnTask) -> None:
+def train_plainly(result: dict[str, Any], job: CheckJob, config: Config, task: OwnTask) -> None:
     """Train in this process, as a loop of plain PyTorch would; save the weights.
 
     A step's samples are computed in the pieces that the ranks would read, because a forward may draw
@@ -203,7 +203,7 @@ def train_plainly(result: dict[str, Any], order: Order, config: Config, task: Ow
     data.divide(batch, 0)
     require_one_process(model, data, config)
     begin = fingerprint(model.state_dict(), 0)
-    if order.plain == "nudged":
+    if job.plain == "nudged":
         nudge(model)
     read = 0
     attributes: list[dict[str, Any]] = []  # after each step
@@ -253,7 +253,7 @@ def train_plainly(result: dict[str, Any], order: Order, config: Config, task: Ow
         attributes.append(dict(attributes_of(model, task.loss_fn)))
 
     set_mode([optimizer], "eval")
-    torch.save(weights_of(model), f"{order.result}.pt")
+    torch.save(weights_of(model), f"{job.result}.pt")
     changed = [name for name, value in attributes[0].items() if attributes[-1].get(name) != value]
     result |= {
         "about": f"{type(model).__name__}: {steps} steps of {batch.global_size} samples",

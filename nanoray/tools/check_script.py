@@ -101,7 +101,7 @@ def _run(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Order:
+class CheckJob:
     """One process that a check wants."""
 
     script: str
@@ -114,7 +114,7 @@ class Order:
 
 
 class Processes:
-    """Python processes that have imported torch, and fork one for each order (check_child.py)."""
+    """Python processes that have imported torch, and fork one for each job (check_child.py)."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self._folder = folder
@@ -152,20 +152,20 @@ class Processes:
             process.wait()
             process.stdout.close()
 
-    def run(self, orders: Sequence[Order | None]) -> list[dict[str, Any]]:
-        """Let each process follow its order, if any, at the same time; return the results."""
-        busy = [(p, order) for p, order in zip(self._processes, orders, strict=False) if order]
-        for process, order in busy:
-            process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+    def run(self, jobs: Sequence[CheckJob | None]) -> list[dict[str, Any]]:
+        """Let each process do its job, if any, at the same time; return the results."""
+        busy = [(p, job) for p, job in zip(self._processes, jobs, strict=False) if job]
+        for process, job in busy:
+            process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
         results = []
-        for process, order in busy:
+        for process, job in busy:
             code = process.stdout.readline().decode().strip()
             if not code:
                 errors = (self._folder / "errors").read_text(encoding="utf-8", errors="replace")
                 raise WorkerFailed(f"a process of the check has ended by itself: {errors[-300:]}")
             result = {"fault": f"the process has ended with {code}", "kind": "failed"}
             if code == "0":
-                result = json.loads(Path(order.result).read_text(encoding="utf-8"))
+                result = json.loads(Path(job.result).read_text(encoding="utf-8"))
             results.append(result)
         return results
 
@@ -222,21 +222,21 @@ class Check:
         self._say(name, f"{'refused' if is_refused else 'FAILED'}: {faults[0]['fault']}")
         return True
 
-    def _orders(self, name: str, ranks: int, **settings: Any) -> list[Order]:
-        """Return the orders of the ranks of a run, in a folder of this name."""
+    def _jobs(self, name: str, ranks: int, **settings: Any) -> list[CheckJob]:
+        """Return the jobs of the ranks of a run, in a folder of this name."""
         settings = {
             "workers": ranks,
             "cpus_per_worker": max(1.0, available_cpus() // ranks),
             "stop_at": self._steps,
             "out_dir": str(self._folder / name),
         } | settings
-        orders = []
+        jobs = []
         for rank, environment in enumerate(self._processes.world(ranks)):
             result = str(self._folder / f"{name}-{rank}-{secrets.token_hex(4)}.json")
-            orders.append(
-                Order(self._args.script, self._args.arguments, settings, environment, result)
+            jobs.append(
+                CheckJob(self._args.script, self._args.arguments, settings, environment, result)
             )
-        return orders
+        return jobs
 
     def _weights(self, name: str) -> Weights:
         """Return the weights in the newest checkpoint of a run."""
@@ -254,8 +254,8 @@ class Check:
 
         ranks = self._args.ranks
         kinds = ("plain", "nudged")
-        orders = [replace(self._orders(kind, ranks)[0], plain=kind) for kind in kinds]
-        results = self._processes.run(orders)
+        jobs = [replace(self._jobs(kind, ranks)[0], plain=kind) for kind in kinds]
+        results = self._processes.run(jobs)
         if "unusable" in results[0]:
             raise ConfigError(results[0]["unusable"])
         if self._failed("plain", results):
@@ -276,7 +276,7 @@ class Check:
                 self._wrong += 1
                 self._say("script", f"DIFFERS: {what}")
                 return {}
-        weights, nudged = (torch.load(f"{order.result}.pt", weights_only=True) for order in orders)
+        weights, nudged = (torch.load(f"{job.result}.pt", weights_only=True) for job in jobs)
         by_rounding = {name: distance(nudged[name], weights[name]) for name in weights}
         self._limits = {name: max(TOLERANCE, ROUNDING * by_rounding[name]) for name in weights}
         moved = [name for name in weights if self._limits[name] > TOLERANCE]
@@ -290,12 +290,12 @@ class Check:
         half = self._steps // 2
         if not half:
             return
-        begun = self._orders("resume", 1, stop_at=half)
-        unbroken = self._orders("unbroken", 1)
+        begun = self._jobs("resume", 1, stop_at=half)
+        unbroken = self._jobs("unbroken", 1)
         results = self._processes.run(begun + unbroken)
         if not any("fault" in result for result in results):
             # Not in the process that has begun: it has the same hash seed.
-            resumed = self._orders("resume", 1, resume="auto")
+            resumed = self._jobs("resume", 1, resume="auto")
             results = self._processes.run([None, *resumed])
         if not self._failed("resume", results):
             expected = self._weights("unbroken")
@@ -304,8 +304,8 @@ class Check:
     def _mode(self, mode: str, plain: Weights) -> None:
         """Compare a run in a mode with plain PyTorch."""
         ranks = self._args.ranks
-        orders = self._orders(mode, ranks, dp_mode=mode)
-        if self._failed(mode, self._processes.run(orders)):
+        jobs = self._jobs(mode, ranks, dp_mode=mode)
+        if self._failed(mode, self._processes.run(jobs)):
             return
         self._compare(mode, ranks, "plain torch", plain, self._limits)
 
