@@ -90,11 +90,6 @@ def shortage_of(
         raise ConfigError(
             f"rank {mesh.rank} {why}, with 1 sequence at a time; {remedies(config, mesh)}"
         )
-    # Samples of a step that other replicas have done already would be divided in another way.
-    if config.sync_every and mesh.world_size > 1:
-        raise ConfigError(
-            f"rank {mesh.rank} {why}, and replicas that train alone keep their micro batch; {HALVE}"
-        )
     if come_in_batches(batches.data):
         raise ConfigError(
             f"rank {mesh.rank} {why}, and the train data come in batches of {batch.micro}; give "
