@@ -518,7 +518,8 @@ def test_batches_with_named_inputs_have_the_size_of_their_tensors() -> None:
     assert both.val_batch(both.val_windows(3))[0][0].shape == (4, 5)
     inputs, targets = data.val_batch(windows[-1:])
     assert torch.equal(inputs["x"], batches[2][0])
-    assert torch.equal(targets, batches[2][1])
+    assert torch.equal(targets.targets, batches[2][1])
+    assert targets.samples == 3
     with pytest.raises(
         DataError, match="batch 0 of the train data has 3 samples, but micro_batch_size = 4"
     ):
