@@ -38,7 +38,7 @@ printf '%s\\n' "$run" && tail -n 1 "$run/metrics.jsonl" && cat "$run/config.json
 _SUMMARY = """cd "$0" 2>/dev/null || exit 0
 summary=$(ls -1 | sort | tail -n 1)/summary.json
 [ -f "$summary" ] || exit 0
-echo $(($(date +%s) - $(stat -c %Y "$summary"))) && cat "$summary"
+printf '%s\\n' "$(($(date +%s) - $(stat -c %Y "$summary")))" && cat "$summary"
 """
 RAY_S = 15.0  # for the question to Ray, by whatever way: the volume has the steps, too
 SELECTOR = "app.kubernetes.io/name=nanoray-tensorboard"
