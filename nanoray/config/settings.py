@@ -54,7 +54,7 @@ class Settings:
         for by, layer in layers:
             origins |= _setters(by, [key for key in layer if key in values])
 
-        # Where nobody has set dp_mode, it is one that goes with the axes
+        # A dp_mode that is not set is one that goes with the axes
         notes: tuple[str, ...] = ()
         axes = [axis.key for axis in AXES if not axis.goes_with_ddp]
         axes = [key for key in axes if str(values.get(key, 1)) != "1"]

@@ -16,7 +16,7 @@ from nanoray.base.output import say
 REPEAT_S = 20.0  # both agents of a node report within a few seconds; a pod starts again later
 LONGEST = 200  # characters
 # Ids of leases, workers and nodes, pids and ports differ between reports that say the same. An address
-# stays: it tells two nodes apart.
+# stays: two nodes differ by it.
 _IDS = re.compile(r"\b[0-9a-f]{16,}\b|(?<![\d.])\d+(?![\d.]*\d)")
 
 
