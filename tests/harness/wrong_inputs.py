@@ -990,13 +990,9 @@ WRONG_LOSSES: dict[str, Wrong] = {
 }
 WRONG_DATA: dict[str, Wrong] = {
     "targets of another length": wrong(
-        "called with",
-        "(6, 1)",
-        "(5, 1)",
-        "failed before step 1",
-        "must match the size",
-        "mend what the model returns",
-        loud=True,
+        "the lengths of a batch's tensors (5, 6)",
+        "do not say how many samples it has",
+        "yield nanoray.Counted(batch, samples)",
         data=Uneven(),
         settings={"micro_batch_size": 6},
     ),

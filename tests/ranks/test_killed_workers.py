@@ -17,7 +17,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from nanoray.errors import DataError
-from nanoray.own.data.reader import begin, end_workers, next_of
+from nanoray.own.data.reader import END, begin, end_workers, next_of
 from nanoray.own.data.source import Batches
 
 PATIENCE_S = 30.0  # without the mend these wait for ever
@@ -69,7 +69,7 @@ def within(do: Callable[[], Any]) -> Any:
 
 
 def read_all(iterator: Iterator[Any]) -> list[Any]:
-    return list(iter(lambda: next_of(iterator), None))
+    return list(iter(lambda: next_of(iterator), END))
 
 
 def kill_first(iterator: Any) -> None:
