@@ -71,12 +71,12 @@ class MeshKeys(Group):
     # How ranks share the work
     dp_mode: Literal["ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"] = field("ddp", "dist")
     """how ranks share the work: ddp (torch's; every rank keeps all gradients and optimizer state) |
-    ddp_by_hand (the same, with buckets in plain sight; the default with pp or ep) | zero1 (each rank keeps 1/n of the
-    optimizer state) | zero2 (and of the gradients) | fsdp (and of the weights: it frees a block's
-    after its forward and gathers them again in backward). With words after it: fsdp:grad_op (keep
-    gathered weights until backward is done: one all-gather less, more memory) | fsdp:bf16 (gather
-    weights and compute with them in bf16: half the bytes, and norms are rounded, too) |
-    fsdp:grad_op:bf16"""
+    ddp_by_hand (the same, with buckets in plain sight; the default with pp or ep) | zero1 (each rank
+    keeps 1/n of the optimizer state) | zero2 (and of the gradients) | fsdp (and of the weights: it
+    frees a block's after its forward and gathers them again in backward). With words after it:
+    fsdp:grad_op (keep gathered weights until backward is done: one all-gather less, more memory) |
+    fsdp:bf16 (gather weights and compute with them in bf16: half the bytes, and norms are rounded,
+    too) | fsdp:grad_op:bf16"""
 
     mirror: Literal["auto", "off"] = field("auto", "dist")
     """zero1, zero2 and fsdp, on Ray with gloo: auto (another rank, on another node if there are

@@ -36,7 +36,8 @@ class Reading:
     def read_first(self, samples: int, rank: int) -> None:
         """Read the first micro batch of this group. (all ranks)
 
-        Raises DataError on all ranks where a rank cannot read, or has data that do not go with those of others.
+        Raises DataError on all ranks where a rank cannot read, or its data do not go with those of
+        the others.
         """
         error: Exception | None = None
         try:
