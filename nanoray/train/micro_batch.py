@@ -187,6 +187,7 @@ def loss_is_of_batch(
     Where the model draws random numbers this cannot be known, and is False.
     """
     loss_on = MeanLoss(device.type, precision, task.loss)
+    undisturbed = Undisturbed(model)
     drew = False
 
     def sum_and_weight(first: int, count: int) -> tuple[float, float]:
@@ -194,12 +195,13 @@ def loss_is_of_batch(
         x, y = data.train_batch(first, count)
         before = _generators(device)
         loss = loss_on(model, x, y)
+        undisturbed.restore()  # a forward may count in a buffer
         drew = drew or before != _generators(device)
         if isinstance(loss, Weighted):
             return loss.sum.item(), weight_of(loss).item()
         return loss.item() * count, count
 
-    with generators_kept(device), Undisturbed(model):
+    with generators_kept(device), undisturbed:
         of_both, weight_of_both = sum_and_weight(0, 2)
         sums, weights = zip(sum_and_weight(0, 1), sum_and_weight(1, 1), strict=True)
     if drew or not weight_of_both or not sum(weights):
