@@ -240,6 +240,11 @@ class OwnTask:
         return shards_optimizer
 
     @property
+    def loss_fn(self) -> LossFn | None:
+        """The script's own, which may be a module with attributes."""
+        return self._given.loss_fn
+
+    @property
     def script(self) -> Script:
         return Script(self._step_hooks, SkippingDDP, SkippingFSDP, WeightedFlow)
 

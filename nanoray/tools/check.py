@@ -1,5 +1,7 @@
 """Check that this machine is ready to train, and show what would run where. Starts nothing.
 
+`nanoray check SCRIPT.py` is another check, of a script: check_script.py.
+
 Neither torch nor ray is imported, so the answer comes within a second: versions come from package
 metadata, NCCL's from the library that torch would load.
 
@@ -526,6 +528,10 @@ OF_THE_RUN = (
 def main(argv: list[str] | None = None) -> int:
     """Print the report for the given training flags (default: none) and return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0].endswith(".py"):
+        from nanoray.tools.check_script import main as check_script  # it imports torch
+
+        return check_script(arguments)
     return exit_code_of(lambda: _run(arguments))
 
 
@@ -535,6 +541,7 @@ def _run(argv: list[str]) -> int:
         (
             ("{prog}", "this machine, and the default recipe"),
             ("{prog} --preset gpt2-124m --workers 8 --tp 2", "another one, on eight ranks"),
+            ("{prog} train.py", "does this script train as with plain torch? (train.py --help)"),
         ),
         (
             ("of the check", (("--json", "print JSON"),)),
