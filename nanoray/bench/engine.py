@@ -242,8 +242,5 @@ def _steps(arm: Arm, count: int, peak: Callable[[], int]) -> Iterator[tuple[dict
             held["mirror"] = held_by_mirror(
                 arm.case.model, arm.plan.mirror_shards or (), arm.mirror
             )
-        if arm.outer:
-            kept = [*arm.outer.anchor.values(), *arm.outer.momentum.values()]
-            held["rounds"] = sum(tensor.nbytes for tensor in kept)
         yield held, peak()
         arm.plan.zero_grad()

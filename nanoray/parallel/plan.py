@@ -35,7 +35,6 @@ from nanoray.parallel.flow import Flow, Loss, MicroBatch, Phase, Seed, Straight
 from nanoray.parallel.fsdp import FSDP, frozen_to_cut
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.hybrid import Groups
-from nanoray.parallel.local_sgd import Rounds
 from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import clip_to, norm_of_owned
 from nanoray.parallel.script import Script
@@ -81,12 +80,6 @@ class Plan:
         axes = axes_of(mesh, config.timeout_s)
         self.model = model
         self.data = axes["dp_cp"]  # the ranks whose gradients are averaged
-        self.rounds: Rounds | None = None  # of replicas that rarely communicate
-        if config.sync_every:
-            self.data = axes["shard"]
-            self.rounds = Rounds(axes["replica"], config)
-        # The ranks that update one model by the same gradients
-        self.replica_axis = axes["inside"] if self.rounds else data_axis(mesh)
         self.data_rank = axes["dp"].index  # whose samples this rank reads
         self.part = cp.part_of(axes["cp"])  # which positions of them; None: all
         self._mesh = mesh
@@ -119,7 +112,7 @@ class Plan:
             self.compressor = Compressor(model, self.data, config, scaler.scale)
         # Hybrid sharding: the ranks that share the work are one group of several.
         groups: Groups | None = None
-        if axes["replica"].size > 1 and mode in SHARDED and not config.sync_every:
+        if axes["replica"].size > 1 and mode in SHARDED:
             groups = Groups(axes["dp_cp"], axes["replica"])
         self.copies = groups.count if groups else 1  # of the whole sharded state
         self._mode = share(
@@ -228,7 +221,7 @@ class Plan:
             for shard in self.shards or ():
                 if shard.owner and shard.param.grad is not None:
                     owned.append(shard.param.grad)
-            norm = norm_of_owned(owned, self.replica_axis, self._mesh.device)
+            norm = norm_of_owned(owned, data_axis(self._mesh), self._mesh.device)
         else:
             norm = self._mode.norm()
         if self._scaler.enabled:
@@ -259,13 +252,6 @@ class Plan:
         the next forward.
         """
         self._mode.forget_gathered()
-
-    def send_weights(self) -> None:
-        """Send shards of weights that have changed outside of a step to the others. (all ranks)"""
-        if self._shares_updates:
-            self._mode.settle()
-            self._mode.forget_gathered()
-            self._mode.spread()
 
     def undo(self) -> None:
         """Undo what the forwards of a step that broke have changed in the model's buffers."""
@@ -460,9 +446,7 @@ def share(
     script: Script | None,
 ) -> DataParallel:
     """Return how the data ranks share the batch and exchange gradients. (all ranks)"""
-    data = axes["dp_cp"]
-    if groups or config.sync_every:
-        data = axes["shard"]
+    data = axes["shard"] if groups else axes["dp_cp"]
     # A script's own model may skip parameters, which torch's classes would wait for.
     own = script if data.size > 1 else None
     if mode == "ddp":

@@ -77,10 +77,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "beta1": (0.9, 0.8),
     "beta2": (0.99, 0.9),
     "tokens_per_param": (12.0, 8.0),
-    "outer_lr": (0.7, 0.5),
-    "outer_momentum": (0.9, 0.5),
-    "sync_fragments": (1, 2),
-    "sync_bits": (32, 8),
     "upload_timeout": (300.0, 10.0),
     "upload": ("", "file:///x"),
 }
@@ -90,14 +86,12 @@ NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("micro_batch_search", "grad_accum_steps"): AUTO,
     ("micro_batch_search", "model"): AUTO,
     ("micro_batch_search", "sync_batchnorm"): AUTO | {"model": "own"},
-    ("micro_batch_search", "sync_every"): AUTO,
     ("allreduce", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("grad_compress", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("audit_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("statistics_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("ep", "dp_mode"): {"experts": 4},
     ("ep", "replicas"): {"experts": 4, "dp_mode": "zero1"},
-    ("sync_every", "ep"): {"experts": 4, "dp_mode": "zero1"},
     ("compile", "sync_batchnorm"): {"model": "resnet"},
     ("audit_every", "sync_batchnorm"): {"model": "resnet"},
     ("fsdp_gather", "precision"): {"dp_mode": "fsdp"},
@@ -123,7 +117,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "sequence_parallel cuts sequences over tp = 2 ranks",
     ),
     "cp_divides_sequences": ({"cp": 3, "block_size": 32}, "which does not divide block_size = 32"),
-    "fragments_fit": ({"sync_every": 3, "sync_fragments": 4}, "use sync_every 4 or more"),
     "stages_divide": ({"pp": 3}, "pp = 3 does not divide n_layer = 4"),
     "groups_divide": (
         {"pp": 2, "pp_schedule": "interleaved", "grad_accum_steps": 3},
@@ -245,10 +238,8 @@ def test_a_value_that_asks_for_nothing_meets_no_row(row: Conflict) -> None:
     [
         ({"dp_mode": "ddp"}, ["--mirror", "off"]),
         ({"dp_mode": "zero1", "replicas": 2}, ["--mirror", "off"]),
-        ({"sync_every": 4}, ["--mirror", "off"]),
         ({}, ["--upload_timeout", "0"]),
         ({}, ["--balance_loss", "0", "--z_loss", "0"]),
-        ({}, ["--outer_momentum", "0"]),
         ({"recovery": "restart"}, ["--spares", "0"]),
         ({"model": "resnet"}, ["--dropout", "0", "--scaling", "none"]),
         ({"optimizer": "sgd"}, ["--weight_decay", "0"]),
@@ -340,7 +331,6 @@ def test_groups_are_siblings_in_the_order_of_the_help() -> None:
         ("allreduce", "ring"),
         ("grad_compress", "int8"),
         ("audit_every", 4),
-        ("sync_every", 4),
     ],
 )
 def test_one_rank_has_one_answer_early_and_late(key: str, value: Any) -> None:

@@ -38,7 +38,6 @@ AUTO = {"micro_batch_size": "auto", "global_batch_size": 24}
     [
         ({"global_batch_size": 0}, "auto divides a global batch, and there is none; give global"),
         ({"grad_accum_steps": 2}, "auto with grad_accum_steps = 2: accumulation follows from the"),
-        ({"sync_every": 5}, "auto with sync_every = 5: replicas that train alone keep their micro"),
         ({"model": "resnet"}, "auto with model = resnet: its batch norms take mean and variance"),
         ({"model": "own", "sync_batchnorm": True}, "auto with sync_batchnorm = True: mean and"),
     ],

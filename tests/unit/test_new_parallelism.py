@@ -124,7 +124,7 @@ TOUCHED = {
     ],
     # Its record.
     "forecast/parallelisms/registry.py": [
-        ("pipeline, rounds, tensor\n", "pipeline, rounds, tensor, xp\n"),
+        ("pipeline, tensor\n", "pipeline, tensor, xp\n"),
         ("    experts.EXPERTS,\n", "    experts.EXPERTS,\n    xp.XP,\n"),
     ],
 }
