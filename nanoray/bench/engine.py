@@ -174,7 +174,6 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
             event["precision"] = arm.config.precision
             event["samples"] = arm.case.samples * arm.accum * arm.dp
             event["tokens"] = event["samples"] * arm.case.tokens
-            event["kept"] = 0 if arm.plan.memory is None else arm.plan.memory.nbytes
             event["trained"] = arm.trained
             emit(event)
     for arm in arms.values():

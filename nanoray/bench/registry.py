@@ -99,7 +99,7 @@ BENCHMARKS = {
         _at("pipeline:PipelineBenchmark"),
     ),
     "compression": Entry(
-        "gradients in bf16, fp16, int8 and PowerSGD: bytes, step time and loss beside float32",
+        "gradients in bf16 and fp16: bytes, step time and loss beside float32",
         _at("compression:CompressionBenchmark"),
     ),
     "equivalence": Entry(

@@ -52,15 +52,10 @@ class OptimKeys(Group):
     follow the same schedule"""
 
     # What ranks send of their gradients. It changes the result, so it is a key of the recipe
-    grad_compress: Literal["none", "bf16", "fp16", "int8", "powersgd"] = field("none", "optim")
+    grad_compress: Literal["none", "bf16", "fp16"] = field("none", "optim")
     """dp_mode ddp and ddp_by_hand: what ranks send of their gradients: none (all, in float32) |
-    bf16 | fp16 (half the bytes) | int8 (a quarter) | powersgd (products of rank 4: far less;
-    powersgd:8 of rank 8). int8 and powersgd add what was not sent to the next gradient, and keep
-    it, 4 bytes per parameter. All change the result, and save time where a link is slow: see
+    bf16 | fp16 (half the bytes). It changes the result, and saves time where a link is slow: see
     docs/precision.md"""
-
-    powersgd_rank: Positive = hidden(4, "optim")
-    """grad_compress powersgd:4: columns of the two matrices that stand for a matrix of gradients"""
 
     # Length of the schedule
     max_steps: Positive = field(2000, "optim")

@@ -131,9 +131,6 @@ def state_memory(
     if config.grad_compress != "none" and ranks > 1:
         # Of each bucket: a copy in float32, the message, and the result.
         parts["in_flight"] += 3 * buckets
-        if config.grad_compress in ("int8", "powersgd"):
-            # Error feedback of every parameter, and its next value until the update is done.
-            parts["compression"] = 2 * 4 * sizes.trained
     return parts
 
 

@@ -109,7 +109,7 @@ class Plan:
         # None: one data rank sends no gradients
         self.compressor: Compressor | None = None
         if config.grad_compress != "none" and self.data.size > 1:
-            self.compressor = Compressor(model, self.data, config, scaler.scale)
+            self.compressor = Compressor(model, self.data, config)
         # Hybrid sharding: the ranks that share the work are one group of several.
         groups: Groups | None = None
         if axes["replica"].size > 1 and mode in SHARDED:
@@ -138,7 +138,7 @@ class Plan:
             self._hooks.append(self.compressor)
         self._script = script
         if script:
-            self._hooks += script.hooks(model, self._mode, mesh, self.data, self.compressor)
+            self._hooks += script.hooks(model, self._mode, mesh, self.data)
 
         # The losses that `forward_backward` has returned in the newest step
         self.own_losses: list[Tensor] = []
@@ -169,16 +169,6 @@ class Plan:
     def notes(self) -> list[str]:
         """What the warm-up has shown that costs time, a line each."""
         return self._mode.notes
-
-    @property
-    def memory(self) -> Tensor | None:
-        """What compression keeps on this rank for later steps, flat, live; None: nothing."""
-        return None if self.compressor is None else self.compressor.memory
-
-    def forget_memory(self) -> None:
-        """Reset what compression keeps to its state in a new run."""
-        if self.compressor is not None:
-            self.compressor.begin_anew()
 
     # A step, in the order of its calls.
 
@@ -235,8 +225,8 @@ class Plan:
     def spread(self, left_out: Tensor | None = None) -> None:
         """Start to send updated weights to the ranks that have not updated them. (all ranks)
 
-        Running statistics change here, with the weights. So does the memory of compression, unless
-        the update was left out: `left_out` is 1 on the device.
+        Running statistics change here, with the weights, unless the update was left out: `left_out`
+        is 1 on the device.
         """
         for hook in self._hooks:
             hook.commit(left_out)
@@ -320,7 +310,6 @@ class Plan:
                     self._scaler,
                     self._mesh.device,
                     self.data,
-                    self.compressor,
                 )
 
             # The second wrapper has buckets of its own, which are regrouped at its second forward.

@@ -160,9 +160,6 @@ class RankState:
         self.weights: list[Shard] | None = None
         self.copies = 1
 
-        # The rounding errors of this rank's compressed gradients, flat; no other rank has them.
-        self.memory: Tensor | None = None
-
         # Other ranks may copy this state only after a resume or recovery is done.
         self.whole = False
         # Whether this rank holds gradients that complete the next step if others are lost

@@ -338,7 +338,7 @@ class Engine:
         # First what the forwards of this step have changed, then the checkpoint.
         self.par.zero_grad()
         shape = self.workload.meta["model_shape"]
-        saved = read_checkpoint(path, self.spec, self.mesh, state, shape, self.par, self.note)
+        saved = read_checkpoint(path, self.spec, self.mesh, state, shape, self.note)
         self.par.settle()
 
         # Until mirrors have gone back, too, no lost rank's share may be taken from one.

@@ -271,7 +271,7 @@ class Recipe:
         self.hold_share(par, group.mesh, owner)
         shape = shape_of(self._cfg, spec.dataset.vocab_size).to_dict()
         note = self.observers.note
-        saved = read_checkpoint(spec.resume, spec, group.mesh, state, shape, par, note)
+        saved = read_checkpoint(spec.resume, spec, group.mesh, state, shape, note)
         loader_note = self.task.load_data(lambda: (saved.rng, saved.meta["samples_seen"]))
         if loader_note:
             note(loader_note)
@@ -313,8 +313,6 @@ class Recipe:
         observers.note(
             f"rejoin  from step {state.step} in the memory of rank {source}; no step is repeated"
         )
-        if par.memory is not None:
-            observers.note("rejoin  the residue of compressed gradients is lost with the group")
         return par
 
     def cut_model(self, group: TrainingGroup) -> tuple[Plan, int]:
@@ -357,8 +355,6 @@ class Recipe:
             self.task.script,
         )
         state.take_left()
-        # The residue of compression belongs to one group: with other ranks it is void.
-        state.memory = par.memory
         if self._cfg.grad_compress != "none" and par.compressor is None:
             self.observers.note(
                 f"note    grad_compress = {self._cfg.grad_compress} does nothing: one data rank "

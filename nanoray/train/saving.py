@@ -20,12 +20,9 @@ from nanoray.errors import CheckpointError, TrainingDiverged
 from nanoray.mesh.layout import DIVISIONS
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece
-from nanoray.parallel.plan import Plan
 from nanoray.state.state_dict import StateDict, compiled_otherwise, rename
 from nanoray.state.train_state import TrainState
 from nanoray.train.workload import Workload
-
-MEMORY = "compression"  # the key of what compression keeps, beside each rank's generators
 
 
 def save_checkpoint(
@@ -71,19 +68,9 @@ def gather_rank_states(
 ) -> list[dict[str, Tensor]] | None:
     """Return the part of the state that each rank alone has, on rank 0; elsewhere None. (all ranks)
 
-    It consists of random generators, the position of a loader, and the memory of compression.
+    It consists of random generators, and the position of a loader.
     """
-    own = rng_state(mesh.device) | workload.loader(state.samples)
-    states_of_ranks = mesh.gather(own)
-    if state.memory is None:
-        return states_of_ranks
-
-    # As large as the weights, so it travels as a tensor and not as an object.
-    memories = mesh.gather_tensor(state.memory)
-    if states_of_ranks and memories:
-        for state_of_rank, memory in zip(states_of_ranks, memories, strict=True):
-            state_of_rank[MEMORY] = memory
-    return states_of_ranks
+    return mesh.gather(rng_state(mesh.device) | workload.loader(state.samples))
 
 
 def require_finite_weights(mesh: Mesh, state: TrainState) -> None:
@@ -112,14 +99,12 @@ def read_checkpoint(
     mesh: Mesh,
     state: TrainState,
     model_shape: dict[str, Any],
-    par: Plan,
     note: Callable[[str], None],
 ) -> StateDict:
     """Read this rank's part of a checkpoint, and restore its random generators. (all ranks)
 
-    `state` names the pieces to read, and is not changed but for the memory of compression. `note`
-    shows a line on each difference from this run. Raises CheckpointError when the checkpoint is
-    damaged, or of a model of another shape.
+    `state` names the pieces to read, and is not changed. `note` shows a line on each difference from
+    this run. Raises CheckpointError when the checkpoint is damaged, or of a model of another shape.
     """
     _, meta = files.peek(Path(path))
     saved_names = [*meta.get("tensors", {}), *meta.get("entries", {})]
@@ -147,12 +132,6 @@ def read_checkpoint(
             "but sums in another order and new dropout masks, so losses agree closely and not bit "
             "for bit"
         )
-    if not load_memory(state.memory, saved, par.forget_memory):
-        note(
-            f"resume  the residue of compressed gradients of {meta['world_size']} ranks does not "
-            f"fit {mesh.world_size} with grad_compress = {spec.config.grad_compress}: it begins "
-            "anew; losses agree closely"
-        )
 
     for axis in DIVISIONS:
         before = meta.get("config", {}).get(axis, 1)
@@ -172,21 +151,3 @@ def _by_saved_name(
         return None
     saved_names = {own: saved for saved, own in names.items()}
     return {saved_names.get(name, name): piece for name, piece in pieces.items()}
-
-
-def load_memory(memory: Tensor | None, saved: StateDict, forget: Callable[[], None]) -> bool:
-    """Restore the memory of compressed gradients; return False if it had to be reset.
-
-    It is reset by `forget` when another number of ranks had saved it, or none. False also if
-    `saved` has one and this run compresses nothing. It is removed from `saved`: for each rank, it
-    is as large as the weights.
-    """
-    mine = saved.own.get(MEMORY)
-    memories = [of_rank.pop(MEMORY, None) for of_rank in saved.rng]
-    if memory is None:
-        return all(of_rank is None for of_rank in memories)
-    if mine is None or mine.shape != memory.shape:
-        forget()
-        return False
-    memory.copy_(mine)
-    return True

@@ -270,7 +270,7 @@ def _precisions(here: TunedRun) -> Iterable[Settings]:
 
 def _compressions(here: TunedRun) -> Iterable[Settings]:
     if here.data_ranks > 1:
-        for kind in ("none", "bf16", "fp16", "int8", "powersgd"):
+        for kind in ("none", "bf16", "fp16"):
             yield {"grad_compress": kind}
 
 

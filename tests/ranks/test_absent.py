@@ -51,7 +51,7 @@ EXACT: list[Case] = [
 # Gradients are rounded, so weights are only near; but the same parameters rest in the same steps.
 ROUNDED: list[Case] = [
     Case(BRANCH, mode, settings={"grad_compress": kind})
-    for mode, kind in (("ddp", "int8"), ("ddp_by_hand", "powersgd"), ("ddp_by_hand", "bf16"))
+    for mode, kind in (("ddp", "fp16"), ("ddp_by_hand", "bf16"))
 ]
 
 
