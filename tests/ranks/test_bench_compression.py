@@ -67,7 +67,7 @@ def test_every_arm_for_real(
     [
         (["--workers", "1"], "workers = 1; 2 is the least: one rank sends nothing"),
         (["--rounds", "0"], "rounds = 0; give a number above 0"),
-        (["--arms", "int9"], "unknown arm int9; did you mean int8?"),
+        (["--arms", "fp61"], "unknown arm fp61; did you mean fp16?"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
