@@ -43,7 +43,7 @@ RUNS = ("train", "launch")
 TAKE_FLAGS_OF_RUNS = ("check", "inspect", "kube render", "kube submit", "tune")
 
 # Flags whose value is a file or a folder
-FILES = ("config", "from_nanogpt", "dataset", "init_from")
+FILES = ("config", "dataset", "init_from")
 FOLDERS = ("out_dir", "data_dir", "resume")
 WIDEST = 70  # characters of a description
 

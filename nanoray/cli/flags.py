@@ -25,14 +25,13 @@ from nanoray.config.conflicts import refuse
 from nanoray.config.data import exists
 from nanoray.config.layers import keep_init_from, lay_over
 from nanoray.config.load import flatten, read_mapping, run_folder_of
-from nanoray.config.nanogpt import translate_file
 from nanoray.config.paths import expand, expand_paths
 from nanoray.config.settings import FLAG, OF_ONE_COMMAND, RUN
 from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError
 
 # Flags of the command itself that are paths on this machine
-COMMAND_PATHS = frozenset({"config", "from_nanogpt", "topology"})
+COMMAND_PATHS = frozenset({"config", "topology"})
 
 # Keys that --resume does not take from config.json: those of one command, and how many ranks it has
 _NOT_INHERITED = (*OF_ONE_COMMAND, "workers")
@@ -85,7 +84,6 @@ def parse_args(
         flags[key] = expand(key, flags[key], os.environ)
     file = flags.pop("config", None)
     preset = flags.pop("preset", None)
-    nanogpt = flags.pop("from_nanogpt", None)
     dry_run = flags.pop("dry_run", False)
     quiet = flags.pop("quiet", False)
     scale_flags = {key: flags.pop(key) for key in SCALE_FLAGS if key in flags}
@@ -96,13 +94,8 @@ def parse_args(
             "quiet would be ignored: a dry run prints its plan and nothing else; drop --quiet"
         )
     if base:
-        _refuse_files({"config": file, "preset": preset, "from_nanogpt": nanogpt}, prog)
+        _refuse_files({"config": file, "preset": preset}, prog)
         settings = _lay_flags(base, dict.fromkeys(base, prog), flags)
-    elif nanogpt:
-        _refuse_two_recipes(nanogpt, {"config": file, "preset": preset})
-        translation = translate_file(Path(nanogpt), flags)
-        settings = load_settings(nanogpt, None, flags, translation.keys, elsewhere)
-        settings = settings.note(*translation.notes(flags))
     else:
         settings = _load(file, preset, flags, elsewhere)
     refuse(settings.config, typed=flags)
@@ -154,8 +147,6 @@ def _flag_for(words: list[str]) -> str:
         return "give each flag one value, and quote a pattern, as in --dataset 'data/*.bin'"
     if word in preset_names():
         return f"write --preset {word}"
-    if path.suffix == ".py":
-        return f"write --from_nanogpt {word}"
     if path.suffix in (".yaml", ".yml", ".json"):
         return f"write --config {word}"
     if run_folder_of(word):
@@ -265,15 +256,6 @@ def _refuse_files(files: Mapping[str, str | None], prog: str) -> None:
             raise ConfigError(
                 f"{key} = {value} would be ignored: {prog} is configured from flags alone; drop "
                 f"--{key}"
-            )
-
-
-def _refuse_two_recipes(nanogpt: str, files: Mapping[str, str | None]) -> None:
-    """Raise ConfigError for a file or preset beside a configuration of nanoGPT."""
-    for key, value in files.items():
-        if value:
-            raise ConfigError(
-                f"{key} = {value} and from_nanogpt = {nanogpt} are both a whole recipe; drop one"
             )
 
 

@@ -23,7 +23,6 @@ OF_A_RUN: tuple[tuple[str, Flags], ...] = (
         (
             ("--preset NAME", "tiny, shakespeare-cpu, shakespeare-char, gpt2-124m"),
             ("--config FILE", "YAML; its keys are the flags' names, and flags win"),
-            ("--from_nanogpt FILE", "a configuration of nanoGPT: config/train_gpt2.py"),
             ("--dataset NAME|PATH", "shakespeare, a text file, or a folder of tokens"),
             ("--init_from PATH", "weights to begin with: GPT-2's, nanoGPT's, a run's"),
             ("--n_layer N", "transformer blocks; --n_head N heads, --n_embd N wide"),

@@ -47,11 +47,6 @@ SCALE_FLAGS = {
 COMMAND_FLAGS = {
     "config": ("FILE", "YAML (or config.json) with any of the keys below"),
     "preset": ("NAME", f"a file of nanoray/presets (default: {DEFAULT_PRESET})"),
-    "from_nanogpt": (
-        "FILE",
-        "in place of both, a configuration of nanoGPT such as config/train_gpt2.py; nothing in it is "
-        "run, and what it becomes is printed",
-    ),
     "dry_run": ("", "print what would run and where, start nothing, exit 0"),
     "quiet": (
         "",

@@ -95,16 +95,14 @@ def load_settings(
     file: str | None = None,
     preset: str | None = None,
     overrides: Mapping[str, Any] | None = None,
-    keys: Mapping[str, Any] | None = None,
     elsewhere: bool = False,
 ) -> Settings:
     """Merge preset, file and overrides. Without file and preset: the default preset.
 
     Variables in paths of the file are expanded; in `overrides` they have been.
 
-    keys: those of the file, where it has been read already. elsewhere: paths are those of another
-    machine, which loads what comes out of this once more. So the weights of init_from are not
-    looked at; sizes of a preset, which they replace, are left out.
+    elsewhere: paths are those of another machine, which loads what comes out of this once more. So
+    the weights of init_from are not looked at; sizes of a preset, which they replace, are left out.
     """
     flags = dict(overrides or {})
     of_preset: dict[str, Any] = {}
@@ -112,7 +110,7 @@ def load_settings(
 
     # A file alone replaces the default preset; it is laid over one that it names, or --preset
     if file:
-        keys = dict(read_yaml(Path(file)) if keys is None else keys)
+        keys = read_yaml(Path(file))
         named = keys.pop("preset", None)
         preset = preset or named
         of_file = {
