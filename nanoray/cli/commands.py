@@ -14,7 +14,6 @@ from nanoray.base.environment import working_folder
 from nanoray.base.output import as_command, lasting_output, say_error
 from nanoray.cli.flags import Loaded, parse_args
 from nanoray.cli.help import Page
-from nanoray.cli.parsers import DESCRIBE, SubcommandsFound
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
 
@@ -86,8 +85,6 @@ def run_subcommand(
     text = (doc or f"commands: {', '.join(commands)}").strip()
 
     def run() -> int:
-        if name == DESCRIBE:
-            raise SubcommandsFound(commands)
         if name in ("-h", "--help"):
             print(text)
             return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,6 @@ from nanoray.config.layers import keep_init_from, lay_over
 from nanoray.config.load import flatten, read_mapping, run_folder_of
 from nanoray.config.paths import expand, expand_paths
 from nanoray.config.settings import FLAG, OF_ONE_COMMAND, RUN
-from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError
 
 # Flags of the command itself that are paths on this machine
@@ -79,9 +77,9 @@ def parse_args(
 
     # What remains in `flags` after this are keys of the configuration. A shell expands no ~ within
     # a word, such as --config=~/x.yaml. The command's own files are here, wherever the ranks train
-    flags = expand_paths(vars(known), None if elsewhere else os.environ)
+    flags = vars(known) if elsewhere else expand_paths(vars(known))
     for key in COMMAND_PATHS & flags.keys():
-        flags[key] = expand(key, flags[key], os.environ)
+        flags[key] = expand(key, flags[key])
     file = flags.pop("config", None)
     preset = flags.pop("preset", None)
     dry_run = flags.pop("dry_run", False)
@@ -129,13 +127,7 @@ def _refuse_words(words: list[str]) -> None:
     if not word.startswith("-"):
         raise ConfigError(f"{word} is the value of no flag; {_flag_for(words)}")
 
-    # `--key=value`, or `--key value`
-    key, is_assigned, value = word.lstrip("-").partition("=")
-    given: str | None = value
-    if not is_assigned:
-        given = words[1] if len(words) > 1 and not words[1].startswith("--") else None
-    refuse_old({key: given})
-    refuse_unknown_key(key, given, (*flag_names(), *COMMAND_FLAGS), "--")
+    refuse_unknown_key(word.partition("=")[0], (*flag_names(), *COMMAND_FLAGS))
 
 
 def _flag_for(words: list[str]) -> str:

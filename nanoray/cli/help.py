@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from nanoray.cli.parsers import COMMAND_FLAGS, GROUPS, build_parser, flag_names
 from nanoray.config import field_extra
-from nanoray.config.neighbours import answer
 from nanoray.errors import ConfigError
 
 WIDTH = 80  # columns of a screen
@@ -167,9 +166,6 @@ def _flags_of(topic: str) -> tuple[str, ...]:
     if word in flags or word in COMMAND_FLAGS:
         return (word,)
 
-    foreign = answer(word, None, "--")
-    if foreign:
-        raise ConfigError(f"help = {topic} is no topic; {foreign}")
     known = ["all", "command", *GROUPS]
     close = difflib.get_close_matches(word, [*known, *flags], 1, 0.75)
     hint = f"did you mean {close[0]}?" if close else f"give {', '.join(known)}, or a flag"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -60,35 +60,9 @@ COMMAND_FLAGS = {
 # The commands that are also modules: `python -m nanoray.train`. All others are `nanoray NAME` alone.
 MODULES = ("train", "launch", "bench")
 
-# A word that no shell can pass. A command line that ends in it raises its parser, or the names of its
-# subcommands: completion.py asks every command in this way, and no command needs a list of its own.
-DESCRIBE = "\0"
-
-
-class ParserFound(BaseException):
-    """A command line would be parsed by this parser."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        super().__init__(parser.prog)
-        self.parser = parser
-
-
-class SubcommandsFound(BaseException):
-    """A command has these subcommands."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        super().__init__()
-        self.names = list(names)
-
 
 class Parser(argparse.ArgumentParser):
     """A parser whose complaints are ConfigErrors."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse a command line; ParserFound is raised for one that ends in DESCRIBE."""
-        if args and args[-1] == DESCRIBE:
-            raise ParserFound(self)
-        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> Any:
         raise ConfigError(f"{message}; see {self.prog} --help")

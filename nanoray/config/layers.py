@@ -21,7 +21,6 @@ from nanoray.config.paths import expand_paths
 from nanoray.config.run import name_of_file
 from nanoray.config.schema import Config, changes_recipe
 from nanoray.config.settings import FLAG, Settings
-from nanoray.config.spellings import PARTS
 from nanoray.config.variables import parse_variables
 from nanoray.config.weights.source import find
 from nanoray.errors import ConfigError
@@ -63,10 +62,9 @@ def lay_over(lower: Mapping[str, Any], upper: Mapping[str, Any], where: str) -> 
     elif "max_steps" in upper:
         merged.pop("num_epochs", None)
 
-    # A new dp_mode replaces the old one together with its parts
-    for part in PARTS:
-        if part.key in upper:
-            merged.pop(part.field, None)
+    # A size of a micro batch replaces the search for one
+    if "micro_batch_size" in upper:
+        merged.pop("micro_batch_search", None)
     merged.update(upper)
     if "env" in lower and "env" in upper:
         merged["env"] = _merge_variables(lower["env"], upper["env"])
@@ -113,10 +111,8 @@ def load_settings(
         keys = read_yaml(Path(file))
         named = keys.pop("preset", None)
         preset = preset or named
-        of_file = {
-            "name": name_of_file(file),
-            **expand_paths(keys, None if elsewhere else os.environ),
-        }
+        paths = keys if elsewhere else expand_paths(keys)
+        of_file = {"name": name_of_file(file), **paths}
     if preset or not file:
         preset = str(preset or DEFAULT_PRESET)
         of_preset = {"name": preset, **_read_preset(preset)}

@@ -12,7 +12,6 @@ from pathlib import Path
 from nanoray.base.storage.url import is_secret, is_url, local_folder
 from nanoray.config.keys import Keys
 from nanoray.config.mesh import IN_REPLICA, SHARDS_STATE
-from nanoray.config.spellings import spell
 from nanoray.errors import ConfigError
 
 
@@ -336,4 +335,4 @@ def min_lr_is_reached(config: Keys) -> str | None:
     no_end = config.schedule == "constant"
     if not no_end or config.min_lr in (config.lr, Keys.model_fields["min_lr"].default):
         return None
-    return f"{spell(config, 'min_lr')} would be ignored: schedule = constant; drop --min_lr"
+    return f"min_lr = {config.min_lr} would be ignored: schedule = constant; drop --min_lr"

@@ -22,11 +22,11 @@ import click
 
 from nanoray.cli import parse_args
 from nanoray.cli.catalog import COMMANDS
-from nanoray.cli.completion import RUNS, find_parsers
 from nanoray.cli.parsers import MODULES
 from nanoray.start.opening import Opening
 from nanoray.tune.__main__ import recipe_of, rest_of
 from tests.harness.manifests import require_kubectl
+from tests.harness.parsers import RUNS, find_parsers
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "kuberay" / "scripts"

@@ -205,7 +205,7 @@ REFUSALS = {
     "hook before": Refusal(Layers, "zero1", "(register_step_pre_hook)", prepare=hook_before),
     "hook after": Refusal(Layers, "fsdp", "(register_step_post_hook)", prepare=hook_after),
     "own step": Refusal(Layers, "zero2", "has been replaced by another", prepare=replace_step),
-    "norms in bf16": Refusal(normed, "fsdp:bf16", "with batch normalisation"),
+    "norms in bf16": Refusal(normed, "fsdp bf16", "with batch normalisation"),
 }
 # Advised where this test cannot come: on Ray, where fsdp trains a copy of the model; and where ranks
 # have gathered different layers already, so that they wait for each other
@@ -233,9 +233,10 @@ def ranks() -> Iterator[LastingRanks]:
 
 
 def outcome(ranks: LastingRanks, refusal: Refusal, mode: str, folder: Path) -> dict[str, Any]:
-    settings = {"dp_mode": mode, "out_dir": str(folder)}
-    if mode.startswith("fsdp:"):
-        settings["precision"] = "bf16"
+    dp_mode, _, gather = mode.partition(" ")
+    settings = {"dp_mode": dp_mode, "out_dir": str(folder)}
+    if gather:
+        settings |= {"fsdp_gather": gather, "precision": "bf16"}
     spec = open_run(make_config(DEFAULTS | SETTINGS | settings), own_data(), 0.0)
     outcomes = ranks.train(spec, Program(partial(train, refusal=refusal), frozenset(settings)))
     # A rank may be alone with its refusal: the others then wait for it in vain.

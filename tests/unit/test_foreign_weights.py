@@ -30,7 +30,7 @@ from nanoray.checkpoint.files import load
 from nanoray.checkpoint.foreign import load_weights
 from nanoray.cli import parse_args
 from nanoray.config import load_config
-from nanoray.config.neighbours import read_names
+from nanoray.config.load import read_names
 from nanoray.config.weights import outlines
 from nanoray.config.weights.gpt2 import NAMES
 from nanoray.config.weights.source import find

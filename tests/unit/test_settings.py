@@ -74,7 +74,7 @@ def test_a_step_is_validated_as_a_whole() -> None:
 
 def test_each_layer_is_named(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("lr: 0.01\nmax_steps: 50\ndp_mode: fsdp:bf16\n")
+    file.write_text("lr: 0.01\nmax_steps: 50\ndp_mode: fsdp\nfsdp_gather: bf16\n")
     settings = load_settings(str(file), "tiny", {"max_steps": "60"})
     assert settings.given == {"max_steps"}
     lines = written(settings)
@@ -83,7 +83,8 @@ def test_each_layer_is_named(tmp_path: Path) -> None:
         "n_layer 2 (preset tiny)",
         f"lr 0.01 (file {file})",
         "max_steps 60 (flag)",
-        f"dp_mode fsdp:bf16 (file {file})",
+        f"dp_mode fsdp (file {file})",
+        f"fsdp_gather bf16 (file {file})",
     ):
         assert line in lines
     assert origin_of(settings.origins, "fsdp_gather") == f"file {file}"
