@@ -57,10 +57,6 @@ COMMAND_FLAGS = {
 }
 
 
-# The commands that are also modules: `python -m nanoray.train`. All others are `nanoray NAME` alone.
-MODULES = ("train", "launch", "bench")
-
-
 class Parser(argparse.ArgumentParser):
     """A parser whose complaints are ConfigErrors."""
 
@@ -82,21 +78,10 @@ def tool_parser(prog: str, doc: str | None) -> Parser:
 
 
 def name_program(command: str) -> str:
-    """Return how this process was called, to run `command`: `python -m nanoray.train`, for instance.
-
-    Subcommands are words of `command`.
-    """
+    """Return how to call this program for its help: `nanoray COMMAND`, or `python SCRIPT`."""
     called = Path(sys.argv[0])
-    if called.resolve().parent == PACKAGE and called.name == "__main__.py":
-        return f"python -m nanoray {command}"
-    # `python -m nanoray.train`: Python has put the module's file there
-    if called.is_absolute() and PACKAGE in called.resolve().parents:
-        room = called.resolve().parent.name
-        if room in MODULES:
-            return " ".join([f"python -m nanoray.{room}", *command.split()[1:]])
-        return f"nanoray {command}"
     # An example that passes its flags on
-    if called.suffix == ".py" and called.name != "__main__.py":
+    if called.suffix == ".py" and PACKAGE not in called.resolve().parents:
         return f"python {called}"
     return f"nanoray {command}"
 
@@ -140,7 +125,8 @@ def _add_command_flag(parser: argparse.ArgumentParser, key: str) -> None:
     """Add a flag of the command itself."""
     metavar, text = COMMAND_FLAGS[key]
     if metavar:
-        parser.add_argument(f"--{key}", metavar=metavar, help=text)
+        kind = {"N": int, "X": float}.get(metavar, str)
+        parser.add_argument(f"--{key}", metavar=metavar, type=kind, help=text)
     else:
         parser.add_argument(f"--{key}", action="store_true", help=text)
 
