@@ -44,8 +44,7 @@ _Loader.add_constructor(_NULL, lambda loader, node: None)
 
 def read_texts(text: str) -> Any:
     """Return a document of YAML, in which each plain word is a str. Raises ValueError, YAMLError."""
-    # PyYAML guards its own loaders of this name; this one makes texts, lists and mappings only
-    return yaml.load(text, _Loader)
+    return _Loader(text).get_single_data()
 
 
 def read_file(path: Path) -> Any:
