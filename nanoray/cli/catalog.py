@@ -68,8 +68,4 @@ COMMANDS = {
         "show the MIG slices that a GPU supports, and those that exist here",
     ),
     "bench": ("nanoray.bench.__main__", "run a benchmark"),
-    "completion": (
-        "nanoray.cli.completion",
-        "print a script for bash, zsh or fish that completes commands, flags and values",
-    ),
 }

@@ -21,7 +21,6 @@ from nanoray.config.paths import expand_paths
 from nanoray.config.run import name_of_file
 from nanoray.config.schema import Config, changes_recipe
 from nanoray.config.settings import FLAG, Settings
-from nanoray.config.spellings import PARTS
 from nanoray.config.variables import parse_variables
 from nanoray.config.weights.source import find
 from nanoray.errors import ConfigError
@@ -63,10 +62,9 @@ def lay_over(lower: Mapping[str, Any], upper: Mapping[str, Any], where: str) -> 
     elif "max_steps" in upper:
         merged.pop("num_epochs", None)
 
-    # A new dp_mode replaces the old one together with its parts
-    for part in PARTS:
-        if part.key in upper:
-            merged.pop(part.field, None)
+    # A size of a micro batch replaces the search for one
+    if "micro_batch_size" in upper:
+        merged.pop("micro_batch_search", None)
     merged.update(upper)
     if "env" in lower and "env" in upper:
         merged["env"] = _merge_variables(lower["env"], upper["env"])
@@ -95,16 +93,14 @@ def load_settings(
     file: str | None = None,
     preset: str | None = None,
     overrides: Mapping[str, Any] | None = None,
-    keys: Mapping[str, Any] | None = None,
     elsewhere: bool = False,
 ) -> Settings:
     """Merge preset, file and overrides. Without file and preset: the default preset.
 
     Variables in paths of the file are expanded; in `overrides` they have been.
 
-    keys: those of the file, where it has been read already. elsewhere: paths are those of another
-    machine, which loads what comes out of this once more. So the weights of init_from are not
-    looked at; sizes of a preset, which they replace, are left out.
+    elsewhere: paths are those of another machine, which loads what comes out of this once more. So
+    the weights of init_from are not looked at; sizes of a preset, which they replace, are left out.
     """
     flags = dict(overrides or {})
     of_preset: dict[str, Any] = {}
@@ -112,13 +108,11 @@ def load_settings(
 
     # A file alone replaces the default preset; it is laid over one that it names, or --preset
     if file:
-        keys = dict(read_yaml(Path(file)) if keys is None else keys)
+        keys = read_yaml(Path(file))
         named = keys.pop("preset", None)
         preset = preset or named
-        of_file = {
-            "name": name_of_file(file),
-            **expand_paths(keys, None if elsewhere else os.environ),
-        }
+        paths = keys if elsewhere else expand_paths(keys)
+        of_file = {"name": name_of_file(file), **paths}
     if preset or not file:
         preset = str(preset or DEFAULT_PRESET)
         of_preset = {"name": preset, **_read_preset(preset)}

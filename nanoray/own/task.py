@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
-from nanoray.config.spellings import spell
+from nanoray.config.rows import spell
 from nanoray.data.tokens import Samples
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.axis import Axis

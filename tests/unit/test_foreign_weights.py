@@ -30,7 +30,7 @@ from nanoray.checkpoint.files import load
 from nanoray.checkpoint.foreign import load_weights
 from nanoray.cli import parse_args
 from nanoray.config import load_config
-from nanoray.config.neighbours import read_names
+from nanoray.config.load import read_names
 from nanoray.config.weights import outlines
 from nanoray.config.weights.gpt2 import NAMES
 from nanoray.config.weights.source import find
@@ -642,21 +642,6 @@ def test_a_resumed_run_has_its_own_weights(
     (run / "config.json").write_text(load_config(preset="tiny").to_json())
     with pytest.raises(ConfigError, match="has its own weights and began with random ones; drop"):
         parse_args([*layer, "--init_from=v", f"--resume={run}"], "nanoray train", "")
-
-
-def test_nanogpts_recipe_for_fine_tuning(gpt2: Any, tmp_path: Path) -> None:
-    """nanoGPT's default context is not that of the weights; one that its file has crops theirs."""
-    folder = foreign.one_file(tmp_path / "w", gpt2)
-    file = tmp_path / "finetune.py"
-    recipe = "init_from = 'gpt2-xl'\nmax_iters = 20\nlearning_rate = 3e-5\ndecay_lr = False\n"
-    recipe += "dataset = 'shakespeare'\nwarmup_iters = 0\n"
-    flags = [f"--from_nanogpt={file}", f"--init_from={folder}", "--tokenizer=byte"]
-    file.write_text(recipe)
-    config = parse_args(flags, "nanoray train", "").config
-    assert ModelShape.of(config, VOCAB) == SHAPE
-    assert (config.lr, config.max_steps, config.schedule) == (3e-5, 20, "constant")
-    file.write_text(recipe + "block_size = 8\n")
-    assert parse_args(flags, "nanoray train", "").config.block_size == 8
 
 
 def dataset_of(vocab_size: int, tokenizer: dict[str, Any]) -> DatasetInfo:

@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nanoray.config.neighbours import read_names
+from nanoray.config.load import read_names
 from nanoray.errors import ConfigError
 
 PREFIX = "transformer."
