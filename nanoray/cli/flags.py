@@ -143,7 +143,7 @@ def _flag_for(words: list[str]) -> str:
     word = words[0]
     path = Path(word).expanduser()
     # Without quotes the shell replaces a pattern by all files that it matches.
-    if path.suffix in (".bin", ".npy"):
+    if path.suffix == ".bin":
         return "give each flag one value, and quote a pattern, as in --dataset 'data/*.bin'"
     if word in preset_names():
         return f"write --preset {word}"
