@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from nanoray.base.points import reached
+from nanoray.checkpoint.begin import begin_with
 from nanoray.checkpoint.find import newest_rank_states, newest_valid
-from nanoray.checkpoint.foreign import begin_with
 from nanoray.checkpoint.run import RunSpec
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
