@@ -13,12 +13,11 @@ MAY = {
     COMPRESSION: "gradients that are sent in fewer bits",
 }
 
-# The knobs of space.py, for --leave
+# The knobs of knobs.py, for --leave
 KNOB_NAMES = (
     "micro_batch",
     "attention",
     "loss_chunk",
-    "compile",
     "checkpointing",
     "threads",
     "dp_mode",
@@ -31,4 +30,5 @@ KNOB_NAMES = (
     "tensor",
     "precision",
     "compression",
+    "compile",
 )
