@@ -47,8 +47,7 @@ METRICS: dict[str, Metric] = {
         Metric(
             "train/grad_norm",
             "1",
-            "global L2 norm of the averaged gradient, unscaled, before clipping; with sync_every that "
-            "of rank 0's replica",
+            "global L2 norm of the averaged gradient, unscaled, before clipping",
             "0.1 to 2 after warm-up; spikes mean bad batches or a learning rate that is too high",
         ),
         Metric(

@@ -14,9 +14,8 @@ from collections.abc import Callable
 EXCHANGES = {  # each before a collective
     "exchange_vote": "a rank votes for an order, or waits for the outcome",
     "exchange_loss": "the logged loss is averaged",
-    "exchange_rounds": "with sync_every: by how much the replicas have moved begins to be averaged",
     "exchange_absent": "of a script's own model: which parameters no rank has a gradient of",
-    "exchange_overflow": "with fp16, or where replicas meet: whether any rank's gradients are not finite",
+    "exchange_overflow": "with fp16: whether any rank's gradients are not finite",
     "exchange_finite": "before a sharded state is saved: whether all weights are finite",
     "exchange_eval": "the evaluation's sums are added",
     "exchange_objects": "small values: which rank holds the state, what failed, whether a checkpoint is due",

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from nanoray.config import Batch
     from nanoray.mesh.mesh import Mesh
-    from nanoray.state.outer import Outer
 
 
 @dataclass
@@ -142,7 +140,7 @@ class Arm:
         `mirrored` sizes the buffers as with --mirror on one node. `drops`: with the dropout of the
         configuration; else without any.
         """
-        from nanoray.forecast.memory import RankSizes, exchanged, model_memory, peak_memory
+        from nanoray.forecast.memory import model_memory, peak_memory
         from nanoray.mesh.layout import Layout
         from nanoray.models.precision import LossScaler, MeanLoss
         from nanoray.parallel.ddp import default_bucket_mb
@@ -181,21 +179,11 @@ class Arm:
         self.dp = batch.dp
         of_model = config, self.case.model, shared_by, state, self.case.activations
         self.at_peak = peak_memory(*of_model, bucket_mb, batch.accum)
-        # Replicas average their weights when there are no activations.
-        between = sum(state.values()) - state["in_flight"]
-        sizes = RankSizes.of(config, self.case.model)
-        between += exchanged(config, sizes, shared_by, bucket_mb)
-        self.at_peak = max(self.at_peak, between)
         self.optimizer = make_optimizer(self.case.model, config, self.plan.shards)
         mirrored_shards = self.plan.mirror_shards
         self.mirror: Optimizer | None = None
         if mirrored_shards:
             self.mirror = make_optimizer(self.case.model, config, mirrored_shards)
-        # Replicas that rarely communicate: what they share, and what ends a step for them
-        self.outer: Outer | None = None
-        self.end_step: Callable[[int], None] | None = None
-        if self.plan.rounds:
-            self.outer, self.end_step = _rounds_of(self, config, batch)
         self.recorder = CommRecorder(mesh, every=1)
         if traced:
             self.plan.add_twin(self.recorder.hook)
@@ -239,8 +227,6 @@ class Arm:
             self.mirror.step()
         self.plan.spread()
         self.trained += 1  # also the number of the next step's batch
-        if self.end_step:
-            self.end_step(self.trained)
 
     def step_by_phases(self) -> list[Any]:
         """Train one step; return this rank's phases, waiting for another stage among them. (all ranks)"""
@@ -295,26 +281,3 @@ class Arm:
         }
         largest = max((c.size_bytes for c in seen), default=0)
         return times | {"collectives": sent, "on_axes": dict(on_axes), "largest": largest}
-
-
-def _rounds_of(arm: Arm, config: Config, batch: Batch) -> tuple[Outer, Callable[[int], None]]:
-    """Return what an arm's replicas share, and the function that ends a step for them."""
-    from nanoray.models.precision import LossScaler
-    from nanoray.state.train_state import TrainState
-    from nanoray.train.guard.guards import Guards
-
-    rounds = arm.plan.rounds
-    assert rounds
-    device = arm.mesh.device
-    guards = Guards(config, batch, device)
-    state = TrainState(arm.case.model, arm.optimizer, LossScaler(device, False), guards)
-    outer = state.anchors(config.outer_momentum > 0, config.sync_fragments)
-    state.outer = outer
-
-    def end_step(step: int) -> None:
-        state.step = step
-        for fragment, sent_at, means in rounds.meet(state):
-            arm.plan.settle()
-            outer.update(fragment, means, sent_at, config.outer_lr, config.outer_momentum)
-
-    return outer, end_step

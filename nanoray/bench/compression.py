@@ -38,11 +38,9 @@ from nanoray.errors import ConfigError
 
 PLAIN = "fp32"
 ARMS: dict[str, dict[str, Any]] = {PLAIN: {}} | {
-    kind: {"grad_compress": kind} for kind in ("bf16", "fp16", "int8")
+    kind: {"grad_compress": kind} for kind in ("bf16", "fp16")
 }
-ARMS |= {f"powersgd {r}": {"grad_compress": "powersgd", "powersgd_rank": r} for r in (1, 4, 16)}
 WIRE = "bytes on the wire"
-KEPT = "memory"
 LOSS = "loss"
 OFF = "loss, off"
 PAYS = "pays below"
@@ -92,7 +90,6 @@ class CompressionBenchmark(Benchmark):
                 TableColumn("loss", _last_loss),
                 TableColumn("off, nat", OFF),
                 TableColumn("pays below, MB/s", PAYS),
-                TableColumn("kept, MiB", KEPT),
             ),
         ),
     )
@@ -193,7 +190,7 @@ def _add_rows(report: Report, name: str, events: list[dict[str, Any]], ranks: in
         report.add(name, STEP, "ms", ())
         return
 
-    # Bytes and memory are the same in every round, so the last one stands for all.
+    # Bytes are the same in every round, so the last one stands for all.
     last = events[-1]
     plain = report.row(PLAIN, LOSS)
     wrong = sum(digest != last["digests"][0] for digest in last["digests"])
@@ -202,7 +199,6 @@ def _add_rows(report: Report, name: str, events: list[dict[str, Any]], ranks: in
     report.add(name, EXPOSED, "ms", each(events, "exposed_ms"))
     carried = _wire_mb(last["collectives"], ranks)
     report.add(name, WIRE, "MB", carried, note_of_sent(last["collectives"]))
-    report.add(name, KEPT, "MiB", last["kept"] / 2**20, "error feedback, in a rank's memory")
     means = (statistics.fmean(event["losses"]) for event in events)
     note = f"mean of each round's steps; {last['trained']} in all"
     loss = report.add(name, LOSS, "nat", means, note)

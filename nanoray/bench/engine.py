@@ -174,7 +174,6 @@ def time_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
             event["precision"] = arm.config.precision
             event["samples"] = arm.case.samples * arm.accum * arm.dp
             event["tokens"] = event["samples"] * arm.case.tokens
-            event["kept"] = 0 if arm.plan.memory is None else arm.plan.memory.nbytes
             event["trained"] = arm.trained
             emit(event)
     for arm in arms.values():
@@ -242,8 +241,5 @@ def _steps(arm: Arm, count: int, peak: Callable[[], int]) -> Iterator[tuple[dict
             held["mirror"] = held_by_mirror(
                 arm.case.model, arm.plan.mirror_shards or (), arm.mirror
             )
-        if arm.outer:
-            kept = [*arm.outer.anchor.values(), *arm.outer.momentum.values()]
-            held["rounds"] = sum(tensor.nbytes for tensor in kept)
         yield held, peak()
         arm.plan.zero_grad()

@@ -22,7 +22,7 @@ from nanoray.bench.harness.figure import Figure, Panel, with_values
 from nanoray.bench.harness.rank_pool import add_where_flags, where_from
 from nanoray.bench.harness.report import Emit, Measurement, Record, Report, say
 from nanoray.bench.harness.table import Cell, Table, TableColumn, names
-from nanoray.bench.strategies import MODES, ROUNDS_OF_ONE
+from nanoray.bench.strategies import MODES
 from nanoray.config import Config, make_config
 from nanoray.config.mesh import BY_HAND
 from nanoray.errors import ConfigError
@@ -193,7 +193,7 @@ class EquivalenceBenchmark(Benchmark):
                 found: dict[str, list[Record]] = {}
                 run = {}
                 for arm, own in arms.items():
-                    if fits(own, how["accum"]) and trains_alike(own, how["settings"]):
+                    if fits(own, how["accum"]):
                         run[arm] = own
 
                 def add_rows(case: str = case, how: Any = how, found: Any = found) -> None:
@@ -228,8 +228,6 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, Record]:
         arms |= in_modes("2 replicas", {"replicas": 2}, sharded)
     if workers == 6:
         arms |= in_modes("3 replicas", {"replicas": 3}, sharded)
-    # Rounds of one step: the weights of replicas are averaged, not their gradients.
-    arms["rounds of 1"] = dict(ROUNDS_OF_ONE)
     # Pipelines: every schedule where all ranks are stages, every mode where there are replicas.
     for pp in (2, 3, 4):
         piped = {"pp": pp, "n_layer": 2 * pp}  # two chunks of a block each, where there are chunks
@@ -286,14 +284,6 @@ def arms_for(workers: int, checkpointing: bool = True) -> dict[str, Record]:
 def fits(own: Record, accum: int) -> bool:
     """Return whether an arm supports `accum` micro batches."""
     return own.get("pp_schedule") != "interleaved" or accum % own["pp"] == 0
-
-
-def trains_alike(own: Record, settings: Record) -> bool:
-    """Return whether an arm should have the weights of one process with this optimizer.
-
-    Averaged weights are those of averaged gradients where an update is a multiple of the gradient.
-    """
-    return "sync_every" not in own or settings["optimizer"] == "sgd"
 
 
 def _make_rows(
@@ -450,8 +440,7 @@ def train(mesh: Mesh, accum: int, samples: int, **settings: Any) -> Record:
     for _ in range(STEPS):
         arm.step()
         losses.append(mesh.all_reduce_mean(arm.loss.clone()).item())
-        if not arm.outer:
-            norms.append(arm.norm.item())
+        norms.append(arm.norm.item())
         gradients = sum(g.numel() for g in arm.plan.gradients)
         arm.plan.zero_grad()
     arm.plan.settle()

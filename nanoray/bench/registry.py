@@ -99,13 +99,8 @@ BENCHMARKS = {
         _at("pipeline:PipelineBenchmark"),
     ),
     "compression": Entry(
-        "gradients in bf16, fp16, int8 and PowerSGD: bytes, step time and loss beside float32",
+        "gradients in bf16 and fp16: bytes, step time and loss beside float32",
         _at("compression:CompressionBenchmark"),
-    ),
-    "rarely": Entry(
-        "replicas that rarely communicate: bytes, step time on thin links, and loss beside ddp",
-        _at("rarely:RarelyBenchmark"),
-        in_all=False,
     ),
     "equivalence": Entry(
         "every data-parallel mode against one process: losses, weights, bits",

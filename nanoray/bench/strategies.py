@@ -60,12 +60,6 @@ DATA_ARMS = MODES | {
 HYBRID: dict[str, Record] = {
     f"{mode} hybrid": MODES[mode] | {"replicas": 2} for mode in ("zero1", "zero2", "fsdp full")
 }
-# Replicas that average their weights: in each step here, so that each step is like the others
-ROUNDS_OF_ONE: Record = {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
-ROUNDS: dict[str, Record] = {
-    "rounds": ROUNDS_OF_ONE,
-    "rounds 8 bits": ROUNDS_OF_ONE | {"sync_bits": 8},
-}
 EXPERTS = "experts"
 _EXPERTS = {"dp_mode": "ddp_by_hand", "experts": 4}
 AXES: dict[str, Record] = {
@@ -81,8 +75,8 @@ AXES: dict[str, Record] = {
     EXPERTS: _EXPERTS,
     f"{EXPERTS} ep 2": _EXPERTS | {"ep": 2},
 }
-ARMS = DATA_ARMS | HYBRID | ROUNDS | AXES
-ONLY_GPT = ROUNDS | AXES
+ARMS = DATA_ARMS | HYBRID | AXES
+ONLY_GPT = AXES
 P95 = "p95 step"
 SAMPLES = "samples"
 TOKENS = "tokens"
@@ -102,7 +96,7 @@ RESNET = {
     "grad_clip": 0.0,
     "global_batch_size": 64,
 }
-KEPT = ("parameters", "gradients", "optimizer", "mirror", "rounds")  # between two steps
+KEPT = ("parameters", "gradients", "optimizer", "mirror")  # between two steps
 LARGE_MIB = 16  # of state: what resident memory is judged from
 SAME_LOSS = 1e-3  # relative: all arms learn from the same batches
 WORST = "worst arm"
@@ -212,10 +206,10 @@ class StrategiesBenchmark(Benchmark):
 
         def add_time_rows() -> None:
             # A loss is compared with that of the first arm with the same model: with or without
-            # experts. Averaged weights are those of averaged gradients with plain SGD only.
+            # experts.
             for arm, events in found.items():
                 first = next(other for other in arms if (EXPERTS in other) == (EXPERTS in arm))
-                _add_time_rows(report, arm, events, [] if arm in ROUNDS else found[first])
+                _add_time_rows(report, arm, events, found[first])
 
         with ranks_for(report, where, add_time_rows) as pool:
             if not args.preset and pool.facts[0]["device"] != "cpu":

@@ -116,10 +116,10 @@ def save_shared(
     with draft.errors():
         # Its own part first, while the other ranks write theirs.
         parts.write(draft.temp, 0, state)
-        sums, pieces, replicas = parts.collect(draft.temp, writers, alive)
+        sums, pieces = parts.collect(draft.temp, writers, alive)
         # The parts have weights and optimizer. The rest is small, and rank 0 has all of it.
         sums[RNG] = write_file(draft.temp / RNG, layout(_flat_rng(state)))
-        parts_of = {"aliases": state.aliases, "pieces": pieces, "replicas": replicas}
+        parts_of = {"aliases": state.aliases, "pieces": pieces}
         rest = _rest(state, parts_of)
         sums[STATE] = write_file(draft.temp / STATE, [as_bytes(rest)])
         draft.commit(sums, SHARDED)
@@ -274,19 +274,16 @@ def _clean(folder: Path, tag: str = "") -> None:
                 shutil.rmtree(folder / name)
 
 
-def load(
-    path: Path, pieces: Pieces | None = None, weights: Pieces | None = None, replica: int = 0
-) -> StateDict:
+def load(path: Path, pieces: Pieces | None = None, weights: Pieces | None = None) -> StateDict:
     """Read one checkpoint folder into CPU tensors.
 
     With `pieces`, by parameter, only these pieces of the optimizer state are returned, flat, and
-    with `weights` only those of the weights; files that contain none of them are not read. Where
-    replicas have optimizer states of their own, that of `replica` is returned. Each file is read
-    once, into one buffer that its tensors share: the bytes used are the bytes that were checked.
-    Raises CheckpointError unless all sizes and checksums match.
+    with `weights` only those of the weights; files that contain none of them are not read. Each
+    file is read once, into one buffer that its tensors share: the bytes used are the bytes that
+    were checked. Raises CheckpointError unless all sizes and checksums match.
     """
     try:
-        return load_checked(path, pieces, weights, replica)
+        return load_checked(path, pieces, weights)
     except Damage as damage:
         raise _damaged(path, damage) from None
 
@@ -331,7 +328,7 @@ def peek(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def load_checked(
-    path: Path, pieces: Pieces | None = None, weights: Pieces | None = None, replica: int = 0
+    path: Path, pieces: Pieces | None = None, weights: Pieces | None = None
 ) -> StateDict:
     """Load a checkpoint as `load` does, but raise Damage."""
     sums, content = open_checkpoint(path)
@@ -340,7 +337,7 @@ def load_checked(
         state = StateDict({}, {}, rng, content["scaler"], content["meta"])
     # A sharded state: read the parts that contain the wanted pieces.
     if "pieces" in content:
-        state.model, state.optimizer = parts.load(path, sums, content, pieces, weights, replica)
+        state.model, state.optimizer = parts.load(path, sums, content, pieces, weights)
         return state
 
     # Whole tensors: read both files, and cut the pieces out.

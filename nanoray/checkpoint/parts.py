@@ -55,7 +55,7 @@ def write(temp: Path, rank: int, state: StateDict) -> None:
             _write_note(temp, rank, {"error": f"rank {rank}: {reason(error)}"})
         raise
     pieces = {name: piece.to_json() for name, piece in (state.pieces or {}).items()}
-    _write_note(temp, rank, {"pieces": pieces, "files": sums, "replica": state.replica})
+    _write_note(temp, rank, {"pieces": pieces, "files": sums})
 
 
 def _write_note(temp: Path, rank: int, note: dict[str, Any]) -> None:
@@ -67,16 +67,14 @@ def _write_note(temp: Path, rank: int, note: dict[str, Any]) -> None:
 
 def collect(
     temp: Path, writers: int, alive: Callable[[], None]
-) -> tuple[Sums, list[dict[str, Any]], list[int]]:
-    """Wait for all writers; return the sums of their files, and the pieces and the replica of each.
-    (rank 0 only)
+) -> tuple[Sums, list[dict[str, Any]]]:
+    """Wait for all writers; return the sums of their files, and the pieces of each. (rank 0 only)
 
     `alive` is called meanwhile, and raises when a part will not be written. Raises CheckpointError
     when a writer failed.
     """
     sums: Sums = {}
     pieces = []
-    replicas = []
     for rank in range(writers):
         path = temp / f".part-{rank:05d}.json"
         # A file, not a collective: the ranks compute the next steps meanwhile.
@@ -90,8 +88,7 @@ def collect(
             raise CheckpointError(f"cannot write a part of checkpoint {temp.name}: {note['error']}")
         sums |= note["files"]
         pieces.append(note["pieces"])
-        replicas.append(note["replica"])
-    return sums, pieces, replicas
+    return sums, pieces
 
 
 def reason(error: OSError) -> str:
@@ -126,12 +123,10 @@ def load(
     content: Mapping[str, Any],
     wanted: Mapping[str, Piece] | None,
     weights: Mapping[str, Piece] | None,
-    replica: int = 0,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights and the optimizer state, as the pieces `weights` and `wanted`.
 
-    None: whole tensors. Files that contain none of the pieces are not read. Where replicas have
-    optimizer states of their own, that of `replica` is returned. Raises Damage.
+    None: whole tensors. Files that contain none of the pieces are not read. Raises Damage.
     """
     with damage_of("state.json"):
         saved = [  # the pieces in each rank's files
@@ -140,11 +135,7 @@ def load(
         ]
         whole = {name: piece.all for pieces in saved for name, piece in pieces.items()}
         model = _load_model(path, sums, saved, whole, weights, content["aliases"])
-        # More replicas than were saved take over their states in turn.
-        replicas = content.get("replicas", [0] * len(saved))
-        number = replica % (max(replicas) + 1)
-        ranks = {rank for rank, of_rank in enumerate(replicas) if of_rank == number}
-        optimizer = _load_optimizer(path, sums, saved, whole, wanted, ranks)
+        optimizer = _load_optimizer(path, sums, saved, whole, wanted)
         return model, optimizer
 
 
@@ -187,10 +178,9 @@ def _load_optimizer(
     saved: Sequence[Mapping[str, Piece]],
     whole: Mapping[str, Piece],
     wanted: Mapping[str, Piece] | None,
-    ranks: set[int],
 ) -> dict[str, Tensor]:
     pieces = whole if wanted is None else wanted
-    files = _read_files(path, sums, saved, "optimizer", _ranks_with(saved, pieces) & ranks)
+    files = _read_files(path, sums, saved, "optimizer", _ranks_with(saved, pieces))
 
     # A name is "KIND.PARAMETER". A scalar, such as `step`, is equal in every part of its parameter.
     scalars: dict[str, Tensor] = {}

@@ -190,9 +190,7 @@ def recovers_in_place(config: Config, backend: str, ranks: int) -> bool:
     # A lost rank's shard is on disk only, unless another rank mirrors it or has the same one.
     # Ranks with other parts of a sequence share the state as data replicas do.
     is_mirrored = config.mirrors() and ranks > config.model_ranks
-    # Where replicas rarely communicate, one that is complete starts a broken one anew.
-    is_apart = config.sync_every > 0 and ranks > config.replica_ranks
-    return not config.sharded or is_mirrored or is_apart or config.replicated(ranks)
+    return not config.sharded or is_mirrored or config.replicated(ranks)
 
 
 def new_folder(out_dir: Path, name: str) -> Path:

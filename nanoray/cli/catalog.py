@@ -23,10 +23,6 @@ COMMANDS = {
         "nanoray.trace.__main__",
         "draw traced steps of a run: phases and collectives of all ranks",
     ),
-    "whatif": (
-        "nanoray.forecast.whatif",
-        "predict a run's step for another link, bucket size or number of ranks",
-    ),
     "ledger": (
         "nanoray.trace.accounts",
         "show where the time of a run went: compute, communication, recovery, ...",

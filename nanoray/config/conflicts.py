@@ -47,8 +47,7 @@ GPT_KEYS = (
     "attention",
     "loss_chunk",
 )
-ROUND_KEYS = ("outer_lr", "outer_momentum", "sync_fragments", "sync_bits")
-NEED_RANKS = ("comm_trace", "allreduce", "grad_compress", "audit_every", "sync_every")
+NEED_RANKS = ("comm_trace", "allreduce", "grad_compress", "audit_every")
 
 _NO_GPT = "model other than gpt"
 _PURE = f"precision {' or '.join(PURE)}"
@@ -140,9 +139,6 @@ TABLE: tuple[Row, ...] = tuple(chain(
     refused("micro_batch_size auto", "model resnet",
             "its batch norms take mean and variance of a micro batch, so the result depends on it",
             "give micro_batch_size a number"),
-    refused("micro_batch_size auto", "sync_every above 0",
-            "replicas that train alone keep their micro batch",
-            "give micro_batch_size a number, or use sync_every 0"),
 
     # Optimizer. Muon orthogonalises each matrix of the blocks, so a rank must have it whole
     ignored("muon_lr", "optimizer other than muon", "", "use optimizer muon, or drop it"),
@@ -206,30 +202,9 @@ TABLE: tuple[Row, ...] = tuple(chain(
     # Hybrid sharding
     ignored("replicas above 1", f"dp_mode other than {' and '.join(SHARDS_STATE)}",
             "shards nothing: every rank is a replica already",
-            "use dp_mode zero1, zero2 or fsdp, or drop replicas", also="sync_every 0"),
+            "use dp_mode zero1, zero2 or fsdp, or drop replicas"),
     refused("ep above 1", "replicas above 1",
             "each divides the data ranks in a way of its own", "drop one of the two"),
-
-    # Replicas that rarely communicate. A script's model and a resnet have buffers, or parameters
-    # without a gradient, of each replica
-    ignored(ROUND_KEYS, "sync_every 0", "", "give sync_every 50, or drop {asked}"),
-    refused("sync_every above 0", _NO_GPT,
-            "only the weights of a gpt are averaged, and other models have buffers, too",
-            "use sync_every 0"),
-    refused("sync_every above 0", _PURE,
-            "what an outer optimizer adds is lost in weights of 16 bits",
-            "use precision bf16 or fp16, or sync_every 0"),
-    refused("sync_every above 0", "ep above 1",
-            "experts are shared by all data ranks, which each of its steps would need",
-            "drop ep, or use sync_every 0"),
-    refused("audit_every above 0", "sync_every above 0",
-            "the weights of another replica differ, so it cannot compute a gradient again",
-            "use audit_every 0, or sync_every 0"),
-    ignored(("grad_compress", "allreduce"), "sync_every above 0",
-            "sends no gradients from replica to replica",
-            "use {asked} {default}; sync_bits 8 sends fewer bytes"),
-    rule("sync_fragments sync_every",
-         "sync_fragments: at most sync_every, which is 3 or more", sizes.fragments_fit),
 
     # Tensor parallelism
     refused("tp above 1", _NO_GPT, "it cuts the layers of a gpt", "drop tp"),
@@ -352,7 +327,7 @@ TABLE: tuple[Row, ...] = tuple(chain(
     rule("workers cp tp pp", "workers: a multiple of cp * tp * pp", sizes.ranks_make_replicas),
     rule("dp_mode pp workers",
          "dp_mode ddp with pp: only without other data ranks", sizes.ddp_has_no_pipeline),
-    rule("dp_mode replicas workers sync_every cp",
+    rule("dp_mode replicas workers cp",
          "replicas with dp_mode zero1, zero2 or fsdp: several data ranks in each group",
          sizes.groups_shard_something),
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator
-
-from nanoray.config.fields import Group, Natural, Positive, digits, field, hidden
-
-FRAGMENT_DELAY = 2  # sync_fragments: steps for which a fragment travels beside training
+from nanoray.config.fields import Group, Natural, Positive, field, hidden
 
 
 class OptimKeys(Group):
@@ -56,38 +52,10 @@ class OptimKeys(Group):
     follow the same schedule"""
 
     # What ranks send of their gradients. It changes the result, so it is a key of the recipe
-    grad_compress: Literal["none", "bf16", "fp16", "int8", "powersgd"] = field("none", "optim")
+    grad_compress: Literal["none", "bf16", "fp16"] = field("none", "optim")
     """dp_mode ddp and ddp_by_hand: what ranks send of their gradients: none (all, in float32) |
-    bf16 | fp16 (half the bytes) | int8 (a quarter) | powersgd (products of rank 4: far less;
-    powersgd:8 of rank 8). int8 and powersgd add what was not sent to the next gradient, and keep
-    it, 4 bytes per parameter. All change the result, and save time where a link is slow: see
+    bf16 | fp16 (half the bytes). It changes the result, and saves time where a link is slow: see
     docs/precision.md"""
-
-    powersgd_rank: Positive = hidden(4, "optim")
-    """grad_compress powersgd:4: columns of the two matrices that stand for a matrix of gradients"""
-
-    # Replicas that rarely communicate. They change the result, so they are keys of the recipe
-    sync_every: Natural = field(0, "optim")
-    """local SGD (DiLoCo): each replica takes this many steps alone, then the replicas average by how
-    much their weights have moved, and an outer optimizer applies the mean; 1/sync_every of the
-    bytes (0 = gradients are averaged in every step); a replica is a data rank, or with replicas R
-    one of R groups of them. Where replicas meet, the slowest one's round may be timeout_s longer
-    than the fastest one's; a stop takes effect there. See docs/parallelism/local-sgd.md"""
-
-    outer_lr: float = field(0.7, "optim", gt=0)
-    """sync_every: learning rate of the outer optimizer, SGD with Nesterov momentum; 1 with
-    outer_momentum 0 averages the weights"""
-
-    outer_momentum: float = field(0.9, "optim", ge=0, lt=1)
-    """sync_every: Nesterov momentum of the outer optimizer; 0 saves its 4 bytes per parameter"""
-
-    sync_fragments: Positive = field(1, "optim")
-    """sync_every: parts of the model that are averaged at different steps of a round, each beside
-    the next step (1 = the whole model at the round's end, while training waits)"""
-
-    sync_bits: Annotated[Literal[32, 8], BeforeValidator(digits)] = field(32, "optim")
-    """sync_every: bits of each number that the replicas exchange: 32 | 8 (a quarter of the bytes,
-    with a scale for every 1024 numbers)"""
 
     # Length of the schedule
     max_steps: Positive = field(2000, "optim")

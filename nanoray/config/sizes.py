@@ -12,7 +12,6 @@ from pathlib import Path
 from nanoray.base.storage.url import is_secret, is_url, local_folder
 from nanoray.config.keys import Keys
 from nanoray.config.mesh import IN_REPLICA, SHARDS_STATE
-from nanoray.config.optim import FRAGMENT_DELAY
 from nanoray.config.spellings import spell
 from nanoray.errors import ConfigError
 
@@ -136,18 +135,6 @@ def cp_divides_sequences(config: Keys) -> str | None:
             "seq_warmup_steps"
         )
     return None
-
-
-def fragments_fit(config: Keys) -> str | None:
-    # A fragment must have arrived before it is sent again
-    least = max(FRAGMENT_DELAY + 1, config.sync_fragments)
-    if config.sync_fragments == 1 or config.sync_every >= least:
-        return None
-    return (
-        f"sync_fragments = {config.sync_fragments} with sync_every = {config.sync_every}: each one "
-        f"is sent after a step of its own, and travels for two steps; use sync_every {least} or "
-        "more, or sync_fragments 1"
-    )
 
 
 def stages_divide(config: Keys) -> str | None:
@@ -330,9 +317,7 @@ def groups_shard_something(config: Keys) -> str | None:
         return None
     dp = config.workers // config.replica_ranks
     replicas = config.replicas
-    if config.sync_every and replicas == 1:
-        replicas = dp  # each data rank trains alone, unless the user groups them
-    elif replicas == 1 or dp % replicas:
+    if replicas == 1 or dp % replicas:
         return None
     if dp // replicas * config.cp > 1:
         return None

@@ -6,7 +6,6 @@ code reads plain values and the config.json of an older run loads as it is.
 
     precision     fp8:row, bf16_pure:stochastic, bf16_pure:master, fp16_pure:master
     optimizer     sgd:nesterov
-    grad_compress powersgd:8
     dp_mode       fsdp:grad_op, fsdp:bf16, fsdp:grad_op:bf16
     pp_schedule   interleaved:3
 
@@ -77,7 +76,6 @@ PARTS = (
         "bf16_pure:stochastic",
     ),
     ValuePart("nesterov", "optimizer", ("sgd",), {"nesterov": True}, "sgd:nesterov"),
-    ValuePart("powersgd_rank", "grad_compress", ("powersgd",), {}, "powersgd:4"),
     ValuePart("fsdp_reshard", "dp_mode", ("fsdp",), {"grad_op": "grad_op"}, "fsdp:grad_op"),
     ValuePart("fsdp_gather", "dp_mode", ("fsdp",), {"bf16": "bf16"}, "fsdp:bf16"),
     ValuePart("pp_chunks", "pp_schedule", ("interleaved",), {}, "interleaved:3"),

@@ -40,7 +40,6 @@ PEER_LOST = CAUSES["peer_lost"]
 NOT_CHARGED = ("drained", "driver_silent", "no_memory")
 # How long to wait for the root of a consequence: a busy Ray reports a death later than its peers do
 ROOT_S = 10.0
-STAND_STILL_S = 10.0  # without a step, until a rank counts as one that waits for others
 PROGRESS_STEPS = 10  # completed steps after which a failure is counted anew
 FAILURES_PER_HOUR = 60  # with more, the run stops, even if it recovers from each
 # Lines that a report keeps: thousands of ranks fail with the same message
@@ -214,7 +213,6 @@ class FailureCollector:
         self._patience_s = patience_s
         self._settle_s = settle_s
         self._deadline = float("inf")
-        self._moved_at: dict[int, float] = {}  # when a rank that trains alone has done a step
         self._live = live
         self.in_place = in_place
         self.failures: list[Failure] = []
@@ -245,24 +243,6 @@ class FailureCollector:
         else:
             wait_s = self._settle_s
         self._deadline = min(self._deadline, now + wait_s)
-
-    def moved(self, rank: int, now: float) -> None:
-        """Note that a rank that has not noticed the failure goes on to train.
-
-        Replicas that rarely communicate notice it where they meet, which may take many steps.
-        """
-        if rank in self._running and rank not in self._waiting:
-            self._moved_at[rank] = now
-            if self._deadline < float("inf"):
-                self._deadline = max(self._deadline, now + self._patience_s)
-
-    def stand_still(self, now: float) -> list[int]:
-        """Return the silent ranks that have done no step for a while."""
-        standing = []
-        for rank in self.silent:
-            if now - self._moved_at.get(rank, float("-inf")) > STAND_STILL_S:
-                standing.append(rank)
-        return standing
 
     def hurry(self, patience_s: float, now: float) -> None:
         """Wait at most `patience_s` for the ranks that have not noticed the failure."""

@@ -50,7 +50,6 @@ def link_lines(job: Job, layout: Layout, micro: int, ranks_per_node: int | None)
     if layout.world_size == 1 or (ranks_per_node is None and layout.replicas == 1):
         return []
     about = ""
-    rounds = job.config.sync_every
     if ranks_per_node is None:
         ranks_per_node = ranks_of_group(layout)
         about = f" (nodes of {ranks_per_node}, a group each)"
@@ -64,6 +63,5 @@ def link_lines(job: Job, layout: Layout, micro: int, ranks_per_node: int | None)
     if layout.replicas > 1:
         flat = replace(layout, replicas=1)
         other = sent_by_link(talks_of(job, flat, micro, stage), flat, ranks_per_node)
-        flat_way = "with gradients averaged in each step" if rounds else "without replicas"
-        line += f"; {flat_way} {other.inside / MB:,.1f} and {other.between / MB:,.1f} MB"
+        line += f"; without replicas {other.inside / MB:,.1f} and {other.between / MB:,.1f} MB"
     return [line]

@@ -38,9 +38,6 @@ class Job:
         if layout.size_of("dp_cp") == 1:
             return "ddp"
         mode: str = self.config.dp_mode
-        # Nor has one of several replicas that rarely communicate.
-        if layout.shard_size == 1:
-            mode = "ddp"
         if mode == "ddp" and layout.pp * layout.ep > 1:
             return "ddp_by_hand"
         return mode

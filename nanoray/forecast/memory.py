@@ -28,9 +28,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from nanoray.config import Config
-from nanoray.config.mesh import SHARDS_STATE
 from nanoray.parallel.buckets import IN_FLIGHT
-from nanoray.parallel.compress import BLOCK
 from nanoray.parallel.ep import names_of_experts
 from nanoray.parallel.fsdp import unit_of, units_of
 
@@ -128,64 +126,12 @@ def state_memory(
     bucket = max(int(bucket_mb * 2**20), int(each * sizes.tensor))
     buckets = min((IN_FLIGHT + 1) * min(bucket, total), total)
     parts["in_flight"] = _in_flight(config, mode, sizes, accum, buckets)
-    if config.sync_every:
-        parts["rounds"] = _rounds(config, each * updated)
-    elif config.replicas > 1 and mode in ("zero1", "zero2", "fsdp"):
+    if config.replicas > 1 and mode in ("zero1", "zero2", "fsdp"):
         parts["in_flight"] += _between_groups(mode, sizes, ranks, min(bucket, total))
     if config.grad_compress != "none" and ranks > 1:
         # Of each bucket: a copy in float32, the message, and the result.
         parts["in_flight"] += 3 * buckets
-        if config.grad_compress in ("int8", "powersgd"):
-            # Error feedback of every parameter, and its next value until the update is done.
-            parts["compression"] = 2 * 4 * sizes.trained
     return parts
-
-
-def _rounds(config: Config, nbytes: float) -> int:
-    """Return the bytes that averaging in rounds keeps; a rank updates `nbytes` of weights.
-
-    The anchor, the outer momentum if there is any, and with fragments what of one travels while
-    training goes on: the weights that were sent, their moves, and the slices that arrive.
-    """
-    tensors = 1.0
-    if config.outer_momentum > 0:
-        tensors += 1
-    if config.sync_fragments > 1:
-        of_number = 4 + travelling_bytes(config)
-        tensors += of_number / 4 / config.sync_fragments
-    return int(tensors * nbytes)
-
-
-def exchanged_bytes(config: Config) -> float:
-    """Return the bytes of a number that replicas send each other; in 8 bits with its share of a
-    scale.
-    """
-    if config.sync_bits == 8:
-        return 1 + 4 / BLOCK
-    return 4.0
-
-
-def travelling_bytes(config: Config) -> float:
-    """Return the most bytes of a number while it travels: its move twice, what is sent, and what
-    arrives. Later, what comes back takes the place of one move.
-    """
-    return 2 * 4 + 2 * exchanged_bytes(config)
-
-
-def exchanged(config: Config, sizes: RankSizes, ranks: int, bucket_mb: float) -> int:
-    """Return the bytes of one exchange of whole moves, at a time when there are no activations.
-
-    Its buckets are made one by one, with a copy of the bucket, and with 8 bits two. `ranks`: see
-    `state_memory`. With fragments, `rounds` contains those of one fragment.
-    """
-    if not config.sync_every or config.sync_fragments > 1:
-        return 0
-    updated = sizes.params
-    if config.dp_mode in SHARDS_STATE and ranks > 1:
-        updated = -(-updated // ranks)
-    copies = 2 if config.sync_bits == 8 else 1
-    bucket = min(bucket_mb * 2**20, 4 * updated)
-    return int(travelling_bytes(config) * updated + copies * bucket)
 
 
 def _moments_per_element(config: Config, sizes: Sizes) -> float:

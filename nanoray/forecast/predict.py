@@ -270,14 +270,9 @@ def _predict_stage(
     update_s = optimizer_s * stretch
     other_s = last_s - update_s if every_micro_sends else quiet_s
     after_s = sum(
-        talk.times / talk.every * price(talk).seconds
-        for talk in talks
-        if talk.when in ("after", "once")
+        talk.times * price(talk).seconds for talk in talks if talk.when in ("after", "once")
     )
     total_s = last_s + (accum - 1) * other_s + accum * gathers_s + after_s
-    step_s = total_s
-    for parallelism in PARALLELISMS:
-        total_s += parallelism.delay_s(job, talks, lambda talk: price(talk).seconds, step_s)
 
     # Split the total into parts. The axes share the waiting in the ratio of their own seconds.
     compute_s = accum * (forward_s + backward_s) * stretch + update_s

@@ -81,14 +81,6 @@ def rank_memory(
     sizes = rank_sizes(config, shape, layout, stage)
     state = rank_state(config, sizes, shared_by, batch.accum, device.bucket_mb, device.mirrored)
     activations = stage_activations(config, shape, batch, device.precision, stage)
-    # What is exchanged between two steps takes memory that a step has for activations.
-    between = sum(
-        parallelism.between(config, sizes, shared_by, device.bucket_mb)
-        for parallelism in PARALLELISMS
-    )
-    more = between - state["in_flight"] - sum(activations.values())
-    if more > 0:
-        state["exchange"] = more
     return state | activations
 
 

@@ -229,20 +229,14 @@ def _traffic(layout: Layout, talks: Sequence[Talk], network: Network | None = No
             talk.axis,
             OPS[talk.op],
             talk.what,
-            _times(talk),
+            f"{talk.times:,.0f} × {talk.nbytes / MB:,.3g} MB",
             f"a rank sends {talk.sent(ranks) / MB:,.1f} MB",
         ]
         if network:
             cost = network.cost(layout, talk.axis, talk.op, talk.nbytes)
-            row.append(f"{ms(talk.times * cost.seconds / talk.every)} ms")
+            row.append(f"{ms(talk.times * cost.seconds)} ms")
         rows.append(row)
     return _indented("talk", rows) or ["talk       nothing: one rank"]
-
-
-def _times(talk: Talk) -> str:
-    """Write how often what is sent."""
-    text = f"{talk.times:,.0f} × {talk.nbytes / MB:,.3g} MB"
-    return text if talk.every == 1 else f"{text} every {talk.every} steps"
 
 
 def _step(job: Job, step: Prediction, topology: Topology) -> list[str]:

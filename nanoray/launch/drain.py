@@ -123,8 +123,7 @@ class AbortOrders:
         now = self._clock.monotonic()
         if now >= max(self._due_at, broke_at + NOTICE_S):
             self._due_at = now + group.heartbeat_s
-            # Replicas that rarely communicate train on, and notice the loss where they meet.
-            for slot in collector.stand_still(now):
+            for slot in collector.silent:
                 group.pool.actors[slot].abort.remote(group.spec.attempt)
 
 

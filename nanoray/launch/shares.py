@@ -27,8 +27,6 @@ class Shares:
     mirrored: bool = False
     # Of hybrid sharding: the slots of each group, which are neighbours
     groups: Sequence[tuple[int, ...]] = ()
-    # Groups that rarely communicate: each has a state of its own, which only all its ranks hold
-    apart: bool = False
 
     @classmethod
     def of(
@@ -53,8 +51,6 @@ class Shares:
                 owner = mirrored(layout, rank, local_ranks)[1]
                 pairs.append((owner, rank))
             rank_groups: list[tuple[int, ...]] = sorted(pairs)
-        elif config.sync_every and not config.sharded:
-            rank_groups = [tuple(range(len(members)))]  # any replica can start a lost one anew
         elif config.replicas > 1:
             rank_groups = layout.groups("replica")
         else:
@@ -64,15 +60,10 @@ class Shares:
         if layout.replicas > 1:
             for rank, slot in enumerate(members):
                 groups.setdefault(layout.coords(rank).replicas, []).append(slot)
-        apart = config.sync_every > 0 and config.sharded
-        return cls(held, mirrors, [tuple(slots) for slots in groups.values()], apart)
+        return cls(held, mirrors, [tuple(slots) for slots in groups.values()])
 
     def lost(self, gone: Collection[int]) -> str | None:
         """Return a message with the shares that only `gone` slots held; None if there are none."""
-        if self.apart:
-            if any(not set(group) & set(gone) for group in self.groups):
-                return None
-            return "each replica has lost a rank, and none has all of its part of a round"
         lost_holders = []
         for share in self.held:
             if set(share) <= set(gone):
@@ -111,8 +102,6 @@ class Shares:
             if saves or batch_for(config, full.dp, ranks // full.replica_ranks):
                 count = ranks
                 break
-        if self.apart:
-            return self._whole_groups(slots, done, count, least, saves)
         # Holders of the state first, of these the most advanced: what they hold is not repeated. Of
         # equal ones those whose group has lost no rank: neighbours send each other most.
         broken: set[int] = set()
@@ -123,21 +112,6 @@ class Shares:
             slots, key=lambda slot: (slot not in done, -done.get(slot, 0), slot in broken, slot)
         )
         return sorted(keep(preferred, count, self.held))
-
-    def _whole_groups(
-        self, slots: Sequence[int], done: Collection[int], count: int, least: int, saves: bool
-    ) -> list[int]:
-        """Return `count` slots as groups of `least`: first those that hold a state together."""
-        groups = [group for group in self.groups if set(group) <= set(slots)]
-        rest = sorted(set(slots) - {slot for group in groups for slot in group})
-        for first in range(0, len(rest) - least + 1, least):
-            groups.append(tuple(rest[first : first + least]))
-
-        complete = [group for group in groups if group in self.groups and set(group) <= set(done)]
-        if saves:
-            groups = complete
-        groups.sort(key=lambda group: group not in complete)
-        return sorted(slot for group in groups[: count // least] for slot in group)
 
 
 def smaller(

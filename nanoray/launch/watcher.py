@@ -95,9 +95,8 @@ class Watcher:
         self._aborts = AbortOrders(clock)
         self._clock = clock
 
-        # Of the present watch, by member: the step of its last heartbeat, and for how many of the
-        # seconds in which this driver ran it has not answered since.
-        self._steps: dict[int, int] = {}
+        # Of the present watch, by member: for how many of the seconds in which this driver ran it
+        # has not answered since its last heartbeat.
         self._mute_s: dict[int, float] = {}
 
     def watch(self, at: RunState, console: Console) -> FailureCollector:
@@ -112,7 +111,6 @@ class Watcher:
         watchdog = Watchdog(group.members, config.hang_timeout, self._clock.monotonic)
         members = set(group.members)
         self._mute_s = dict.fromkeys(members, 0.0)
-        self._steps = {}
         # Each rank has one heartbeat pending all the time; its answer requests the next one.
         for slot in group.members:
             group.request_heartbeat(slot, after=self._faults.target)
@@ -249,10 +247,6 @@ class Watcher:
         self._mute_s[slot] = 0.0
         waiting = heartbeat.waiting and heartbeat.attempt == at.spec.attempt
         collector.set_waiting(slot, waiting, now)
-        trains_alone = at.spec.config.sync_every > 0
-        if trains_alone and heartbeat.step != self._steps.get(slot):
-            collector.moved(slot, now)
-        self._steps[slot] = heartbeat.step
         watchdog.update(slot, Position(heartbeat.step, heartbeat.phase), heartbeat.written_at)
 
         # A base of -1 belongs to a group that has not been built yet.

@@ -367,6 +367,5 @@ def axes_of(mesh: Mesh, timeout_s: float) -> dict[str, Axis]:
     # What a run does not divide is an axis that it has already.
     axes.setdefault("dp_cp", axes["dp"])
     axes.setdefault("shard", axes["dp_cp"])
-    axes.setdefault("inside", axes["shard"])
     axes.setdefault("replica", Axis("replica", (mesh.rank,), 0, None, mesh))
     return axes

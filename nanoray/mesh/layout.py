@@ -192,15 +192,10 @@ class Layout:
             names.append("dp_cp")
         if self.replicas > 1:
             names += ["shard", "replica"]
-            # Replicas that rarely communicate take the norm among their own ranks.
-            if self.tp * self.pp > 1:
-                names.append("inside")
         return tuple(names)
 
     def size_of(self, axis: str) -> int:
         """Return the ranks of a group along an axis."""
-        if axis == "inside":
-            return self.world_size // self.replicas
         return self.steps[axis].size
 
     @property
@@ -237,18 +232,9 @@ class Layout:
 
         Ranks of one group differ in this coordinate only. Along ep, they differ in d within one
         block of ep replicas; along edp, in d by multiples of ep. Along dp_cp they differ in d or c;
-        along shard, too, within one group of replicas; along replica, in the group only; along
-        inside, in everything else.
+        along shard, too, within one group of replicas; along replica, in the group only.
         """
         groups: list[tuple[int, ...]] = []
-        # All ranks of a replica: the only axis whose ranks are not evenly apart.
-        if axis == "inside":
-            places = [self.coords(rank) for rank in range(self.world_size)]
-            for replica in range(self.replicas):
-                members = [rank for rank, at in enumerate(places) if at.replicas == replica]
-                groups.append(tuple(members))
-            return groups
-
         stride, size = self.steps[axis]
         for rank in range(self.world_size):
             is_first = rank // stride % size == 0
@@ -264,9 +250,7 @@ def _replicas_of(config: Config, dp: int, dp_of_all: int) -> int:
     when the ranks do not make whole groups.
     """
     replicas = config.replicas
-    if config.sync_every and replicas == 1:
-        replicas = dp_of_all  # each data rank trains alone, unless the user groups them
-    elif replicas == 1 or dp_of_all % replicas:
+    if replicas == 1 or dp_of_all % replicas:
         return replicas  # what does not divide is refused with the other axes
 
     group = dp_of_all // replicas

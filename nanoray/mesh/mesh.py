@@ -160,11 +160,6 @@ class Mesh:
         )
         return Vote(ballot, work, self)
 
-    @property
-    def no_vote(self) -> Vote:
-        """The outcome of a step in which the ranks do not vote: they go on."""
-        return Vote(torch.tensor([Order.GO_ON], dtype=torch.uint8), None, self)
-
     def gather(self, value: T) -> list[T] | None:
         """Collect one value per rank on rank 0; the others get None. (all ranks)
 

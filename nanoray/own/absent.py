@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from nanoray.errors import ConfigError
 from nanoray.mesh.mesh import Mesh
-from nanoray.parallel.compress import Compressor
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.script import unfrozen
@@ -32,13 +31,10 @@ from nanoray.parallel.script import unfrozen
 class AbsentGradients(StepHook):
     """Takes away the gradients that no rank has computed, before anything reads them."""
 
-    def __init__(
-        self, model: nn.Module, mode: DataParallel, mesh: Mesh, compressor: Compressor | None
-    ) -> None:
+    def __init__(self, model: nn.Module, mode: DataParallel, mesh: Mesh) -> None:
         """Watch the trainable parameters of `model`, which `mode` has prepared. (all ranks)"""
         self._mode = mode
         self._mesh = mesh
-        self._compressor = compressor
         self._trained: dict[str, nn.Parameter] = {}
         self._frozen: dict[str, nn.Parameter] = {}
         for name, p in model.named_parameters():
@@ -47,14 +43,10 @@ class AbsentGradients(StepHook):
             else:
                 self._frozen[name] = p
 
-        # Whether sums without a zero make the exchange needless. Compression adds to a sum what it
-        # has kept of earlier steps, so there an absent gradient may have any value. That a frozen
-        # parameter trains now, on one rank, is seen by no sum.
+        # Whether sums without a zero make the exchange needless. That a frozen parameter trains now,
+        # on one rank, is seen by no sum.
         self._sums_suffice = (
-            mode.has_complete_sums
-            and mesh.device.type == "cpu"
-            and compressor is None
-            and not self._frozen
+            mode.has_complete_sums and mesh.device.type == "cpu" and not self._frozen
         )
 
     def add_up(self) -> None:
@@ -96,8 +88,6 @@ class AbsentGradients(StepHook):
         if not absent:
             return
         self._mode.leave_out(absent)
-        if self._compressor is not None:
-            self._compressor.leave_out(absent)
 
 
 def is_zero(grad: Tensor | None) -> bool:

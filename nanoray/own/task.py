@@ -41,7 +41,6 @@ from nanoray.own.skipping_ddp import SkippingDDP
 from nanoray.own.skipping_fsdp import SkippingFSDP
 from nanoray.own.trial import TrialSubject, try_model
 from nanoray.own.weighted_flow import WeightedFlow
-from nanoray.parallel.compress import Compressor
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.script import Script
@@ -229,13 +228,12 @@ class OwnTask:
         mode: DataParallel,
         mesh: Mesh,
         data: Axis,
-        compressor: Compressor | None,
     ) -> list[StepHook]:
         """Return what a script's model adds to a step. (all ranks)"""
         hooks: list[StepHook] = []
         # A script's model may leave parameters without a gradient; nanoray's own never do.
         if data.size > 1:
-            hooks.append(AbsentGradients(model, mode, mesh, compressor))
+            hooks.append(AbsentGradients(model, mode, mesh))
         elif any(not p.requires_grad for p in model.parameters()):
             hooks.append(FrozenParameters(model))
         if is_loose(model):

@@ -20,7 +20,6 @@ from nanoray.base.compat import foreach_mul_
 from nanoray.mesh.axis import Axis
 from nanoray.models.precision import LossScaler
 from nanoray.models.weighted import Weighted, positive, weight_of
-from nanoray.parallel.compress import Compressor
 from nanoray.parallel.flow import Loss, MicroBatch, Phase, Seed, Straight
 from nanoray.parallel.mode import DataParallel
 
@@ -38,12 +37,10 @@ class WeightedFlow(Straight):
         scaler: LossScaler,
         device: torch.device,
         axis: Axis,
-        compressor: Compressor | None,
     ) -> None:
         """`axis`: the data ranks, whose weights are added up."""
         super().__init__(model, accum, loss, scaler, device)
         self._axis = axis
-        self._compressor = compressor
 
     def run(
         self, mode: DataParallel, micro_batches: Iterator[MicroBatch], phase: Phase, seed: Seed
@@ -77,10 +74,6 @@ class WeightedFlow(Straight):
                 total = positive(self._axis.sum(own_weight.clone(), "loss"))
             if micro == 0:
                 unit = total if last else self._choose_unit(own_weight)
-
-            # The memory of compression has the unit of gradients, and buckets leave before the end.
-            if last and self._compressor is not None:
-                self._compressor.unit = total / unit
 
             # The last backward exchanges the gradients of all micro batches.
             with mode.backward(last):

@@ -359,9 +359,7 @@ class Buckets(DataParallel):
 
         last = self._next == len(self._buckets)
         if self.compressor:
-            self.compressor.send(
-                SendingBucket(bucket.grads, bucket.params, bucket.starts, bucket.index, last)
-            )
+            self.compressor.send(SendingBucket(bucket.grads, bucket.params, bucket.index, last))
             return
 
         sending = self._axis.start_reduce_scatter(bucket.grads, "gradients", bucket.index, last)

@@ -207,11 +207,7 @@ def compress_by(compressor: Compressor, ranks: int) -> Hook:
         if bucket.index() == 0:
             waiting.clear()  # an earlier backward may have broken
 
-        offset = flat.storage_offset()
-        starts = [int(grad.storage_offset() - offset) for grad in bucket.gradients()]
-        compressor.send(
-            SendingBucket(flat, bucket.parameters(), starts, bucket.index(), bucket.is_last())
-        )
+        compressor.send(SendingBucket(flat, bucket.parameters(), bucket.index(), bucket.is_last()))
 
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[flat.device] if flat.is_cuda else None

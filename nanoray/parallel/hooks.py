@@ -6,7 +6,7 @@ feature                                   class
 tied embedding of a pipeline              pp.TiedEmbedding
 gradients of a rank's own positions       stream.PartialGradients
 running statistics of batch norms         statistics.RunningStatistics
-error feedback of compressed gradients    compress.Compressor
+gradients in 16 bits                      compress.Compressor
 of a script's own model                   script.Script.hooks
 """
 

@@ -35,7 +35,6 @@ from nanoray.parallel.flow import Flow, Loss, MicroBatch, Phase, Seed, Straight
 from nanoray.parallel.fsdp import FSDP, frozen_to_cut
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.hybrid import Groups
-from nanoray.parallel.local_sgd import Rounds
 from nanoray.parallel.mode import DataParallel, Hook
 from nanoray.parallel.norm import clip_to, norm_of_owned
 from nanoray.parallel.script import Script
@@ -81,12 +80,6 @@ class Plan:
         axes = axes_of(mesh, config.timeout_s)
         self.model = model
         self.data = axes["dp_cp"]  # the ranks whose gradients are averaged
-        self.rounds: Rounds | None = None  # of replicas that rarely communicate
-        if config.sync_every:
-            self.data = axes["shard"]
-            self.rounds = Rounds(axes["replica"], config)
-        # The ranks that update one model by the same gradients
-        self.replica_axis = axes["inside"] if self.rounds else data_axis(mesh)
         self.data_rank = axes["dp"].index  # whose samples this rank reads
         self.part = cp.part_of(axes["cp"])  # which positions of them; None: all
         self._mesh = mesh
@@ -116,10 +109,10 @@ class Plan:
         # None: one data rank sends no gradients
         self.compressor: Compressor | None = None
         if config.grad_compress != "none" and self.data.size > 1:
-            self.compressor = Compressor(model, self.data, config, scaler.scale)
+            self.compressor = Compressor(model, self.data, config)
         # Hybrid sharding: the ranks that share the work are one group of several.
         groups: Groups | None = None
-        if axes["replica"].size > 1 and mode in SHARDED and not config.sync_every:
+        if axes["replica"].size > 1 and mode in SHARDED:
             groups = Groups(axes["dp_cp"], axes["replica"])
         self.copies = groups.count if groups else 1  # of the whole sharded state
         self._mode = share(
@@ -145,7 +138,7 @@ class Plan:
             self._hooks.append(self.compressor)
         self._script = script
         if script:
-            self._hooks += script.hooks(model, self._mode, mesh, self.data, self.compressor)
+            self._hooks += script.hooks(model, self._mode, mesh, self.data)
 
         # The losses that `forward_backward` has returned in the newest step
         self.own_losses: list[Tensor] = []
@@ -176,16 +169,6 @@ class Plan:
     def notes(self) -> list[str]:
         """What the warm-up has shown that costs time, a line each."""
         return self._mode.notes
-
-    @property
-    def memory(self) -> Tensor | None:
-        """What compression keeps on this rank for later steps, flat, live; None: nothing."""
-        return None if self.compressor is None else self.compressor.memory
-
-    def forget_memory(self) -> None:
-        """Reset what compression keeps to its state in a new run."""
-        if self.compressor is not None:
-            self.compressor.begin_anew()
 
     # A step, in the order of its calls.
 
@@ -228,7 +211,7 @@ class Plan:
             for shard in self.shards or ():
                 if shard.owner and shard.param.grad is not None:
                     owned.append(shard.param.grad)
-            norm = norm_of_owned(owned, self.replica_axis, self._mesh.device)
+            norm = norm_of_owned(owned, data_axis(self._mesh), self._mesh.device)
         else:
             norm = self._mode.norm()
         if self._scaler.enabled:
@@ -242,8 +225,8 @@ class Plan:
     def spread(self, left_out: Tensor | None = None) -> None:
         """Start to send updated weights to the ranks that have not updated them. (all ranks)
 
-        Running statistics change here, with the weights. So does the memory of compression, unless
-        the update was left out: `left_out` is 1 on the device.
+        Running statistics change here, with the weights, unless the update was left out: `left_out`
+        is 1 on the device.
         """
         for hook in self._hooks:
             hook.commit(left_out)
@@ -259,13 +242,6 @@ class Plan:
         the next forward.
         """
         self._mode.forget_gathered()
-
-    def send_weights(self) -> None:
-        """Send shards of weights that have changed outside of a step to the others. (all ranks)"""
-        if self._shares_updates:
-            self._mode.settle()
-            self._mode.forget_gathered()
-            self._mode.spread()
 
     def undo(self) -> None:
         """Undo what the forwards of a step that broke have changed in the model's buffers."""
@@ -334,7 +310,6 @@ class Plan:
                     self._scaler,
                     self._mesh.device,
                     self.data,
-                    self.compressor,
                 )
 
             # The second wrapper has buckets of its own, which are regrouped at its second forward.
@@ -460,9 +435,7 @@ def share(
     script: Script | None,
 ) -> DataParallel:
     """Return how the data ranks share the batch and exchange gradients. (all ranks)"""
-    data = axes["dp_cp"]
-    if groups or config.sync_every:
-        data = axes["shard"]
+    data = axes["shard"] if groups else axes["dp_cp"]
     # A script's own model may skip parameters, which torch's classes would wait for.
     own = script if data.size > 1 else None
     if mode == "ddp":

@@ -21,10 +21,10 @@ from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.hybrid import Groups
 from nanoray.parallel.mode import DataParallel
 
-# (model, mode, mesh, the ranks whose gradients are averaged, compression if any) -> hooks
-MakeHooks = Callable[[nn.Module, DataParallel, Mesh, Axis, Compressor | None], list[StepHook]]
-# The arguments of a Flow, the ranks whose gradients are averaged, compression if any
-MakeFlow = Callable[[nn.Module, int, Loss, LossScaler, torch.device, Axis, Compressor | None], Flow]
+# (model, mode, mesh, the ranks whose gradients are averaged) -> hooks
+MakeHooks = Callable[[nn.Module, DataParallel, Mesh, Axis], list[StepHook]]
+# The arguments of a Flow, the ranks whose gradients are averaged
+MakeFlow = Callable[[nn.Module, int, Loss, LossScaler, torch.device, Axis], Flow]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from nanoray.state.optimizers import (
     tensors_of,
     values_of,
 )
-from nanoray.state.outer import without_outer
 from nanoray.state.part import StatePart
 from nanoray.state.rank_state import RankState
 from nanoray.state.state_dict import StateDict, Tensors
@@ -75,7 +74,7 @@ class OptimizerPart(StatePart):
         step = saved.meta["step"]
         values = saved.meta.get("optimizer", {})
         kept = values.get("state", {})
-        tensors = without_outer(saved.optimizer)
+        tensors = saved.optimizer
         # Before its first step an optimizer has no state.
         if saved.has_optimizer and (tensors or kept or step > 0):
             load_optimizer_tensors(

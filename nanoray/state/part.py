@@ -30,10 +30,6 @@ class StatePart:
         `packed.pieces` has the pieces that this rank saves. The `first` rank adds what has no owner.
         """
 
-    def of_rank(self) -> Tensors:
-        """Return what this rank alone has; a checkpoint keeps it beside the generators of each rank."""
-        return {}
-
     def load(self, saved: StateDict) -> None:
         """Restore the part in place. Raises CheckpointError where it belongs to another model."""
 

@@ -159,11 +159,6 @@ class RankState:
         self.sharded = False
         self.weights: list[Shard] | None = None
         self.copies = 1
-        # Whether it saves them, where each rank saves a part: of some ranks with the same, one does
-        self.saves = True
-
-        # The rounding errors of this rank's compressed gradients, flat; no other rank has them.
-        self.memory: Tensor | None = None
 
         # Other ranks may copy this state only after a resume or recovery is done.
         self.whole = False

@@ -43,7 +43,6 @@ class StateDict:
     pieces: dict[str, Piece] | None = None  # by parameter; None: all tensors are whole
     # Further names of tied weights, which are saved once
     aliases: dict[str, str] = field(default_factory=dict)
-    replica: int = 0  # whose optimizer state this is, where replicas rarely communicate
     # Of `rng`, what this rank alone had; empty where another number of ranks has saved it
     own: Tensors = field(default_factory=dict)
     # Another rank's state may lack these, where ranks cut the state: then a rank that loads it keeps

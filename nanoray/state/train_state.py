@@ -12,17 +12,12 @@ received by new ranks, rolled back and compared without another line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import nn
 
-from nanoray.mesh.pieces import Shard
 from nanoray.state.model_part import ModelPart, without_owner
 from nanoray.state.optimizer_part import OptimizerPart
 from nanoray.state.optimizers import load_groups
-from nanoray.state.outer import Outer, fragments_of
 from nanoray.state.part import Counters, GuardsPart, ScalerPart, StatePart
 from nanoray.state.rank_state import RankState, Scaler, Share, Values
 from nanoray.state.state_dict import StateDict, Tensors
@@ -36,28 +31,20 @@ class TrainState(RankState):
     ) -> None:
         """Take everything as it is at step 0. `whole` is set once it is the state of the run."""
         super().__init__(model, optimizer, scaler, guards)
-        self._sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         self._model = ModelPart(self)
         self._optimizer = OptimizerPart(self)
-        self._parts: list[StatePart] = [
+        # In the order in which they are packed, loaded and compared
+        self.parts: list[StatePart] = [
             Counters(self),
             GuardsPart(self),
             self._model,
             self._optimizer,
             ScalerPart(self),
         ]
-        # Replicas that rarely communicate: what they share, besides the step; None: all is shared
-        self.outer: Outer | None = None
         # What is whole of a model that a former group of ranks had cut: buffers, extra states
         self.left: StateDict | None = None
 
-    @property
-    def parts(self) -> list[StatePart]:
-        """All parts, in the order in which they are packed, loaded and compared."""
-        # Last: replicas that rarely communicate share the anchor in place of the rest.
-        return self._parts if self.outer is None else [*self._parts, self.outer]
-
-    # A group of ranks that cuts the state, or averages it rarely.
+    # A group of ranks that cuts the state.
 
     def hold(self, share: Share) -> None:
         """Replace the shards and their optimizers, whose groups keep the values that have changed."""
@@ -72,14 +59,6 @@ class TrainState(RankState):
         self.copies = share.copies
         for optimizer in self.optimizers:
             load_groups(optimizer, groups)
-
-    def anchors(
-        self, momentum: bool, fragments: int, shards: Sequence[Shard] | None = None
-    ) -> Outer:
-        """Return new anchors of this rank's shards, or of others: their weights of now."""
-        if shards is None:
-            shards = self.shards
-        return Outer(shards, momentum, fragments_of(self._sizes, fragments), self.scaler)
 
     def leave_model(self) -> None:
         """Release a model that a group of ranks has cut, and keep its buffers and extra states.
@@ -99,23 +78,6 @@ class TrainState(RankState):
             self._model.load_whole_tensors(self.left)
         self.left = None
 
-    @property
-    def in_parts(self) -> bool:
-        """Whether each rank saves a part of the state that no other one has."""
-        return self.sharded or self.outer is not None
-
-    @property
-    def rounds(self) -> tuple[int, ...]:
-        """The steps whose weights this replica has averaged; empty where gradients are averaged."""
-        return () if self.outer is None else tuple(self.outer.synced)
-
-    def global_weights(self, changed: Callable[[], None]) -> AbstractContextManager[None]:
-        """Let the model have the weights inside that a checkpoint would contain. (all ranks)
-
-        `changed` is called after shards have changed, and sends them to the ranks that need them.
-        """
-        return nullcontext() if self.outer is None else self.outer.in_model(self.step, changed)
-
     # The one serialiser.
 
     def pack(self) -> StateDict:
@@ -131,24 +93,16 @@ class TrainState(RankState):
     def pack_own(self, first: bool) -> StateDict:
         """Return the part of a state in parts that this rank saves: the pieces that it owns.
 
-        The `first` rank adds the tensors that have no owner. Of replicas that rarely communicate
-        each saves its own state, and the first one the model.
+        The `first` rank adds the tensors that have no owner.
         """
         packed = self.pack()
         packed.pieces = {}
         for shard in [*self.shards, *self.frozen]:
-            if shard.owner and self.saves:
+            if shard.owner:
                 packed.pieces[shard.piece.name] = shard.piece
         for part in self.parts:
             part.pack_own(packed, first)
         return packed
-
-    def of_rank(self) -> Tensors:
-        """Return what this rank alone has, which `load` finds in `own` again."""
-        tensors: Tensors = {}
-        for part in self.parts:
-            tensors |= part.of_rank()
-        return tensors
 
     def load(self, saved: StateDict) -> None:
         """Load what `pack` returned, in place. Raises CheckpointError for another optimizer or

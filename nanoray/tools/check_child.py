@@ -41,7 +41,7 @@ from nanoray.models.batch_norm import BatchNorm
 from nanoray.models.dropout import derive_seed, seed_generators, seed_host_generators
 from nanoray.models.precision import MeanLoss
 from nanoray.models.weighted import Weighted, weight_of
-from nanoray.own.data.source import Counted, NamedBatch, OwnData
+from nanoray.own.data.source import CountedTargets, NamedBatch, OwnData
 from nanoray.own.program import Program, call_until_fit
 from nanoray.own.settings import loaded_of
 from nanoray.own.task import OwnTask
@@ -359,7 +359,7 @@ def state_of(generator: Any) -> str:
 def loss_is_no_mean(task: OwnTask, model: nn.Module, data: OwnData, micro: int) -> bool:
     """Return whether a script's loss is no mean over samples, as far as the first batch shows it."""
     x, y = data.train_batch(0, micro)
-    if isinstance(y, Counted):
+    if isinstance(y, CountedTargets):
         y = y.targets
     is_named = isinstance(x, NamedBatch)
     whole = dict(x) if is_named else (x, y)

@@ -3,10 +3,10 @@
     survivor   collective error ─► leave the groups ─► wait for the driver ─┐
     newcomer   process starts ─► imports torch ─────────────────────────────┤
                                                                             │
-                          new engine ◄─ handover ◄─ furthest ◄─ meet ◄──────┘
+                          new engine ◄─ catch up ◄─ furthest ◄─ meet ◄──────┘
 
 The ranks of the new process group bring all of them to the state of the rank with the most
-completed steps (handover.py): nothing is read from disk and no completed step is repeated.
+completed steps (fetch.py, mirror.py): nothing is read from disk and no completed step is repeated.
 Survivors can be one step apart, because the last all-reduce may have finished on some of them only.
 All ranks repeat the interrupted step with the same data and dropout, so the losses equal those of a
 run without the fault.
@@ -259,7 +259,7 @@ def furthest(
     """
     own: tuple[Any, ...] = (-1, "")
     if state and state.whole:
-        own = (state.step, precision, *state.rounds)
+        own = (state.step, precision)
     positions = mesh.all_gather(own)
     newest = max(positions)
     step, precision, *_ = newest

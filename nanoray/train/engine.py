@@ -39,7 +39,6 @@ from nanoray.train.guard.guards import BadStep, Guards, StepCheck, Verdict
 from nanoray.train.mirror import copy_to_mirror
 from nanoray.train.optim.groups import lr_at, set_lr
 from nanoray.train.optim.modes import evaluated_weights, set_mode
-from nanoray.train.pace import Pace, Rarely
 from nanoray.train.reading import Reading
 from nanoray.train.record import StepRecorder, outcome
 from nanoray.train.saving import pack_for_checkpoint, read_checkpoint, save_checkpoint
@@ -72,8 +71,6 @@ class Engine:
     instruments: Instruments
     wanted: Callable[[], Order]  # the order that this rank votes for
     regrouped: bool = False  # the group continues from the memory of one of its ranks
-    # The step of the replica that is furthest, when a group forms of replicas that had trained alone
-    front: int = 0
 
     def __post_init__(self) -> None:
         self.cfg = self.spec.config
@@ -101,13 +98,6 @@ class Engine:
             self.cfg.seed, self.batches, self.mesh.device, self.draws, self.workload.draws
         )
 
-        # When the ranks meet: in every step, unless replicas train alone for a while.
-        self.pace = Pace(self.mesh)
-        if self.par.rounds:
-            self.pace = Rarely(
-                self.mesh, self.par.rounds, self.par, self.state, self.cfg, self.front
-            )
-
         # What can refuse a step. A script's data can fail in the middle of a run.
         self.checks: list[StepCheck] = []
         self.reading: Reading | None = None
@@ -134,7 +124,6 @@ class Engine:
         par = self.par
         state = self.state
         instruments = self.instruments
-        pace = self.pace
         samples_per_step = self.batch.global_size
         last = min(cfg.max_steps, cfg.stop_at or cfg.max_steps)
 
@@ -144,7 +133,12 @@ class Engine:
         set_mode(state.optimizers, "train")
         self.warm_up()
         instruments.begin_run()
-        order = pace.begin(self)
+        self.finish_step()
+
+        # (all ranks) A group that has formed only to save a checkpoint does no step.
+        order = Order.GO_ON
+        if self.regrouped:
+            order = mesh.start_vote(self.wanted()).result()
 
         while state.step < last and order <= Order.SAVE and not self.is_over:
             # (all ranks) A script may have asked for a checkpoint of the newest step.
@@ -159,7 +153,7 @@ class Engine:
 
             # (all ranks) Vote on whether to stop. The vote travels beside the step, and its result
             # is read when the step is done.
-            vote = pace.start_vote(self, step, logged)
+            vote = mesh.start_vote(self.wanted())
 
             # The learning rate is a function of the step alone, so a resume needs no schedule. Or a
             # script's own schedulers have set the rates after the step before.
@@ -231,7 +225,8 @@ class Engine:
 
             # (all ranks) Evaluate, report, save and compare the replicas where that is due. Then
             # read the vote.
-            order = pace.end_step(self, vote)
+            self.finish_step()
+            order = vote.result()
             instruments.end_step()
 
         if order is Order.REGROUP:
@@ -246,9 +241,6 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run a forward and backward whose results are thrown away. (all ranks)"""
-        # Replicas that had trained alone may have changed shards of weights when they met.
-        if self.par.rounds:
-            self.par.send_weights()
         # (all ranks) One rank's data that cannot be read end all ranks before the first step.
         if self.reading:
             self.reading.read_first(self.state.samples, self.batches.rank)
@@ -263,8 +255,6 @@ class Engine:
 
     def is_logged(self, step: int, last: int) -> bool:
         """Return whether a step is recorded: regular ones, and the first and last of a command."""
-        if step <= self.pace.front:  # the other replicas have recorded it
-            return False
         self.is_regular = any(step % every == 0 for every in self.regular_intervals)
         return self.is_regular or step == last or step == self.state.session.begun + 1
 
@@ -276,14 +266,13 @@ class Engine:
         """Decide whether the update of a step may reach the weights, and roll back. (all ranks)"""
         # (all ranks) fp16: did a gradient overflow on any rank, and is any loss not finite?
         if self.scaler.enabled:
-            self.pace.max(self.scaler.flag_nonfinite(norm, own_loss))
+            flags = self.scaler.flag_nonfinite(norm, own_loss)
+            self.mesh.all_reduce(flags, "overflow", op="max")
 
         # The host waits for a device only where it waits anyway.
-        look = mean_loss is not None or self.pace.ends_round
+        look = mean_loss is not None
         samples = self.state.samples
-        verdict = self.guards.check(
-            step, norm, own_loss, mean_loss, look, self.explain, samples, self.pace.agree
-        )
+        verdict = self.guards.check(step, norm, own_loss, mean_loss, look, self.explain, samples)
         if verdict.warning or verdict.roll_back:
             self.follow(verdict)
         return verdict
@@ -333,7 +322,7 @@ class Engine:
     def roll_back(self, why: str) -> None:
         """Load the newest valid checkpoint; continue with the data after this step. (all ranks)"""
         state = self.state
-        self.writer.forget(self.mesh, state.in_parts)
+        self.writer.forget(self.mesh, state.sharded)
 
         # Rank 0 chooses: the newest checkpoint, or else the one that the run started from.
         path = ""
@@ -349,13 +338,12 @@ class Engine:
         # First what the forwards of this step have changed, then the checkpoint.
         self.par.zero_grad()
         shape = self.workload.meta["model_shape"]
-        saved = read_checkpoint(path, self.spec, self.mesh, state, shape, self.par, self.note)
+        saved = read_checkpoint(path, self.spec, self.mesh, state, shape, self.note)
         self.par.settle()
 
         # Until mirrors have gone back, too, no lost rank's share may be taken from one.
         state.whole = state.mirror is None
         state.rewind(saved, state.samples + self.batch.global_size)
-        self.pace.rolled_back()
         set_mode(state.optimizers, "train")
         copy_to_mirror(state, self.mesh)
         state.whole = True
@@ -390,7 +378,7 @@ class Engine:
         if session.first_step_s is None:
             session.first_step_s = seconds_since(self.spec.started)
             # Take the memory for the first copy of a checkpoint now, and not in a timed step.
-            if self.mesh.rank == 0 or state.in_parts:
+            if self.mesh.rank == 0 or state.sharded:
                 self.writer.prepare(pack_for_checkpoint(state, self.mesh))
         else:
             record |= self.writer.news()
@@ -414,8 +402,7 @@ class Engine:
             if is_due(cfg.checkpoint_every, state.step) and state.session.saved != state.step:
                 self.compare_and_save()
             state.session.record = None
-        hashes_are_due = cfg.hash_every and self.pace.is_due(cfg.hash_every, state.step)
-        if hashes_are_due and state.step > state.session.begun:
+        if is_due(cfg.hash_every, state.step) and state.step > state.session.begun:
             self.compare()
         if cfg.target_loss and self.on_target:
             self.is_over = True
@@ -431,7 +418,7 @@ class Engine:
         state = self.state
         # Weights on their way must not change under the message.
         self.par.settle()
-        with evaluated_weights(state.optimizers), state.global_weights(self.par.send_weights):
+        with evaluated_weights(state.optimizers):
             scores = evaluate(
                 self.mesh,
                 self.par,
@@ -469,7 +456,6 @@ class Engine:
     def save(self, final: bool = False) -> float:
         """Save a checkpoint of the newest step; return the seconds that it took. (all ranks)"""
         self.phase("checkpoint")
-        self.pace.before_save()
         with evaluated_weights(self.state.optimizers, back=not final):
             return save_checkpoint(
                 self.spec, self.mesh, self.state, self.workload, self.writer, final
@@ -506,7 +492,7 @@ class Engine:
 
         # (all ranks) On a GPU the newest steps have not been judged yet.
         samples_before = state.samples - self.batch.global_size
-        self.follow(self.guards.decide(True, self.explain, samples_before, self.pace.agree))
+        self.follow(self.guards.decide(True, self.explain, samples_before))
 
         # (all ranks) Without a step of this command the checkpoint that it resumed is still there.
         if state.step > state.session.begun:

@@ -10,7 +10,6 @@ from nanoray.mesh.memory import assign
 from nanoray.mesh.mesh import Mesh
 from nanoray.state.model_part import without_owner
 from nanoray.state.modules import buffers_of
-from nanoray.state.outer import joins_now
 from nanoray.state.rank_state import Session
 from nanoray.state.state_dict import StateDict
 from nanoray.state.train_state import TrainState
@@ -21,13 +20,10 @@ def share(state: TrainState, mesh: Mesh, source: int) -> None:
 
     Nothing is read from disk. Afterwards every rank has the source's parameters, optimizer, scaler,
     guards, scalars and session. Where weights or optimizer state are sharded, each rank keeps its
-    own. Of replicas that rarely communicate only those take it over that are not `whole`.
+    own.
     """
     packed, session = fetch(state, mesh, source)
-    # A replica that rarely communicates keeps its own weights, unless it is to be healed.
-    keeps_own = state.outer is not None and state.whole
-    if mesh.rank != source and not keeps_own:
-        joins_now(packed)
+    if mesh.rank != source:
         state.load(packed)
     state.session = session
     state.whole = True

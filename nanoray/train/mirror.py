@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,47 +42,48 @@ Kept = tuple[Shard, Optimizer | None]  # a shard, and its optimizer
 Kinds = dict[str, tuple[bool, torch.dtype]]
 
 
-@dataclass
-class FromHolders:
-    """A handover in which each rank gets its share from those that hold it, or mirror it."""
+def give_shares(
+    state: TrainState,
+    mesh: Mesh,
+    source: int,
+    wanted: Share,
+    weights: Sequence[Shard],
+    clip: float,
+) -> None:
+    """Bring all ranks to the step of rank `source`, each with its share of the state. (all ranks)
 
-    wanted: Share  # what this rank is to hold
-    weights: Sequence[Shard]  # further shards whose weights alone it needs
-    clip: float
+    A rank gets its share, `wanted`, from those that hold it, or mirror it; of further `weights` it
+    needs no optimizer state. Until all of it has arrived, the shards in `state` stay valid. Another
+    rank may be lost meanwhile: then those that had the state can still give it. Raises StateLost on
+    all ranks where no rank is left that has some part of it.
+    """
+    # A rank holds the state of the source's step, or can do the one update that it lacks.
+    behind = mesh.broadcast(state.step, source) - state.step
+    is_current = behind == 0
+    can_catch_up = behind == 1 and state.can_finish
+    holds = state.whole and (is_current or can_catch_up)
 
-    def give(self, state: TrainState, mesh: Mesh, source: int) -> int:
-        """Bring all ranks to the step of rank `source`, and let this one hold what it wants.
+    norm, leave_out = mesh.broadcast(tuple(state.update), source)
+    update = Update(
+        None if norm is None else norm.to(mesh.device),
+        None if leave_out is None else leave_out.to(mesh.device),
+    )
+    packed, session = fetch(state, mesh, source, pieces=False)
+    if mesh.rank != source:
+        # Nothing communicates from here to the end of this block, so a step is finished as a whole
+        # or not at all.
+        if holds and behind:
+            finish(state, update, clip)
+            log.info("finished step %d, which rank %d had done", state.step + 1, source)
+        state.load(packed)
+        state.session = session
+        state.update = update
+    reached("caught_up")
 
-        (all ranks) Until all of it has arrived, the shards in `state` stay valid.
-        """
-        # A rank holds the state of the source's step, or can do the one update that it lacks.
-        behind = mesh.broadcast(state.step, source) - state.step
-        is_current = behind == 0
-        can_catch_up = behind == 1 and state.can_finish
-        holds = state.whole and (is_current or can_catch_up)
-
-        norm, leave_out = mesh.broadcast(tuple(state.update), source)
-        update = Update(
-            None if norm is None else norm.to(mesh.device),
-            None if leave_out is None else leave_out.to(mesh.device),
-        )
-        packed, session = fetch(state, mesh, source, pieces=False)
-        if mesh.rank != source:
-            # Nothing communicates from here to the end of this block, so a step is finished as a
-            # whole or not at all.
-            if holds and behind:
-                finish(state, update, self.clip)
-                log.info("finished step %d, which rank %d had done", state.step + 1, source)
-            state.load(packed)
-            state.session = session
-            state.update = update
-        reached("caught_up")
-
-        held = state.holdings if holds else []
-        deal(mesh, held, self.wanted.holdings, [s for s in self.weights if s.trained])
-        state.can_finish = False
-        state.hold(self.wanted)
-        return 0
+    held = state.holdings if holds else []
+    deal(mesh, held, wanted.holdings, [shard for shard in weights if shard.trained])
+    state.can_finish = False
+    state.hold(wanted)
 
 
 def finish(state: TrainState, update: Update, clip: float) -> None:

@@ -91,9 +91,6 @@ def shortage_of(
         problem = f"; {HALVE}"
     elif micro == 1:
         problem = f", with 1 sequence at a time; {remedies(config, mesh)}"
-    # Samples of a step that other replicas have done already would be divided in another way.
-    elif config.sync_every and mesh.world_size > 1:
-        problem = f", and replicas that train alone keep their micro batch; {HALVE}"
     elif come_in_batches(batches.data):
         problem = (
             f", and the train data come in batches of {micro}; give smaller ones, or a dataset with "

@@ -45,9 +45,8 @@ from nanoray.train.engine import Engine
 from nanoray.train.fetch import share
 from nanoray.train.guard.certificate import append
 from nanoray.train.guard.guards import Guards
-from nanoray.train.handover import handover_of
 from nanoray.train.hardware import this_device
-from nanoray.train.mirror import copy_to_mirror
+from nanoray.train.mirror import copy_to_mirror, give_shares
 from nanoray.train.out_of_memory import (
     HALVE,
     Shortage,
@@ -139,7 +138,6 @@ class Recipe:
         self.state.schedule = task.schedule
         self.state.format_of = task.format_of
         self.data = self.task.data(mesh.device)
-        self._front = 0  # see Engine
 
         # Whatever observes.
         self.observers = Observers(spec, observers)
@@ -263,20 +261,7 @@ class Recipe:
         self.hold_share(par, group.mesh, owner)
         # CPUs of different models may initialise weights differently.
         share(self.state, group.mesh, 0)
-        self.begin_rounds(par)
         return par
-
-    def begin_rounds(self, par: Plan) -> None:
-        """Let replicas that rarely communicate keep an anchor, from the weights of now."""
-        if par.rounds is None:
-            return
-        state = self.state
-        if state.outer is None:
-            state.outer = state.anchors(self._cfg.outer_momentum > 0, self._cfg.sync_fragments)
-        state.outer.replica = par.rounds.replica
-        state.outer.replicas = par.rounds.replicas
-        state.outer.ranks = par.replica_axis.size
-        state.saves = state.sharded or par.data.index == 0
 
     def resumed(self, group: TrainingGroup) -> Plan:
         """Continue from a checkpoint on disk. (all ranks)"""
@@ -284,10 +269,9 @@ class Recipe:
         state = self.state
         par, owner = self.cut_model(group)
         self.hold_share(par, group.mesh, owner)
-        self.begin_rounds(par)
         shape = shape_of(self._cfg, spec.dataset.vocab_size).to_dict()
         note = self.observers.note
-        saved = read_checkpoint(spec.resume, spec, group.mesh, state, shape, par, note)
+        saved = read_checkpoint(spec.resume, spec, group.mesh, state, shape, note)
         loader_note = self.task.load_data(lambda: (saved.rng, saved.meta["samples_seen"]))
         if loader_note:
             note(loader_note)
@@ -309,9 +293,11 @@ class Recipe:
         is_new = not state.whole  # this process has replaced a lost rank
         par, owner = self.cut_model(group)
         wanted = self.share_of(par, owner)
-        begin_rounds = partial(self.begin_rounds, par)
-        handover = handover_of(self._cfg, par, state, wanted, begin_rounds, group.strays)
-        self._front = handover.give(state, mesh, source)
+        if wanted is None:
+            share(state, mesh, source)
+        else:
+            weights = whole_shards(state.model) if par.weights is None else par.weights
+            give_shares(state, mesh, source, wanted, weights, self._cfg.grad_clip)
         if group.strays:
             self.guards.count_healed(len(group.strays))
             self.observers.note(f"warning  {warning_of_strays(group)}")
@@ -327,8 +313,6 @@ class Recipe:
         observers.note(
             f"rejoin  from step {state.step} in the memory of rank {source}; no step is repeated"
         )
-        if par.memory is not None:
-            observers.note("rejoin  the residue of compressed gradients is lost with the group")
         return par
 
     def cut_model(self, group: TrainingGroup) -> tuple[Plan, int]:
@@ -371,8 +355,6 @@ class Recipe:
             self.task.script,
         )
         state.take_left()
-        # The residue of compression belongs to one group: with other ranks it is void.
-        state.memory = par.memory
         if self._cfg.grad_compress != "none" and par.compressor is None:
             self.observers.note(
                 f"note    grad_compress = {self._cfg.grad_compress} does nothing: one data rank "
@@ -467,7 +449,6 @@ class Recipe:
             instruments=instruments,
             wanted=self._wanted,
             regrouped=group.source is not None,
-            front=self._front,
         )
 
     def _instruments(

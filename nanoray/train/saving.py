@@ -20,13 +20,9 @@ from nanoray.errors import CheckpointError, TrainingDiverged
 from nanoray.mesh.layout import DIVISIONS
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece
-from nanoray.parallel.plan import Plan
-from nanoray.state.outer import Outer
 from nanoray.state.state_dict import StateDict, compiled_otherwise, rename
 from nanoray.state.train_state import TrainState
 from nanoray.train.workload import Workload
-
-MEMORY = "compression"  # the key of what compression keeps, beside each rank's generators
 
 
 def save_checkpoint(
@@ -49,7 +45,7 @@ def save_checkpoint(
 
     # Rank 0 writes a replicated state; of a sharded one every rank writes its part.
     saved = None
-    if states_of_ranks is not None or state.in_parts:
+    if states_of_ranks is not None or state.sharded:
         saved = pack_for_checkpoint(state, mesh)
         saved.rng = states_of_ranks or []
         saved.meta["world_size"] = mesh.world_size
@@ -58,8 +54,8 @@ def save_checkpoint(
         saved.meta |= workload.meta
 
     # The copy is made beside the next forward and backward, if nothing but the update changes what
-    # is saved. A script's code may, and so may replicas that average their weights.
-    rests = spec.config.model != "own" and not spec.config.sync_every
+    # is saved. A script's code may.
+    rests = spec.config.model != "own"
     writer.save(mesh, saved, final, rests)
 
     # Copied, perhaps not yet on disk; the final save waits for the disk.
@@ -72,27 +68,16 @@ def gather_rank_states(
 ) -> list[dict[str, Tensor]] | None:
     """Return the part of the state that each rank alone has, on rank 0; elsewhere None. (all ranks)
 
-    It consists of random generators, the position of a loader, the memory of compression, and a
-    replica's loss scale.
+    It consists of random generators, and the position of a loader.
     """
-    own = rng_state(mesh.device) | workload.loader(state.samples) | state.of_rank()
-    states_of_ranks = mesh.gather(own)
-    if state.memory is None:
-        return states_of_ranks
-
-    # As large as the weights, so it travels as a tensor and not as an object.
-    memories = mesh.gather_tensor(state.memory)
-    if states_of_ranks and memories:
-        for state_of_rank, memory in zip(states_of_ranks, memories, strict=True):
-            state_of_rank[MEMORY] = memory
-    return states_of_ranks
+    return mesh.gather(rng_state(mesh.device) | workload.loader(state.samples))
 
 
 def require_finite_weights(mesh: Mesh, state: TrainState) -> None:
     """Raise TrainingDiverged on all ranks when some weight is not finite. (all ranks)"""
     norm = get_total_norm([shard.param for shard in state.shards])
-    if state.in_parts:
-        # A rank sees its own shards, or replica, only, and all must raise together.
+    if state.sharded:
+        # A rank sees its own shards only, and all must raise together.
         norm = mesh.all_reduce(norm, "finite")
     if not torch.isfinite(norm):
         raise TrainingDiverged(
@@ -103,7 +88,7 @@ def require_finite_weights(mesh: Mesh, state: TrainState) -> None:
 
 def pack_for_checkpoint(state: TrainState, mesh: Mesh) -> StateDict:
     """Return the tensors that this rank writes: all of the state, or its part of it."""
-    if state.in_parts:
+    if state.sharded:
         return state.pack_own(first=mesh.rank == 0)
     return state.pack()
 
@@ -114,22 +99,19 @@ def read_checkpoint(
     mesh: Mesh,
     state: TrainState,
     model_shape: dict[str, Any],
-    par: Plan,
     note: Callable[[str], None],
 ) -> StateDict:
     """Read this rank's part of a checkpoint, and restore its random generators. (all ranks)
 
-    `state` names the pieces to read, and is not changed but for the memory of compression. `note`
-    shows a line on each difference from this run. Raises CheckpointError when the checkpoint is
-    damaged, or of a model of another shape.
+    `state` names the pieces to read, and is not changed. `note` shows a line on each difference from
+    this run. Raises CheckpointError when the checkpoint is damaged, or of a model of another shape.
     """
-    replica = 0 if state.outer is None else state.outer.replica
     _, meta = files.peek(Path(path))
     saved_names = [*meta.get("tensors", {}), *meta.get("entries", {})]
     names = compiled_otherwise(saved_names, state.model.state_dict())
     pieces = _by_saved_name(state.pieces, names)
     weight_pieces = _by_saved_name(state.weight_pieces, names)
-    saved = files.load(Path(path), pieces, weight_pieces, replica)
+    saved = files.load(Path(path), pieces, weight_pieces)
     rename(saved, names)
     check_shape(saved, model_shape, path)
     for name in state.weight_pieces or ():
@@ -139,7 +121,6 @@ def read_checkpoint(
             )
     meta = saved.meta
     note(f"resume  from step {meta['step']} of {path}")
-    refuse_broken_round(saved, state.outer, path)
 
     # Each rank continues its own generators, which only an equal number of ranks can.
     if meta["world_size"] == mesh.world_size:
@@ -150,12 +131,6 @@ def read_checkpoint(
             f"resume  written by {meta['world_size']} ranks, now {mesh.world_size}: same batches, "
             "but sums in another order and new dropout masks, so losses agree closely and not bit "
             "for bit"
-        )
-    if not load_memory(state.memory, saved, par.forget_memory):
-        note(
-            f"resume  the residue of compressed gradients of {meta['world_size']} ranks does not "
-            f"fit {mesh.world_size} with grad_compress = {spec.config.grad_compress}: it begins "
-            "anew; losses agree closely"
         )
 
     for axis in DIVISIONS:
@@ -176,56 +151,3 @@ def _by_saved_name(
         return None
     saved_names = {own: saved for saved, own in names.items()}
     return {saved_names.get(name, name): piece for name, piece in pieces.items()}
-
-
-def load_memory(memory: Tensor | None, saved: StateDict, forget: Callable[[], None]) -> bool:
-    """Restore the memory of compressed gradients; return False if it had to be reset.
-
-    It is reset by `forget` when another number of ranks had saved it, or none. False also if
-    `saved` has one and this run compresses nothing. It is removed from `saved`: for each rank, it
-    is as large as the weights.
-    """
-    mine = saved.own.get(MEMORY)
-    memories = [of_rank.pop(MEMORY, None) for of_rank in saved.rng]
-    if memory is None:
-        return all(of_rank is None for of_rank in memories)
-    if mine is None or mine.shape != memory.shape:
-        forget()
-        return False
-    memory.copy_(mine)
-    return True
-
-
-def refuse_broken_round(saved: StateDict, outer: Outer | None, path: str) -> None:
-    """Raise CheckpointError where replicas were in the middle of a round, and are others now.
-
-    Their weights differ then, and have no place in a run of other replicas.
-    """
-    values = saved.meta.get("outer")
-    if values is None:
-        return
-    step = saved.meta["step"]
-    before = values["replicas"]
-    now = "none (sync_every 0)"
-    if outer is not None:
-        now = str(outer.replicas)
-        if outer.replicas == before and len(outer.synced) == len(values["synced"]):
-            return
-
-    is_at_end = all(synced == step for synced in values["synced"])
-    if is_at_end:
-        # The counters of fragments that this run does not have say nothing.
-        count = 0 if outer is None else len(outer.synced)
-        values["synced"] = [step] * count
-        values["joined"] = step
-        return
-    every = saved.meta["config"]["sync_every"]
-    fragments = len(values["synced"])
-    ends = f"a multiple of {every}, such as step_{step // every * every:08d}"
-    if fragments > 1:
-        ends = "the last one of its run: with fragments no other step ends all rounds"
-    raise CheckpointError(
-        f"{path} lies in the middle of a round of {before} replicas with sync_fragments "
-        f"{fragments}, and this run has {now} replicas; resume with the same ones, or from a "
-        f"checkpoint between rounds: {ends}"
-    )

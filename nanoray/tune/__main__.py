@@ -10,8 +10,8 @@ from pathlib import Path
 from nanoray.base.clock import unix_time
 from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
 from nanoray.errors import ConfigError
+from nanoray.tune.asked import KNOB_NAMES, MAY
 from nanoray.tune.command import BUDGET_S, require_words, start
-from nanoray.tune.may import KNOB_NAMES, MAY
 from nanoray.tune.program import Tuning
 
 PAGE = Page(

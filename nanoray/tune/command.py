@@ -15,7 +15,7 @@ from nanoray.errors import ConfigError, WorkerFailed
 from nanoray.host.launchers import place_of
 from nanoray.launch.own import refuse_both
 from nanoray.own.settings import loaded_of, refuse_while_spawned
-from nanoray.tune.may import MAY
+from nanoray.tune.asked import MAY
 from nanoray.tune.program import Tuning
 
 BUDGET_S = 300.0

@@ -23,7 +23,7 @@ from nanoray.forecast.parallelisms.record import divisors
 from nanoray.forecast.predict import memory_of
 from nanoray.host.choose import cannot_compile
 from nanoray.mesh.layout import Layout
-from nanoray.tune.may import COMPRESSION, MASKS, NORMS, PRECISION
+from nanoray.tune.asked import COMPRESSION, MASKS, NORMS, PRECISION
 
 BATCH = ("global_batch_size", "micro_batch_size", "grad_accum_steps")
 ALWAYS = frozenset({PRECISION, COMPRESSION})

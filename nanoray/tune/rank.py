@@ -27,9 +27,8 @@ from nanoray.train.hardware import describe_place
 from nanoray.train.out_of_memory import come_in_batches
 from nanoray.train.rank import meet_group, prepare_process
 from nanoray.train.tasks import Task
+from nanoray.tune.asked import KNOB_NAMES, MASKS, NORMS, Asked
 from nanoray.tune.knobs import ALWAYS, BATCH, TunedRun, configured, memory_bytes
-from nanoray.tune.may import KNOB_NAMES, MASKS, NORMS
-from nanoray.tune.program import Tuning
 from nanoray.tune.result import closing_lines, write_results
 from nanoray.tune.search import Search
 from nanoray.tune.subject import TuneSubject
@@ -37,7 +36,7 @@ from nanoray.tune.trials import STOPPED, Trials
 
 
 def search_on_rank(
-    tuning: Tuning,
+    asked: Asked,
     spec: RunSpec,
     rendezvous: Rendezvous,
     observers: Sequence[Any],
@@ -46,7 +45,7 @@ def search_on_rank(
 ) -> dict[str, Any]:
     """Search as one rank, and return the outcome. (all ranks)"""
     # micro_batch_size auto asks for the micro batch alone
-    may, leave = tuning.may, tuning.leave
+    may, leave = asked.may, asked.leave
     is_auto = spec.config.micro_batch_search
     if is_auto:
         may = (MASKS,)
@@ -60,7 +59,7 @@ def search_on_rank(
         for observer in observers if mesh.rank == 0 else ():
             observer.on_note(line)
 
-    subject = TuneSubject(tuning.main, tuning.given, rendezvous)
+    subject = TuneSubject(asked.main, asked.given, rendezvous)
     here = here_of(spec, mesh, rendezvous, subject)
     memory = memory_of_rank(mesh)
     if is_auto:
@@ -71,7 +70,7 @@ def search_on_rank(
     place = describe_place(mesh)
     say(f"tune   {here.layout} of {place}")
     own = replace(spec, config=here.config)
-    trials = Trials(own, mesh, subject, here, tuning.budget_s, wanted, say)
+    trials = Trials(own, mesh, subject, here, asked.budget_s, wanted, say)
     trials.read()
     search = Search(trials, here, may, memory, leave)
     try:
@@ -82,7 +81,7 @@ def search_on_rank(
 
     lines = closing_lines(search)
     if mesh.rank == 0:
-        write_results(spec.folder, spec.config, tuning.label, search, place, lines)
+        write_results(spec.folder, spec.config, asked.label, search, place, lines)
     mesh.barrier()
     return {
         "exit_reason": "stopped" if search.ended == STOPPED else "finished",

@@ -14,8 +14,8 @@ from nanoray.base.text import aligned, clock
 from nanoray.config import Config
 from nanoray.config.settings import OF_ONE_COMMAND
 from nanoray.config.spellings import join
+from nanoray.tune.asked import MAY
 from nanoray.tune.knobs import Choice, as_written, changes_of, left_out, words
-from nanoray.tune.may import MAY
 from nanoray.tune.search import Search
 
 TABLE = "tune.json"

@@ -67,10 +67,9 @@ IMAGES = {"exchange_statistics", "exchange_batchnorm"}  # reached by a resnet: t
 TENSOR = {"exchange_activations", "exchange_logits"}  # with --tp
 EXPERTS = {"exchange_tokens"}  # with --ep: the same
 CONTEXT = {"exchange_keys_values", "exchange_keys_values_grad"}  # with --cp: test_recovery.py
-ROUNDS = {"exchange_rounds"}  # with --sync_every: tests/ranks/test_local_sgd.py
 OWN = {"exchange_absent"}  # of a script's own model: tests/ranks/test_absent.py
 ELSEWHERE = {"exchange_overflow", "aside"}
-ELSEWHERE |= {*SHARDED, *MIRRORED, *GROUPS, *IMAGES, *TENSOR, *EXPERTS, *CONTEXT, *ROUNDS, *OWN}
+ELSEWHERE |= {*SHARDED, *MIRRORED, *GROUPS, *IMAGES, *TENSOR, *EXPERTS, *CONTEXT, *OWN}
 IN_RECOVERY = {*MEETING, "exchange_state"} - {"last"}
 
 

@@ -37,7 +37,6 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "overlap": ("parallel", "trace", "mesh"),
     "pipeline": STEP,
     "precision": ("models", "train", "parallel"),
-    "rarely": STEP,
     "recovery": RECOVERY,
     "gpu-features-nvidia-h200": ("models", "host"),
     "runs-h100": STEP,

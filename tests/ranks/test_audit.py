@@ -97,7 +97,7 @@ def test_with_one_rank_nothing_is_audited(text: Path, tmp_path: Path) -> None:
     [
         {"dp_mode": "zero1", "precision": "bf16"},
         {"dp_mode": "ddp_by_hand", "precision": "fp16", "grad_accum_steps": 2},
-        {"grad_compress": "powersgd", "activation_checkpointing": "block"},
+        {"grad_compress": "bf16", "activation_checkpointing": "block"},
         {"experts": 4, "precision": "bf16"},
         {"precision": "bf16_pure"},
         {"precision": "fp8", "n_embd": 64},

@@ -58,9 +58,8 @@ def test_every_arm_for_real(
     # MB per byte of a number: once to the owner, once back
     both = 2 * (ranks - 1) / ranks * count / 1e6
     gaps = 1.2  # slices are whole blocks of 1024 numbers, and there are few of them here
-    for name, size in {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}.items():
+    for name, size in {"fp32": 4, "bf16": 2, "fp16": 2}.items():
         assert size * both * 0.999 < carried[name] < size * both * gaps, name
-    assert carried["powersgd 1"] < carried["powersgd 4"] < carried["powersgd 16"] < carried["fp32"]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def test_every_arm_for_real(
     [
         (["--workers", "1"], "workers = 1; 2 is the least: one rank sends nothing"),
         (["--rounds", "0"], "rounds = 0; give a number above 0"),
-        (["--arms", "int9"], "unknown arm int9; did you mean int8?"),
+        (["--arms", "fp61"], "unknown arm fp61; did you mean fp16?"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -113,8 +112,8 @@ def test_ranks_that_differ_fail_the_report_and_a_slow_arm_pays_on_slow_links_onl
     assert off.median == 0.25
     told = "the fastest compressed arm, bf16, is slower than fp32 here: 1.2 x its step, the loss +0.2500 nat"
     assert CompressionBenchmark().finding(report) == [told]
-    _add_rows(report, "int8", [event(8.0, ("all_reduce gradients", 2_000_000))] * 5, 2)
-    faster = report.row("int8", PAYS)
+    _add_rows(report, "fp16", [event(8.0, ("all_reduce gradients", 2_000_000))] * 5, 2)
+    faster = report.row("fp16", PAYS)
     assert faster
     assert faster.skipped == "faster here already"
-    assert "int8, is faster than fp32 here: 0.8 x" in CompressionBenchmark().finding(report)[0]
+    assert "fp16, is faster than fp32 here: 0.8 x" in CompressionBenchmark().finding(report)[0]

@@ -5,7 +5,6 @@ hand.
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from nanoray.checkpoint.run import RunSpec
 from nanoray.cli import parse_args
 from nanoray.config import Config, make_config
 from nanoray.errors import ConfigError
-from nanoray.forecast import whatif
 from nanoray.mesh.algorithms import ALGORITHMS
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.costs import count_parameters
@@ -35,7 +33,6 @@ from nanoray.trace.recorder import (
     measure_offsets,
     queue_starts,
 )
-from nanoray.trace.timeline import newest_window
 from nanoray.train.report import comm_lines
 from tests.harness.ranks import TINY, make_spec, run_ranks, series
 
@@ -189,40 +186,6 @@ def outcome(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunSp
 @pytest.fixture(scope="module")
 def always(outcome: tuple[RunSpec, dict[str, Any]]) -> RunSpec:
     return outcome[0]
-
-
-def test_a_traced_run_can_be_asked_what_if(
-    always: RunSpec, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert whatif.main([str(always.folder), "--bucket_mb", "0.1,1", "--ranks", "8"]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(
-        r"error  predicted [\d.]+ ms, measured [\d.]+ ms \(.*, n = \d\): [+-]\d+ %, for the .*",
-        said[2],
-    )
-    assert [line.split("  ")[0] for line in said[4:]] == [
-        "as it was",
-        "bucket_mb 0.1, ranks 8",
-        "bucket_mb 1, ranks 8",
-    ]
-
-
-@pytest.mark.full
-def test_a_resumed_run_is_asked_by_its_newest_buckets_and_ranks(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    spec = make_spec(text, tmp_path, comm_trace="always", max_steps=3)
-    assert all("error" not in r for r in run_ranks(spec, 3))
-    again = make_spec(
-        text, tmp_path, comm_trace="always", max_steps=6, resume=str(spec.folder), bucket_mb=0.03
-    )
-    assert all("error" not in r for r in run_ranks(again, 2))
-    sent = {c["bucket"] for c in traced(again)[-1]["collectives"] if c["bucket"] is not None}
-    named = json.loads((again.folder / "comm" / "buckets.json").read_text())
-    assert (again.folder, len(named)) == (spec.folder, len(sent))
-    assert whatif.main([str(again.folder)]) == 0
-    assert f": 2 ranks, {len(sent)} bucket(s) of " in capsys.readouterr().out
-    assert {len(step["phases"]) for step in newest_window(traced(again))} == {2}
 
 
 def test_tracing_changes_no_bit(untraced: RunSpec, text: Path, tmp_path: Path) -> None:

@@ -329,18 +329,6 @@ def test_short_sequences_are_cut_after_they_are_made(runs: Runs) -> None:
 
 
 @pytest.mark.full
-def test_a_short_round_alone_is_done_by_replicas_that_share_sequences(runs: Runs) -> None:
-    """Two replicas that rarely communicate, of one rank each, and of two with parts of sequences."""
-    rounds = SGD | {"sync_every": 2, "lr": 0.5}
-    whole = runs.trained("whole", 2, **rounds)
-    parts = runs.trained("parts", 4, cp=2, **rounds)
-    assert series(parts) == pytest.approx(series(whole), abs=2e-5)
-    mine = final(parts).model
-    for name, tensor in final(whole).model.items():
-        assert (mine[name] - tensor).abs().max() < 2e-5, name
-
-
-@pytest.mark.full
 def test_a_step_that_is_not_finite_is_named(runs: Runs) -> None:
     _, message = runs.failed(2, "TrainingDiverged", cp=2, faults="nan@rank=1,step=4")
     assert "at step 4 the loss is nan" in message

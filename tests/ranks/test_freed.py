@@ -23,7 +23,6 @@ from tests.harness.ranks import make_spec
 WAYS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "zero1": {"dp_mode": "zero1"},
-    "rounds": {"sync_every": 2},
     "audit": {"audit_every": 2},
     "fsdp": {"dp_mode": "fsdp"},
     "traced": {"comm_trace": "always"},

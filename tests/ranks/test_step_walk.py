@@ -26,7 +26,6 @@ OPTIONS = [
     "parallel/compress.py",
     "parallel/ep.py",
     "parallel/fsdp.py",
-    "parallel/local_sgd.py",
     "parallel/statistics.py",
     "parallel/tp.py",
     "trace/log.py",

@@ -43,7 +43,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "activation_checkpointing": ("none", "block"),
     "allreduce": ("backend", "ring"),
     "comm_trace": ("off", "always"),
-    "grad_compress": ("none", "int8", "powersgd"),
+    "grad_compress": ("none", "bf16", "fp16"),
     "profile": ("", "5:8"),
     "data_url": ("", "file:///x"),
     "tokenizer": ("auto", "byte"),
@@ -77,10 +77,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "beta1": (0.9, 0.8),
     "beta2": (0.99, 0.9),
     "tokens_per_param": (12.0, 8.0),
-    "outer_lr": (0.7, 0.5),
-    "outer_momentum": (0.9, 0.5),
-    "sync_fragments": (1, 2),
-    "sync_bits": (32, 8),
     "upload_timeout": (300.0, 10.0),
     "upload": ("", "file:///x"),
 }
@@ -89,14 +85,12 @@ AUTO = {"micro_batch_size": 0, "global_batch_size": 24}
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("micro_batch_search", "grad_accum_steps"): AUTO,
     ("micro_batch_search", "model"): AUTO,
-    ("micro_batch_search", "sync_every"): AUTO,
     ("allreduce", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("grad_compress", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("audit_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("statistics_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("ep", "dp_mode"): {"experts": 4},
     ("ep", "replicas"): {"experts": 4, "dp_mode": "zero1"},
-    ("sync_every", "ep"): {"experts": 4, "dp_mode": "zero1"},
     ("compile", "sync_batchnorm"): {"model": "resnet"},
     ("audit_every", "sync_batchnorm"): {"model": "resnet"},
     ("fsdp_gather", "precision"): {"dp_mode": "fsdp"},
@@ -122,7 +116,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "sequence_parallel cuts sequences over tp = 2 ranks",
     ),
     "cp_divides_sequences": ({"cp": 3, "block_size": 32}, "which does not divide block_size = 32"),
-    "fragments_fit": ({"sync_every": 3, "sync_fragments": 4}, "use sync_every 4 or more"),
     "stages_divide": ({"pp": 3}, "pp = 3 does not divide n_layer = 4"),
     "groups_divide": (
         {"pp": 2, "pp_schedule": "interleaved", "grad_accum_steps": 3},
@@ -244,10 +237,8 @@ def test_a_value_that_asks_for_nothing_meets_no_row(row: Conflict) -> None:
     [
         ({"dp_mode": "ddp"}, ["--mirror", "off"]),
         ({"dp_mode": "zero1", "replicas": 2}, ["--mirror", "off"]),
-        ({"sync_every": 4}, ["--mirror", "off"]),
         ({}, ["--upload_timeout", "0"]),
         ({}, ["--balance_loss", "0", "--z_loss", "0"]),
-        ({}, ["--outer_momentum", "0"]),
         ({"recovery": "restart"}, ["--spares", "0"]),
         ({"model": "resnet"}, ["--dropout", "0", "--scaling", "none"]),
         ({"optimizer": "sgd"}, ["--weight_decay", "0"]),
@@ -337,9 +328,8 @@ def test_groups_are_siblings_in_the_order_of_the_help() -> None:
     [
         ("comm_trace", "always"),
         ("allreduce", "ring"),
-        ("grad_compress", "int8"),
+        ("grad_compress", "bf16"),
         ("audit_every", 4),
-        ("sync_every", 4),
     ],
 )
 def test_one_rank_has_one_answer_early_and_late(key: str, value: Any) -> None:
@@ -359,7 +349,7 @@ def test_a_plan_for_one_rank_refuses_what_needs_two_also_in_a_resumed_run(
     key: str, tmp_path: Path
 ) -> None:
     """Of a dry run and of a start. The message has the flag with which the run can go on."""
-    value = {"comm_trace": "always", "allreduce": "ring", "grad_compress": "int8"}.get(key, 4)
+    value = {"comm_trace": "always", "allreduce": "ring", "grad_compress": "bf16"}.get(key, 4)
     ran = load_config(preset="tiny", overrides={key: value, "workers": 2})
     (tmp_path / "config.json").write_text(ran.to_json())
     dataset = DatasetInfo("text", "", tmp_path, "uint16", 65, 6_400, 640, "", "", {}, "tokens")
@@ -375,7 +365,7 @@ def test_a_plan_for_one_rank_refuses_what_needs_two_also_in_a_resumed_run(
 
 def test_a_group_that_has_shrunk_to_one_rank_keeps_its_configuration() -> None:
     """Ranks get the configuration of the run, whose `workers` stays what was asked for."""
-    config = load_config(preset="tiny", overrides={"grad_compress": "int8", "workers": 2})
+    config = load_config(preset="tiny", overrides={"grad_compress": "bf16", "workers": 2})
     assert Config(**config.model_dump()) == config
 
 

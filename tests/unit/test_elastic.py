@@ -286,7 +286,6 @@ def test_a_process_alone_meets_nobody(spec: RunSpec) -> None:
          r"--dp_mode zero2, --dp_mode fsdp, --cp 2 \(twice the ranks\), --tp 2 \(twice the ranks\)"),
         ({"dp_mode": "zero2", "activation_checkpointing": "block"}, 1,
          r"costs: --dp_mode fsdp, --cp 2 \(twice"),
-        ({"sync_every": 4}, 6, "replicas that train alone keep their micro batch"),
     ],
 )  # fmt: skip
 def test_where_no_smaller_one_is_taken_the_error_says_what_helps(

@@ -124,7 +124,7 @@ TOUCHED = {
     ],
     # Its record.
     "forecast/parallelisms/registry.py": [
-        ("pipeline, rounds, tensor\n", "pipeline, rounds, tensor, xp\n"),
+        ("pipeline, tensor\n", "pipeline, tensor, xp\n"),
         ("    experts.EXPERTS,\n", "    experts.EXPERTS,\n    xp.XP,\n"),
     ],
 }
@@ -143,7 +143,6 @@ from nanoray.data.dataset import DatasetInfo
 from nanoray.errors import ConfigError
 from nanoray.forecast.dry_run import dry_run_lines
 from nanoray.start.plan import forecast_at
-from nanoray.forecast.whatif import KNOWN
 from nanoray.tools.inspect.subject import _described
 from nanoray.tools.inspect.tree import dump
 from nanoray.launch.shares import no_replica
@@ -177,7 +176,6 @@ print(json.dumps({
     "owner": description["tensors"][0]["owner"],
     "recovery": no_replica(config, [0, 1, 2]),
     "check": OF_THE_RUN,
-    "whatif": KNOWN,
 }))
 """
 
@@ -268,7 +266,6 @@ def test_it_is_in_an_inspection(answers: dict[str, Any]) -> None:
 def test_it_is_in_recovery_and_tools(answers: dict[str, Any]) -> None:
     assert "whole number of replicas of 1*2*1*1*2 = cp*tp*pp*ep*xp ranks" in answers["recovery"]
     assert any("--xp N" in flag for flag, _ in answers["check"])
-    assert answers["whatif"]["xp"] == 1
 
 
 # ---- no second list of axes ----------------------------------------------------------------------

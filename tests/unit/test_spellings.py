@@ -26,7 +26,6 @@ SPELLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"optimizer": "sgd:nesterov", "momentum": 0.9},
         {"optimizer": "sgd", "momentum": 0.9, "nesterov": True},
     ),
-    ({"grad_compress": "powersgd:8"}, {"grad_compress": "powersgd", "powersgd_rank": 8}),
     ({"dp_mode": "fsdp:grad_op"}, {"dp_mode": "fsdp", "fsdp_reshard": "grad_op"}),
     (
         {"dp_mode": "fsdp:grad_op:bf16"},
@@ -65,7 +64,7 @@ def test_a_part_that_is_not_written_has_its_default() -> None:
     [
         ({"dp_mode": "fsdp:fp8"}, "dp_mode = fsdp:fp8 has an unknown part 'fp8'; use fsdp:grad_op"),
         ({"dp_mode": "zero1:bf16"}, "dp_mode = zero1:bf16 has an unknown part 'bf16'"),
-        ({"grad_compress": "powersgd:0"}, "unknown part '0'; use powersgd:4"),
+        ({"pp_schedule": "interleaved:0"}, "unknown part '0'; use interleaved:3"),
         ({"precision": "fp16_pure:stochastic"}, "unknown part 'stochastic'"),
     ],
 )
@@ -88,14 +87,14 @@ def test_an_older_key_names_the_new_spelling(key: str, tmp_path: Path) -> None:
 
 
 def test_the_new_spelling_has_the_users_value() -> None:
-    message = "write grad_compress powersgd:8"
+    message = "write pp_schedule interleaved:8"
     with pytest.raises(ConfigError, match=message):
-        parse("--powersgd_rank", "8")
+        parse("--pp_chunks", "8")
     with pytest.raises(ConfigError, match=message):
-        parse("--powersgd_rank=8")
+        parse("--pp_chunks=8")
     # A value that the part cannot have leaves the example.
-    with pytest.raises(ConfigError, match="write grad_compress powersgd:4"):
-        parse("--powersgd_rank=none")
+    with pytest.raises(ConfigError, match="write pp_schedule interleaved:3"):
+        parse("--pp_chunks=none")
 
 
 def test_every_example_is_a_spelling() -> None:

@@ -286,16 +286,6 @@ def moment(state: TrainState) -> Any:
     return state.optimizer.state[state.model.emb.weight]["exp_avg"]
 
 
-def anchor(state: TrainState) -> Any:
-    assert state.outer
-    return state.outer.anchor["emb.weight"]
-
-
-def outer_momentum(state: TrainState) -> Any:
-    assert state.outer
-    return state.outer.momentum["emb.weight"]
-
-
 def betas(state: TrainState) -> Any:
     return state.optimizer.param_groups[0]["betas"]
 
@@ -312,7 +302,7 @@ def seen_by_guards(state: TrainState) -> Any:
     return state.guards.values()
 
 
-TENSORS = [weight, running_mean, moment, anchor, outer_momentum]
+TENSORS = [weight, running_mean, moment]
 VALUES: dict[Any, Callable[[TrainState], Any]] = {
     betas: lambda state: state.optimizer.param_groups[0].update(betas=(0.5, 0.6)),
     scale: lambda state: state.scaler.load_values({"scale": 8.0, "good_steps": 3, "skipped": 1}),
@@ -321,16 +311,9 @@ VALUES: dict[Any, Callable[[TrainState], Any]] = {
 }
 
 
-def of_replicas(state: TrainState, rarely: bool) -> TrainState:
-    if rarely:
-        state.outer = state.anchors(momentum=True, fragments=1)
-    return state
-
-
 @pytest.mark.parametrize("what", [*TENSORS, *VALUES])
 def test_each_part_is_saved_received_and_compared(what: Callable[[TrainState], Any]) -> None:
-    rarely = what in (anchor, outer_momentum)
-    first = of_replicas(a_state(1, steps=3, fp16=True), rarely)
+    first = a_state(1, steps=3, fp16=True)
     before = replicas.digest(first)
     if what in TENSORS:
         flip(what(first))
@@ -340,20 +323,14 @@ def test_each_part_is_saved_received_and_compared(what: Callable[[TrainState], A
     if what in (*TENSORS, scale):
         assert replicas.digest(first) != before
 
-    loaded = of_replicas(a_state(2, fp16=True), rarely)
+    loaded = a_state(2, fp16=True)
     loaded.load(through_json(first.pack()))
     wire = Wire()
     share(first, WireMesh(0, wire), 0)
-    received = of_replicas(a_state(2, fp16=True), rarely)
+    received = a_state(2, fp16=True)
     share(received, WireMesh(1, wire), 0)
     for state in (loaded, received):
         if what in TENSORS:
             assert torch.equal(what(state), what(first))
         else:
             assert what(state) == what(first)
-
-
-def test_a_rank_whose_share_is_empty_has_no_anchors() -> None:
-    state = a_state(1)
-    assert state.anchors(True, 1).anchor.keys() == dict(state.model.named_parameters()).keys()
-    assert state.anchors(True, 1, []).anchor == {}

@@ -24,6 +24,7 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import Order
 from nanoray.models.gpt import ModelShape
 from nanoray.tune.__main__ import seconds_of, with_recipe
+from nanoray.tune.asked import KNOB_NAMES, MASKS, MAY, NORMS
 from nanoray.tune.command import require_words
 from nanoray.tune.knobs import (
     ALWAYS,
@@ -38,7 +39,6 @@ from nanoray.tune.knobs import (
     with_settings,
     words,
 )
-from nanoray.tune.may import KNOB_NAMES, MASKS, MAY, NORMS
 from nanoray.tune.rank import safe_micro_batch
 from nanoray.tune.result import closing_lines, rows_of, tuned_values, write_results
 from nanoray.tune.search import FINAL_TURNS, Search, is_faster

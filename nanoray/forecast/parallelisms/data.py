@@ -56,7 +56,7 @@ def talks(sender: Sender) -> list[Talk]:
         sent = _fsdp(sender, axis, dense, in_layers)
     else:
         sent = _buckets(sender, mode, axis, layout.shard_size, dense)
-    if layout.replicas > 1 and not job.config.sync_every:
+    if layout.replicas > 1:
         sent += _slices(sender, mode, dense)
     if routed:
         sent += _buckets(sender, mode, "edp", layout.dp // layout.ep, routed)

@@ -6,9 +6,7 @@
     tries      the sizes that a search tries
     refusal    the rule of arithmetic that a layout breaks, for a search
     hides      the compute beside which some of its messages travel
-    delay_s    what a step waits for messages of earlier steps
     keeps      activations beside those of models/costs.py
-    between    what it takes between two steps, when there are no activations
     cut        how it cuts a whole model for one rank
     holders    who has a parameter, for an inspection
 
@@ -17,7 +15,7 @@ A record says only what differs from a way that sends nothing and keeps nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,7 +24,6 @@ from torch import nn
 
 from nanoray.config import Batch, Config
 from nanoray.forecast.job import Job
-from nanoray.forecast.memory import RankSizes
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Coords, Layout
 from nanoray.mesh.mesh import Mesh
@@ -75,19 +72,17 @@ class Talk(NamedTuple):
     # forward | backward: compute waits for it. ring_forward | ring_again | ring_backward: the same,
     # but the attention of the block that is there hides it; again is in backward. prefetched: a pass
     # hides it. beside: backward hides it. after: it follows the update. once: nothing hides it.
-    # travels: it has the next steps for it.
     when: str
-    every: int = 1  # steps from one time to the next
 
     def sent(self, ranks: int) -> float:
-        """Return the bytes that a rank of the axis sends in a step, the mean over all steps."""
+        """Return the bytes that a rank of the axis sends in a step."""
         # Each rank keeps its own part of the tensor and sends the others.
         share = (ranks - 1) / ranks
         if self.op == "all_reduce":
             share *= 2  # a reduce-scatter and an all-gather
         elif self.op == "send":
             share = 1.0
-        return self.times * self.nbytes * share / self.every
+        return self.times * self.nbytes * share
 
 
 class Compute(NamedTuple):
@@ -139,17 +134,9 @@ class Parallelism:
     refusal: Callable[[Job, Layout], str | None] = lambda job, layout: None
     # Seconds by the `when` of talks
     hides: Callable[[Compute], Mapping[str, float]] = lambda compute: {}
-    # (job, its talks of a step, the seconds of a talk, the step's seconds without it)
-    delay_s: Callable[[Job, Sequence[Talk], Callable[[Talk], float], float], float] = (
-        lambda job, talks, seconds, step_s: 0.0
-    )
     # Bytes by part. The batch is that of one rank.
     keeps: Callable[[Config, ModelShape, Batch, str], Mapping[str, int]] = (
         lambda config, shape, batch, precision: {}
-    )
-    # (configuration, parameters of a rank, ranks that cut one copy of the state, bucket_mb)
-    between: Callable[[Config, RankSizes, int, float], int] = (
-        lambda config, sizes, ranks, bucket_mb: 0
     )
     # In place, on the meta device, for the rank at these coordinates
     cut: Callable[[nn.Module, Config, Coords], object] | None = None

@@ -6,7 +6,7 @@ order in which a run cuts it (parallel/plan.py).
 
 from __future__ import annotations
 
-from nanoray.forecast.parallelisms import context, data, experts, pipeline, rounds, tensor
+from nanoray.forecast.parallelisms import context, data, experts, pipeline, tensor
 from nanoray.forecast.parallelisms.record import Parallelism
 
 PARALLELISMS: tuple[Parallelism, ...] = (
@@ -15,5 +15,4 @@ PARALLELISMS: tuple[Parallelism, ...] = (
     pipeline.PIPELINE,
     experts.EXPERTS,
     data.DATA,
-    rounds.ROUNDS,
 )

@@ -74,8 +74,6 @@ def refuse(run: Past, steps: range) -> None:
         elif group["ranks"] > 1:
             # Older runs have not recorded all of these.
             cut = [f"{axis} = {config[axis]}" for axis in DIVISIONS if config.get(axis, 1) > 1]
-            if config.get("sync_every"):
-                cut.append(f"sync_every = {config['sync_every']}")
             if config["grad_compress"] != "none":
                 cut.append(f"grad_compress = {config['grad_compress']}")
             if config["fsdp_gather"] != "fp32":

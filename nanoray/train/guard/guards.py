@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,10 +40,6 @@ class BadStep(NamedTuple):
     norm: float
 
 
-# Takes the bad steps of this rank; returns the first one of all ranks, None: there is none
-Agree = Callable[[Sequence[BadStep]], BadStep | None]
-
-
 class Verdict(NamedTuple):
     """What to do with a step."""
 
@@ -64,16 +60,11 @@ class Guards:
         self._global_size = batch.global_size
         self._scaler = scaler
         self._reads_flags = device.type == "cpu"  # no device to wait for
-        # Replicas that rarely communicate decide together, where they meet
-        self.reads_each_step = self._reads_flags and not config.sync_every
         # A replay is exact while the weights are those of the bad step
         self._sticky = config.on_nan != "skip"
         self._stuck = torch.zeros((), dtype=torch.float32, device=device)
         # Left out (0 or 1), own loss, gradient norm
-        columns = config.log_every + 1
-        if config.sync_every:
-            columns *= 2  # after a fault a replica may miss one meeting
-        self._ring = torch.zeros(3, columns, dtype=torch.float32, device=device)
+        self._ring = torch.zeros(3, config.log_every + 1, dtype=torch.float32, device=device)
         self._steps: list[int] = []  # the steps in the ring's columns: those since the last read
         self._norms: deque[float] = deque(maxlen=SPIKE_WINDOW)
         self._counts = dict.fromkeys(("skipped", "rollbacks", "healed", "spikes"), 0)
@@ -141,7 +132,6 @@ class Guards:
         look: bool,
         explain: Callable[[BadStep], str],
         samples: int,
-        agree: Agree | None = None,
     ) -> Verdict:
         """Record a step whose gradients are ready, and decide on it. (all ranks)
 
@@ -170,24 +160,22 @@ class Guards:
         leave_out: Tensor | None = bad
         if self._reads_flags and not bad:
             leave_out = None
-        return self.decide(look, explain, samples, agree)._replace(leave_out=leave_out)
+        return self.decide(look, explain, samples)._replace(leave_out=leave_out)
 
     def decide(
         self,
         look: bool,
         explain: Callable[[BadStep], str],
         samples: int,
-        agree: Agree | None = None,
     ) -> Verdict:
         """Decide on the updates left out since the last look. (all ranks: `explain` communicates)
 
         On a GPU it reads nothing without `look`. `explain` repeats a bad step and describes what
-        all ranks found. `samples` is the number of samples before the newest step. `agree` returns
-        the first bad step of all replicas, where each has left out steps of its own. Raises
+        all ranks found. `samples` is the number of samples before the newest step. Raises
         TrainingDiverged with on_nan=stop, and with on_nan=skip after too many updates left out in a
         row.
         """
-        if not (look or self.reads_each_step) or not (self._steps or agree):
+        if not self._steps or not (look or self._reads_flags):
             return Verdict()
 
         # Read the ring: on a GPU this waits for the device. Count the updates left out in a row.
@@ -203,16 +191,12 @@ class Guards:
                 longest = max(longest, self._row)
             else:
                 self._row = 0
-        first = bad[0] if bad else None
-        if agree:
-            first = agree(bad)
-        if first is None:
-            warning = self._watch(steps[-1], norms[-1], samples) if steps else None
-            return Verdict(warning=warning)
+        if not bad:
+            return Verdict(warning=self._watch(steps[-1], norms[-1], samples))
 
         # (all ranks) Repeat the first bad step, for a message that names layer and samples.
         self._stuck.zero_()
-        why = explain(first)
+        why = explain(bad[0])
         if self.on_nan == "rollback":
             return Verdict(roll_back=why)
         if self.on_nan == "stop":

@@ -54,8 +54,6 @@ def compare(
     # The rows of a model that is cut; its ranks differ, and are compared piece by piece.
     places, row_hashes = hash_tensors(_rows(state))
     by_piece = is_cut(state.model) or state.copies > 1
-    if state.outer is not None:
-        by_piece = state.sharded or state.outer.ranks > 1
 
     digests = []
     if not by_piece:

@@ -244,7 +244,6 @@ class MemoryTimeline:
         # Tensors that exist before the step.
         storages.note(self._par.model.parameters(), "weights", always=True)
         storages.note(self._optimizer(), "optimizer", always=True)
-        storages.note([self._par.memory], "buckets", always=True)
 
         # Hooks keep track of the innermost module.
         for name, module in self._par.model.named_modules():

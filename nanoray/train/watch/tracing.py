@@ -102,7 +102,7 @@ def comm_trace(spec: RunSpec, mesh: Mesh, plan: Plan, resume_step: int) -> CommT
     log_of_all = None
     if mesh.rank == 0:
         layout = mesh.layout
-        sizes = {axis: layout.size_of(axis) for axis in (*layout.steps, "inside")}
+        sizes = {axis: layout.size_of(axis) for axis in layout.steps}
         bubble = plan.flow.bubble if config.pp > 1 else None
         log_of_all = CommLog(
             spec.folder / "comm", resume_step, spec.attempt, sizes, bubble, spec.started
