@@ -298,14 +298,16 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     may = ("norms", "masks")
     trials = trials_in("search")
     search = Search(trials, here, may, memory_of_rank(mesh), order["leave"])
+    began = time.monotonic()
     tuned = search.run()
+    spent_s = time.monotonic() - began
     apart = _losses_apart(mesh, spec, subject, here, tuned)
     # On a GPU, in 16 bits, a run's losses are not even those of the same run again.
     precision = here.config.precision
     most_apart = EQUAL if precision == "fp32" else same_loss(precision)
     after = f"after {EQUAL_STEPS} steps of SGD"
     row = ("search", LOSS, "", apart, after, int(apart > most_apart))
-    emit(_tried("search", trials, tuned, [row]))
+    emit(_tried("search", trials, spent_s, tuned, [row]))
 
     three = {PRESENT: (), TUNED: tuned}
     if order["most"]:
@@ -331,16 +333,16 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     emit({"line": medians_ms, "rows": rows})
 
 
-def _tried(what: str, trials: Trials, best: Choice, more: list[Row]) -> Record:
+def _tried(what: str, trials: Trials, spent_s: float, best: Choice, more: list[Row]) -> Record:
     """Return the event of what was tried, and what was the best of it."""
     from nanoray.tune.knobs import words
 
     count = len(trials.samples)
     rows: list[Row] = [
         (what, TRIED, "", count, words(best), None),
-        (what, SECONDS, "s", trials.spent_s, "of all blocks", None),
+        (what, SECONDS, "s", spent_s, "of all blocks", None),
     ]
-    line = f"{what:<6}  {count} settings, {trials.spent_s:.0f} s: {words(best)}"
+    line = f"{what:<6}  {count} settings, {spent_s:.0f} s: {words(best)}"
     return {"line": line, "rows": rows + more}
 
 
@@ -348,12 +350,13 @@ def _walk_grid(
     grid: Trials, choices: list[Choice], turns: int, block_s: float, emit: Emit
 ) -> Choice:
     """Measure every combination once, and the fastest more often; return the best. (all ranks)"""
+    began = time.monotonic()
     grid.reserve_s = -1e6  # as long as it takes
     grid.next_turn()
     for number, choice in enumerate([(), *choices]):
         grid.measure(choice, block_s / 3)
         if number and number % SIGN_EVERY == 0:
-            line = f"grid    {number} of {len(choices)} settings, {grid.spent_s:.0f} s"
+            line = f"grid    {number} of {len(choices)} settings, {time.monotonic() - began:.0f} s"
             emit({"line": line, "rows": []})
     right = [choice for choice in grid.samples if choice not in grid.refused]
     fastest = sorted(right, key=lambda choice: grid.samples[choice][0].step_s)[:FINALISTS]
@@ -366,7 +369,7 @@ def _walk_grid(
         for choice in fastest
     }
     best = min(medians, key=lambda choice: medians[choice])
-    emit(_tried("grid", grid, best, []))
+    emit(_tried("grid", grid, time.monotonic() - began, best, []))
     return best
 
 

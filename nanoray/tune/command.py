@@ -35,7 +35,7 @@ class Tuned:
     where nothing is faster"""
 
     folder: Path
-    """the folder of the search: tuned.yaml, and tune.json with a row for each choice"""
+    """the folder of the search: tuned.yaml, and tune.jsonl with every block"""
 
 
 def tune_own(
@@ -53,8 +53,7 @@ def tune_own(
     code, folder = start(loaded, unix_time(), program, ray)
     if code:
         raise WorkerFailed(f"the search ended with exit code {code}; its last lines say why")
-    table = read_json(folder / "tune.json")
-    return Tuned(table["tuned"], table["speedup"], folder)
+    return Tuned(**read_json(folder / "tune.json"), folder=folder)
 
 
 def start(loaded: Loaded, started: float, program: Tuning, ray: bool = True) -> tuple[int, Path]:

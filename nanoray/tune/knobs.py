@@ -8,6 +8,7 @@ not go together is refused by the configuration's table of conflicts.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,41 +54,39 @@ class TunedRun:
         return self.layout.size_of("dp_cp")
 
 
+Values = Iterable[tuple[Any, ...]]
+
+
 @dataclass(frozen=True)
 class Knob:
     """One thing that can be set otherwise."""
 
     name: str
     keys: tuple[str, ...]
-    # A value for each of the keys; one that cannot be trained here is refused later
-    values: Callable[[TunedRun], Iterable[tuple[Any, ...]]]
+    values: Callable[[TunedRun], Values]  # a value for each of the keys
     changes: tuple[str, ...] = ()  # what it may change in the result beyond rounding, words of MAY
 
     def changes_here(self, here: TunedRun) -> set[str]:
         """Return what it changes in the result of this run."""
         return set(here.matters.intersection(self.changes))
 
-
-def each(
-    *values: Any, where: Callable[[TunedRun], bool] = lambda here: True
-) -> Callable[[TunedRun], list[tuple[Any, ...]]]:
-    """Return what offers each of these values of one key, where a run has a use for them."""
-    return lambda here: [(value,) for value in values] if where(here) else []
-
-
-def _is_gpt(here: TunedRun) -> bool:
-    return here.config.model == "gpt"
-
-
-def _sums_gradients(here: TunedRun) -> bool:
-    return here.data_ranks > 1
+    def choices(self, here: TunedRun) -> list[Choice]:
+        """Return what is another setting than the present one, and goes together with the others."""
+        found = []
+        for values in self.values(here):
+            choice = with_settings(here, (), zip(self.keys, values, strict=True))
+            with suppress(ConfigError):
+                configured(here, choice)
+                found.append(choice)
+        return [choice for choice in dict.fromkeys(found) if choice]
 
 
-def _compiles(here: TunedRun) -> bool:
-    return cannot_compile(here.device) is None
+def each(*values: Any) -> Callable[[TunedRun], Values]:
+    """Return what offers each of these values of one key."""
+    return lambda here: [(value,) for value in values]
 
 
-def _micro_batches(here: TunedRun) -> Iterable[tuple[Any, ...]]:
+def _micro_batches(here: TunedRun) -> Values:
     """Offer a rank's whole share of a step and what divides it, each at most half of the one above.
 
     Accumulation follows from the micro batch.
@@ -105,17 +104,7 @@ def _micro_batches(here: TunedRun) -> Iterable[tuple[Any, ...]]:
             yield (batch.global_size, micro, 0)
 
 
-def _loss_chunks(here: TunedRun) -> Iterable[tuple[Any, ...]]:
-    """Offer the sizes that cut the loss of a micro batch."""
-    if not _is_gpt(here):
-        return
-    rows = resolve_batch(here.config, here.layout.dp).micro * here.config.block_size
-    for size in (0, 256, 1024, 4096):
-        if size < rows:
-            yield (size,)
-
-
-def _threads(here: TunedRun) -> Iterable[tuple[Any, ...]]:
+def _threads(here: TunedRun) -> Values:
     """Offer 1, 2, 4, ... threads, and as many as a rank may have."""
     if here.device == "cpu":
         doubled = [1 << n for n in range(here.cores.bit_length()) if 1 << n < here.cores]
@@ -123,7 +112,20 @@ def _threads(here: TunedRun) -> Iterable[tuple[Any, ...]]:
             yield (float(count),)
 
 
-def _layouts(here: TunedRun) -> Iterable[tuple[Any, ...]]:
+def _modes(here: TunedRun) -> Values:
+    if here.data_ranks > 1:
+        for mode in ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"):
+            yield (mode, "full")
+        yield ("fsdp", "grad_op")
+
+
+def _buckets(here: TunedRun) -> Values:
+    if here.data_ranks > 1:
+        for size in (1.0, 2.0, 8.0, 25.0, 100.0):
+            yield (size,)
+
+
+def _layouts(here: TunedRun) -> Values:
     """Offer each way to divide the ranks for which every parallelism has a size."""
     if here.job is None or here.ranks == 1:
         return
@@ -133,83 +135,58 @@ def _layouts(here: TunedRun) -> Iterable[tuple[Any, ...]]:
             yield (*(getattr(layout, axis.key) for axis in AXES), here.job.mode(layout))
 
 
-def _replicas(here: TunedRun) -> Iterable[tuple[Any, ...]]:
+def _replicas(here: TunedRun) -> Values:
     if here.config.dp_mode in SHARDS_STATE:
         for groups in divisors(here.layout.dp)[:-1]:
             yield (groups,)
 
 
-def _modes(here: TunedRun) -> Iterable[tuple[Any, ...]]:
-    if _sums_gradients(here):
-        for mode in ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"):
-            yield (mode, "full")
-        yield ("fsdp", "grad_op")
+def _schedules(here: TunedRun) -> Values:
+    if here.config.pp > 1:
+        for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble"):
+            yield (schedule,)
 
 
-def _formats(here: TunedRun) -> Iterable[tuple[Any, ...]]:
+def _formats(here: TunedRun) -> Values:
     on_gpus = ("tf32", "fp16", "fp8") if here.device == "cuda" else ()
     return [(form,) for form in ("fp32", "bf16", *on_gpus)]
+
+
+def _compiled(here: TunedRun) -> Values:
+    if cannot_compile(here.device) is None:
+        for value in (False, True, "cuda_graphs"):
+            yield (value,)
 
 
 # A search tries them in this order. Compiling is last, because a block of it takes longest.
 KNOBS = (
     Knob("micro_batch", BATCH, _micro_batches, (NORMS, MASKS)),
-    Knob("attention", ("attention",), each("flash", "plain", "cudnn", where=_is_gpt), (MASKS,)),
-    Knob("loss_chunk", ("loss_chunk",), _loss_chunks),
-    Knob(
-        "checkpointing",
-        ("activation_checkpointing",),
-        each("none", "selective", "block", where=_is_gpt),
-    ),
+    Knob("attention", ("attention",), each("flash", "plain", "cudnn"), (MASKS,)),
+    Knob("loss_chunk", ("loss_chunk",), each(0, 256, 1024, 4096)),
+    Knob("checkpointing", ("activation_checkpointing",), each("none", "selective", "block")),
     Knob("threads", ("cpus_per_worker",), _threads),
     Knob("dp_mode", ("dp_mode", "fsdp_reshard"), _modes),
-    Knob("buckets", ("bucket_mb",), each(1.0, 2.0, 8.0, 25.0, 100.0, where=_sums_gradients)),
-    Knob(
-        "allreduce",
-        ("allreduce",),
-        each("backend", "ring", "double_tree", "halving_doubling", where=_sums_gradients),
-    ),
+    Knob("buckets", ("bucket_mb",), _buckets),
+    Knob("allreduce", ("allreduce",), each("backend", "ring", "double_tree", "halving_doubling")),
     Knob("layout", (*(axis.key for axis in AXES), "dp_mode"), _layouts, (MASKS,)),
     Knob("replicas", ("replicas",), _replicas),
-    Knob(
-        "pipeline",
-        ("pp_schedule",),
-        each(
-            *("gpipe", "1f1b", "interleaved", "zero_bubble"), where=lambda here: here.config.pp > 1
-        ),
-    ),
-    Knob(
-        "context",
-        ("cp_attention",),
-        each("ring", "all_gather", where=lambda here: here.config.cp > 1),
-    ),
-    Knob(
-        "tensor",
-        ("sequence_parallel",),
-        each(False, True, where=lambda here: here.config.tp > 1),
-    ),
+    Knob("pipeline", ("pp_schedule",), _schedules),
+    Knob("context", ("cp_attention",), each("ring", "all_gather")),
+    Knob("tensor", ("sequence_parallel",), each(False, True)),
     Knob("precision", ("precision",), _formats, (PRECISION,)),
-    Knob(
-        "compression",
-        ("grad_compress",),
-        each("none", "bf16", "fp16", where=_sums_gradients),
-        (COMPRESSION,),
-    ),
-    Knob("compile", ("compile",), each(False, True, "cuda_graphs", where=_compiles), (MASKS,)),
+    Knob("compression", ("grad_compress",), each("none", "bf16", "fp16"), (COMPRESSION,)),
+    Knob("compile", ("compile",), _compiled, (MASKS,)),
 )
 
 
 def options(here: TunedRun, may: Collection[str], leave: Collection[str] = ()) -> dict[Choice, str]:
     """Return each choice of one knob that a search may try, and the knob's name."""
-    found: dict[Choice, str] = {}
-    for knob in KNOBS:
-        if knob.name in leave or not knob.changes_here(here) <= set(may):
-            continue
-        for values in knob.values(here):
-            choice = with_settings(here, (), zip(knob.keys, values, strict=True))
-            if choice:
-                found.setdefault(choice, knob.name)
-    return found
+    return {
+        choice: knob.name
+        for knob in KNOBS
+        if knob.name not in leave and knob.changes_here(here) <= set(may)
+        for choice in knob.choices(here)
+    }
 
 
 def with_settings(here: TunedRun, choice: Choice, more: Iterable[tuple[str, Any]]) -> Choice:
@@ -241,7 +218,7 @@ def left_out(here: TunedRun, may: Collection[str]) -> dict[str, list[str]]:
     reasons: dict[str, list[str]] = {}
     for knob in KNOBS:
         for word in knob.changes_here(here) - ALWAYS - set(may):
-            if any(knob.values(here)):
+            if knob.choices(here):
                 reasons.setdefault(word, []).append(knob.name)
     return reasons
 

@@ -1,16 +1,16 @@
-"""What a search has found: tuned.yaml, tune.json with a row for each choice, and lines for people."""
+"""What a search has found: lines for people, tuned.yaml below them, and tune.json for a program."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from nanoray.base.atomic import replace_text, write_json
-from nanoray.base.text import aligned, clock
+from nanoray.base.text import aligned
 from nanoray.config import Config
 from nanoray.config.settings import OF_ONE_COMMAND
 from nanoray.config.spellings import join
@@ -18,66 +18,39 @@ from nanoray.tune.asked import MAY
 from nanoray.tune.knobs import Choice, as_written, changes_of, left_out, words
 from nanoray.tune.search import Search
 
-TABLE = "tune.json"
 TUNED = "tuned.yaml"
+VERDICT = "tune.json"
 SHOWN = 10  # rows of the printed table
 TITLES = ("step, ms", "x present", "turns", "peak, MiB", "what differs")
 # Keys that tuned.yaml leaves to the command that takes it
 NOT_TUNED = (*OF_ONE_COMMAND, "env", "upload", "ray_address", "workers")
 
 
-class ChoiceRow(NamedTuple):
-    """One choice, as the table has it."""
-
-    differs: str  # from the present setting
-    step_ms: float | None = None  # the median of its blocks; None: it was not trained
-    speedup: float = 0.0  # beside the present setting
-    turns: int = 0
-    peak_bytes: int = 0
-    changes: str = ""  # in the result beyond rounding, words of --may
-    note: str = ""  # why it was not tried, or failed
-
-
-def rows_of(search: Search) -> list[ChoiceRow]:
-    """Return a row for each choice, the fastest first, then those that were left out."""
-    refused = search.trials.refused
-    rows = [ChoiceRow(words(choice), note=why) for choice, why in refused.items()]
-    for choice, samples in search.trials.samples.items():
-        if choice not in refused:
-            row = ChoiceRow(
-                words(choice),
-                1e3 * median(sample.step_s for sample in samples),
-                search.ratio(choice, ()),
-                len(search.ratios(choice, ())),
-                max(sample.peak_bytes for sample in samples),
-                ", ".join(changes_of(search.here, choice)),
-            )
-            rows.append(row)
-    return sorted(rows, key=lambda row: -row.speedup)
-
-
-def table_lines(rows: Sequence[ChoiceRow]) -> list[str]:
-    """Return the fastest rows as text, and how many there are beside them."""
-    shown = [row for row in rows if not row.note][:SHOWN]
-    cells = [
+def table_lines(search: Search) -> list[str]:
+    """Return a row for each of the fastest choices, and how many there are beside them."""
+    samples, refused = search.trials.samples, search.trials.refused
+    # A choice with a wrong loss was measured, too, and is none of the fast ones.
+    right = [choice for choice in samples if choice not in refused]
+    right.sort(key=lambda choice: -search.ratio(choice, ()))
+    rows = [
         (
-            f"{row.step_ms:.3g}",
-            f"{row.speedup:.2f}",
-            str(row.turns),
-            f"{row.peak_bytes / 2**20:,.0f}",
-            f"{row.differs} (changes {row.changes})" if row.changes else row.differs,
+            f"{1e3 * median(trial.step_s for trial in samples[choice]):.3g}",
+            f"{search.ratio(choice, ()):.2f}",
+            str(len(search.ratios(choice, ()))),
+            f"{max(trial.peak_bytes for trial in samples[choice]) / 2**20:,.0f}",
+            words(choice),
         )
-        for row in shown
+        for choice in right[:SHOWN]
     ]
-    lines = aligned([TITLES, *cells], right=range(4))
-    if len(rows) > len(shown):
-        lines.append(f"and {len(rows) - len(shown)} that are slower or were left out: see {TABLE}")
-    return lines
+    return [
+        *aligned([TITLES, *rows], right=range(4)),
+        f"of {len(right)} that were measured; {len(refused)} were left out: tune.jsonl says why",
+    ]
 
 
 def closing_lines(search: Search) -> list[str]:
     """Return the table, the verdict, and what was left out."""
-    lines = table_lines(rows_of(search))
+    lines = table_lines(search)
     turns = search.verdict
     shown = f"{median(turns):.2f} x the present setting in {len(turns)} turns" if turns else ""
     if search.best:
@@ -94,10 +67,7 @@ def closing_lines(search: Search) -> list[str]:
     for word, knobs in left_out(search.here, search.may).items():
         lines.append(f"note   not tried: {', '.join(knobs)} (--may {word}: {MAY[word]})")
     if search.ended:
-        lines.append(
-            f"note   {search.ended} after {clock(search.trials.spent_s)} of steps; a larger budget "
-            "looks further"
-        )
+        lines.append(f"note   {search.ended}; a larger budget looks further")
     return lines
 
 
@@ -115,16 +85,9 @@ def tuned_values(config: Config, name: str, choice: Choice, place: str) -> dict[
 def write_results(
     folder: Path, config: Config, name: str, search: Search, place: str, lines: Sequence[str]
 ) -> None:
-    """Write tune.json, and tuned.yaml below the lines for people. (rank 0 only)"""
-    table = {
-        "place": place,
-        "tuned": as_written(search.best),
-        "speedup": median(search.verdict) if search.best else 1.0,
-        "ended": search.ended,
-        "spent_s": search.trials.spent_s,
-        "rows": [row._asdict() for row in rows_of(search)],
-    }
-    write_json(folder / TABLE, table)
+    """Write tuned.yaml, with the lines for people as comments, and tune.json. (rank 0 only)"""
+    speedup = median(search.verdict) if search.best else 1.0
+    write_json(folder / VERDICT, {"settings": as_written(search.best), "speedup": speedup})
     head = [f"# {line}" for line in (f"Found by `nanoray tune` on {place}", *lines)]
     values = tuned_values(config, name, search.best, place)
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -49,7 +49,6 @@ class Trial(NamedTuple):
     step_s: float
     peak_bytes: int
     loss: float
-    wall_s: float  # of the block with all that it took
 
 
 class SearchEnded(Exception):
@@ -71,7 +70,6 @@ class Trials:
     refused: dict[Choice, str] = field(default_factory=dict)
     # What an earlier attempt has measured, until this one comes to it
     known: dict[tuple[Choice, int], Trial] = field(default_factory=dict)
-    spent_s: float = 0.0  # of all samples, those of earlier attempts too
     turn: int = 0
 
     def __post_init__(self) -> None:
@@ -113,7 +111,6 @@ class Trials:
         if found is None:
             return None
         self.samples.setdefault(choice, []).append(found)
-        self.spent_s += found.wall_s
 
         # A choice that computes something else must not be recommended, however fast it is. What may
         # change the result is not compared.
@@ -146,7 +143,6 @@ class Trials:
 
     def _run_block(self, choice: Choice, config: Config, block_s: float) -> Trial:
         """Train a block of a choice on the ranks of this run. (all ranks)"""
-        began = time.monotonic()
         spec = replace(self.spec, config=config)
         arm = self._open.get(choice)
         try:
@@ -160,8 +156,7 @@ class Trials:
                 block = block._replace(peak_bytes=earlier.peak_bytes, loss=earlier.loss)
         finally:
             free_memory(self.mesh.device)
-        wall_s = self.mesh.broadcast(time.monotonic() - began)
-        return Trial(self.turn, block.step_s, block.peak_bytes, block.loss, wall_s)
+        return Trial(self.turn, block.step_s, block.peak_bytes, block.loss)
 
     def _train(self, spec: RunSpec, choice: Choice, block_s: float, task: Task) -> BlockCost:
         """Train a block on an arm that is made for it. (all ranks)"""
