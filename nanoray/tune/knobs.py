@@ -265,11 +265,11 @@ def words(choice: Choice) -> str:
     written = as_written(choice)
     if "micro_batch_size" in written:  # the others only keep the global batch as it is
         del written["global_batch_size"], written["grad_accum_steps"]
-    texts = [f"{key} {_text(value)}" for key, value in written.items()]
+    texts = [f"{key} {_format_value(value)}" for key, value in written.items()]
     return ", ".join(texts) or "as it is"
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -101,11 +101,11 @@ def here_of(spec: RunSpec, mesh: Mesh, rendezvous: Rendezvous, subject: TuneSubj
     """Look at the model and the ranks of a run. (all ranks)"""
     precision, _ = agree_on_precision(mesh, resolve_precision(spec.config, mesh))
 
-    def look(task: Task) -> tuple[dict[str, Any], bool, bool]:
+    def read_facts(task: Task) -> tuple[dict[str, Any], bool, bool]:
         data = task.data(torch.device("cpu"))
         return task.settings(), has_statistics(task.model()), come_in_batches(data)
 
-    settings, has_norms, in_batches = subject.open(spec, look)
+    settings, has_norms, in_batches = subject.open(spec, read_facts)
     config = resolved(spec.config, mesh, precision, settings)
 
     # A script's model may draw random numbers.

@@ -172,7 +172,7 @@ class Trials:
             arm.close()
 
     def _steps(self, block_s: float, step_s: float) -> int:
-        """Return how many steps of so many seconds make up a block."""
+        """Return the number of steps that make up a block."""
         return min(MOST_STEPS, max(FIRST_STEPS, round(block_s / step_s)))
 
     @contextmanager
