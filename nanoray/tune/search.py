@@ -136,6 +136,8 @@ class Search:
             block_s = min(LONGEST_S, 1.5 * block_s)
             turns += 1
 
+        if not alive or turns >= RACE_TURNS:
+            return alive + behind
         # The last few side by side, unless not even the first of them is faster
         with self.trials.kept_open([self.best, *alive], (1 - MARGIN) * self.memory):
             while alive and turns < RACE_TURNS:
