@@ -121,10 +121,8 @@ def train(
             problem = mesh.broadcast(recipe.observers.problem())
             if problem:
                 raise ConfigError(problem)
-            notes = recipe.try_out(group)
             batch = recipe.batch_for(mesh)
             lines = describe_run(spec, batch, mesh, recipe.device, start.why_precision, task)
-            lines += notes
             if memory.limit:
                 lines.append(resumed_with(memory.limit, asked_of(config, mesh)))
             group = replace(group, memory=Shortage(recipe.fitted))

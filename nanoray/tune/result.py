@@ -13,9 +13,8 @@ from nanoray.base.atomic import replace_text, write_json
 from nanoray.base.text import aligned
 from nanoray.config import Config
 from nanoray.config.settings import OF_ONE_COMMAND
-from nanoray.config.spellings import join
 from nanoray.tune.asked import MAY
-from nanoray.tune.knobs import Choice, as_written, changes_of, left_out, words
+from nanoray.tune.knobs import Choice, changes_of, left_out, words
 from nanoray.tune.search import Search
 
 TUNED = "tuned.yaml"
@@ -74,10 +73,10 @@ def closing_lines(search: Search) -> list[str]:
 def tuned_values(config: Config, name: str, choice: Choice, place: str) -> dict[str, Any]:
     """Return the keys of tuned.yaml: all that have no default, with those of the choice."""
     values = config.model_dump() | dict(choice) | {"name": name, "tuned_for": place}
-    defaults = join(Config.model_construct().model_dump())
+    defaults = Config.model_construct().model_dump()
     return {
         key: value
-        for key, value in join(values).items()
+        for key, value in values.items()
         if key not in NOT_TUNED and value != defaults[key]
     }
 
@@ -87,7 +86,7 @@ def write_results(
 ) -> None:
     """Write tuned.yaml, with the lines for people as comments, and tune.json. (rank 0 only)"""
     speedup = median(search.verdict) if search.best else 1.0
-    write_json(folder / VERDICT, {"settings": as_written(search.best), "speedup": speedup})
+    write_json(folder / VERDICT, {"settings": dict(search.best), "speedup": speedup})
     head = [f"# {line}" for line in (f"Found by `nanoray tune` on {place}", *lines)]
     values = tuned_values(config, name, search.best, place)
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

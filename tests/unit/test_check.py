@@ -392,7 +392,7 @@ def test_dataset_of_token_files(machine: Machine, tmp_path: Path) -> None:
         report = look(dataset=str(dataset))
         assert report["problems"] == []
         assert report["dataset"]["note"] == (
-            f"{tmp_path.name}: 1 + 1 files of llm.c's uint16 in {tmp_path}"
+            f"{tmp_path.name}: 1 + 1 token files of uint16 in {tmp_path}"
         )
     missing = look(dataset=str(tmp_path / "none_*.bin"))
     assert problem(missing)[0].endswith("none_*.bin is not there, or closed to this user")
@@ -400,7 +400,7 @@ def test_dataset_of_token_files(machine: Machine, tmp_path: Path) -> None:
     # A file that was cut off: the problem, and its remedy.
     (tmp_path / "fineweb_train_000001.bin").write_bytes(b"\x88\xd8\x34\x01" * 9)
     what, remedy, fatal = problem(look(dataset=str(tmp_path)))
-    assert what.endswith("version 20240520, but nanoray reads version 1")
+    assert what.endswith("version 20240520, which nanoray does not read")
     assert remedy == "write it again with llm.c's scripts"
     assert fatal
 
