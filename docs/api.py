@@ -42,7 +42,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "ShardStream": ("__init__", "files", "kind", "counts", "transform", "window", "block_size"),
     "Counted": ("batch", "samples"),
     "Weighted": ("sum", "weight"),
-    "Tuned": ("settings", "speedup", "folder", "table"),
+    "Tuned": ("settings", "speedup", "folder"),
     "Callback": (
         "on_run_start",
         "on_step_end",

@@ -129,15 +129,15 @@ TABLE: tuple[Row, ...] = tuple(chain(
             "on a GPU the last bits of its gradients differ each time, so healthy ranks would look "
             "wrong", "use attention plain, or audit_every 0", also="device cuda or mig"),
 
-    # A micro batch that is measured changes nothing that it must not
+    # `nanoray tune` measures it, on the model that the configuration describes
     refused("micro_batch_size auto", "grad_accum_steps above 0",
             "accumulation follows from the micro batch that is found",
             "drop grad_accum_steps, or give micro_batch_size a number"),
+    refused("micro_batch_size auto", "model own",
+            "only the script can make its model",
+            "give the number that nanoray.tune(main, config) finds"),
     refused("micro_batch_size auto", "model resnet",
             "its batch norms take mean and variance of a micro batch, so the result depends on it",
-            "give micro_batch_size a number"),
-    refused("micro_batch_size auto", "sync_batchnorm True",
-            "mean and variance of a micro batch change the result",
             "give micro_batch_size a number"),
 
     # Optimizer. Muon orthogonalises each matrix of the blocks, so a rank must have it whole

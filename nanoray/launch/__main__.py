@@ -26,6 +26,7 @@ from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
 from nanoray.host.launchers import refuse_many_starts
 from nanoray.host.slots import Slots, local_slots
+from nanoray.launch.auto import with_micro_batch
 from nanoray.launch.caller import caller_address
 from nanoray.launch.connection import bounded, connected, using
 from nanoray.launch.driver import Driver
@@ -98,7 +99,10 @@ def launch(
         with environment(variables):
             _dry_run(opening, address, slots, program)
         return 0
-    workers = opening.config.workers
+    if config.micro_batch_search and program is None:
+        opening.loaded = with_micro_batch(opening.loaded)
+    config = opening.config
+    workers = config.workers
     if workers != "auto":
         # An impossible batch fails before Ray starts.
         opening.require_batch(workers)

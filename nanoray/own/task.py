@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
-from nanoray.config.rows import spell
 from nanoray.data.tokens import Samples
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import Shard, whole_shards
+from nanoray.mesh.pieces import Shard
 from nanoray.models.weighted import LossValue, Weighted, mean_of
 from nanoray.own.absent import AbsentGradients, FrozenParameters
 from nanoray.own.call import WithLoss, loss_of
@@ -137,28 +136,6 @@ class OwnTask:
                 settings["min_lr"] = 0.1 * lr
         return settings
 
-    def apart(self) -> OwnTask:
-        """Return a task with copies of the script's model and optimizer, which move no schedule.
-
-        Hooks of the optimizer belong to the script's own, and are not copied. Raises ConfigError for
-        a model that cannot be copied.
-        """
-        what = f"micro_batch_size = auto trains copies of the model, but copy.deepcopy of {describe(self._given.model)}"
-        remedy = "keep what cannot be copied outside of the model, or give a number"
-        with part(what, remedy):
-            model = copy.deepcopy(self._given.model)
-        held = {shard.piece.name: shard for shard in whole_shards(model)}
-        optimizer = cut_optimizer(self._given.optimizer, self._given.updated, held)
-        parameters = dict(model.named_parameters())
-        given = replace(
-            self._given,
-            model=model,
-            optimizer=optimizer,
-            updated={name: parameters[name] for name in self._given.updated},
-            schedule=OwnSchedule([], optimizer),
-        )
-        return OwnTask(given, self._spec, self._train_data, None, self._steps)
-
     def _size_of_batches(self) -> dict[str, Any]:
         """Return micro_batch_size where the data come in batches: each is one rank's micro batch.
 
@@ -172,9 +149,8 @@ class OwnTask:
         if size is None:
             return {}
         if "micro_batch_size" in self._given.run.given and config.micro_batch_size != size:
-            asked = "micro_batch_search" if config.micro_batch_search else "micro_batch_size"
             raise ConfigError(
-                f"{spell(config, asked)}, but the train data come in batches "
+                f"micro_batch_size = {config.micro_batch_size}, but the train data come in batches "
                 f"of {size} samples, and each is one rank's micro batch; drop the key, or give "
                 "batches of that size"
             )

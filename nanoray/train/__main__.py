@@ -131,6 +131,11 @@ def _train_here(loaded: Loaded, started: float, program: Trains | None) -> Ended
         kind = rendezvous.device.partition(":")[0]
         opening.dry_run(ranks, where, own, kind, discover_gpus() if kind != "cpu" else [])
         return None
+    if config.micro_batch_search and program is None:
+        raise ConfigError(
+            "micro_batch_size = auto is found before a run begins, by `nanoray launch`; give the "
+            "number that `nanoray tune` finds with the same flags"
+        )
 
     # An impossible batch fails before the ranks meet.
     opening.require_batch(ranks)

@@ -86,7 +86,6 @@ AUTO = {"micro_batch_size": 0, "global_batch_size": 24}
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("micro_batch_search", "grad_accum_steps"): AUTO,
     ("micro_batch_search", "model"): AUTO,
-    ("micro_batch_search", "sync_batchnorm"): AUTO | {"model": "own"},
     ("allreduce", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("grad_compress", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("audit_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
