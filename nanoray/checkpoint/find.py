@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from nanoray.base.atomic import read_json
-from nanoray.base.storage.remote_run import is_run_name
+from nanoray.base.storage.url import is_run_name
 from nanoray.checkpoint.files import (
     MANIFEST,
     STEP_NAME,

@@ -129,27 +129,23 @@ _LOGS = ("rank*.log", "rank*.progress", "rank*.exit.json", "rank*.outcome.json",
 
 
 @contextmanager
-def discarding_refused(spec: RunSpec, forget: Callable[[], None]) -> Iterator[None]:
+def discarding_refused(spec: RunSpec) -> Iterator[None]:
     """Call discard_refused if the run is refused, and raise the error again."""
     try:
         yield
     except NanorayError as error:
         if error.refuses:
-            discard_refused(spec, forget)
+            discard_refused(spec)
         raise
 
 
-def discard_refused(spec: RunSpec, forget: Callable[[], None]) -> bool:
+def discard_refused(spec: RunSpec) -> bool:
     """Remove the run's folder if this command has made it and nothing in it is of value.
 
-    Return whether it was removed. `forget` is called before: a process that sends the folder
-    elsewhere must end. Called by the process that has opened the run, after its ranks have ended.
+    Return whether it was removed. Called by the process that has opened the run, after its ranks
+    have ended.
     """
     if not spec.is_new or not _is_worthless(spec.folder):
-        return False
-    forget()
-    # Once more: the process that has ended may have written a moment ago
-    if not _is_worthless(spec.folder):
         return False
     shutil.rmtree(spec.folder, ignore_errors=True)
     return not spec.folder.exists()
@@ -186,6 +182,6 @@ def _is_of_the_start(name: Path) -> bool:
     if len(name.parts) == 1:
         return name.name in _FILES
     if name.parts[0] == "logs":
-        return any(name.match(f"logs/{pattern}") for pattern in (*_LOGS, "upload.log"))
+        return any(name.match(f"logs/{pattern}") for pattern in _LOGS)
     # TensorBoard's header, which is written when its writer opens
     return name.parts[0] == "tb" and name.name.startswith("events.out.tfevents.")

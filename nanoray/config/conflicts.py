@@ -338,8 +338,6 @@ TABLE: tuple[Row, ...] = tuple(chain(
     # Object storage
     ignored("upload_timeout", "upload empty",
             "is empty", "give upload a URL, or drop upload_timeout"),
-    rule("upload name",
-         f"upload: names of objects have at most {sizes.LONGEST_KEY} bytes", sizes.keys_fit),
     rule("upload out_dir", "upload: another folder than out_dir", sizes.upload_is_elsewhere),
     rule("env upload resume",
          "env: without values of credentials of object storage", sizes.env_has_no_secret),

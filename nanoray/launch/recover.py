@@ -13,7 +13,7 @@ happened is noted in the RunState.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +48,6 @@ class Recoverer:
     faults: FaultLog
     keeper: FolderKeeper
     clock: Any
-    each_second: Callable[[], None] = lambda: None  # called with each look at the folder
 
     _folder_checked_at: float = -math.inf  # monotonic seconds
     _is_first_attempt: bool = True
@@ -76,7 +75,6 @@ class Recoverer:
         if not at_once and now < self._folder_checked_at + FOLDER_CHECK_S:
             return
         self._folder_checked_at = now
-        self.each_second()
         line = self.keeper.check(spec)
         if line:
             say(line)

@@ -148,15 +148,15 @@ def _train_here(loaded: Loaded, started: float, program: Trains | None) -> Ended
     url = config.upload if rendezvous.rank == 0 else ""
     with Upload(url, config.upload_timeout) as upload:
         spec = _shared_spec(opening, rendezvous, store, upload)
-        upload.follow(spec, spec.attempt)
+        if rendezvous.rank == 0:
+            upload.follow(spec.folder)
         if place:
             spec = replace(spec, notes=(place.describe(), *spec.notes))
         stop = StopSignals(ends_process=program is None or ranks > 1)
         watch_launcher(place, stop.launcher_ended)
         run = partial(run_rank, spec, rendezvous, wanted=stop.wanted, store=store)
-        with discarding_refused(spec, upload.forget):
-            ended = _train(run, spec, rendezvous, stop, upload, loaded.quiet)
-        upload.stopped = ended.code >= 128
+        with discarding_refused(spec):
+            ended = _train(run, spec, rendezvous, stop, loaded.quiet)
     return ended
 
 
@@ -165,7 +165,6 @@ def _train(
     spec: RunSpec,
     rendezvous: Rendezvous,
     stop: StopSignals,
-    upload: Upload,
     quiet: bool,
 ) -> Ended:
     """Train. Rank 0 prints, and writes a summary also when the run fails. (all ranks)"""
@@ -173,7 +172,7 @@ def _train(
     observers: list[Observer] = []
     if is_first:
         console = choose_console(spec.config.max_steps, quiet)
-        observers = [FolderWatch(spec), UploadNews(upload), console]
+        observers = [FolderWatch(spec), console]
     with (
         stop_signals(stop),
         summary_on_failure(spec) if is_first else nullcontext(),
@@ -247,7 +246,9 @@ def _shared_spec(opening: Opening, rendezvous: Rendezvous, store: Any, upload: U
             raise RendezvousError(f"rank 0 refused the run: {values['refused']}")
         return RunSpec.from_dict(values)
     try:
-        upload.begin()
+        # A restart goes on in any case: what fails now is tried again.
+        if not rendezvous.restarts:
+            upload.check()
         # torchrun has restarted the ranks. Its store outlives them, and contains their run.
         known = rendezvous.restarts and store and store.check([run_key])
         spec = RunSpec.from_dict(json.loads(store.get(run_key))) if known else None
@@ -352,17 +353,6 @@ class FolderWatch(Observer):
     def close(self) -> None:
         """Look once more: the last checkpoint needs the run's configuration beside it."""
         self.on_record({})
-
-
-class UploadNews(Observer):
-    """An observer that prints what the upload has to say."""
-
-    def __init__(self, upload: Upload) -> None:
-        self._upload = upload
-
-    def on_record(self, record: dict[str, Any]) -> None:
-        """Print the lines since the last record."""
-        self._upload.say_news()
 
 
 class StopSignals:

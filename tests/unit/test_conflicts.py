@@ -130,10 +130,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         "takes micro batches in groups of pp = 2",
     ),
     "memory_is_reached": ({"memory_at": 2001}, "memory_at = 2001 would record nothing"),
-    "keys_fit": (
-        {"upload": f"s3://b/{'f' * 1000}", "name": "n"},
-        "upload and name make names of objects of ",
-    ),
     "upload_is_elsewhere": (
         {"upload": f"file://{Path.cwd()}/runs", "out_dir": "runs/../runs"},
         "is out_dir, where the run itself is written",
