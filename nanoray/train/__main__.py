@@ -22,9 +22,8 @@ import torch
 from torch.distributed import DistError
 
 from nanoray.base.environment import environment
-from nanoray.base.mapped import restore_missing
 from nanoray.base.output import say
-from nanoray.checkpoint.folder import FolderKeeper, discarding_refused
+from nanoray.checkpoint.folder import discarding_refused
 from nanoray.checkpoint.run import (
     RunSpec,
     lock_run,
@@ -172,7 +171,7 @@ def _train(
     observers: list[Observer] = []
     if is_first:
         console = choose_console(spec.config.max_steps, quiet)
-        observers = [FolderWatch(spec), console]
+        observers = [console]
     with (
         stop_signals(stop),
         summary_on_failure(spec) if is_first else nullcontext(),
@@ -334,25 +333,6 @@ def _from_rank(store: Any, rank: int, key: str, config: Config) -> Any:
             "ended before; look at the output of the one that ended first "
             f"({' '.join(str(error).split())[:200]})"
         ) from None
-
-
-class FolderWatch(Observer):
-    """An observer that makes anew what another program removes from the run's folder."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        self._spec = spec
-        self._keeper = FolderKeeper(spec)
-
-    def on_record(self, record: dict[str, Any]) -> None:
-        """Look at the folder, before the record is written into it."""
-        line = self._keeper.check(self._spec)
-        if line:
-            say(line)
-        restore_missing()
-
-    def close(self) -> None:
-        """Look once more: the last checkpoint needs the run's configuration beside it."""
-        self.on_record({})
 
 
 class StopSignals:
