@@ -126,8 +126,8 @@ class RunSpec:
             resume=values["resume"],
             attempt=values["attempt"],
             notes=tuple(values["notes"]),
-            storage_ahead_s=values.get("storage_ahead_s", 0.0),  # not in an older run.json
-            origins=values.get("origins", {}),
+            storage_ahead_s=values["storage_ahead_s"],
+            origins=values["origins"],
         )
 
     def next_attempt(self) -> RunSpec:
