@@ -43,7 +43,7 @@ _LOCAL_ENDS = (".progress", ".exit.json", ".tmp")
 def is_record(name: str) -> bool:
     """Return whether a file of a run is copied beside its checkpoints.
 
-    A name that leads out of the folder is none: whoever may write to the storage must not choose
+    A name that leads out of the folder is none: a user who may write to the storage must not choose
     where a resume writes.
     """
     parts = name.split("/")
