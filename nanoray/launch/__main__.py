@@ -111,9 +111,9 @@ def launch(
     opening.read()
 
     # Storage that refuses, or that lacks what is to be resumed, is found out before a device is taken.
-    with Upload(config.upload, config.upload_timeout, variables) as upload:
-        upload.begin()
+    with Upload(config.upload, config.upload_timeout) as upload:
         with environment(variables):
+            upload.check()
             opening.fetch()
 
         # Take devices, train, and give everything back, whatever happens.
@@ -123,11 +123,11 @@ def launch(
             try:
                 with environment(variables):
                     spec = opening.open(place.workers)
+                    upload.follow(spec.folder)
                 config = spec.config
-                upload.follow(spec)
                 console = choose_console(config.max_steps, loaded.quiet)
                 with (
-                    discarding_refused(spec, upload.forget),
+                    discarding_refused(spec),
                     summary_on_failure(spec),
                     JobReport(spec) as report,
                     closing(console),
@@ -145,7 +145,6 @@ def launch(
                             variables=variables,
                         )
                         driver.console = console
-                        driver.recoverer.each_second = upload.say_news
                         report.count_steps = lambda: console.max_steps
                         outcome = driver.run()
                     report.state = outcome["exit_reason"]
@@ -157,13 +156,12 @@ def launch(
         if not outcome.get("ok"):
             message = outcome["message"]
             refused = outcome["exit_code"] in (ConfigError.exit_code, CheckpointError.exit_code)
-            if refused and discard_refused(spec, upload.forget):
+            if refused and discard_refused(spec):
                 message = message.removesuffix(f" Checkpoints and logs: {spec.folder}")
             error = WorkerFailed(message)
             error.exit_code = outcome["exit_code"]
             raise error
         say("\n".join(closing_lines(spec, summary, loaded.quiet)))
-        upload.stopped = outcome["exit_code"] >= 128
         return outcome["exit_code"]
 
 

@@ -17,7 +17,6 @@ from nanoray.checkpoint.run import (
     RunSpec,
     lock_run,
     new_folder,
-    reserve_room,
     storage_clock,
     write_attempt,
 )
@@ -124,7 +123,6 @@ def open_run(
         spec = replace(spec, storage_ahead_s=written_at - time.time())
     write_json(folder / "config.json", spec.config.model_dump())
     write_json(folder / "run.json", spec.to_dict())
-    reserve_room(folder)  # last: on a full disk the files above need each block
     return spec
 
 

@@ -22,11 +22,7 @@ CLOSED = -1  # in the place of a descriptor
 
 
 class AppendedFile:
-    """A file of records that stays complete while other programs move, remove or fill up things.
-
-    While nothing can be written, records wait in memory. A file that another program removes or
-    moves is written anew, with all its records: this process still has the removed one open.
-    """
+    """A file of records that stays complete on a full disk: records wait in memory meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,29 +46,12 @@ class AppendedFile:
         """Write what waits, in order. Raises OSError."""
         if not self.waiting:
             return
-        self.restore()
+        if self._fd == CLOSED:
+            self.open()
         # A record leaves the queue only when it is written.
         while self.waiting:
             write_whole(self._fd, self.waiting[0][1])
             self.waiting.popleft()
-
-    def restore(self) -> None:
-        """Write the file anew if it is missing, and open another one that took its place.
-
-        Raises OSError.
-        """
-        if self._fd == CLOSED:
-            self.open()
-            return
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
-                return
-        if not self.path.exists():
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            records = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-            replace_bytes(self.path, records, sync=False)
-        self.release()
-        self.open()
 
     def forget(self, step: int) -> None:
         """Drop the records after `step` that wait."""
@@ -131,7 +110,6 @@ class JsonlWriter(Observer):
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`. Raises OSError."""
-        self._file.restore()  # what was removed is lost with the descriptor
         self._file.release()
         self._open(step)
         self._file.forget(step)
