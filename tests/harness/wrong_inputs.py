@@ -511,16 +511,6 @@ class Frame:
         raise KeyError(name)
 
 
-class Stateful(InBatches):
-    """An iterable with a state."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
 class Uneven(InBatches):
     """Batches with a target too few."""
 
@@ -804,14 +794,6 @@ WRONG_MODELS: dict[str, Wrong] = {
     ),
     "a lazy layer that is not used": wrong(
         "second.weight is lazy", "the first forward has not used it", model=HalfLazy
-    ),
-    "lazy layers and a loader with a state": wrong(
-        "the model has lazy modules",
-        "the train data are a loader with a state",
-        "run the model on one batch",
-        model=HalfLazy,
-        data=Stateful(),
-        settings={"micro_batch_size": 6},
     ),
     "inputs changed in place": wrong(
         "the forward of Shifts changes its inputs in place",

@@ -11,10 +11,8 @@ from nanoray.launch.own import launch_own
 from nanoray.own.absent import AbsentGradients
 from nanoray.own.checks import unstorable
 from nanoray.own.data.epochs import Epochs
-from nanoray.own.data.loader import LoaderPlan
-from nanoray.own.data.reader import Reader
 from nanoray.own.data.source import OwnData
-from nanoray.own.data.stateful import Stateful
+from nanoray.own.data.stream import Stream
 from nanoray.own.engine import RuntimeEngine
 from nanoray.own.layer_order import LayerOrder
 from nanoray.own.loose_buffers import LooseBuffers
@@ -28,9 +26,7 @@ ROOM = Path(inspect.getfile(RuntimeEngine)).parent
 OTHERS = (
     OwnData,
     Epochs,
-    LoaderPlan,
-    Reader,
-    Stateful,
+    Stream,
     unstorable,
     launch_own,
     AbsentGradients,
