@@ -200,7 +200,7 @@ def train_plainly(result: dict[str, Any], job: CheckJob, config: Config, task: O
     schedule = task.schedule
     data: Any = task.data(CPU)
     data.divide(batch, 0)
-    require_one_process(model, data, config)
+    require_one_process(model, config)
     begin = fingerprint(model.state_dict(), 0)
     if job.plain == "nudged":
         nudge(model)
@@ -291,14 +291,12 @@ def nudge(model: nn.Module) -> None:
             p.mul_(1 + 2**-23 * torch.randn(p.shape, generator=generator))
 
 
-def require_one_process(model: nn.Module, data: OwnData, config: Config) -> None:
+def require_one_process(model: nn.Module, config: Config) -> None:
     """Raise ConfigError for what one process cannot compute in the place of several ranks."""
     shared = ""
     for module in model.modules():
         if isinstance(module, BatchNorm) and (module.always_synchronised or config.sync_batchnorm):
             shared = "the batch norms of all ranks normalise together"
-    if data.stateful:
-        shared = "each rank reads a loader of its own, with a state"
     if config.workers != 1 and shared:
         raise ConfigError(f"{shared}, which one process cannot repeat; give --ranks 1")
 

@@ -274,7 +274,7 @@ class Recipe:
             self.guards.count_healed(len(group.strays))
             self.observers.note(f"warning  {warning_of_strays(group)}")
 
-        # A new rank's loader goes on from the newest checkpoint, and skips the samples since then.
+        # A new rank's stream goes on from the newest checkpoint, and skips the batches since then.
         if is_new:
             self.task.load_data(partial(newest_rank_states, spec.checkpoints, spec.resume))
 

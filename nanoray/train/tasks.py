@@ -60,7 +60,7 @@ class Task(Protocol):
         """Open the dataset."""
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
-        """Let a loader with a state continue where it was at a checkpoint; return a note, or "".
+        """Let a script's data continue where they were at a checkpoint; return a note, or "".
 
         `saved` reads the states of all ranks in the checkpoint, and the samples consumed before it.
         """

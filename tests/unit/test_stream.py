@@ -270,7 +270,7 @@ def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         ShardStream(tmp_path / "latin.txt")[0]
     with pytest.raises(DataError, match=r"returned None for record 1 of .*a.txt, but a stream has"):
         ShardStream(tmp_path / "a.txt", lambda line: None)[1]
-    with pytest.raises(DataError, match="the stream of the train data has no sample; give files"):
+    with pytest.raises(DataError, match="the train data are empty; give at least one sample"):
         OwnData(ShardStream(tmp_path / "none.jsonl"), None, 0, 1, CPU)
 
 
@@ -285,21 +285,6 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path, ending: str) -> None:
         file.truncate(3)
     with pytest.raises(DataError, match=r"has 3 bytes, but had \d+ when the stream was opened"):
         stream[5]
-
-
-def test_loaders_that_would_read_a_stream_in_another_way_are_refused(tmp_path: Path) -> None:
-    write_shards(tmp_path, "txt", [4])
-    stream = ShardStream(tmp_path)
-
-    class Own(DataLoader[Any]):
-        def __iter__(self) -> Any:
-            return iter([])
-
-    with pytest.raises(DataError, match="a ShardStream in a Own: the stream needs no loader"):
-        OwnData(Own(stream), None, 0, 1, CPU)
-    for option in ({"shuffle": True}, {"sampler": [1]}):
-        with pytest.raises(ValueError, match="DataLoader with IterableDataset"):
-            DataLoader(stream, **option)
 
 
 # As the data of a run.
