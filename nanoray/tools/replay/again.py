@@ -240,7 +240,6 @@ def _by_processes(
     batch = batch_for(config, full, dp, group.get("limit", 0)) or resolve_batch(config, dp)
     shared: dict[str, Any] = {
         "micro_batch_size": batch.micro,
-        "micro_batch_search": False,
         "grad_accum_steps": batch.accum,
         "global_batch_size": batch.global_size,
         "workers": ranks,
