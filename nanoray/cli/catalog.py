@@ -37,7 +37,7 @@ COMMANDS = {
     ),
     "inspect": (
         "nanoray.tools.inspect.__main__",
-        "dump a model: tree, owners, FLOPs, memory; --verify runs one batch",
+        "show a model: tree, owners, FLOPs; --verify runs one batch",
     ),
     "replay": (
         "nanoray.tools.replay.__main__",

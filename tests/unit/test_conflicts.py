@@ -122,7 +122,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"pp": 2, "pp_schedule": "interleaved", "grad_accum_steps": 3},
         "takes micro batches in groups of pp = 2",
     ),
-    "memory_is_reached": ({"memory_at": 2001}, "memory_at = 2001 would record nothing"),
     "keys_fit": (
         {"upload": f"s3://b/{'f' * 1000}", "name": "n"},
         "upload and name make names of objects of ",
