@@ -39,8 +39,8 @@ SHELLS = ("bash", "zsh", "fish")
 TOPOLOGIES = PACKAGE / "topologies"
 
 # Commands whose flags are those of a run, and commands that take these besides their own
-RUNS = ("train", "launch")
-TAKE_FLAGS_OF_RUNS = ("check", "inspect", "kube render", "kube submit", "tune")
+RUNS = ("train", "launch", "check")
+TAKE_FLAGS_OF_RUNS = ("inspect", "kube render", "kube submit", "tune")
 
 # Flags whose value is a file or a folder
 FILES = ("config", "from_nanogpt", "dataset", "init_from")

@@ -42,7 +42,7 @@ CASES = [
     ("train --preset sh", {"shakespeare-char", "shakespeare-cpu", "shakespeare-fast"}),
     ("train --lr 1 --compile ", {"true", "false", "cuda_graphs"}),
     ("train --dry_run --world_size 8 --topology nv", {"nvlink-400g"}),
-    ("check --js", {"--json"}),
+    ("inspect --js", {"--json"}),
     ("check --tokeni", {"--tokenizer"}),
     ("checkpoint ", {"list", "verify", "show", "export"}),
     ("kube render --ranks", {"--ranks_per_pod"}),
@@ -79,7 +79,7 @@ def test_the_script_is_one_of_its_shell(scripts: dict[str, Path], shell: str) ->
 
 @pytest.mark.skipif(not shutil.which("fish"), reason="fish is not installed")
 def test_fish_completes(scripts: dict[str, Path]) -> None:
-    asked = "source $argv[1]; complete -C 'nanoray train --n_'; complete -C 'nanoray check --js'"
+    asked = "source $argv[1]; complete -C 'nanoray train --n_'; complete -C 'nanoray inspect --js'"
     command = ["fish", "--no-config", "-c", asked, str(scripts["fish"])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert {line.split("\t")[0] for line in done.stdout.splitlines()} == {
