@@ -130,7 +130,7 @@ def _rank_devices(slots: Slots) -> list[RankDevice]:
 # This machine.
 
 
-def torch_builds() -> tuple[str | None, tuple[int, ...] | None]:
+def torch_builds() -> tuple[str | None, tuple[int, int, int] | None]:
     """Return the CUDA version that torch was built for, and the NCCL in force; None without them."""
     import torch
 

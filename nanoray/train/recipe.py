@@ -65,7 +65,7 @@ from nanoray.train.watch.profile import Profile
 from nanoray.train.watch.routing import RoutingMeans, routing_of
 from nanoray.train.watch.statistics import Statistics
 from nanoray.train.watch.throughput import Throughput
-from nanoray.train.watch.tracing import Tracing, comm_trace
+from nanoray.train.watch.tracing import tracing
 from nanoray.train.workload import Workload
 
 log = logging.getLogger("nanoray.rank")
@@ -461,9 +461,9 @@ class Recipe:
 
         # Progress and ledger come first: the driver finds a hang by them, also in an instrument.
         instruments: list[object] = [self.progress, self.ledger]
-        trace = comm_trace(spec, mesh, par, state.reported_step)
+        trace = tracing(spec, mesh, par, batches, state, note, throughput.pause)
         if trace:
-            instruments.append(Tracing(trace, par, batches, state, mesh, note, throughput.pause))
+            instruments.append(trace)
         # Rank 0 alone measures the statistics of layers.
         if mesh.rank == 0 and self.statistics.begin(spec.folder, state.step):
             instruments.append(self.statistics)
