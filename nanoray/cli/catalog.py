@@ -47,7 +47,6 @@ COMMANDS = {
         "nanoray.tools.replay.bisect",
         "find the first step, rank and tensor in which two runs differ",
     ),
-    "experts": ("nanoray.trace.experts", "draw the load of a run's experts over its steps"),
     "checkpoint": ("nanoray.checkpoint.__main__", "list, verify, show or export checkpoints"),
     "upload": (
         "nanoray.checkpoint.upload.__main__",
