@@ -49,7 +49,7 @@ class Problem:
     fatal: bool
 
 
-class Report(NamedTuple):
+class Survey(NamedTuple):
     """What was found: lines with their labels, and problems."""
 
     rows: list[tuple[str, str]]
@@ -61,7 +61,7 @@ class Report(NamedTuple):
         return not any(problem.fatal for problem in self.problems)
 
 
-def survey(settings: Settings, nvml: Any = None) -> Report:
+def survey(settings: Settings, nvml: Any = None) -> Survey:
     """Inspect this machine and decide what a run with these settings would be here."""
     config = settings.config
     gpus = discover_gpus(nvml)
@@ -103,7 +103,7 @@ def survey(settings: Settings, nvml: Any = None) -> Report:
     for row, found in (out_dir_state(config), ray_state(config)):
         rows.append(row)
         problems += found
-    return Report(rows, problems)
+    return Survey(rows, problems)
 
 
 def shown(settings: Settings) -> Iterator[tuple[str, Any, str]]:
@@ -262,7 +262,7 @@ def _machine_rows(
 # The command.
 
 
-def render(report: Report) -> str:
+def render(report: Survey) -> str:
     """Format the report as aligned lines; the last one says whether training works."""
     rows = [*report.rows]
     rows += [("problem", f"{problem.what}; {problem.remedy}") for problem in report.problems]

@@ -77,19 +77,19 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     return Machine(monkeypatch)
 
 
-def look(**overrides: Any) -> check.Report:
+def look(**overrides: Any) -> check.Survey:
     return check.survey(load_settings(overrides=overrides), NVML)
 
 
-def row(report: check.Report, label: str) -> str:
+def row(report: check.Survey, label: str) -> str:
     return dict(report.rows)[label]
 
 
-def chosen(report: check.Report) -> tuple[str, ...]:
+def chosen(report: check.Survey) -> tuple[str, ...]:
     return tuple(row(report, key).split(" (")[0] for key in ("placement", "precision", "backend"))
 
 
-def problem(report: check.Report) -> tuple[str, str, bool]:
+def problem(report: check.Survey) -> tuple[str, str, bool]:
     (only,) = report.problems
     return only.what, only.remedy, only.fatal
 

@@ -97,7 +97,7 @@ def measure(
     rows = []
     for name, module in model.named_modules():
         if type(module).forward is nn.Module.forward:
-            continue  # a list of modules, which nobody calls
+            continue  # a list of modules has no forward
         own = [p for p in module.parameters(recurse=False) if p.requires_grad]
         output_mean, output_rms = outputs.get(name, (None, None))
         rows.append(
