@@ -23,11 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
-    tree_flatten,
     tree_leaves,
     tree_map,
     tree_map_only,
-    tree_unflatten,
 )
 
 __all__ = [
@@ -57,7 +55,6 @@ __all__ = [
     "foreach_add",
     "foreach_add_",
     "foreach_mul_",
-    "global_optimizer_hooks",
     "gradient_hooks",
     "loader_expects",
     "loader_has_ended",
@@ -71,13 +68,9 @@ __all__ = [
     "storage_key",
     "sum_unused_parameters",
     "transient_buffers",
-    "tree_flatten",
     "tree_leaves",
     "tree_map",
     "tree_map_only",
-    "tree_unflatten",
-    "without_global_optimizer_hooks",
-    "writes_to",
 ]
 
 # ---- newer than torch 2.11 ----
@@ -236,37 +229,12 @@ STATE_HOOKS = (
 OPTIMIZER_HOOKS = (STEP_PRE_HOOKS, STEP_POST_HOOKS, *STATE_HOOKS)
 
 
-def global_optimizer_hooks() -> list[dict[Any, Any]]:
-    """Return the live dicts of the functions that are called around the step of each optimizer."""
-    from torch.optim import optimizer
-
-    return [optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks]
-
-
-@contextmanager
-def without_global_optimizer_hooks() -> Iterator[None]:
-    """Step optimizers inside without the functions that are called around each one's step."""
-    saved = [dict(hooks) for hooks in global_optimizer_hooks()]
-    for hooks in global_optimizer_hooks():
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, before in zip(global_optimizer_hooks(), saved, strict=True):
-            hooks.update(before)
-
-
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Return a number of a storage, also of a fake one.
 
     It is that of no other storage while this one lives.
     """
     return storage._cdata
-
-
-def writes_to(tensor: Tensor) -> int:
-    """Return how often a tensor was written to; -1 for one of inference mode, which does not count."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def operator_of(overload: Any) -> Any:

@@ -23,9 +23,8 @@ from nanoray.base.text import aligned
 from nanoray.bench.harness.benchmark import Benchmark, read_numbers
 from nanoray.bench.harness.processes import interruptible
 from nanoray.bench.harness.report import Report, Section, conditions, load_average
-from nanoray.bench.registry import BENCHMARKS, Entry, is_there
+from nanoray.bench.registry import BENCHMARKS, Entry
 from nanoray.cli import Parser, name_program, take_output
-from nanoray.cli.parsers import DESCRIBE, SubcommandsFound
 from nanoray.config import refuse_unknown
 from nanoray.errors import ConfigError, NanorayError, PlacementError
 from nanoray.host.launchers import set_torch_variables
@@ -62,8 +61,6 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 0 if argv else 2
     name, *flags = argv
-    if name == DESCRIBE:
-        raise SubcommandsFound([*filter(is_there, BENCHMARKS), "all"])
 
     def run() -> int:
         # Under srun and mpirun, too, each process is a rank: benchmarks read torchrun's variables.

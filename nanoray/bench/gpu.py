@@ -11,7 +11,7 @@ have, but for those in brackets:
     + compile            --compile: the blocks and the loss
     (cuDNN attention)    --attention cudnn in its place
     (CUDA graphs)        --compile cuda_graphs in its place
-    (fp8), (fp8 by row)  --precision fp8 and fp8:row in the place of bf16
+    (fp8), (fp8 by row)  --precision fp8 and fp8 with fp8_scaling row in the place of bf16
     (chunked loss)       --loss_chunk 4096
     (larger heads)       half as many heads, each of twice the size
     + batch x 2, x 4     micro batches of 2 and 4 times the preset's
@@ -103,7 +103,7 @@ RUNGS: dict[str, Record] = {  # what each adds; keys with "_" are not the config
     CUDNN: {"attention": "cudnn"},
     GRAPHS: {"compile": "cuda_graphs"},
     "(fp8)": {"precision": "fp8"},
-    "(fp8 by row)": {"precision": "fp8:row"},
+    "(fp8 by row)": {"precision": "fp8", "fp8_scaling": "row"},
     CHUNKED: {"loss_chunk": 4096},
     "(larger heads)": {"_larger": 2},
     "+ batch x 2": {"_batch": 2},
@@ -414,7 +414,6 @@ def _reason_to_skip(climb: GpuClimb, settings: Mapping[str, Any]) -> str | None:
         for key, of_gpus in (
             ("precision", "tf32"),
             ("precision", "fp8"),
-            ("precision", "fp8:row"),
             ("attention", "cudnn"),
             ("compile", "cuda_graphs"),
         ):

@@ -28,7 +28,6 @@ from nanoray.checkpoint.files import (
     open_checkpoint,
     steps_in,
 )
-from nanoray.config.layers import same_weights
 from nanoray.config.settings import public
 from nanoray.errors import CheckpointError
 
@@ -265,10 +264,7 @@ def differences(
     for key, value in recipe.items():
         if key not in config:
             continue
-        same = config[key] == value
-        if key == "init_from":
-            same = same_weights(config[key], value)
-        if not same:
+        if config[key] != value:
             words = "is {before} there and {after} here"
             changed[key] = _change_of(key, config[key], value, words)
     # Another text, or the same text with another tokenizer.

@@ -7,8 +7,9 @@ from __future__ import annotations
 import argparse
 
 from nanoray.cli.parsers import build_parser
-from nanoray.config import Config, neighbours
+from nanoray.config import Config
 from nanoray.config.conflicts import TABLE
+from nanoray.config.load import read_names
 from nanoray.config.paths import PATH_KEYS
 from nanoray.config.rows import Conflict, Rule, known_from
 
@@ -23,20 +24,16 @@ def to_markdown() -> str:
         "Those with a default are also YAML keys, and so is `preset`. A flag overrides `--config "
         "FILE`, which overrides the preset.",
         "`--help` prints a screen of them, `--help all` all of them, `--help GROUP` or `--help FLAG` "
-        "a part. `--max-steps` is `--max_steps`. `nanoray completion bash` (or zsh, or fish) prints a "
-        "script that completes commands, flags and values; its `--help` says where it goes.",
+        "a part. `--max-steps` is `--max_steps`.",
         "",
-        "A value means the same in a file as on the command line. YAML is read as 1.2: `off` and "
-        "`2026-01-01` are the words that stand there, `6e5` is 600000, and a key that stands twice "
-        "is an error. `training: {batch_size: 32}` is a batch of each rank; the flat keys are below. "
-        "A key `x-NAME`, and a mapping that others merge (`base: &base` with `<<: *base`), only hold "
-        "anchors. Files are UTF-8, with line ends and the mark of Windows or without.",
+        "A value means the same in a file as on the command line: `off` and `2026-01-01` are the "
+        "words that stand there, and `6e5` is 600000. A key that stands twice is an error. "
+        "`training: {batch_size: 32}` is a batch of each rank; the flat keys are below.",
         "",
         f"In paths ({', '.join(f'`{key}`' for key in PATH_KEYS)}) `~`, `$NAME` and `${{NAME}}` are "
         "expanded, in files, flags and a script's dict, by the command that opens the run and in "
         "its environment (`nanoray kube`: in the head's pod). A variable that is not set is an "
-        "error, and so is any other `${...}`; `$$` is a dollar sign. config.json has the expanded "
-        "path. Other keys, `env` too, are taken as they stand.",
+        "error. config.json has the expanded path. Other keys, `env` too, are taken as they stand.",
         "",
         "`--dry_run` and `nanoray check` print who has set each key that has not its default: a "
         "preset, a file, the weights of `init_from`, a flag, the run that is resumed, this machine or "
@@ -112,19 +109,13 @@ def _neighbour_lines() -> list[str]:
         "",
         "## Coming from other tools: names",
         "",
-        "A name of another program is answered with ours, as a flag, in a file and in a script's "
-        "dict.",
+        "An unknown flag or key is answered with ours where another program has that name.",
         "",
-        "| program | there | here | note |",
-        "| --- | --- | --- | --- |",
+        "| there | here |",
+        "| --- | --- |",
     ]
-    for row in neighbours.table():
-        ours = ", ".join(f"`{key}`" for key in row.ours)
-        note = row.how
-        if row.values:
-            same = [f"{there} is {here}" for there, here in row.values.items() if there != here]
-            note = ", ".join(same)
-        lines.append(_table_row([row.program, f"`{row.theirs}`", ours or "none", note]))
+    for theirs, ours in read_names("others.yaml").items():
+        lines.append(_table_row([f"`{theirs}`", ours]))
     return lines
 
 

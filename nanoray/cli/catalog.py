@@ -48,6 +48,10 @@ COMMANDS = {
         "find the first step, rank and tensor in which two runs differ",
     ),
     "checkpoint": ("nanoray.checkpoint.__main__", "list, verify, show or export checkpoints"),
+    "weights": (
+        "nanoray.checkpoint.import_weights",
+        "import the weights of a GPT-2 of Hugging Face or nanoGPT, to begin a run with",
+    ),
     "upload": (
         "nanoray.checkpoint.upload.__main__",
         "send a run to object storage: s3://, gs://, file://",
@@ -67,8 +71,4 @@ COMMANDS = {
         "show the MIG slices that a GPU supports, and those that exist here",
     ),
     "bench": ("nanoray.bench.__main__", "run a benchmark"),
-    "completion": (
-        "nanoray.cli.completion",
-        "print a script for bash, zsh or fish that completes commands, flags and values",
-    ),
 }

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from nanoray.base.clock import unix_time
-from nanoray.base.environment import working_folder
 from nanoray.base.output import as_command, lasting_output, say_error
 from nanoray.cli.flags import Loaded, parse_args
 from nanoray.cli.help import Page
-from nanoray.cli.parsers import DESCRIBE, SubcommandsFound
 from nanoray.config import Config
 from nanoray.errors import ConfigError, NanorayError
 
@@ -49,29 +46,10 @@ def exit_code_of(run: Callable[[], int | None], in_program: bool = False) -> int
             say_error(f"error: {error}")
             return error.exit_code
         except OSError as error:
-            line = _line_of(error)
-            if not line:
+            if error.filename is None:
                 raise
-            say_error(f"error: {line}")
+            say_error(f"error: {error.filename}: {error.strerror}; check the path and its disk")
             return 1
-
-
-def _line_of(error: OSError) -> str:
-    """Return what a user can do about an error of a file; "" if it is no such error."""
-    if error.filename is None:
-        # The path was relative, and the folder that it starts at is gone.
-        if isinstance(error, FileNotFoundError) and not working_folder():
-            return (
-                "the folder in which this command runs was removed, and a relative path starts "
-                "there; cd to a folder that exists, or give absolute paths (--out_dir, --data_dir)"
-            )
-        return ""
-    remedy = "check the path and its permissions"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        remedy = "free space, or raise the limit (the disk, its inodes, a quota, ulimit -f)"
-    elif error.errno in (errno.EMFILE, errno.ENFILE):
-        remedy = "raise the limit of open files (ulimit -n)"
-    return f"{error.filename}: {error.strerror}; {remedy}"
 
 
 def run_subcommand(
@@ -79,15 +57,13 @@ def run_subcommand(
 ) -> int:
     """Run the command that the first word names, and return its exit code.
 
-    `doc`, the module's docstring, is the help. `python -OO` drops it: then the names are listed.
+    `doc`, the module's docstring, is the help.
     """
     words = sys.argv[1:] if argv is None else argv
     name = words[0] if words else ""
-    text = (doc or f"commands: {', '.join(commands)}").strip()
+    text = (doc or "").strip()
 
     def run() -> int:
-        if name == DESCRIBE:
-            raise SubcommandsFound(commands)
         if name in ("-h", "--help"):
             print(text)
             return 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,18 @@ from nanoray.cli.parsers import COMMAND_FLAGS, SCALE_FLAGS, build_parser, flag_n
 from nanoray.config import (
     Settings,
     load_settings,
-    preset_names,
     read_yaml,
     refuse_unknown_key,
 )
 from nanoray.config.conflicts import refuse
-from nanoray.config.data import exists
 from nanoray.config.layers import keep_init_from, lay_over
 from nanoray.config.load import flatten, read_mapping, run_folder_of
-from nanoray.config.nanogpt import translate_file
 from nanoray.config.paths import expand, expand_paths
 from nanoray.config.settings import FLAG, OF_ONE_COMMAND, RUN
-from nanoray.config.spellings import refuse_old
 from nanoray.errors import ConfigError
 
 # Flags of the command itself that are paths on this machine
-COMMAND_PATHS = frozenset({"config", "from_nanogpt", "topology"})
+COMMAND_PATHS = frozenset({"config", "topology"})
 
 # Keys that --resume does not take from config.json: those of one command, and how many ranks it has
 _NOT_INHERITED = (*OF_ONE_COMMAND, "workers")
@@ -80,12 +75,11 @@ def parse_args(
 
     # What remains in `flags` after this are keys of the configuration. A shell expands no ~ within
     # a word, such as --config=~/x.yaml. The command's own files are here, wherever the ranks train
-    flags = expand_paths(vars(known), None if elsewhere else os.environ)
+    flags = vars(known) if elsewhere else expand_paths(vars(known))
     for key in COMMAND_PATHS & flags.keys():
-        flags[key] = expand(key, flags[key], os.environ)
+        flags[key] = expand(key, flags[key])
     file = flags.pop("config", None)
     preset = flags.pop("preset", None)
-    nanogpt = flags.pop("from_nanogpt", None)
     dry_run = flags.pop("dry_run", False)
     quiet = flags.pop("quiet", False)
     scale_flags = {key: flags.pop(key) for key in SCALE_FLAGS if key in flags}
@@ -96,13 +90,8 @@ def parse_args(
             "quiet would be ignored: a dry run prints its plan and nothing else; drop --quiet"
         )
     if base:
-        _refuse_files({"config": file, "preset": preset, "from_nanogpt": nanogpt}, prog)
+        _refuse_files({"config": file, "preset": preset}, prog)
         settings = _lay_flags(base, dict.fromkeys(base, prog), flags)
-    elif nanogpt:
-        _refuse_two_recipes(nanogpt, {"config": file, "preset": preset})
-        translation = translate_file(Path(nanogpt), flags)
-        settings = load_settings(nanogpt, None, flags, translation.keys, elsewhere)
-        settings = settings.note(*translation.notes(flags))
     else:
         settings = _load(file, preset, flags, elsewhere)
     refuse(settings.config, typed=flags)
@@ -134,35 +123,11 @@ def _refuse_words(words: list[str]) -> None:
     """Raise ConfigError for words of a command line that are no flags of ours, and no values."""
     word = words[0]
     if not word.startswith("-"):
-        raise ConfigError(f"{word} is the value of no flag; {_flag_for(words)}")
+        raise ConfigError(
+            f"{word} is the value of no flag; flags begin with --, and a pattern needs quotes"
+        )
 
-    # `--key=value`, or `--key value`
-    key, is_assigned, value = word.lstrip("-").partition("=")
-    given: str | None = value
-    if not is_assigned:
-        given = words[1] if len(words) > 1 and not words[1].startswith("--") else None
-    refuse_old({key: given})
-    refuse_unknown_key(key, given, (*flag_names(), *COMMAND_FLAGS), "--")
-
-
-def _flag_for(words: list[str]) -> str:
-    """Return which flag the first of some words may have been meant for, by what it names."""
-    word = words[0]
-    path = Path(word).expanduser()
-    # Without quotes the shell replaces a pattern by all files that it matches.
-    if path.suffix in (".bin", ".npy"):
-        return "give each flag one value, and quote a pattern, as in --dataset 'data/*.bin'"
-    if word in preset_names():
-        return f"write --preset {word}"
-    if path.suffix == ".py":
-        return f"write --from_nanogpt {word}"
-    if path.suffix in (".yaml", ".yml", ".json"):
-        return f"write --config {word}"
-    if run_folder_of(word):
-        return f"write --resume {word}"
-    if path.exists():
-        return f"write --dataset {word}"
-    return "flags begin with --"
+    refuse_unknown_key(word.partition("=")[0], (*flag_names(), *COMMAND_FLAGS))
 
 
 def _load(
@@ -225,37 +190,18 @@ def _inherited(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the keys that a resume takes from a run's config.json, and who has set them.
 
-    record: its run.json, as its command has written it. An older version did not write who has set
-    a key: then the run has.
+    record: its run.json, as its command has written it.
     """
     inherited = {key: value for key, value in values.items() if key not in _NOT_INHERITED}
-    origins = dict.fromkeys(inherited, RUN + run)
-    written, recorded = record.get("config"), record.get("origins")
-    if isinstance(written, Mapping) and isinstance(recorded, Mapping):
-        origins = {
-            key: f"{RUN}{run}: {str(recorded[key]).removeprefix(f'{RUN}{run}: ')}"
-            for key in inherited
-            if key in recorded
-        }
-    if isinstance(written, Mapping):
-        edited = [key for key in inherited if written.get(key, inherited[key]) != inherited[key]]
-        origins |= dict.fromkeys(edited, "edited in config.json")
-    paths = _found_from_here(inherited, record.get("cwd"))
-    return inherited | paths, origins | dict.fromkeys(paths, RUN + run)
-
-
-def _found_from_here(values: dict[str, Any], cwd: Any) -> dict[str, str]:
-    """Return the keys with a path that was relative to the working folder of the run's command."""
-    if not isinstance(cwd, str):  # an older version wrote it
-        return {}
-    paths = {}
-    for key in ("dataset", "data_dir"):
-        value = str(values.get(key) or "")
-        # A word such as `shakespeare` names no file there
-        there = str(Path(cwd, value))
-        if value and not exists(value) and exists(there):
-            paths[key] = there
-    return paths
+    by = f"{RUN}{run}"
+    origins = {
+        key: f"{by}: {str(origin).removeprefix(f'{by}: ')}"
+        for key, origin in record.get("origins", {}).items()
+        if key in inherited
+    }
+    began = record.get("config", inherited)
+    edited = [key for key in inherited if began.get(key, inherited[key]) != inherited[key]]
+    return inherited, origins | dict.fromkeys(edited, "edited in config.json")
 
 
 def _refuse_files(files: Mapping[str, str | None], prog: str) -> None:
@@ -268,16 +214,7 @@ def _refuse_files(files: Mapping[str, str | None], prog: str) -> None:
             )
 
 
-def _refuse_two_recipes(nanogpt: str, files: Mapping[str, str | None]) -> None:
-    """Raise ConfigError for a file or preset beside a configuration of nanoGPT."""
-    for key, value in files.items():
-        if value:
-            raise ConfigError(
-                f"{key} = {value} and from_nanogpt = {nanogpt} are both a whole recipe; drop one"
-            )
-
-
-def _parse_scale(given: dict[str, str], dry_run: bool, flags: dict[str, Any]) -> Scale | None:
+def _parse_scale(given: dict[str, Any], dry_run: bool, flags: dict[str, Any]) -> Scale | None:
     """Return the values of SCALE_FLAGS. Raises ConfigError for those that would be ignored."""
     if not given:
         return None
@@ -297,19 +234,10 @@ def _parse_scale(given: dict[str, str], dry_run: bool, flags: dict[str, Any]) ->
             "many ranks; drop one"
         )
 
-    world_size = _parse_positive("world_size", given["world_size"], int, "a whole number above 0")
-    memory_gb = None
-    if "memory_gb" in given:
-        memory_gb = _parse_positive("memory_gb", given["memory_gb"], float, "a number above 0")
-    return Scale(int(world_size), given.get("topology"), memory_gb)
-
-
-def _parse_positive(key: str, text: str, kind: Callable[[str], float], form: str) -> float:
-    try:
-        value = kind(text)
-    except ValueError:
-        raise ConfigError(f"{key} = {text} is not {form}") from None
-    # Also false for nan
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{key} = {text} is not {form}")
-    return value
+    world_size = given["world_size"]
+    memory_gb = given.get("memory_gb")
+    if world_size < 1:
+        raise ConfigError(f"world_size = {world_size} is not above 0")
+    if memory_gb is not None and not 0 < memory_gb < math.inf:
+        raise ConfigError(f"memory_gb = {memory_gb} is not above 0")
+    return Scale(world_size, given.get("topology"), memory_gb)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import textwrap
 from dataclasses import dataclass
 
 from nanoray.cli.parsers import COMMAND_FLAGS, GROUPS, build_parser, flag_names
-from nanoray.config import field_extra
-from nanoray.config.neighbours import answer
-from nanoray.errors import ConfigError
+from nanoray.config import field_extra, refuse_unknown_key
 
 WIDTH = 80  # columns of a screen
 HEIGHT = 60  # lines of a screen, at most
@@ -23,9 +20,8 @@ OF_A_RUN: tuple[tuple[str, Flags], ...] = (
         (
             ("--preset NAME", "tiny, shakespeare-cpu, shakespeare-char, gpt2-124m"),
             ("--config FILE", "YAML; its keys are the flags' names, and flags win"),
-            ("--from_nanogpt FILE", "a configuration of nanoGPT: config/train_gpt2.py"),
             ("--dataset NAME|PATH", "shakespeare, a text file, or a folder of tokens"),
-            ("--init_from PATH", "weights to begin with: GPT-2's, nanoGPT's, a run's"),
+            ("--init_from PATH", "weights to begin with, of `nanoray weights import`"),
             ("--n_layer N", "transformer blocks; --n_head N heads, --n_embd N wide"),
             ("--block_size N", "context length in tokens"),
             ("--dropout P", "dropout probability while training"),
@@ -155,23 +151,12 @@ def _rows(flag: str, meaning: str) -> list[str]:
     return rows
 
 
-def _flags_of(topic: str) -> tuple[str, ...]:
+def _flags_of(topic: str) -> list[str]:
     """Return the flags that a topic names. Raises ConfigError for a topic that is none."""
     word = topic.lstrip("-").replace("-", "_")
-    flags = flag_names()
-    if word == "all":
-        return (*COMMAND_FLAGS, *flags)
-    if word == "command":
-        return tuple(COMMAND_FLAGS)
-    if word in GROUPS:
-        return tuple(key for key in flags if field_extra(key)["group"] == word)
-    if word in flags or word in COMMAND_FLAGS:
-        return (word,)
-
-    foreign = answer(word, None, "--")
-    if foreign:
-        raise ConfigError(f"help = {topic} is no topic; {foreign}")
-    known = ["all", "command", *GROUPS]
-    close = difflib.get_close_matches(word, [*known, *flags], 1, 0.75)
-    hint = f"did you mean {close[0]}?" if close else f"give {', '.join(known)}, or a flag"
-    raise ConfigError(f"help = {topic} is no topic; {hint}")
+    groups = dict.fromkeys(COMMAND_FLAGS, "command")
+    groups |= {key: field_extra(key)["group"] for key in flag_names()}
+    flags = [key for key, group in groups.items() if word in ("all", group, key)]
+    if not flags:
+        refuse_unknown_key(f"--{word}", groups)
+    return flags

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -47,11 +47,6 @@ SCALE_FLAGS = {
 COMMAND_FLAGS = {
     "config": ("FILE", "YAML (or config.json) with any of the keys below"),
     "preset": ("NAME", f"a file of nanoray/presets (default: {DEFAULT_PRESET})"),
-    "from_nanogpt": (
-        "FILE",
-        "in place of both, a configuration of nanoGPT such as config/train_gpt2.py; nothing in it is "
-        "run, and what it becomes is printed",
-    ),
     "dry_run": ("", "print what would run and where, start nothing, exit 0"),
     "quiet": (
         "",
@@ -62,38 +57,8 @@ COMMAND_FLAGS = {
 }
 
 
-# The commands that are also modules: `python -m nanoray.train`. All others are `nanoray NAME` alone.
-MODULES = ("train", "launch", "bench")
-
-# A word that no shell can pass. A command line that ends in it raises its parser, or the names of its
-# subcommands: completion.py asks every command in this way, and no command needs a list of its own.
-DESCRIBE = "\0"
-
-
-class ParserFound(BaseException):
-    """A command line would be parsed by this parser."""
-
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        super().__init__(parser.prog)
-        self.parser = parser
-
-
-class SubcommandsFound(BaseException):
-    """A command has these subcommands."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        super().__init__()
-        self.names = list(names)
-
-
 class Parser(argparse.ArgumentParser):
     """A parser whose complaints are ConfigErrors."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse a command line; ParserFound is raised for one that ends in DESCRIBE."""
-        if args and args[-1] == DESCRIBE:
-            raise ParserFound(self)
-        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> Any:
         raise ConfigError(f"{message}; see {self.prog} --help")
@@ -113,21 +78,10 @@ def tool_parser(prog: str, doc: str | None) -> Parser:
 
 
 def name_program(command: str) -> str:
-    """Return how this process was called, to run `command`: `python -m nanoray.train`, for instance.
-
-    Subcommands are words of `command`.
-    """
+    """Return how to call this program for its help: `nanoray COMMAND`, or `python SCRIPT`."""
     called = Path(sys.argv[0])
-    if called.resolve().parent == PACKAGE and called.name == "__main__.py":
-        return f"python -m nanoray {command}"
-    # `python -m nanoray.train`: Python has put the module's file there
-    if called.is_absolute() and PACKAGE in called.resolve().parents:
-        room = called.resolve().parent.name
-        if room in MODULES:
-            return " ".join([f"python -m nanoray.{room}", *command.split()[1:]])
-        return f"nanoray {command}"
     # An example that passes its flags on
-    if called.suffix == ".py" and called.name != "__main__.py":
+    if called.suffix == ".py" and PACKAGE not in called.resolve().parents:
         return f"python {called}"
     return f"nanoray {command}"
 
@@ -171,7 +125,8 @@ def _add_command_flag(parser: argparse.ArgumentParser, key: str) -> None:
     """Add a flag of the command itself."""
     metavar, text = COMMAND_FLAGS[key]
     if metavar:
-        parser.add_argument(f"--{key}", metavar=metavar, help=text)
+        kind = {"N": int, "X": float}.get(metavar, str)
+        parser.add_argument(f"--{key}", metavar=metavar, type=kind, help=text)
     else:
         parser.add_argument(f"--{key}", action="store_true", help=text)
 

@@ -152,7 +152,8 @@ TABLE: tuple[Row, ...] = tuple(chain(
             "it needs whole matrices", "use dp_mode ddp or ddp_by_hand, or optimizer adamw"),
     ignored("momentum above 0", "optimizer other than sgd",
             "has its own", "use optimizer sgd, or drop it"),
-    ignored("optimizer sgd:nesterov", "momentum 0", "", "give momentum 0.9, or use optimizer sgd"),
+    ignored("nesterov", "optimizer other than sgd", "", "use optimizer sgd, or drop nesterov"),
+    ignored("nesterov", "momentum 0", "", "give momentum 0.9, or drop nesterov"),
     ignored("num_epochs above 0", "scaling nanochat",
             "derives max_steps from the model", "drop one of them"),
 
@@ -182,8 +183,10 @@ TABLE: tuple[Row, ...] = tuple(chain(
     refused("allreduce", _CUT, "it sums over all ranks", "drop one of the two"),
     ignored("allreduce", "dp_mode other than ddp",
             "sums by its own exchange", "drop one of the two"),
-    refused("dp_mode fsdp:bf16", ("precision fp16", "model resnet"),
-            "its layers cannot take weights of bf16", "use dp_mode fsdp"),
+    ignored(("fsdp_reshard grad_op", "fsdp_gather bf16"), "dp_mode other than fsdp",
+            "", "use dp_mode fsdp, or {asked} {default}"),
+    refused("fsdp_gather bf16", ("precision fp16", "model resnet"),
+            "its layers cannot take weights of bf16", "use fsdp_gather fp32"),
 
     # Context parallelism. The ranks of a sequence draw one mask of dropout, each its rows of it; a
     # fused kernel draws its own
@@ -218,7 +221,9 @@ TABLE: tuple[Row, ...] = tuple(chain(
     # Pipelines. zero_bubble computes gradients of inputs first and those of weights later, in idle
     # time
     ignored("pp_schedule", "pp 1", "is no pipeline", "raise pp, or drop it"),
-    refused("pp_schedule interleaved:1", "pp_schedule interleaved",
+    ignored("pp_chunks", "pp_schedule other than interleaved",
+            "", "use pp_schedule interleaved, or pp_chunks 0"),
+    refused("pp_chunks 1", "pp_schedule interleaved",
             "with one chunk it is the schedule 1f1b", "use pp_schedule 1f1b, or at least 2 chunks"),
     refused("pp above 1", _NO_GPT, "it splits the blocks of a gpt", "drop pp"),
     refused("dp_mode fsdp", "pp above 1",
@@ -247,7 +252,11 @@ TABLE: tuple[Row, ...] = tuple(chain(
     _fp8(_COMPILED, "compiled blocks"),
     _fp8("activation_checkpointing", "a second forward"),
     _fp8("dp_mode fsdp", "gathered weights", "dp_mode fsdp"),
-    refused("precision bf16_pure:stochastic", "precision bf16_pure:master",
+    ignored("fp8_scaling row", "precision other than fp8", "", "use precision fp8, or drop it"),
+    ignored("master_weights fp32", f"precision other than {' and '.join(PURE)}",
+            "", "use precision bf16_pure, or drop it"),
+    ignored("rounding stochastic", "precision other than bf16_pure", "", "use precision bf16_pure, or drop it"),
+    refused("rounding stochastic", "master_weights fp32",
             "it is for weights without a float32 copy", "use one of the two"),
     refused(_PURE, _NO_GPT,
             "it stores the weights of a gpt in 16 bits", "use precision bf16 or fp16"),
@@ -260,7 +269,7 @@ TABLE: tuple[Row, ...] = tuple(chain(
             "only adamw and plain sgd round to 16 bits",
             "use optimizer adamw, or precision bf16 or fp16"),
     refused(_PURE, "dp_mode fsdp", "it shards float32 weights",
-            "use dp_mode zero2, or precision bf16 with dp_mode fsdp:bf16"),
+            "use dp_mode zero2, or precision bf16 with fsdp_gather bf16"),
 
     # Compressed gradients
     refused("grad_compress", _NOT_WHOLE,
@@ -309,8 +318,6 @@ TABLE: tuple[Row, ...] = tuple(chain(
     # Object storage
     ignored("upload_timeout", "upload empty",
             "is empty", "give upload a URL, or drop upload_timeout"),
-    rule("upload name",
-         f"upload: names of objects have at most {sizes.LONGEST_KEY} bytes", sizes.keys_fit),
     rule("upload out_dir", "upload: another folder than out_dir", sizes.upload_is_elsewhere),
     rule("env upload resume",
          "env: without values of credentials of object storage", sizes.env_has_no_secret),

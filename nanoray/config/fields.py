@@ -27,16 +27,6 @@ def whole_number(value: Any) -> Any:
     return int(form[1] + fraction) * 10**shift
 
 
-def digits(value: Any) -> Any:
-    """Return the int of a text of digits, as flags and files have it, and any other value as it is.
-
-    A field that takes only some whole numbers needs this: a Literal converts nothing.
-    """
-    if isinstance(value, str) and value.isdecimal():
-        return int(value)
-    return value
-
-
 Integer = Annotated[int, BeforeValidator(whole_number)]
 Positive = Annotated[Integer, Field(gt=0)]
 Natural = Annotated[Integer, Field(ge=0)]

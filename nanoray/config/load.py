@@ -3,46 +3,49 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 
-from nanoray.config.kube import Kube
-from nanoray.config.neighbours import answer, normalise, table, translate_value
 from nanoray.config.schema import Config
-from nanoray.config.spellings import refuse_old
-from nanoray.config.strict_yaml import YamlError, read_texts
+from nanoray.config.strict_yaml import read_file
 from nanoray.errors import ConfigError
 
-# Nested keys that other programs' configuration files use, and ours for them. The first word is the
-# outer key.
+# Keys of files that other programs read, too, and ours for them. training.batch_size is that of each
+# rank
 NESTED = {
     "model.name": "model",
-    "model.num_layers": "",  # resnet_depth or n_layer, by the model
-    "training.batch_size": "micro_batch_size",  # of each rank, and a step has one of them
+    "model.num_layers": "n_layer",  # resnet_depth of a resnet
+    "training.batch_size": "micro_batch_size",
     "training.num_epochs": "num_epochs",
     "training.learning_rate": "lr",
     "training.optimizer": "optimizer",
 }
-OUTER = ("model", "training")
 MAPPINGS = ("env", "kube", "expected_val_loss")  # keys of ours whose value is a mapping
-LAYERS = {"resnet": "resnet_depth", "gpt": "n_layer"}  # what model.num_layers means
+NAMES = Path(__file__).with_name("names")
 
 
 # ---- names ---------------------------------------------------------------------------------------
 
-ALMOST = 0.75  # similarity of two keys above which one is taken for a typo of the other
+ALMOST = 0.75  # similarity of two names above which one is taken for a typo of the other
+
+
+@cache
+def read_names(file: str) -> dict[str, Any]:
+    """Return what a file of names/ contains. It is read when a name is asked for."""
+    content: dict[str, Any] = yaml.safe_load((NAMES / file).read_text(encoding="utf-8"))
+    return content
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: the closest known one, or all of them."""
     # Of flags the dashes would count as letters in common
     names = {key.lstrip("-"): key for key in known}
-    cutoff = ALMOST if name.startswith("-") else 0.6
-    close = difflib.get_close_matches(name.lstrip("-"), names, n=1, cutoff=cutoff)
+    close = difflib.get_close_matches(name.lstrip("-"), names, 1, ALMOST)
     if close:
         return f"did you mean {names[close[0]]}?"
     return f"known: {', '.join(names.values())}"
@@ -53,48 +56,28 @@ def refuse_unknown(name: str, known: Iterable[str], kind: str) -> None:
     raise ConfigError(f"unknown {kind} {name}; {did_you_mean(name, known)}")
 
 
-def refuse_unknown_key(
-    name: str, value: Any = None, known: Iterable[str] = Config.model_fields, mark: str = ""
-) -> None:
-    """Raise ConfigError for an unknown key, with ours if it is another program's name.
+def refuse_unknown_key(name: str, known: Iterable[str] = Config.model_fields) -> None:
+    """Raise ConfigError for an unknown key, or an unknown flag if the name begins with dashes.
 
-    mark: what stands before a key, `--` on a command line. value: what the user gave.
+    The hint is the closest of our keys and of the names that other programs have for them.
     """
-    kind = "flag" if mark else "key"
-    written = mark + name.removeprefix(mark)
-    foreign = answer(name, value, mark)
-    if foreign:
-        raise ConfigError(f"unknown {kind} {written}; {foreign}")
-
-    # A typo may be one of another program's name, which leads to ours, too
-    ours = list(known)
-    theirs = [row.theirs for row in table() if "." not in row.theirs]
-    close = difflib.get_close_matches(normalise(name), [*ours, *theirs], 1, ALMOST)
-    if close and close[0] not in ours:
-        foreign = answer(close[0], value, mark)
-        raise ConfigError(f"unknown {kind} {written}; did you mean {close[0]}? {foreign}")
+    kind, mark = ("flag", "--") if name.startswith("-") else ("key", "")
+    # Without the section that it has in a file of torchtitan
+    word = name.lstrip("-").replace("-", "_").lower().rpartition(".")[2]
+    ours = {**read_names("others.yaml"), **{key: key for key in known}}
+    close = difflib.get_close_matches(word, ours, 1, ALMOST)
+    hint = "`python -m nanoray.train --help all` prints those that exist"
     if close:
-        raise ConfigError(f"unknown {kind} {written}; did you mean {mark}{close[0]}?")
-    where = "those that --help all prints"
-    if not mark:
-        where = "the flags that `python -m nanoray.train --help all` prints, without their dashes"
-    raise ConfigError(f"unknown {kind} {written}; known: {where}")
+        hint = f"did you mean {mark}{ours[close[0]]}?"
+    raise ConfigError(f"unknown {kind} {name}; {hint}")
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the keys of a configuration's file, with nested ones translated.
-
-    Raises ConfigError for a file that cannot be read, and for a nested key that is unknown.
-    """
-    # As in a file of Compose, a key x-NAME is the user's: it holds anchors, or notes
-    values = {key: value for key, value in read_mapping(path).items() if key[:2] != "x-"}
-    # A config.json has the fields of a Config, also one that an older version wrote
-    if path.suffix != ".json":
-        refuse_old(values)
-    return flatten(values)
+    """Return the keys of a configuration's file, with nested ones translated. Raises ConfigError."""
+    return flatten(read_mapping(path))
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -103,120 +86,47 @@ def read_mapping(path: Path) -> dict[str, Any]:
     The values of YAML are text, lists, mappings and None. Raises ConfigError for a file that cannot
     be read, that is no mapping, or that has a key twice.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-        is_json = path.suffix == ".json"
-        values = _parse_json(text) if is_json else read_texts(text, (*Config.model_fields, *OUTER))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read config file {path}: {error.strerror}; check the path"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"config file {path} is not text in UTF-8 (byte {error.start}); save it in that encoding"
-        ) from None
-    except YamlError as error:
-        raise ConfigError(f"config file {path} {error}") from None
-
+    values = read_file(path)
     # An empty file is a mapping without keys
     if values is None:
         return {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(
-            f"config file {path} must hold `key: value` lines, not a {type(values).__name__}"
+            f"config file {path} must contain `key: value` lines, not a {type(values).__name__}"
         )
-    return values
-
-
-def _parse_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises YamlError, whose message names no file."""
-    try:
-        return json.loads(text, object_pairs_hook=_without_repeats)
-    except RecursionError:
-        raise YamlError("is not JSON: its lists and mappings are nested too deeply") from None
-    except YamlError:  # a key that is there twice
-        raise
-    except ValueError as error:  # also of a number with thousands of digits
-        raise YamlError(f"is not JSON: {error}") from None
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in values:
-            raise YamlError(
-                f"has the key {key} twice, as {values[key]} and as {value}; drop one of the two"
-            )
-        values[key] = value
     return values
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate nested keys of a YAML file to our flat ones.
+    """Translate nested keys to our flat ones: `model: {name}` and `training: {batch_size, ...}`.
 
-    They are `model: {name, num_layers}` and `training: {batch_size, ...}`. training.batch_size is
-    that of each rank: a step has batch_size x ranks samples. Raises ConfigError for a nested key
-    that is unknown, or given a second time as a flat one.
+    Other nested keys stay, as `outer.inner`, which no key of ours is. Raises ConfigError for two
+    keys that mean the same one of ours.
     """
-    nested = {}
-    flat = {}
+    named = {}
     for key, value in values.items():
-        if key in OUTER and isinstance(value, Mapping):
-            nested[key] = value
-        elif isinstance(value, Mapping) and value and key not in MAPPINGS:
-            inner = str(next(iter(value)))
-            _refuse_nested(key, inner, value[inner])
+        if isinstance(value, Mapping) and value and key not in MAPPINGS:
+            named.update({f"{key}.{inner}": inner_value for inner, inner_value in value.items()})
         else:
-            flat[key] = value
+            named[key] = value
 
-    # The name of the model decides what its num_layers means
-    model = str(nested.get("model", {}).get("name", "gpt"))
-
-    for outer in OUTER:
-        for inner, value in nested.get(outer, {}).items():
-            name = f"{outer}.{inner}"
-            if name not in NESTED:
-                _refuse_nested(outer, str(inner), value)
-            # Both spellings in one file could contradict each other
-            ours = NESTED[name] or LAYERS.get(model, "n_layer")
-            if ours in flat:
-                raise ConfigError(
-                    f"{name} = {value} and {ours} = {flat[ours]} say the same thing; drop one of "
-                    "them"
-                )
-            flat[ours] = value
+    flat: dict[str, Any] = {}
+    is_resnet = "resnet" in (named.get("model"), named.get("model.name"))
+    for name, value in named.items():
+        key = NESTED.get(name, name)
+        if name == "model.num_layers" and is_resnet:
+            key = "resnet_depth"
+        # Both spellings in one file could contradict each other
+        if key in flat:
+            raise ConfigError(
+                f"{name} = {value} and {key} = {flat[key]} are the same key; drop one of them"
+            )
+        flat[key] = value
 
     # A step has one batch per rank, unless a flat key says otherwise
-    per_rank = "batch_size" in nested.get("training", {})
-    if per_rank and "global_batch_size" not in flat:
+    if "training.batch_size" in named and "global_batch_size" not in flat:
         flat.setdefault("grad_accum_steps", 1)
     return flat
-
-
-def _refuse_nested(outer: str, inner: str, value: Any) -> None:
-    """Raise ConfigError for a nested key that is none of ours."""
-    name = f"{outer}.{inner}"
-    is_ours = inner in Config.model_fields
-    foreign = answer(name, value, "")
-    if not foreign and not is_ours:
-        foreign = answer(inner, value, "")
-    if foreign:
-        raise ConfigError(f"unknown key {name}; {foreign}, as a flat key")
-
-    example = "momentum: 0.9"
-    if is_ours:
-        example = f"{inner}: {value}"
-    known = [key for key in NESTED if key.startswith(f"{outer}.")]
-    if known:
-        raise ConfigError(
-            f"unknown key {name}; known: {', '.join(known)}; write others as flat keys, e.g. "
-            f"{example}"
-        )
-    if is_ours:
-        raise ConfigError(f"unknown key {name}; write it as a flat key: {example}")
-    if outer in Config.model_fields:
-        raise ConfigError(f"unknown key {name}; {outer} has one value, without keys below it")
-    refuse_unknown_key(outer)
 
 
 # ---- validation ----------------------------------------------------------------------------------
@@ -250,32 +160,27 @@ def make_config(values: dict[str, Any]) -> Config:
         return Config(**values)
     except ValidationError as error:
         # One line for all wrong keys, so that a user mends them in one go
-        problems = []
-        for item in error.errors():
-            # Our own checks raise ValueError, and pydantic puts these words before it
-            message = item["msg"].removeprefix("Value error, ")
-            key = str(item["loc"][0]) if item["loc"] else ""
-            value = values.get(key)
-            if key == "kube" and len(item["loc"]) > 1:
-                inner = str(item["loc"][1])
-                key = f"kube.{inner}"
-                value = item["input"]
-                if item["type"] == "extra_forbidden":
-                    message = f"unknown key; {did_you_mean(inner, Kube.model_fields)}"
-            if item["type"] == "string_type":
-                message += "; write it in quotes"
-            here = translate_value(key, value)
-            # AdamW is adamw
-            if item["type"] == "literal_error" and f"'{str(value).lower()}'" in message:
-                here = str(value).lower()
-            if here:
-                message += f"; write {here}"
-            problems.append(f"{key} = {value!r}: {message}" if key else message)
+        problems = [_problem(item) for item in error.errors()]
         raise ConfigError("; ".join(dict.fromkeys(problems))) from None
+
+
+def _problem(item: Mapping[str, Any]) -> str:
+    """Return one of pydantic's errors as a line: the key, its value, and what is wrong."""
+    # Our own checks raise ValueError, and pydantic puts these words before it
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if not item["loc"]:
+        return message
+    key = str(item["loc"][0])
+    # Values of variables may be secrets
+    if key == "env":
+        return f"env: {message}"
+    if key == "kube":
+        key = ".".join(str(part) for part in item["loc"])
+    return f"{key} = {item['input']!r}: {message}"
 
 
 def require_known(values: Mapping[str, Any]) -> None:
     """Raise ConfigError for a key that the configuration does not have."""
     for key in values:
         if key not in Config.model_fields:
-            refuse_unknown_key(key, values[key])
+            refuse_unknown_key(key)

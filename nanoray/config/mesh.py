@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import field_validator
 
-from nanoray.config.fields import Group, Natural, Positive, field, hidden
+from nanoray.config.fields import Group, Natural, Positive, field
 
 
 class AxisKey(NamedTuple):
@@ -73,10 +73,7 @@ class MeshKeys(Group):
     """how ranks share the work: ddp (torch's; every rank keeps all gradients and optimizer state) |
     ddp_by_hand (the same, with buckets in plain sight; the default with pp or ep) | zero1 (each rank
     keeps 1/n of the optimizer state) | zero2 (and of the gradients) | fsdp (and of the weights: it
-    frees a block's after its forward and gathers them again in backward). With words after it:
-    fsdp:grad_op (keep gathered weights until backward is done: one all-gather less, more memory) |
-    fsdp:bf16 (gather weights and compute with them in bf16: half the bytes, and norms are rounded,
-    too) | fsdp:grad_op:bf16"""
+    frees a block's after its forward and gathers them again in backward)"""
 
     mirror: Literal["auto", "off"] = field("auto", "dist")
     """zero1, zero2 and fsdp, on Ray with gloo: auto (another rank, on another node if there are
@@ -85,12 +82,13 @@ class MeshKeys(Group):
     sent per step; with replicas another group has each share, and nothing is copied) | off (they
     restart from a checkpoint)"""
 
-    # Parts of dp_mode
-    fsdp_reshard: Literal["full", "grad_op"] = hidden("full", "dist")
-    """dp_mode fsdp:grad_op: keep a block's weights from its forward until its backward is done"""
+    fsdp_reshard: Literal["full", "grad_op"] = field("full", "dist")
+    """dp_mode fsdp: full (free a block's weights after its forward) | grad_op (keep them until its
+    backward is done: one all-gather less, more memory)"""
 
-    fsdp_gather: Literal["fp32", "bf16"] = hidden("fp32", "dist")
-    """dp_mode fsdp:bf16: type in which weights are gathered and computed with"""
+    fsdp_gather: Literal["fp32", "bf16"] = field("fp32", "dist")
+    """dp_mode fsdp: type in which weights are gathered and computed with; bf16 is half the bytes, and
+    norms are rounded, too"""
 
     replicas: Positive = field(1, "dist")
     """hybrid sharding with zero1, zero2 and fsdp: groups of data ranks that each hold the whole
@@ -124,12 +122,11 @@ class MeshKeys(Group):
 
     pp_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = field("1f1b", "dist")
     """pp: gpipe (all forwards, then all backwards) | 1f1b (in turn: the same time, and at most pp
-    micro batches' activations) | interleaved (each rank has two chunks of layers, or three with
-    interleaved:3: less waiting, more travels) | zero_bubble (gradients of weights fill the time in
-    which a stage would wait)"""
+    micro batches' activations) | interleaved (each rank has several chunks of layers: less waiting,
+    more travels) | zero_bubble (gradients of weights fill the time in which a stage would wait)"""
 
-    pp_chunks: Natural = hidden(0, "dist")
-    """pp_schedule interleaved:3: chunks of layers per rank (0 = 2)"""
+    pp_chunks: Natural = field(0, "dist")
+    """pp_schedule interleaved: chunks of layers per rank (0 = 2)"""
 
     # Sums of gradients
     bucket_mb: float = field(0.0, "dist", ge=0)

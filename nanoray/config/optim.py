@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from nanoray.config.fields import Group, Natural, Positive, field, hidden
+from nanoray.config.fields import Group, Natural, Positive, field
 
 
 class OptimKeys(Group):
@@ -18,22 +18,19 @@ class OptimKeys(Group):
     (GPUs: products of float32 with 10 bits) | bf16 | fp16 (with a loss scaler); weights and
     optimizer state are float32 in all of these | bf16_pure | fp16_pure (weights, gradients and
     optimizer state in 16 bits, for a gpt; see docs/precision.md) | fp8 (bf16, with products of
-    8-bit floats in a gpt's blocks and one scale for each tensor; an emulation where the hardware
-    has none). With a word after it: bf16_pure:master | fp16_pure:master (the optimizer keeps a
-    float32 copy of each weight, and its moments in float32, so that no small update is lost) |
-    bf16_pure:stochastic (an update is rounded up or down at random, right on average, so that small
-    updates add up; its random bits follow from seed, step and weight) | fp8:row (one scale for each
-    row)"""
+    8-bit floats in a gpt's blocks; an emulation where the hardware has none)"""
 
-    # Parts of precision
-    fp8_scaling: Literal["tensor", "row"] = hidden("tensor", "optim")
-    """precision fp8:row: one scale for each row"""
+    fp8_scaling: Literal["tensor", "row"] = field("tensor", "optim")
+    """precision fp8: one scale for each tensor | for each row"""
 
-    master_weights: Literal["none", "fp32"] = hidden("none", "optim")
-    """precision bf16_pure:master and fp16_pure:master: a float32 copy of each weight"""
+    master_weights: Literal["none", "fp32"] = field("none", "optim")
+    """precision bf16_pure and fp16_pure: none | fp32 (the optimizer keeps a float32 copy of each
+    weight, and its moments in float32, so that no small update is lost)"""
 
-    rounding: Literal["nearest", "stochastic"] = hidden("nearest", "optim")
-    """precision bf16_pure:stochastic: how an update is rounded to bf16"""
+    rounding: Literal["nearest", "stochastic"] = field("nearest", "optim")
+    """precision bf16_pure: how an update is rounded to bf16: nearest | stochastic (up or down at random,
+    right on average, so that small updates add up; its random bits follow from seed, step and
+    weight)"""
 
     # Kernels: the same mathematics, computed otherwise
     attention: Literal["auto", "flash", "cudnn", "plain"] = field("auto", "optim")
@@ -68,14 +65,13 @@ class OptimKeys(Group):
     # Optimizer
     optimizer: Literal["adamw", "sgd", "muon"] = field("adamw", "optim")
     """adamw (fused) | sgd (plain unless given momentum: parity tests use it because AdamW hides a
-    factor on the gradient) | sgd:nesterov (with momentum, looking ahead along its sum) | muon (of a
-    gpt: orthogonal updates of the blocks' matrices, adamw for all else)"""
+    factor on the gradient) | muon (of a gpt: orthogonal updates of the blocks' matrices, adamw for all else)"""
 
     momentum: float = field(0.0, "optim", ge=0, lt=1)
     """sgd: decay of the sum of past gradients (0 = plain)"""
 
-    nesterov: bool = hidden(False, "optim")
-    """optimizer sgd:nesterov: look ahead along the sum of gradients"""
+    nesterov: bool = field(False, "optim")
+    """optimizer sgd with momentum: look ahead along the sum of gradients"""
 
     label_smoothing: float = field(0.0, "optim", ge=0, lt=1)
     """resnet: share of a label that is spread over all classes, while training"""

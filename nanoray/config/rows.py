@@ -6,8 +6,7 @@ A condition is written as docs/flags.md prints it, and read from these words:
     tp above 1                         a larger number
     model other than gpt and own       any value but these
     device cuda or mig                 one of these values
-    dp_mode fsdp:bf16                  a part of a value (spellings.py)
-    micro_batch_size auto              a word alone that is a field of its own (likewise)
+    micro_batch_size auto              the field micro_batch_search
 
 `refused` and `ignored` make one row for each pair of what is asked and what it does not go with. A
 remedy may name the two keys, and the default of the asked one: {asked}, {other}, {default}.
@@ -21,7 +20,6 @@ from typing import Any, Literal
 
 from nanoray.config.keys import Keys
 from nanoray.config.mesh import CUTS_MODEL
-from nanoray.config.spellings import parts_of, spell
 
 Known = Literal["keys", "flags", "ranks", "device"]
 
@@ -49,17 +47,21 @@ class Condition:
         return self.value(config)
 
 
+def spell(config: Keys, key: str) -> str:
+    """Write a key and its value, as users give them."""
+    if key == "micro_batch_search":
+        return "micro_batch_size = auto"
+    return f"{key} = {getattr(config, key)}"
+
+
 def condition(words: str) -> Condition:
     """Return the condition that some words say: see the top of this file."""
     key, _, rest = words.partition(" ")
     if not rest:
         default = Keys.model_fields[key].default
         return Condition(key, words, lambda found: found != default and bool(found))
-    if ":" in rest:
-        return _part_of_value(key, words, *rest.split(":"))
-    alone = [part for part in parts_of(key) if part.alone and rest in part.words]
-    if alone:
-        return Condition(alone[0].field, words, lambda found: found == alone[0].words[rest])
+    if words == "micro_batch_size auto":
+        return Condition("micro_batch_search", words, bool)
     if rest.startswith("above "):
         limit = int(rest.removeprefix("above "))
         return Condition(key, words, lambda found: found > limit)
@@ -68,14 +70,6 @@ def condition(words: str) -> Condition:
         return Condition(key, words, lambda found: found not in others)
     values = [_value(word) for word in rest.split(" or ")]
     return Condition(key, words, lambda found: found in values)
-
-
-def _part_of_value(key: str, words: str, owner: str, word: str) -> Condition:
-    """Return the condition that a value of `key` has this part."""
-    (part,) = [
-        part for part in parts_of(key) if owner in part.owners and part.parse(word) is not None
-    ]
-    return Condition(part.field, words, lambda found: found == part.parse(word))
 
 
 def _value(word: str) -> Any:

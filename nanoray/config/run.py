@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ LONGEST_NAME = 255 - len("2026-11-21_101500_") - len("_999")
 
 def name_of_file(path: str) -> str:
     """Return the name of a run that has that of a file, in the characters that a name may have."""
-    # An accent stands behind its letter then
-    apart = unicodedata.normalize("NFKD", Path(path).stem).encode("ascii", "ignore").decode()
-    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", apart).strip("-")
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-")
     return plain[:LONGEST_NAME] or "run"
 
 

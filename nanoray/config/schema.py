@@ -14,8 +14,6 @@ from pydantic import model_validator
 
 from nanoray.config.conflicts import first
 from nanoray.config.keys import GROUPS, Keys
-from nanoray.config.neighbours import answer
-from nanoray.config.spellings import refuse_idle_parts, split
 
 # Overriding a key of these groups changes the recipe, so the preset's expected loss is void. The
 # keys below them keep it: the same mathematics, computed in other portions or by other kernels.
@@ -44,25 +42,17 @@ class Config(Keys):
 
     @model_validator(mode="before")
     @classmethod
-    def _split_parts(cls, values: Any) -> Any:
-        """Turn `dp_mode: fsdp:bf16` into the fields dp_mode and fsdp_gather."""
-        if not isinstance(values, dict):
-            return values
-        # `Config(learning_rate=...)` in a script; files and flags have been asked before
-        for key in values.keys() - cls.model_fields.keys():
-            foreign = answer(str(key), values[key], "")
-            if foreign:
-                raise ValueError(f"unknown key {key}; {foreign}")
-        # `upload:` without a value, and None in a script's dict, ask for nothing
-        empty = {key for key, value in values.items() if value is None and _is_empty(key)}
-        return split({**values, **dict.fromkeys(empty, "")})
+    def _read_auto(cls, values: Any) -> Any:
+        """Turn `micro_batch_size: auto` into a field of its own, so that the size is a number."""
+        if isinstance(values, dict) and values.get("micro_batch_size") == "auto":
+            return {**values, "micro_batch_size": 0, "micro_batch_search": True}
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> Config:
         # By class: each group has a method of this name, and self.check() would find only one
         for group in GROUPS:
             group.check(self)
-        refuse_idle_parts(self)
         problem = first(self)
         if problem:
             raise ValueError(problem)
@@ -71,11 +61,6 @@ class Config(Keys):
     def to_json(self) -> str:
         """Return the configuration as JSON text; `--config` reads it back."""
         return json.dumps(self.model_dump(), indent=2) + "\n"
-
-
-def _is_empty(key: str) -> bool:
-    """Return whether the default of a key is an empty text."""
-    return key in Keys.model_fields and Keys.model_fields[key].default == ""
 
 
 def field_extra(key: str) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from nanoray.base.storage.url import without_credentials
 from nanoray.config.load import make_config, run_folder_of
 from nanoray.config.mesh import AXES
 from nanoray.config.schema import Config
-from nanoray.config.spellings import PART_OF_FIELD, join
 
 S = TypeVar("S", bound="Settings")
 FLAG = "flag"
@@ -95,22 +94,19 @@ class Settings:
     def chosen(self) -> list[tuple[str, Any, str]]:
         """Return each key that has not its default, its value, and who has set it.
 
-        Keys have the order of --help, and are spelled as users write them.
+        Keys have the order of --help.
         """
-        written = join(self.config.model_dump())
-        defaults = join(Config.model_construct().model_dump())
         return [
             (key, value, origin_of(self.origins, key))
-            for key, value in written.items()
-            if value != defaults[key]
+            for key, value in self.config.model_dump(exclude_defaults=True).items()
         ]
 
 
 def origin_of(origins: Mapping[str, str], key: str) -> str:
-    """Return who has set a key; the field of a part, such as fsdp_gather, is set with its key."""
-    part = PART_OF_FIELD.get(key)
-    if key not in origins and part is not None:
-        key = part.key
+    """Return who has set a key."""
+    # `micro_batch_size auto` is a field of its own
+    if key == "micro_batch_search":
+        key = "micro_batch_size"
     return origins.get(key, DEFAULT)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from nanoray.base.storage.url import is_secret, is_url, local_folder
 from nanoray.config.keys import Keys
 from nanoray.config.mesh import IN_REPLICA, SHARDS_STATE
-from nanoray.config.spellings import spell
 from nanoray.errors import ConfigError
 
 
@@ -243,24 +242,6 @@ def env_has_no_secret(config: Keys) -> str | None:
     return None
 
 
-LONGEST_KEY = 1024  # bytes of an object's name, in S3 and in Google's storage
-# Of what follows the run's folder in it, with room for long names of a rank's files
-_IN_A_RUN = len("checkpoints/step_00000250/") + 64
-
-
-def keys_fit(config: Keys) -> str | None:
-    if not config.upload or config.upload.startswith("file://"):
-        return None
-    folder = config.upload.partition("://")[2].partition("/")[2]
-    longest = len(f"{folder}/2026-11-21_101500_{config.name}_999/".encode()) + _IN_A_RUN
-    if longest <= LONGEST_KEY:
-        return None
-    return (
-        f"upload and name make names of objects of {longest} bytes, and object storage takes "
-        f"{LONGEST_KEY}; shorten the URL's folder or --name by {longest - LONGEST_KEY}"
-    )
-
-
 # ---- known with the number of ranks --------------------------------------------------------------
 
 
@@ -327,4 +308,4 @@ def min_lr_is_reached(config: Keys) -> str | None:
     no_end = config.schedule == "constant"
     if not no_end or config.min_lr in (config.lr, Keys.model_fields["min_lr"].default):
         return None
-    return f"{spell(config, 'min_lr')} would be ignored: schedule = constant; drop --min_lr"
+    return f"min_lr = {config.min_lr} would be ignored: schedule = constant; drop --min_lr"

@@ -44,9 +44,6 @@ def parse_variables(value: Any) -> Any:
     texts: dict[str, str | None] = {}
     for key, word in value.items():
         _require_name(str(key))
-        # YAML reads `1e3`, `yes` and `012` as something else than their text.
-        if isinstance(word, (bool, float)):
-            raise ValueError(f"the value of {key} is {word!r}, not a text; write it in quotes")
         texts[str(key)] = None if word is None else str(word)
     return texts
 

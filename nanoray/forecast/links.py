@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nanoray.config import did_you_mean, refuse_unknown
-from nanoray.config.strict_yaml import YamlError, read_value
+from nanoray.config.strict_yaml import read_file
 from nanoray.errors import ConfigError
 from nanoray.mesh.algorithms import cost
 from nanoray.mesh.layout import Layout
@@ -97,14 +97,8 @@ def load_topology(name: str) -> Topology:
     if path.parent == TOPOLOGY_DIR and not path.is_file():
         refuse_unknown(name, topology_names(), "topology")
     try:
-        values = read_value(path.read_text(encoding="utf-8-sig"))
+        values = read_file(path)
         return Topology.model_validate(values)
-    except YamlError as error:
-        raise ConfigError(f"cannot read topology {path}: it {error}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot read topology {path}: {' '.join(str(error).split())}; check the file"
-        ) from None
     except ValidationError as error:
         raise ConfigError(f"topology {path}: {_problem(error, values)}") from None
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from nanoray.config.strict_yaml import read_values
 from nanoray.errors import ConfigError
 
 Object = dict[str, Any]  # one Kubernetes object, as YAML has it
@@ -42,7 +41,7 @@ def build(folder: Path) -> list[Object]:
         ) from None
     if done.returncode != 0:
         raise ConfigError(f"kubectl kustomize {folder}: {' '.join(done.stderr.split())}")
-    return [thing for thing in read_values(done.stdout) if thing is not None]
+    return [thing for thing in yaml.safe_load_all(done.stdout) if thing is not None]
 
 
 def in_order(objects: list[Object]) -> list[Object]:

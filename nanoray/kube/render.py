@@ -19,7 +19,6 @@ import yaml
 
 from nanoray.config import Config, Kube
 from nanoray.config.data import IMAGES
-from nanoray.config.spellings import join
 from nanoray.errors import ConfigError
 from nanoray.kube.gpus import assign_gpus, choose_gpus, template_name
 from nanoray.kube.kustomize import Object, build, containers, groups, in_order, quantity
@@ -195,7 +194,7 @@ def _config_map(config: Config, name: str) -> Object:
         )
     # Only keys that differ from their defaults, so that the ConfigMap shows the run's choices.
     values = {}
-    for key, value in join(config.model_dump(exclude_defaults=True)).items():
+    for key, value in config.model_dump(exclude_defaults=True).items():
         if key not in _LOCAL:
             values[key] = value
     values["dataset"] = config.dataset

@@ -13,7 +13,8 @@ But where every rank has all sums, all of them can see whether a sum is zero; an
 sums up to zero. So in a mode with complete sums, on a CPU, a step in which no sum is zero needs no
 exchange, and no rank waits for another one. Elsewhere the exchange is part of every step: a shard of
 zeros is seen by its owner alone, and a GPU would have to be waited for. The bytes pass over the
-control group, from host to host. nanoray's own models always use all of their parameters.
+control group, from host to host. nanoray's own models always use all of their parameters, and fsdp
+refuses one that does not (even_fsdp.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from nanoray.errors import ConfigError
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mode import DataParallel
@@ -61,26 +61,16 @@ class AbsentGradients(StepHook):
         if self._sums_suffice and not any(is_zero(p.grad) for p in self._trained.values()):
             return
 
-        # (all ranks) A byte for each parameter, in the same order on all ranks. The bytes of the
-        # checksum, and what they lack to 255: the two maxima add up to 255 where all are equal.
+        # (all ranks) A byte for each parameter, in the same order on all ranks.
         own = [name in computed for name in self._trained]
         thawed = [p.requires_grad for p in self._frozen.values()]
-        check = [*self._mode.checksum.to_bytes(4, "big")]
-        rest = [255 - byte for byte in check]
-        flags = torch.tensor([*own, *thawed, *check, *rest], dtype=torch.uint8)
+        flags = torch.tensor([*own, *thawed], dtype=torch.uint8)
         flags = self._mesh.max_of(flags)
 
-        sizes = [len(own), len(thawed), len(check), len(rest)]
-        present, thawed, check, rest = [part.tolist() for part in flags.split(sizes)]
+        present, thawed = [part.tolist() for part in flags.split([len(own), len(thawed)])]
         for name, is_thawed in zip(self._frozen, thawed, strict=True):
             if is_thawed:
                 raise unfrozen(name)
-        if any(low + high != 255 for low, high in zip(check, rest, strict=True)):
-            raise ConfigError(
-                "dp_mode = fsdp: the ranks called the model's layers in different ways, such as one "
-                "under no_grad on some ranks only, so they may have gathered different weights. No "
-                "weight has changed in this step; use dp_mode zero2"
-            )
 
         absent = {
             name for name, is_present in zip(self._trained, present, strict=True) if not is_present
@@ -101,8 +91,8 @@ def is_zero(grad: Tensor | None) -> bool:
 class FrozenParameters(StepHook):
     """Refuses a parameter that a script lets train in the middle of a run, on one rank.
 
-    Neither its optimizer state nor the setting itself would be in a checkpoint. On several ranks
-    AbsentGradients looks at the same.
+    Neither its optimizer state nor the setting itself would be in a checkpoint. AbsentGradients looks
+    at the same.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Call a script's model and loss on a batch, as the loop and the trial do."""
+"""Call a script's model and loss on a batch, as the loop does."""
 
 from __future__ import annotations
 

@@ -3,14 +3,13 @@ device taken.
 
     main(run) ─► model, optimizer, data ─► RuntimeEngine.fit ─► these lines, and the script ends there
 
-The state follows from the model's parameters and from a probe of the optimizer. Activations follow
-from a forward pass on fake tensors, which have shapes and no memory.
+The state follows from the model's parameters and from a step of the optimizer's class on a few
+numbers. Activations follow from a forward pass on fake tensors, which have shapes and no memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.forecast.rank_memory import assume_device, memory_line
 from nanoray.forecast.trial import trial_on_fakes
 from nanoray.mesh.layout import Layout
-from nanoray.own.optimizer_trial import PROBE, kept_alone
-from nanoray.state.optimizers import name_of
+from nanoray.own.optimizer import ELEMENTWISE
+from nanoray.state.optimizers import members_of, name_of
 
 
 def own_lines(
@@ -45,7 +44,7 @@ def own_lines(
     optimizer_name = name_of(optimizer)
     notes = []
 
-    # State: exact, but for an optimizer that cannot be tried alone.
+    # State: exact, but for an optimizer that is not torch's own.
     moments = kept_per_element(optimizer)
     layout = Layout(dp=batch.dp, replicas=config.replicas)
     shared_by = layout.shard_size
@@ -63,7 +62,7 @@ def own_lines(
         )
     if moments is None:
         notes.append(
-            f"memory     without the state of {optimizer_name}, which could not be tried alone"
+            f"memory     without the state of {optimizer_name}, which is not one of torch's own"
         )
 
     frozen = ""
@@ -83,11 +82,19 @@ def own_lines(
 def kept_per_element(optimizer: torch.optim.Optimizer) -> float | None:
     """Return how many numbers an optimizer keeps for each element that it updates.
 
-    None if it cannot be tried alone.
+    Shown by a step of its class on a few numbers; of several, the most. None for a class that is not
+    torch's own, which may keep anything.
     """
-    kept = kept_alone(optimizer)
-    if kept is None:
-        return None
-    # Scalars such as a step count do not grow with the parameter.
-    numbers = sum(value.numel() for value in kept.values() if value.dim())
-    return numbers / prod(PROBE)
+    most = 0.0
+    for member in members_of(optimizer):
+        if type(member) not in ELEMENTWISE:
+            return None
+        few = nn.Parameter(torch.zeros(2, 8))
+        few.grad = torch.zeros_like(few)
+        kind: Any = type(member)
+        alone = kind([{**member.param_groups[0], "params": [few], "capturable": False}])
+        alone.step()
+        tensors = [value for value in alone.state[few].values() if isinstance(value, Tensor)]
+        # Scalars such as a step count do not grow with the parameter.
+        most = max(most, sum(t.numel() for t in tensors if t.dim()) / few.numel())
+    return most

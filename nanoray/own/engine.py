@@ -33,31 +33,20 @@ from nanoray.mesh.mesh import abandon_groups
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.models.batch_norm import adopt_norms
 from nanoray.own.call import WithLoss, is_part_of_model
-from nanoray.own.callbacks import Callback, HookGuard, observers_of
-from nanoray.own.checks import (
-    lazy_parts,
-    require_module,
-    require_sharable,
-)
+from nanoray.own.callbacks import Callback, observers_of
+from nanoray.own.checks import require_module, require_sharable, require_storable
 from nanoray.own.optimizer import (
     optimizer_of,
     require_all_parameters,
     require_elementwise,
-    require_no_draws,
-    require_resumable,
+    require_no_hooks,
 )
 from nanoray.own.program import Program
 from nanoray.own.run import DryRunEnded, Run
-from nanoray.own.schedule import (
-    OwnSchedule,
-    require_no_other_scheduler,
-    schedulers_of,
-)
+from nanoray.own.schedule import OwnSchedule, schedulers_of
 from nanoray.own.settings import loaded_of, refuse_while_spawned, steps_of, with_steps
-from nanoray.own.shards import StepHooks, require_callable_hooks
 from nanoray.own.task import Given, LossFn, OwnTask
 from nanoray.own.trackers import require_different_trackers
-from nanoray.own.trial import fill_lazy_parameters, require_storable
 from nanoray.train.__main__ import train_here
 from nanoray.train.agree import tensors_in_order
 from nanoray.train.rank import train
@@ -90,6 +79,7 @@ class RuntimeEngine:
         loss_fn: LossFn | None = None,
         callbacks: Sequence[Callback] = (),
         scheduler: Any = None,
+        elementwise: bool = False,
     ) -> None:
         """Take a model and the optimizer of its parameters. All ranks start from rank 0's weights.
 
@@ -99,8 +89,10 @@ class RuntimeEngine:
         in their order. They keep their rates and groups, unless the configuration sets `lr`,
         `schedule` or `warmup_steps`: then the rate of the first group follows it, and the others
         keep their ratio to it. A `scheduler` of torch, a list of them, or a function from the step
-        to the factor of the rate, is stepped once per optimizer step. The running statistics
-        of torch's batch norms become equal on all ranks (models/batch_norm.py).
+        to the factor of the rate, is stepped once per optimizer step. `elementwise`: each optimizer
+        updates an element from its own gradient and state alone, so that zero and fsdp may cut it;
+        of torch's AdamW and the like that is known. The running statistics of torch's batch norms
+        become equal on all ranks (models/batch_norm.py).
         """
         self._loaded: Loaded | None = None
         if isinstance(run, Run):
@@ -122,14 +114,11 @@ class RuntimeEngine:
             self._loss_fn = None
         self._one = optimizer_of(optimizer)
         self._updated = require_all_parameters(self._trained, self._one)
-        schedulers = schedulers_of(scheduler, self._one)
-        require_no_other_scheduler(self._one, schedulers)
-        self._schedule = OwnSchedule(schedulers, self._one)
+        self._schedule = OwnSchedule(schedulers_of(scheduler, self._one), self._one)
+        self._elementwise = elementwise
         self._is_cut = False  # whether a fit has left the optimizer's state to its shards
-        # torch's batch norms would let running statistics drift apart. A lazy norm has no channels
-        # before its first batch.
-        if not lazy_parts(self._trained):
-            adopt_norms(self._trained)
+        # torch's batch norms would let running statistics drift apart.
+        adopt_norms(self._trained)
 
     @property
     def run(self) -> Run:
@@ -182,34 +171,23 @@ class RuntimeEngine:
             self._updated,
             run,
             self._schedule,
-            StepHooks(self._one),
         )
 
         def task_of(spec: RunSpec) -> OwnTask:
             return OwnTask(given, spec, train_data, val_data, steps)
 
-        if lazy_parts(self._trained):
-            first_batch = task_of(run.spec).first_batch()
-            fill_lazy_parameters(self._trained, self._loss_fn, *first_batch)
-            adopt_norms(self._trained)
         require_sharable(self._trained, run.config, run.world_size)
-        require_storable(self._trained, self._one, run.config.sharded)
-        require_resumable(self._one)
-        if run.world_size > 1:
-            require_no_draws(self._one)
+        require_storable(self._trained, run.config.sharded)
         if run.config.sharded:
-            require_elementwise(self._one, run.config.dp_mode)
-        trains_a_copy = run.config.dp_mode == "fsdp" and run.rejoin is not None
-        has_whole_model = run.world_size == 1 and not trains_a_copy
-        require_callable_hooks(self._one, run.config, has_whole_model)
+            require_elementwise(self._one, run.config.dp_mode, self._elementwise)
+            require_no_hooks(self._one, run.config.dp_mode)
 
         # A dry run, or `nanoray inspect`, ends the script here.
         if run.on_fit:
             run.on_fit(task_of(run.spec))
             raise DryRunEnded
         require_different_trackers(self.callbacks, run.config)
-        guard = HookGuard(self._trained, self._one)
-        observers = [*run.observers, *observers_of(self.callbacks, run, guard)]
+        observers = [*run.observers, *observers_of(self.callbacks, run, self._trained)]
 
         # The script may read run.rank later, so it follows each new rendezvous.
         def rejoin(lost: str) -> tuple[RunSpec, Rendezvous]:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from nanoray.base.script_errors import one_line, shown
-from nanoray.errors import ConfigError, DataError
-from nanoray.faults.cause import is_out_of_memory
+from nanoray.errors import ConfigError, DataError, NanorayError
+from nanoray.faults.cause import is_collective_error, is_out_of_memory
 from nanoray.train.out_of_memory import HALVE, text_of_reading
 
 
@@ -50,6 +50,24 @@ def part(what: str, remedy: str, reads: bool = False) -> Iterator[None]:
         line, newline, frames = shown(error).partition("\n")
         text = f"{what} failed before step 1: {line}; {remedy}{newline}{frames}"
         raise ConfigError(text) from error
+
+
+@contextmanager
+def first_batch(name: str) -> Iterator[None]:
+    """Raise ConfigError where the model `name` of a script fails in the warm-up, which no retry mends.
+
+    A lack of memory, and the loss of another rank, stay what they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        known = isinstance(error, NanorayError)
+        if known or is_out_of_memory(error) or is_collective_error(error):
+            raise
+        line, newline, frames = shown(error).partition("\n")
+        raise ConfigError(
+            f"{name} fails on its first batch: {line}; mend what the traceback names{newline}{frames}"
+        ) from error
 
 
 def type_name(dtype: torch.dtype) -> str:

@@ -10,22 +10,18 @@ so its length is counted in the run's steps, and no GPU is waited for.
 
 from __future__ import annotations
 
-import gc
-import inspect
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from nanoray.base.compat import mark_as_stepped
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.own.part import part
 from nanoray.state.optimizers import changed_groups, group_values, load_groups, members_of
-from nanoray.state.values import Unsupported, put_together, take_apart
+from nanoray.state.values import put_together, take_apart
 
 Optimizer = torch.optim.Optimizer
 
@@ -50,16 +46,8 @@ class OwnSchedule:
     def has_state(self) -> bool:
         return bool(self._schedulers)
 
-    def require_fit(self, max_steps: int, eval_every: int) -> None:
-        """Raise ConfigError for schedulers that a run of this length cannot step."""
-        for scheduler in self._by_step:
-            total = getattr(scheduler, "total_steps", None)
-            if isinstance(total, int) and total < max_steps:
-                raise ConfigError(
-                    f"{_name(scheduler)} has total_steps = {total}, but the run has {max_steps} "
-                    f"steps, and it cannot step after its last; give it total_steps = {max_steps}, "
-                    f"or fit {total} steps"
-                )
+    def require_losses(self, eval_every: int) -> None:
+        """Raise ConfigError for a scheduler that follows a loss which the run never computes."""
         if self._by_loss and not eval_every:
             raise ConfigError(
                 f"{_name(self._by_loss[0])} follows the validation loss, but the run evaluates "
@@ -134,7 +122,7 @@ def schedulers_of(given: Any, optimizer: Optimizer) -> list[Any]:
     """Return a script's schedulers: None, one, a list, or a function of the step.
 
     A function returns the factor of the rate after a number of steps, as LambdaLR's does.
-    Raises ConfigError for what cannot be stepped or saved.
+    Raises ConfigError for one that would change nothing, and for one that was left out.
     """
     given = given if isinstance(given, (list, tuple)) else [given]
     schedulers: list[Any] = []
@@ -145,84 +133,30 @@ def schedulers_of(given: Any, optimizer: Optimizer) -> list[Any]:
         elif each is not None:
             schedulers.append(each)
     for scheduler in schedulers:
-        _require_usable(scheduler, optimizer)
+        _require_own(scheduler, optimizer)
+    for member in members_of(optimizer):
+        _require_given(schedulers, member)
     return schedulers
 
 
-def _require_usable(scheduler: Any, optimizer: Optimizer) -> None:
-    """Raise ConfigError for a scheduler of another optimizer, or one that cannot be saved."""
-    name = _name(scheduler)
+def _require_own(scheduler: Any, optimizer: Optimizer) -> None:
+    """Raise ConfigError for a scheduler of another optimizer."""
     driven = getattr(scheduler, "optimizer", None)
     if not any(driven is member for member in members_of(optimizer)):
         raise ConfigError(
-            f"{name} does not belong to the optimizer that RuntimeEngine was given, so it would "
-            "change nothing; make it from that optimizer"
+            f"{_name(scheduler)} does not belong to the optimizer that RuntimeEngine was given, so "
+            "it would change nothing; make it from that optimizer"
         )
-    if not isinstance(scheduler, ReduceLROnPlateau):
-        needed = needed_arguments(type(scheduler).step)
-        if needed:
-            raise ConfigError(
-                f"{name}.step() needs {', '.join(needed)}, but is called once after each step "
-                "without arguments; give a scheduler of torch.optim.lr_scheduler"
-            )
-    with part(f"the state_dict of {name}", "give a scheduler of torch.optim.lr_scheduler"):
-        state = scheduler.state_dict()
-    try:
-        json.dumps(take_apart(state, name))
-    except Unsupported as error:
-        raise ConfigError(
-            f"{error.where} is a {error.kind}, which a checkpoint cannot hold; let the scheduler "
-            "keep numbers, texts, lists and dicts, or leave it out of its state_dict()"
-        ) from None
 
 
-def needed_arguments(method: Callable[..., Any]) -> list[str]:
-    """Return the arguments of a class' method that have no default, besides the object itself."""
-    names = []
-    for parameter in list(inspect.signature(method).parameters.values())[1:]:
-        is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if parameter.default is parameter.empty and not is_variable:
-            names.append(parameter.name)
-    return names
-
-
-def require_no_other_scheduler(optimizer: Optimizer, given: Sequence[Any]) -> None:
-    """Raise ConfigError when a scheduler of this optimizer exists that the script has not given.
+def _require_given(schedulers: Sequence[Any], member: Optimizer) -> None:
+    """Raise ConfigError for an optimizer with a scheduler that the script has not given.
 
     It would never step, and the run would train at its first rate.
     """
-    known = _with_inner(given)
-    members = members_of(optimizer)
-    # ReduceLROnPlateau leaves no trace in the optimizer, so all objects are looked through. There
-    # are a million of them, but of a few thousand kinds.
-    is_scheduler: dict[type, bool] = {}
-    for each in gc.get_objects():
-        kind = type(each)
-        if kind not in is_scheduler:
-            name = kind.__name__.lower()
-            is_scheduler[kind] = issubclass(kind, LRScheduler) or "scheduler" in name
-        if not is_scheduler[kind] or id(each) in known:
-            continue
-        attributes = getattr(each, "__dict__", None)
-        if not isinstance(attributes, dict):
-            continue
-        if any(attributes.get("optimizer") is member for member in members):
-            raise ConfigError(
-                f"{kind.__name__} is attached to the optimizer, but RuntimeEngine does not have it "
-                "and would never step it; give RuntimeEngine(..., scheduler=...), or remove it"
-            )
-
-
-def _with_inner(schedulers: Sequence[Any]) -> set[int]:
-    """Return the identities of schedulers and of those that they contain, as SequentialLR does."""
-    known = set()
-    todo = list(schedulers)
-    while todo:
-        scheduler = todo.pop()
-        if id(scheduler) in known:
-            continue
-        known.add(id(scheduler))
-        for value in vars(scheduler).values():
-            inner = value if isinstance(value, (list, tuple)) else [value]
-            todo += [each for each in inner if isinstance(each, LRScheduler)]
-    return known
+    has_one = hasattr(member.step, "_wrapped_by_lr_sched")  # ReduceLROnPlateau leaves no trace
+    if has_one and not any(each.optimizer is member for each in schedulers):
+        raise ConfigError(
+            f"a scheduler is attached to {type(member).__name__}, but RuntimeEngine does not have "
+            "it and would never step it; give RuntimeEngine(..., scheduler=...), or remove it"
+        )

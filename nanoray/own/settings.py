@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import operator
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,7 +41,7 @@ def loaded_of(config: Mapping[str, Any] | Config) -> Loaded:
             f"the configuration is a {type(config).__name__}; give a dict or a nanoray.Config, or "
             "the run that nanoray.launch passes to your function"
         )
-    keys = expand_paths(flatten(config), os.environ)
+    keys = expand_paths(flatten(config))
     dry_run = bool(keys.pop("dry_run", False))
     quiet = bool(keys.pop("quiet", False))
     # Another script of the same folder has runs of its own.

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
-from nanoray.config.spellings import spell
-from nanoray.data.tokens import MicroBatches, Samples
+from nanoray.config.rows import spell
+from nanoray.data.tokens import Samples
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.mesh import Mesh
@@ -24,28 +25,18 @@ from nanoray.own.absent import AbsentGradients, FrozenParameters
 from nanoray.own.call import WithLoss, loss_of
 from nanoray.own.data.batch import CountedTargets
 from nanoray.own.data.source import LOADER, ORDER, Batches, OwnData, batch_size_of
-from nanoray.own.data.stateful import is_stateful
 from nanoray.own.dry_run import own_lines
+from nanoray.own.even_fsdp import EvenFSDP
 from nanoray.own.loose_buffers import LooseBuffers, is_loose
-from nanoray.own.optimizer_trial import tried_format
-from nanoray.own.part import describe, part
+from nanoray.own.part import describe, first_batch, part
 from nanoray.own.run import Run
 from nanoray.own.schedule import OwnSchedule
-from nanoray.own.shards import (
-    AfterUpdate,
-    StepHooks,
-    cut_optimizer,
-    follow_parameters,
-    require_state_everywhere,
-)
+from nanoray.own.shards import cut_optimizer, follow_parameters
 from nanoray.own.skipping_ddp import SkippingDDP
-from nanoray.own.skipping_fsdp import SkippingFSDP
-from nanoray.own.trial import TrialSubject, try_model
 from nanoray.own.weighted_flow import WeightedFlow
 from nanoray.parallel.hooks import StepHook
 from nanoray.parallel.mode import DataParallel
 from nanoray.parallel.script import Script
-from nanoray.state.optimizers import FormatOf
 from nanoray.train.tasks import Loss, RankStates
 from nanoray.train.workload import Workload
 
@@ -66,7 +57,6 @@ class Given:
     updated: dict[str, nn.Parameter]  # the optimizer's parameters, by their names in the model
     run: Run
     schedule: OwnSchedule
-    step_hooks: StepHooks
 
 
 class OwnTask:
@@ -90,10 +80,6 @@ class OwnTask:
         self._has_weights: bool | None = None  # whether losses come with weights; not known yet
         # What a resume compares, as the script has made it
         self._script = script_of(given)
-
-    @property
-    def format_of(self) -> FormatOf:
-        return tried_format
 
     @property
     def schedule(self) -> OwnSchedule | None:
@@ -125,7 +111,7 @@ class OwnTask:
         # The script's own rates. Those of the configuration are for the record alone then.
         lr = self._given.optimizer.param_groups[0].get("lr", 0.0)
         if self.schedule is not None:
-            self.schedule.require_fit(cfg.max_steps, cfg.eval_every)
+            self.schedule.require_losses(cfg.eval_every)
             if lr > 0:
                 settings["lr"] = float(lr)
                 settings["min_lr"] = float(lr)
@@ -170,7 +156,6 @@ class OwnTask:
             optimizer=optimizer,
             updated={name: parameters[name] for name in self._given.updated},
             schedule=OwnSchedule([], optimizer),
-            step_hooks=StepHooks(optimizer),
         )
         return OwnTask(given, self._spec, self._train_data, None, self._steps)
 
@@ -217,12 +202,6 @@ class OwnTask:
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
         """Return the script's optimizer; for shards, a copy of it over them."""
         own = self._given.optimizer
-        for group in own.param_groups:
-            if group.get("capturable") and not any(p.is_cuda for p in group["params"]):
-                raise ConfigError(
-                    "the optimizer is capturable, which works on a GPU only, but this rank trains "
-                    "on a CPU; make it without capturable=True"
-                )
         # The schedule of the configuration sets the first group's rate, and keeps the ratios of the
         # others to it.
         if self.schedule is None:
@@ -234,9 +213,7 @@ class OwnTask:
             return own
 
         held = {shard.piece.name: shard for shard in shards}
-        shards_optimizer = cut_optimizer(own, self._given.updated, held)
-        self._given.step_hooks.follow(shards_optimizer)
-        return shards_optimizer
+        return cut_optimizer(own, self._given.updated, held)
 
     @property
     def loss_fn(self) -> LossFn | None:
@@ -245,7 +222,7 @@ class OwnTask:
 
     @property
     def script(self) -> Script:
-        return Script(self._step_hooks, SkippingDDP, SkippingFSDP, WeightedFlow)
+        return Script(self._step_hooks, SkippingDDP, EvenFSDP, WeightedFlow)
 
     def _step_hooks(
         self,
@@ -256,14 +233,14 @@ class OwnTask:
     ) -> list[StepHook]:
         """Return what a script's model adds to a step. (all ranks)"""
         hooks: list[StepHook] = []
-        # A script's model may leave parameters without a gradient; nanoray's own never do.
-        if data.size > 1:
+        # A script's model may leave parameters without a gradient, which fsdp refuses; and no
+        # parameter may begin to train in the middle of a run.
+        if data.size > 1 and not isinstance(mode, EvenFSDP):
             hooks.append(AbsentGradients(model, mode, mesh))
         elif any(not p.requires_grad for p in model.parameters()):
             hooks.append(FrozenParameters(model))
         if is_loose(model):
             hooks.append(LooseBuffers(model, mesh))
-        hooks.append(AfterUpdate(self._given.step_hooks, mode.settle))
         return hooks
 
     def loss(self, model: nn.Module, x: Any, y: Any) -> LossValue:
@@ -273,12 +250,13 @@ class OwnTask:
             y, samples = y
         loss = loss_of(model, self._given.loss_fn, x, y)
 
-        # The trial has seen the first batch. Python code may return something else for another one.
-        if not isinstance(loss, (Tensor, Weighted)):
+        # An evaluation, which has no backward, would take anything.
+        scalar = loss.sum if isinstance(loss, Weighted) else loss
+        if not isinstance(scalar, Tensor) or not scalar.is_floating_point() or scalar.dim():
             raise ConfigError(
-                f"the loss of a batch is {describe(loss)}, and that of the first one was a tensor; "
-                "to skip a batch, return nanoray.Weighted for all of them, and for this one a sum "
-                "of the output times 0 and the weight 0"
+                f"the loss of a batch is {describe(scalar)}; return its mean over the batch as a tensor "
+                "of one real number, such as loss.mean() without .item(), or nanoray.Weighted(sum=..., "
+                "weight=...), with weight 0 for a batch to skip"
             )
         # All ranks add up weights, or none does.
         has_weight = isinstance(loss, Weighted)
@@ -330,48 +308,6 @@ class OwnTask:
                 f"DataLoader's batch_size decides it; give micro_batch_size = {batch.micro}"
             )
         return self._data
-
-    def try_out(self, model: nn.Module, mesh: Mesh, config: Config, batch: Batch) -> list[str]:
-        """Try the model on its first micro batch; return notes. (all ranks)
-
-        `config` has the run's precision. Raises ConfigError for a mistake of the script.
-        """
-        if config.sharded and not self._spec.resume:
-            require_state_everywhere(self._given.optimizer, self._given.updated, config, mesh)
-        data = self._data
-        # A loader with a state would be read from its start, and not from where the run goes on.
-        if data.stateful and self._spec.resume:
-            return []
-        batches = MicroBatches(data, batch, mesh.rank)
-
-        def train_batch() -> tuple[Any, Any]:
-            with _reading("train", self._train_data):
-                return batches.get(0, 0)
-
-        val_batch = None
-        if config.eval_every and self._val_data is not None:
-
-            def val_batch() -> tuple[Any, Any]:
-                with _reading("validation", self._val_data):
-                    windows = data.val_windows(config.eval_samples)
-                    inputs, targets = data.val_batch(windows[: data.windows_at_once])
-                return inputs, targets.targets if isinstance(targets, CountedTargets) else targets
-
-        subject = TrialSubject(model, self._given.loss_fn, train_batch, val_batch, data.in_batches)
-        return try_model(subject, config, mesh)
-
-    def first_batch(self) -> tuple[Any, Any]:
-        """Return inputs and targets of the first micro batch, on the CPU, before the run begins.
-
-        Raises ConfigError for a loader with a state, which would not yield that batch again.
-        """
-        if is_stateful(self._train_data):
-            raise ConfigError(
-                "the model has lazy modules, whose shapes follow from a batch, and the train data "
-                "are a loader with a state; run the model on one batch before RuntimeEngine"
-            )
-        _, _, batch = self.example()
-        return batch
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         """Let the script's loader continue from this rank's state in a checkpoint.
@@ -436,7 +372,15 @@ class OwnTask:
             "script": self._script,
         }
         return Workload(
-            loss, 1, None, None, meta, unit="samples", draws=True, loader=self._data.state_at
+            loss,
+            1,
+            None,
+            None,
+            meta,
+            unit="samples",
+            draws=True,
+            loader=self._data.state_at,
+            first_batch=partial(first_batch, self._script["model"]),
         )
 
     def describe(self, batch: Batch) -> list[str]:

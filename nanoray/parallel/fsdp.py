@@ -322,8 +322,8 @@ def refuse_to_cut(model: nn.Module, gather: str) -> None:
             )
     if gather == "bf16" and any(isinstance(module, BatchNorm) for module in model.modules()):
         raise ConfigError(
-            "dp_mode = fsdp:bf16 with batch normalisation: it needs float32 weights; use "
-            "dp_mode fsdp"
+            "fsdp_gather = bf16 with batch normalisation: it needs float32 weights; use "
+            "fsdp_gather fp32"
         )
 
 

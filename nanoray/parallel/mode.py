@@ -70,19 +70,6 @@ class DataParallel:
         raise NotImplementedError
 
     @property
-    def notes(self) -> list[str]:
-        """What the warm-up has shown that costs time, a line each."""
-        return []
-
-    def learn(self) -> None:
-        """Take from the warm-up in which order the ranks call layers. (all ranks)"""
-
-    @property
-    def checksum(self) -> int:
-        """A number of 32 bits that must be equal on all ranks after the backwards of a step."""
-        return 0
-
-    @property
     def computed(self) -> set[str]:
         """The names of the parameters that this rank has computed a gradient of in this step."""
         raise NotImplementedError

@@ -165,11 +165,6 @@ class Plan:
         """Copies of another rank's shards of frozen weights, beside `mirror_shards`."""
         return [*self._mode.mirror_frozen]
 
-    @property
-    def notes(self) -> list[str]:
-        """What the warm-up has shown that costs time, a line each."""
-        return self._mode.notes
-
     # A step, in the order of its calls.
 
     def forward_backward(
@@ -299,7 +294,6 @@ class Plan:
             hook.sent()
         with Undisturbed(self.model):
             self.flow.warm_up(self._mode, x, y)
-            self._mode.learn()
             self.zero_grad()
             # The first loss shows whether a script's losses come with weights.
             if self._script and self.flow.found_weights and not self.flow.takes_weights:

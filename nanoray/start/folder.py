@@ -23,7 +23,6 @@ from nanoray.checkpoint.run import (
 )
 from nanoray.config import Config, Settings, read_yaml, recipe_of
 from nanoray.config.settings import OF_ONE_COMMAND, RUN, origin_of, with_origins
-from nanoray.config.weights.source import find
 from nanoray.data.dataset import DatasetInfo
 
 
@@ -90,15 +89,11 @@ def open_run(
             else:
                 resume = str(found.path.resolve())
 
-    # What config.json records: of a run, the checkpoint that is its newest now. A resumed run does
-    # not read it again, and keeps the record.
+    # A resumed run keeps the record of the weights that it began with.
     settings = Settings(config, origins=origins)
     if found is not None:
         began = {"init_from": _recorded_init(found.run_dir)}
         settings = settings.set(began, RUN + found.run_dir.name)
-    elif config.init_from:
-        weights = str(find(config.init_from).path)
-        settings = settings.set({"init_from": weights}, f"newest of {config.init_from}")
 
     is_new = folder is None
     if folder is None:

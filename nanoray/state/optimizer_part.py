@@ -11,12 +11,12 @@ from torch import Tensor
 from nanoray.errors import CheckpointError
 from nanoray.mesh.pieces import Shard
 from nanoray.state.optimizers import (
-    FormatOf,
     changed_groups,
     group_values,
     known_format,
     load_groups,
     load_tensors,
+    members_of,
     name_of,
     tensors_of,
     values_of,
@@ -72,14 +72,13 @@ class OptimizerPart(StatePart):
         """Restore it; of a sharded state, `saved.optimizer` has this rank's pieces."""
         state = self._state
         step = saved.meta["step"]
+        require_same_class(state.optimizer, saved)
         values = saved.meta.get("optimizer", {})
         kept = values.get("state", {})
         tensors = saved.optimizer
         # Before its first step an optimizer has no state.
         if saved.has_optimizer and (tensors or kept or step > 0):
-            load_optimizer_tensors(
-                state.optimizer, state.shards, tensors, kept, state.sharded, state.format_of
-            )
+            load_optimizer_tensors(state.optimizer, state.shards, tensors, kept, state.sharded)
         for each in state.optimizers:
             load_groups(each, values.get("groups", []))
         if state.schedule:
@@ -98,18 +97,29 @@ class OptimizerPart(StatePart):
         tensors |= dict(sorted(own.items()))
 
 
+def require_same_class(optimizer: torch.optim.Optimizer, saved: StateDict) -> None:
+    """Raise CheckpointError for the state of another class, where its keys do not show whether it fits."""
+    here, there = name_of(optimizer), saved.meta["optimizer_class"]
+    is_unknown = any(known_format(member).keys is None for member in members_of(optimizer))
+    if there != here and is_unknown:
+        raise CheckpointError(
+            f"the checkpoint has the state of {there}, and the optimizer is {here}; resume with the "
+            "optimizer that wrote it"
+        )
+
+
 def notes_on_resume(state: RankState, saved: StateDict) -> list[str]:
     """Return what a user must know where another optimizer goes on with a state that fits."""
     notes = []
     here = name_of(state.optimizer)
-    there = saved.meta.get("optimizer_class", here)  # older checkpoints have none
+    there = saved.meta["optimizer_class"]
     if there != here:
         notes.append(
             f"resume  the optimizer is {there} there and {here} here; its state fits, and is taken over"
         )
     # A rank's pieces may have no state because their parameters have had no gradient yet.
     if state.sharded and not saved.optimizer and saved.meta["step"] > 0:
-        needed = state.format_of(state.optimizer, ()).required
+        needed = known_format(state.optimizer).required
         if needed:
             notes.append(
                 f"resume  the checkpoint has no state of the optimizer for the parameters of this rank; "
@@ -129,15 +139,14 @@ def load_optimizer_tensors(
     tensors: Tensors,
     values: dict[str, Any] | None = None,
     cut: bool = False,
-    format_of: FormatOf = known_format,
 ) -> None:
     """Restore what `optimizer_tensors` returned, in place on each parameter's device.
 
-    `values` are those of `values_of`; with `cut` the tensors are flat pieces. format_of: see
-    `load_tensors`. Raises CheckpointError when the state belongs to another optimizer or to other parameters.
+    `values` are those of `values_of`; with `cut` the tensors are flat pieces. Raises CheckpointError
+    when the state belongs to another optimizer or to other parameters.
     """
     params = {shard.piece.name: shard.param for shard in shards}
-    load_tensors(optimizer, params, tensors, values or {}, cut, format_of)
+    load_tensors(optimizer, params, tensors, values or {}, cut)
 
 
 def _names_of(shards: Sequence[Shard]) -> dict[Tensor, str]:

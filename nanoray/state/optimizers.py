@@ -12,7 +12,7 @@ An optimizer with a `state_dict` of its own is asked for it, and gets the same o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -308,30 +308,29 @@ class StateFormat(NamedTuple):
     dtype: torch.dtype | None  # of its tensors; None: see `_dtype_of`
 
 
-Shape = tuple[int, ...]
-# Of an optimizer, and of further shapes of parameters that it may treat in another way
-FormatOf = Callable[[Optimizer, Collection[Shape]], StateFormat]
+def known_format(optimizer: Optimizer) -> StateFormat:
+    """Return what an optimizer keeps: as it declares it, or as torch's AdamW and SGD are known.
 
-
-def known_format(optimizer: Optimizer, shapes: Collection[Shape] = ()) -> StateFormat:
-    """Return what an optimizer of a configuration keeps: as it declares it, or as torch's are known.
-
-    Of another optimizer nothing is known: own/optimizer_trial.py tries it.
+    Of another optimizer nothing is known, and its tensors are loaded as they were saved.
     """
     on_host = getattr(optimizer, "scalars_on_host", False)
     dtype = getattr(optimizer, "state_type", None)
     declared = getattr(optimizer, "state_keys", None)
+    groups = optimizer.param_groups
     keys: set[str]
+    required: set[str]
     if declared is not None:
-        keys = set(declared)
+        keys = required = set(declared)
     elif type(optimizer) is torch.optim.AdamW:
-        keys = {"step", "exp_avg", "exp_avg_sq"}
+        required = {"step", "exp_avg", "exp_avg_sq"}
+        keys = required | {"max_exp_avg_sq"} if any(g["amsgrad"] for g in groups) else required
     elif type(optimizer) is torch.optim.SGD:
-        keys = {"momentum_buffer"} if optimizer.param_groups[0]["momentum"] else set()
+        keys = {"momentum_buffer"} if any(g["momentum"] for g in groups) else set()
+        required = keys if all(g["momentum"] for g in groups) else set()
     else:
         return StateFormat(None, set(), set(), {"step"}, on_host, False, dtype)
     is_declared = declared is not None
-    return StateFormat(keys, keys, keys - {"step"}, {"step"}, on_host, is_declared, dtype)
+    return StateFormat(keys, required, keys - {"step"}, {"step"}, on_host, is_declared, dtype)
 
 
 def load_tensors(
@@ -340,12 +339,11 @@ def load_tensors(
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
     cut: bool = False,
-    format_of: FormatOf = known_format,
 ) -> None:
     """Restore what `tensors_of` and `values_of` returned, on each parameter's device.
 
-    With `cut` a tensor is a flat piece of its parameter's. format_of: says what the optimizer
-    keeps. Raises CheckpointError when the state belongs to another optimizer or to other parameters.
+    With `cut` a tensor is a flat piece of its parameter's. Raises CheckpointError when the state
+    belongs to another optimizer or to other parameters.
     """
     of_parameters = {}
     for name, tensor in tensors.items():
@@ -377,7 +375,7 @@ def load_tensors(
         # is in `values`.
         has_own_dict = "dict" in values.get(str(number), {})
         may_be_empty = cut or len(members) > 1 or has_own_dict
-        form_of[member] = _fitting_format(member, params, of_member, may_be_empty, format_of)
+        form_of[member] = _fitting_format(member, of_member, may_be_empty)
 
     # What this optimizer keeps now is of another step.
     for p in params.values():
@@ -393,11 +391,13 @@ def load_tensors(
         if param is None or param not in member_of:
             raise misfit
         form = form_of[member_of[param]]
-        is_scalar = (key in form.scalars or ":" in key) and tensor.numel() == 1
+        has_known_place = key in form.scalars or ":" in key
+        is_number = tensor.dim() == 0 and param.dim() > 0
+        is_scalar = is_number or (has_known_place and tensor.numel() == 1)
 
         # A tensor that is whole may have any shape, if the optimizer's own tensors have.
         shapes = (param.shape, (param.numel(),))
-        must_fit = cut or form.keys is None or key in form.whole
+        must_fit = cut or key in form.whole
         if must_fit and not is_scalar and tensor.shape not in shapes:
             raise misfit
 
@@ -405,39 +405,26 @@ def load_tensors(
         if ":" in key:
             put_element(state, key, tensor)
         elif is_scalar:
-            device = _device_of_scalars(param, group_of[param], form)
+            device: torch.device | str = param.device
+            if has_known_place:
+                device = _device_of_scalars(param, group_of[param], form)
             put_element(state, key, tensor.reshape(()).to(device, copy=True))
         else:
             dtype = _dtype_of(tensor, param, member_of[param], form)
-            if key in form.whole or cut:
+            if must_fit:
                 tensor = tensor.view_as(param)
             put_element(state, key, tensor.to(param.device, dtype, copy=True))
     load_values(optimizer, params, tensors, values)
 
 
 def _fitting_format(
-    optimizer: Optimizer,
-    params: Mapping[str, nn.Parameter],
-    of_parameters: Mapping[str, Tensor],
-    may_be_empty: bool,
-    format_of: FormatOf,
+    optimizer: Optimizer, of_parameters: Mapping[str, Tensor], may_be_empty: bool
 ) -> StateFormat:
     """Return what an optimizer keeps. Raises CheckpointError where the state has other keys."""
-    form = format_of(optimizer, ())
+    form = known_format(optimizer)
     saved_keys = {name.partition(".")[0] for name in of_parameters}
-    if not saved_keys and may_be_empty:
-        return form
     fits = form.keys is None or form.required <= saved_keys <= form.keys
-    if not fits and not form.declared:
-        # Some optimizers keep other things for a large parameter than for a small one.
-        shapes = set()
-        for name in of_parameters:
-            key, _, owner = name.partition(".")
-            if key not in (form.keys or ()) and owner in params:
-                shapes.add(tuple(params[owner].shape))
-        form = format_of(optimizer, shapes)
-        fits = form.keys is None or form.required <= saved_keys <= form.keys
-    if not fits:
+    if not fits and (saved_keys or not may_be_empty):
         where = ", in its precision" if form.declared else ""
         raise CheckpointError(
             f"optimizer state holds {sorted(saved_keys) or 'nothing'}, but "

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from nanoray.mesh.pieces import Piece, Shard, whole_shards
-from nanoray.state.optimizers import FormatOf, known_format
 
 EMA_DECAY = 0.99  # per step, of the smoothed loss
 Rate = float | Tensor | None  # a learning rate; a tensor may lie on a GPU
@@ -145,8 +144,6 @@ class RankState:
         self.guards = guards
         # A script's own learning rates; None: the configuration's schedule sets them in each step
         self.schedule: Schedule | None = None
-        # What its optimizer keeps, which of a script's must be found out
-        self.format_of: FormatOf = known_format
         self.step = 0  # completed optimizer steps
         self.samples = 0  # sequences consumed by them: the one cursor of the data
         self.scalars = Scalars()

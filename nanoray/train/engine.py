@@ -247,10 +247,8 @@ class Engine:
         # The next step's own batch: a script's loader may not be able to go back.
         x, y = self.batches.get(self.state.samples, 0)
         # The warm-up draws dropout masks, and the first step must not notice.
-        with generators_kept(self.mesh.device):
+        with self.workload.first_batch(), generators_kept(self.mesh.device):
             self.par.warm_up(x, y)
-        for line in self.par.notes:
-            self.note(line)
         log.info("warmed up")
 
     def is_logged(self, step: int, last: int) -> bool:

@@ -126,7 +126,7 @@ def train(
                 raise ConfigError(problem)
             if config.micro_batch_search:
                 micro_batch.refuse(recipe)
-            notes = recipe.try_out(group)
+            notes: list[str] = []
             if config.micro_batch_search:
                 notes.append(choose_micro_batch(spec, mesh, recipe, wanted))
             batch = recipe.batch_for(mesh)

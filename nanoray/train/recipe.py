@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from nanoray.base.points import reached
+from nanoray.checkpoint.begin import begin_with
 from nanoray.checkpoint.find import newest_rank_states, newest_valid
-from nanoray.checkpoint.foreign import begin_with
 from nanoray.checkpoint.run import RunSpec
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
 from nanoray.data.fallible import FallibleSamples
 from nanoray.data.lengths import length_at
 from nanoray.data.tokens import MicroBatches
-from nanoray.errors import ConfigError, NanorayError, OutOfMemory
+from nanoray.errors import ConfigError, NanorayError
 from nanoray.faults.plan import Injector
 from nanoray.faults.progress import UNKNOWN, ProgressFile
 from nanoray.host.peaks import peak_flops
@@ -40,7 +40,7 @@ from nanoray.state.rank_state import Holding, Share
 from nanoray.state.train_state import TrainState
 from nanoray.trace.ledger import Ledger
 from nanoray.train.agree import describe_group
-from nanoray.train.elastic import Rejoin, TrainingGroup, release, warning_of_strays
+from nanoray.train.elastic import Rejoin, TrainingGroup, warning_of_strays
 from nanoray.train.engine import Engine
 from nanoray.train.fetch import share
 from nanoray.train.guard.certificate import append
@@ -48,10 +48,7 @@ from nanoray.train.guard.guards import Guards
 from nanoray.train.hardware import this_device
 from nanoray.train.mirror import copy_to_mirror, give_shares
 from nanoray.train.out_of_memory import (
-    HALVE,
-    Shortage,
     announcement,
-    come_in_batches,
     record,
 )
 from nanoray.train.saving import read_checkpoint
@@ -135,7 +132,6 @@ class Recipe:
         self.guards = Guards(cfg, self.batch_for(mesh), mesh.device, fp16_scaler)
         self.state = TrainState(model, task.optimizer(model, None), self.scaler, self.guards)
         self.state.schedule = task.schedule
-        self.state.format_of = task.format_of
         self.data = self.task.data(mesh.device)
 
         # Whatever observes.
@@ -170,30 +166,6 @@ class Recipe:
         if self._cfg.compile:
             compile_layers(model, self._cfg)
         return model
-
-    def try_out(self, group: TrainingGroup) -> list[str]:
-        """Try a script's model on its first micro batch, if need be a smaller one. (all ranks)
-
-        Returns notes. Raises ConfigError for a mistake of the script, and where memory is too small.
-        """
-        mesh = group.mesh
-        notes: list[str] = []
-        while True:
-            before = self.batch_for(mesh)
-            try:
-                return notes + self.task.try_out(self.model, mesh, self._cfg, before)
-            except OutOfMemory as error:  # on all ranks
-                short = str(error)
-                uncut = come_in_batches(self.data)
-                if before.micro == 1 or self._cfg.on_oom == "stop" or uncut:
-                    raise ConfigError(f"{short}; {HALVE}") from error
-            # Here, where the error's frames keep no tensor any more.
-            release(self.state)
-            self.fitted = before.micro // 2
-            line = announcement(short, before, self.batch_for(mesh), "")
-            notes.append(line)
-            if mesh.rank == 0:
-                record(group.spec, 1, mesh, Shortage(self.fitted, short))
 
     def batch_for(self, mesh: Mesh) -> Batch:
         """Return how the group's ranks share the global batch, whose size is fixed."""

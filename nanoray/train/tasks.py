@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from nanoray.base.text import short
 from nanoray.checkpoint.run import RunSpec
-from nanoray.config import Batch, Config
+from nanoray.config import Batch
 from nanoray.data.images import ImageData
 from nanoray.data.lengths import format_lengths
 from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.data.tokens import Samples, TokenData
-from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard
 from nanoray.models import costs, resnet_costs
 from nanoray.models.build import build_model
@@ -25,7 +24,6 @@ from nanoray.models.resnet import ResNetShape, loss_and_accuracy
 from nanoray.models.sampling import write_text
 from nanoray.models.weighted import LossValue
 from nanoray.parallel.script import Script
-from nanoray.state.optimizers import FormatOf, known_format
 from nanoray.state.rank_state import Schedule
 from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.workload import Workload
@@ -55,10 +53,6 @@ class Task(Protocol):
         """The rates of a script's optimizer; None: the configuration sets them in each step."""
 
     @property
-    def format_of(self) -> FormatOf:
-        """The function that says what the optimizer keeps."""
-
-    @property
     def loss(self) -> Loss | None:
         """The function of a batch's mean loss, or of its sum and weight; None: the model's own."""
 
@@ -68,9 +62,6 @@ class Task(Protocol):
 
     def data(self, device: torch.device) -> Samples:
         """Open the dataset."""
-
-    def try_out(self, model: nn.Module, mesh: Mesh, config: Config, batch: Batch) -> list[str]:
-        """Try the model on a micro batch before a new command trains; return notes. (all ranks)"""
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         """Let a loader with a state continue where it was at a checkpoint; return a note, or "".
@@ -117,10 +108,6 @@ class ConfiguredTask:
     def compare(self, meta: dict[str, Any]) -> list[str]:
         return []
 
-    @property
-    def format_of(self) -> FormatOf:
-        return known_format
-
     def apart(self: T) -> T:
         return type(self)(self.spec)
 
@@ -129,9 +116,6 @@ class ConfiguredTask:
 
     def optimizer(self, model: nn.Module, shards: list[Shard] | None) -> torch.optim.Optimizer:
         return make_optimizer(model, self.spec.config, shards)
-
-    def try_out(self, model: nn.Module, mesh: Mesh, config: Config, batch: Batch) -> list[str]:
-        return []
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
         return ""

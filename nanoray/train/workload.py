@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ class Workload:
     scores: Callable[[nn.Module, Tensor, Tensor], Sequence[Tensor]] | None = None
     # samples consumed -> the state of this rank's loader at that place
     loader: Callable[[int], dict[str, Tensor]] = lambda samples: {}
+    # Around the warm-up: names a mistake that a script's model shows there
+    first_batch: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def total_name(self) -> str:

@@ -13,11 +13,10 @@ from nanoray.base.atomic import replace_text, write_json
 from nanoray.base.text import aligned, clock
 from nanoray.config import Config
 from nanoray.config.settings import OF_ONE_COMMAND
-from nanoray.config.spellings import join
 from nanoray.tools.report.html import render
 from nanoray.tune.may import MAY
 from nanoray.tune.search import Ratio, Search
-from nanoray.tune.space import Choice, as_written, changes_of, left_out, words
+from nanoray.tune.space import Choice, changes_of, left_out, words
 
 TABLE = "tune.json"
 TUNED = "tuned.yaml"
@@ -152,11 +151,10 @@ def closing_lines(search: Search, rows: Sequence[ChoiceRow], may: Sequence[str])
 def tuned_values(config: Config, name: str, choice: Choice, place: str) -> dict[str, Any]:
     """Return the keys of tuned.yaml: all that have no default, with those of the choice."""
     values = config.model_dump() | dict(choice) | {"name": name, "tuned_for": place}
-    defaults = join(Config.model_construct().model_dump())
-    written = join(values)
+    defaults = Config.model_construct().model_dump()
     return {
         key: value
-        for key, value in written.items()
+        for key, value in values.items()
         if key not in NOT_TUNED and value != defaults[key]
     }
 
@@ -196,7 +194,7 @@ def write_results(
     """Write tune.json, tuned.yaml and report.html. (rank 0 only)"""
     table = {
         "place": place,
-        "tuned": as_written(search.best),
+        "tuned": dict(search.best),
         "ended": search.ended,
         "spent_s": search.trials.spent_s,
         "verdict": search.verdict._asdict(),

@@ -16,7 +16,6 @@ from nanoray.config import Config, micro_batches, resolve_batch
 from nanoray.config.conflicts import first
 from nanoray.config.load import make_config
 from nanoray.config.mesh import AXES, SHARDS_STATE
-from nanoray.config.spellings import PART_OF_FIELD, join, split
 from nanoray.errors import ConfigError
 from nanoray.forecast.job import Job
 from nanoray.forecast.layouts import candidates, refusal
@@ -84,20 +83,11 @@ def choice_of(settings: Settings) -> Choice:
     return tuple(sorted(settings.items()))
 
 
-def as_written(choice: Choice) -> dict[str, Any]:
-    """Return the settings of a choice as users write them: fsdp_reshard is a word of dp_mode."""
-    written = dict(choice)
-    for field in written.keys() & PART_OF_FIELD.keys():
-        part = PART_OF_FIELD[field]
-        written.setdefault(part.key, part.owners[0])  # the key keeps its present value
-    return join(written)
-
-
 def words(choice: Choice) -> str:
     """Write a choice in one line: `attention plain, micro_batch_size 4`."""
     if not choice:
         return "as it is"
-    written = as_written(choice)
+    written = dict(choice)
     if "micro_batch_size" in written:  # the others only keep the global batch as it is
         del written["global_batch_size"], written["grad_accum_steps"]
     return ", ".join(f"{key} {_value(value)}" for key, value in written.items())
@@ -111,7 +101,7 @@ def _value(value: Any) -> str:
 
 def configured(here: TunedRun, choice: Choice) -> Config:
     """Return the configuration of a choice. Raises ConfigError for one that cannot be trained."""
-    config = make_config(here.config.model_dump() | split(dict(choice)))
+    config = make_config(here.config.model_dump() | dict(choice))
     problem = first(config, device=here.device, precision=config.precision, ranks=here.ranks)
     if problem:
         raise ConfigError(problem)

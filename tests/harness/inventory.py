@@ -18,8 +18,8 @@ import nanoray
 from nanoray import errors
 from nanoray.base import metrics
 from nanoray.cli.catalog import COMMANDS
-from nanoray.cli.completion import find_parsers
 from nanoray.config import Config
+from tests.harness.parsers import find_parsers
 
 ROOT = Path(nanoray.__file__).parent.parent
 # Of README: a command in a block of code; a heading, a table's row, an item, a bold beginning

@@ -79,22 +79,6 @@ class Eager(Styled):
         p.sub_(grad / state["sum"].sqrt(), alpha=group["lr"])
 
 
-class Sophia(Styled):
-    """A curvature is estimated in every third step only."""
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(p)
-            state["hessian"] = torch.zeros_like(p)
-        if state["step"] % 3 == 0:
-            state["hessian"].mul_(0.9).add_(grad * grad, alpha=0.1)
-        state["step"] += 1
-        state["exp_avg"].mul_(0.9).add_(grad, alpha=0.1)
-        ratio = (state["exp_avg"] / (state["hessian"] + 1e-3)).clamp_(-1, 1)
-        p.sub_(ratio, alpha=group["lr"])
-
-
 class Shampoo(Styled):
     """Matrices of other shapes than the parameter's, one for each dimension, in a list."""
 
@@ -178,40 +162,6 @@ class Prodigy(Styled):
                     p.sub_(p.grad, alpha=group["d"] * group["lr"])
 
 
-class Lars(Styled):
-    """A rate for each parameter, by the norms of weights and gradient."""
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
-        if not state:
-            state["mu"] = torch.zeros_like(p)
-        ratio = (p.norm() / (grad.norm() + 1e-8)).clamp(max=10)
-        state["mu"].mul_(0.9).add_(grad * ratio)
-        p.sub_(state["mu"], alpha=group["lr"])
-
-
-class EightBit(Styled):
-    """Moments in 8 bits, with a scale for each block; small parameters keep 32."""
-
-    defaults_of_class = {"least": 4096, "block": 256}  # noqa: RUF012
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
-        if p.numel() < group["least"]:
-            if not state:
-                state["state1"] = torch.zeros_like(p)
-            state["state1"].mul_(0.9).add_(grad, alpha=0.1)
-            p.sub_(state["state1"], alpha=group["lr"])
-            return
-        blocks = p.numel() // group["block"]
-        if not state:
-            state["state1"] = torch.full((blocks, group["block"]), 127, dtype=torch.uint8)
-            state["absmax1"] = torch.ones(blocks, 1)
-        moment = (state["state1"].float() - 127) / 127 * state["absmax1"]
-        moment = moment.mul_(0.9).add_(grad.view_as(moment), alpha=0.1)
-        state["absmax1"] = moment.abs().amax(1, keepdim=True).clamp_min(1e-8)
-        state["state1"] = (moment / state["absmax1"] * 127 + 127).round().to(torch.uint8)
-        p.sub_(moment.view_as(p), alpha=group["lr"])
-
-
 class Mixed(Styled):
     """Every kind of value that a state may have, for a parameter, the optimizer and a group."""
 
@@ -272,46 +222,6 @@ class Lookahead(Optimizer):
         self.count = state_dict["count"]
 
 
-class Forgetful(Styled):
-    """Its count is no part of its state_dict."""
-
-    count = 0
-
-    def begin(self, group: dict[str, Any]) -> None:
-        self.count += 1
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
-        p.sub_(grad, alpha=group["lr"] / self.count)
-
-
-class Strange(Styled):
-    """It keeps an object of its own."""
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
-        state["window"] = range(3)
-
-
-class Wide(Styled):
-    """Its moments have a type that safetensors lacks."""
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
-        state["moment"] = grad.to(torch.complex128)
-
-
-class Complex(Styled):
-    """Its moments are complex, and of the whole parameter."""
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
-        state["spectrum"] = torch.fft.fft(grad)
-
-
-class Sam(Styled):
-    """It computes gradients twice, so it needs a closure, but its signature does not say so."""
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        assert closure is not None, "sharpness aware minimization requires a closure"
-
-
 class Rateless(Styled):
     """It has no learning rate, and another argument without a default."""
 
@@ -320,10 +230,3 @@ class Rateless(Styled):
 
     def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
         p.sub_(grad.sign(), alpha=1 / group["budget"])
-
-
-class Noisy(Styled):
-    """It adds noise to each update, as Langevin dynamics does."""
-
-    def update(self, p: Tensor, grad: Tensor, state: Any, group: dict[str, Any]) -> None:
-        p.sub_(grad + 0.1 * torch.randn_like(p), alpha=group["lr"])

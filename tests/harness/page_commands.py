@@ -22,13 +22,14 @@ import click
 
 from nanoray.cli import parse_args
 from nanoray.cli.catalog import COMMANDS
-from nanoray.cli.completion import RUNS, find_parsers
-from nanoray.cli.parsers import MODULES
 from nanoray.start.opening import Opening
 from nanoray.tune.__main__ import recipe_of, rest_of
 from tests.harness.manifests import require_kubectl
+from tests.harness.parsers import RUNS, find_parsers
 
 ROOT = Path(__file__).resolve().parents[2]
+# Commands that are also modules: `python -m nanoray.train`. All others are `nanoray NAME` alone
+MODULES = ("train", "launch", "bench")
 SCRIPTS = ROOT / "kuberay" / "scripts"
 # What is checked. Words of a system that stand beside them, such as mkdir, are not.
 OF_RAY = r"ray(?= (?:start|stop|status|job|drain-node)\b)"

@@ -26,6 +26,9 @@ MARKED = (3, 17, 30)
 
 LossFn = Callable[[Any, Any], Tensor]
 
+SKIPS = ""
+IN_FSDP = {"fsdp": SKIPS}  # of a module that skips layers or parameters on some ranks
+
 
 @dataclass(frozen=True)
 class Exhibit:
@@ -37,7 +40,8 @@ class Exhibit:
     batch: Callable[[int, int], tuple[Any, Any]]
     # (output, targets) -> mean over the samples; None: the module returns the loss itself
     loss: LossFn | None = functional.mse_loss
-    # dp_mode -> a part of the message with which that mode refuses the module
+    # dp_mode -> a part of the message with which that mode refuses the module on every rank; SKIPS:
+    # on some, while the others wait for them
     refused: dict[str, str] = field(default_factory=dict)
     # How far weights may be from those of plain torch; for sums that another order changes more
     tolerance: float = 2e-5
@@ -387,11 +391,11 @@ def _called_once() -> nn.Module:
 
 ZOO: list[Exhibit] = [
     Exhibit("plain", Plain, vectors),
-    Exhibit("unused head", UnusedHead, vectors),
-    Exhibit("sometimes a branch", SometimesBranch, vectors),
+    Exhibit("unused head", UnusedHead, vectors, refused={"fsdp": "got no gradient in this step"}),
+    Exhibit("sometimes a branch", SometimesBranch, vectors, refused=IN_FSDP),
     Exhibit("sometimes a gradient of zeros", SometimesZeros, vectors),
-    Exhibit("tower without gradients", NoGradTower, vectors),
-    Exhibit("experts", Experts, vectors),
+    Exhibit("tower without gradients", NoGradTower, vectors, refused=IN_FSDP),
+    Exhibit("experts", Experts, vectors, refused=IN_FSDP),
     Exhibit("used twice, tied", UsedTwice, vectors),
     Exhibit("checkpoint", lambda: Checkpointed(reentrant=False), vectors),
     Exhibit("checkpoint, reentrant", lambda: Checkpointed(reentrant=True), vectors),
@@ -404,27 +408,28 @@ ZOO: list[Exhibit] = [
     ),
     Exhibit("gradient penalty", GradientPenalty, vectors, loss=None),
     Exhibit("expanded gradients", ExpandedGradient, vectors),
-    Exhibit("wider gradients", Halves, vectors),
-    Exhibit("undefined gradient", UndefinedGradient, vectors),
-    Exhibit("frozen in some steps", Freezing, vectors),
+    Exhibit("wider gradients", Halves, vectors, refused=IN_FSDP),
+    Exhibit("undefined gradient", UndefinedGradient, vectors, refused=IN_FSDP),
+    Exhibit("frozen in some steps", Freezing, vectors, refused=IN_FSDP),
     Exhibit(
         "unfrozen during the run",
         Unfreezing,
         vectors,
-        refused=dict.fromkeys(
-            ("ddp", "ddp_by_hand", "zero1", "zero2", "fsdp"),
+        refused=IN_FSDP
+        | dict.fromkeys(
+            ("ddp", "ddp_by_hand", "zero1", "zero2"),
             "extra.weight had requires_grad = False when the run began",
         ),
     ),
     Exhibit("initialised by its first call", _called_once, vectors),
-    Exhibit("layers left out", lambda: Layered("some"), vectors),
+    Exhibit("layers left out", lambda: Layered("some"), vectors, refused=IN_FSDP),
     Exhibit(
         "layers in an order of the samples",
         lambda: Layered("order"),
         vectors,
-        refused={"fsdp": "calls them in a different order; use dp_mode zero2"},
+        refused=IN_FSDP,
     ),
-    Exhibit("experts in a list", lambda: Layered("chosen"), vectors),
+    Exhibit("experts in a list", lambda: Layered("chosen"), vectors, refused=IN_FSDP),
     Exhibit(
         "gradient set by a hook",
         HookedGradient,

@@ -5,7 +5,6 @@ Each is written as its paper or the common library has it, with a loss of its ow
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.harness.zoo import WIDTH, Exhibit, vectors
+from tests.harness.zoo import IN_FSDP, WIDTH, Exhibit, vectors
 
 VOCABULARY = 11
 LENGTH = 6
@@ -658,27 +657,8 @@ class Drops(nn.Module):
         return self.head(self.alpha(x))
 
 
-class Teacher(nn.Module):
-    """A student, and a teacher that is its moving average, changed in forward (BYOL, MoCo)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student = nn.Linear(WIDTH, 4)
-        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.no_grad():
-            if self.training:
-                for p, q in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
-                    p.mul_(0.9).add_(q, alpha=0.1)
-                self.steps += 1
-            target = self.teacher(x.flip(1)) + y
-        return F.mse_loss(self.student(x), target)
-
-
 class BufferedTeacher(nn.Module):
-    """The same with the average in buffers, which functional_call puts into the student's layer."""
+    """A student, and a teacher that is its moving average (BYOL, MoCo), kept in buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -718,10 +698,6 @@ def groups(channels: int) -> nn.Module:
     return nn.GroupNorm(2, channels)
 
 
-def scripted() -> nn.Module:
-    return torch.jit.script(Scripted())
-
-
 def compiled() -> nn.Module:
     return torch.compile(Scripted(), backend="aot_eager")  # type: ignore[return-value]
 
@@ -752,7 +728,6 @@ def bf16_base() -> nn.Module:
 
 
 DRAWS = "draws anew for each (seed, step, micro batch, rank): a resume draws the same"
-WRITES = "the forward writes the frozen weight teacher."
 
 PUBLIC: list[Kind] = [
     Kind(
@@ -824,7 +799,13 @@ PUBLIC: list[Kind] = [
         refused={"fsdp": "has a hook on its gradient"},
     ),
     Kind("graph network, index_add", Graph, graphs),
-    Kind("mixture of experts of one's own", Router, classes, F.cross_entropy),
+    Kind(
+        "mixture of experts of one's own",
+        Router,
+        classes,
+        F.cross_entropy,
+        refused=IN_FSDP,
+    ),
     Kind("Fourier layer", Fourier, waves),
     Kind("dropout, stochastic depth", Drops, vectors, apart=True, note=DRAWS),
     Kind(
@@ -836,23 +817,7 @@ PUBLIC: list[Kind] = [
         note="compares within a micro batch: ranks and `grad_accum_steps` change it",
         everyday=True,
     ),
-    Kind(
-        "moving average of weights, in forward",
-        Teacher,
-        vectors,
-        None,
-        refused=dict.fromkeys(MODES, WRITES),
-        note="keep the average in buffers",
-        everyday=True,
-    ),
     Kind("moving average in buffers", BufferedTeacher, vectors, None),
-    Kind(
-        "torch.jit.script",
-        scripted,
-        vectors,
-        refused=dict.fromkeys(MODES[1:], "which a module of torch.jit.script does not take"),
-        note="takes no hooks",
-    ),
     Kind("torch.compile", compiled, vectors),
     Kind("float64", double, doubles),
     Kind("bfloat16", lambda: in_16_bits(torch.bfloat16), halves(torch.bfloat16), tolerance=0.02),

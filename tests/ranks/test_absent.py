@@ -41,12 +41,10 @@ def expected_steps(exhibit: str) -> dict[str, int]:
 
 # What a step may have besides. Weights must equal those of plain torch.
 EXACT: list[Case] = [
-    *(Case(BRANCH, mode, "adamw", settings={"grad_clip": 0.2}) for mode in ("zero1", "fsdp")),
+    Case(BRANCH, "zero1", "adamw", settings={"grad_clip": 0.2}),
     *(Case(BRANCH, mode, "adamw foreach") for mode in ("ddp", "zero2")),
-    *(Case(BRANCH, mode, "sgd", stops=(6,)) for mode in ("ddp_by_hand", "zero1", "fsdp")),
+    *(Case(BRANCH, mode, "sgd", stops=(6,)) for mode in ("ddp_by_hand", "zero1")),
     Case(BRANCH, "ddp", settings={"allreduce": "ring"}),
-    Case(BRANCH, "fsdp", settings={"fsdp_reshard": "grad_op"}),
-    Case("layers left out", "fsdp", settings={"fsdp_reshard": "grad_op"}, stops=(5,)),
 ]
 # Gradients are rounded, so weights are only near; but the same parameters rest in the same steps.
 ROUNDED: list[Case] = [
@@ -84,7 +82,6 @@ def test_what_else_a_step_has_does_not_move_a_parameter_that_rests(
         pytest.param("ddp", 2, marks=pytest.mark.full),
         pytest.param("ddp_by_hand", 2, marks=pytest.mark.full),
         pytest.param("zero2", 2, marks=pytest.mark.full),
-        ("fsdp", 2),
     ],
 )
 def test_a_rank_is_lost_in_a_step_that_leaves_gradients_absent(

@@ -39,7 +39,7 @@ TINY = "n_layer=1,n_head=2,n_embd=16,block_size=16,dropout=0.0,target_loss=9.0,m
 
 ONLY_GPUS = {
     "(fp8)": "precision = fp8 is for GPUs",
-    "(fp8 by row)": "precision = fp8:row is for GPUs",
+    "(fp8 by row)": "precision = fp8 is for GPUs",
     "(cuDNN attention)": "attention = cudnn is for GPUs",
     "(CUDA graphs)": "compile = cuda_graphs is for GPUs",
 }

@@ -18,10 +18,10 @@ from nanoray.bench.harness import processes
 from nanoray.bench.harness.report import Report
 from nanoray.bench.registry import BENCHMARKS
 from nanoray.bench.to_loss import RunToLoss
-from nanoray.cli.completion import find_parsers
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 from tests.harness.nanogpt import nanogpt
+from tests.harness.parsers import find_parsers
 
 BENCHMARK = BENCHMARKS["speedrun"].load()
 MODULE: Any = sys.modules["speedrun"]

@@ -233,30 +233,6 @@ def test_an_evaluation_leaves_frozen_modules_frozen(tmp_path: Path) -> None:
     )
 
 
-class Sparing(nn.Module):
-    """One of its layers takes no part in the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.spare = network(), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
-
-
-def with_a_spare_layer(run: Run) -> None:
-    model = Sparing()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, fused=True)
-    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1), points(20, 2))
-
-
-def test_with_shards_a_layer_that_takes_no_part_has_a_gradient_of_zero(tmp_path: Path) -> None:
-    both = [
-        trained(tmp_path / mode, 2, with_a_spare_layer, dp_mode=mode) for mode in ("fsdp", "zero1")
-    ]
-    assert series(both[0]) == pytest.approx(series(both[1]), abs=1e-5)
-
-
 def test_its_model_is_not_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sample([str(trained(tmp_path, 1, max_steps=1).folder)]) == 4
     assert capsys.readouterr().err.startswith(
@@ -418,11 +394,6 @@ def of_another_model(run: Run) -> None:
     RuntimeEngine(network(), torch.optim.SGD(network().parameters(), lr=0.1), run)
 
 
-def with_a_closure(run: Run) -> None:
-    model = network()
-    RuntimeEngine(model, torch.optim.LBFGS(model.parameters()), run).fit(points(50, 1))
-
-
 def of_half_a_model(run: Run) -> None:
     model = network()
     RuntimeEngine(model, torch.optim.SGD(model[0].parameters(), lr=0.1), run)
@@ -441,11 +412,6 @@ def of_half_a_model(run: Run) -> None:
             of_another_model,
             "ConfigError: the optimizer has a parameter of shape (16, 3) that is not the model's; "
             "make",
-        ),
-        (
-            with_a_closure,
-            "ConfigError: LBFGS, in a step() on dense gradients and without a closure, failed before "
-            "step 1: TypeError: LBFGS.step() missing 1 required positional argument: 'closure'; use another",
         ),
         (
             of_half_a_model,

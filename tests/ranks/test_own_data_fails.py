@@ -194,14 +194,7 @@ refused = partial(Case, step=0, error="DataError")
 REFUSED = {
     "the first item": refused(
         lambda: three(Broken("at once")),
-        "reading the train data, a DataLoader, failed before step 1: OSError: [Errno 5] the disk; mend",
-        error="ConfigError",
-    ),
-    "validation at once": refused(
-        lambda: three(DATA),
-        "reading the validation data, a Broken, failed before step 1: OSError: [Errno 5] the disk; mend",
-        error="ConfigError",
-        val_data=lambda: Broken("at once"),
+        "rank 0 cannot read its first batch: OSError: [Errno 5] the disk",
     ),
     "a sampler": refused(
         lambda: three(DATA, sampler=EachRank()),
@@ -226,7 +219,7 @@ REFUSED = {
         "the DataLoader of the train data has in_",
     ),
     "an empty stream": refused(
-        lambda: three(Once()), "the train data yield no batch", error="ConfigError"
+        lambda: three(Once()), "rank 0 cannot read its first batch: the train data yield no batch"
     ),
     "a batch_size that does not divide": refused(
         lambda: DataLoader(DATA, batch_size=5),

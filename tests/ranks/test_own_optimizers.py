@@ -4,7 +4,6 @@ middle; the same ranks run all of them.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -237,6 +236,7 @@ def fit(run: Run, optimizer: str, scheduler: str = "none") -> None:
         run,
         nn.functional.mse_loss,
         scheduler=SCHEDULERS[scheduler](first),
+        elementwise=optimizer != "Adafactor",
     )
     engine.fit(points(50, 1), points(20, 2))
 
@@ -382,27 +382,25 @@ def test_a_checkpoint_of_another_schedule_is_refused(ranks: LastingRanks, tmp_pa
 # What a resume with another optimizer than the checkpoint's says: modes, the two optimizers, the text
 # of the note ("": none), and the text of the error ("": it goes on).
 ANOTHER: dict[str, tuple[str, str, str, str, str]] = {
-    "same keys": ("ddp", "AdamW", "plain Adam", "is AdamW there and Adam here; its state fits", ""),
-    "same keys cut": ("zero1", "AdamW", "plain Adam", "is AdamW there and Adam here", ""),
-    "one of two": (
-        "ddp",
-        "Adam and SGD",
-        "AdamW and SGD",
-        "is Adam, SGD there and AdamW, SGD he",
+    "same keys": ("ddp", "AdamW", "plain Adam", "", "resume with the optimizer that wrote it"),
+    "same keys cut": (
+        "zero1",
+        "AdamW",
+        "plain Adam",
         "",
+        "resume with the optimizer that wrote it",
     ),
-    "two for one": ("ddp", "AdamW", "two AdamW", "is AdamW there and AdamW, AdamW here", ""),
     "the same": ("ddp", "AdamW", "AdamW", "", ""),
     "swapped": (
         "ddp",
         "Adam and SGD",
         "SGD and Adam",
         "",
-        "holds ['exp_avg', 'exp_avg_sq', 'step']",
+        "resume with the optimizer that wrote it",
     ),
-    "some keys": ("ddp", "AdamW", "Adam and SGD", "", "but SGD needs ['momentum_buffer']"),
-    "other keys": ("ddp", "AdamW", "Adagrad", "", "but Adagrad needs ['step', 'sum']"),
-    "other keys cut": ("zero1", "AdamW", "Adagrad", "", "but Adagrad needs ['step', 'sum']"),
+    "some keys": ("ddp", "AdamW", "Adam and SGD", "", "resume with the optimizer that wrote it"),
+    "other keys": ("ddp", "AdamW", "Adagrad", "", "resume with the optimizer that wrote it"),
+    "other keys cut": ("zero1", "AdamW", "Adagrad", "", "resume with the optimizer that wrote it"),
     "momentum gone": ("ddp", "SGD", "plain SGD", "", "but SGD needs nothing"),
     "momentum gone cut": ("zero1", "SGD", "plain SGD", "", "but SGD needs nothing"),
     "momentum new": ("ddp", "plain SGD", "SGD", "", "holds nothing, but SGD needs"),
@@ -448,29 +446,6 @@ def test_a_resume_with_another_optimizer_is_said_or_refused(
         assert not notes
 
 
-def fit_with_state_on_rank_0(run: Run) -> None:
-    model = network()
-    optimizer = optim.Adam(model.parameters(), lr=0.01)
-    if run.rank == 0:  # as a script that has loaded a checkpoint where it logs
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1))
-
-
-@pytest.mark.parametrize("mode", ["zero1", "fsdp"])
-def test_a_state_that_only_some_ranks_have_is_refused(
-    ranks: LastingRanks, tmp_path: Path, mode: str
-) -> None:
-    """The ranks without it would begin anew with their part."""
-    spec = open_own(tmp_path, dp_mode=mode)
-    outcomes = ranks.train(spec, Program(fit_with_state_on_rank_0, frozenset()))
-    assert [outcome.get("error") for outcome in outcomes] == ["ConfigError"] * 2, outcomes
-    for outcome in outcomes:
-        assert "a state of 4 parameters on rank 0, and of 0 on rank 1" in outcome["message"]
-        assert "part, so load the state on every rank" in outcome["message"]
-
-
 def refused(folder: Path, main: Callable[[Run], None], *given: str, **settings: Any) -> str:
     """Return the text of the ConfigError with which a script is refused before it trains."""
     spec = open_own(folder, **settings)
@@ -480,7 +455,7 @@ def refused(folder: Path, main: Callable[[Run], None], *given: str, **settings: 
     return str(found.value)
 
 
-def test_schedulers_that_would_do_nothing_or_too_much_are_refused(tmp_path: Path) -> None:
+def test_schedulers_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
     def main(run: Run, make: Callable[[Any], Any], give: bool = True, **more: Any) -> None:
         model = network()
         optimizer = optim.SGD(groups_of(model))
@@ -489,34 +464,10 @@ def test_schedulers_that_would_do_nothing_or_too_much_are_refused(tmp_path: Path
         engine = RuntimeEngine(model, optimizer, run, nn.functional.mse_loss, scheduler=given)
         engine.fit(points(50, 1), **more)
 
-    class Stranger:
-        """As timm's schedulers are: not of torch, and stepped with the number of the epoch."""
-
-        def __init__(self, optimizer: Any) -> None:
-            self.optimizer = optimizer
-
-        def step(self, epoch: int) -> None:
-            pass
-
-        def state_dict(self) -> dict[str, Any]:
-            return {}
-
-    class StrangeScheduler(Stranger):
-        pass
-
     one_cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.1)
     for text, make, more, given in (
-        ("OneCycleLR is attached to the optimizer, but RuntimeEngine does not have it and would nev",
+        ("a scheduler is attached to SGD, but RuntimeEngine does not have it and would never step",
          partial(one_cycle, total_steps=8), {"give": False}, ()),
-        ("ReduceLROnPlateau is attached to the optimizer", lr_scheduler.ReduceLROnPlateau,
-         {"give": False}, ()),
-        ("StrangeScheduler is attached to the optimizer", StrangeScheduler, {"give": False}, ()),
-        ("Stranger.step() needs epoch, but is called once after each step without argum", Stranger,
-         {}, ()),
-        ("OneCycleLR has total_steps = 5, but the run has 8 steps", partial(one_cycle, total_steps=5),
-         {}, ()),
-        ("OneCycleLR has total_steps = 8, but the run has 9 steps", partial(one_cycle, total_steps=8),
-         {"steps": 9}, ()),
         ("ReduceLROnPlateau follows the validation loss, but the run evaluates nothing",
          lr_scheduler.ReduceLROnPlateau, {}, ()),
         ("the configuration sets lr, warmup_steps, and the script gives a scheduler; set the rates",
@@ -525,33 +476,12 @@ def test_schedulers_that_would_do_nothing_or_too_much_are_refused(tmp_path: Path
          {}, ()),
         ("StepLR does not belong to the optimizer that RuntimeEngine was given",
          lambda optimizer: lr_scheduler.StepLR(optim.SGD(network().parameters()), 2), {}, ()),
-        ("Keeps/what is a range, which a checkpoint cannot hold; let the scheduler keep", Keeps,
-         {}, ()),
     ):  # fmt: skip
-        gc.collect()
         found = refused(tmp_path, partial(main, make=make, **more), *given)
         assert found.startswith(text), found
-
-
-class Keeps(lr_scheduler.StepLR):
-    """A scheduler with a value that no file can hold."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer, 2)
-        self.what = range(3)
 
 
 def test_sharded_modes_refuse_an_optimizer_of_whole_matrices(tmp_path: Path) -> None:
     for mode in ("zero1", "zero2", "fsdp"):
         text = refused(tmp_path / mode, partial(fit, optimizer="Adafactor"), dp_mode=mode)
         assert text.startswith(f"dp_mode = {mode} gives the optimizer flat pieces of the paramet")
-
-
-def test_an_optimizer_that_is_capturable_needs_a_gpu(tmp_path: Path) -> None:
-    def main(run: Run) -> None:
-        model = network()
-        optimizer = optim.AdamW(model.parameters(), capturable=True)
-        RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(points(50, 1))
-
-    text = refused(tmp_path, main)
-    assert text.startswith("the optimizer is capturable, which works on a GPU only, but this rank")

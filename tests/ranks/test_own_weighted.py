@@ -180,7 +180,7 @@ def as_number(loss: Weighted) -> float:
     ("later", "message"),
     [
         (mean_of, "the loss is nanoray.Weighted for some batches and a me"),
-        (nothing, "the loss of a batch is None, and that of the first one was a tensor"),
+        (nothing, "the loss of a batch is None; return its mean"),
         (as_number, "the loss of a batch is the number "),
     ],
     ids=["a mean", "None", "a number"],

@@ -15,7 +15,7 @@ from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.models.batch_norm import BatchNorm, adopt_norms
-from nanoray.own.checks import lazy_parts, require_sharable
+from nanoray.own.checks import require_sharable
 from nanoray.own.loose_buffers import is_loose
 from nanoray.own.settings import DEFAULTS, loaded_of
 from nanoray.parallel.statistics import RunningStatistics
@@ -221,17 +221,6 @@ def test_statistics_that_a_script_switches_off_stay_as_they_are() -> None:
     assert torch.equal(model(x), nn.BatchNorm1d(CHANNELS, track_running_stats=False)(x))
     statistics.add_up()
     statistics.commit()
-
-
-def test_a_lazy_norm_without_weights_is_adopted_after_its_first_batch() -> None:
-    model = nn.Sequential(nn.LazyBatchNorm1d(affine=False, track_running_stats=False))
-    assert lazy_parts(model) == ["0"]
-    adopt_norms(model)
-    assert not isinstance(model[0], BatchNorm)
-    model(samples((8, CHANNELS), 1))
-    assert lazy_parts(model) == []
-    adopt_norms(model)
-    assert isinstance(model[0], BatchNorm)
 
 
 def test_a_norm_that_cannot_be_synchronised_as_asked_is_refused() -> None:

@@ -35,7 +35,7 @@ def test_a_loss_that_is_not_the_bases_is_wrong_to_what_the_precision_allows(tmp_
         "base": ({"precision": "fp32"}, {5: 3.0, 10: 2.0, 15: 1.5}),
         "far": ({"precision": "fp32"}, {5: 3.0, 10: 2.01}),
         "bf16": ({"precision": "bf16"}, {5: 3.0, 10: 2.01}),
-        "fp8": ({"precision": "fp8:row"}, {5: 3.0, 10: 2.08}),
+        "fp8": ({"precision": "fp8", "fp8_scaling": "row"}, {5: 3.0, 10: 2.08}),
         "larger": ({"precision": "fp32"}, {5: 9.0}),
         "dropped": ({"precision": "fp32", "dropout": 0.1}, {5: 9.0}),
         "plain loop": ({"precision": "fp32"}, {}),

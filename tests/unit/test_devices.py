@@ -580,12 +580,11 @@ def test_choose_precision(
         assert choose_precision(config, kind, frozenset(features), bf16_gpu) == (asked, "asked for")
 
 
-@pytest.mark.parametrize("key", ["loss_chunk", "dp_mode"])
-def test_auto_that_becomes_fp16_is_refused_as_fp16_is(key: str) -> None:
-    asked = {"loss_chunk": 8, "dp_mode": "fsdp:bf16"}
-    config = make_config({"micro_batch_size": 1, key: asked[key]})
+@pytest.mark.parametrize("asked", [{"loss_chunk": 8}, {"dp_mode": "fsdp", "fsdp_gather": "bf16"}])
+def test_auto_that_becomes_fp16_is_refused_as_fp16_is(asked: dict[str, Any]) -> None:
+    config = make_config({"micro_batch_size": 1, **asked})
     with pytest.raises(ConfigError) as early:
-        make_config({"micro_batch_size": 1, key: asked[key], "precision": "fp16"})
+        make_config({"micro_batch_size": 1, **asked, "precision": "fp16"})
     with pytest.raises(ConfigError) as late:
         choose_precision(config, "cuda", frozenset(), bf16_gpu=False)
     assert str(early.value) == str(late.value)

@@ -70,10 +70,13 @@ def require_counted_sizes(config: Config, layout: Layout, vocab_size: int) -> No
             )
 
 
-@pytest.mark.parametrize("precision", ["bf16_pure", "fp16_pure:master"])
+@pytest.mark.parametrize(("precision", "masters"), [("bf16_pure", "none"), ("fp16_pure", "fp32")])
 @pytest.mark.parametrize("mode", ["ddp", "zero2"])
-def test_weights_of_16_bits_have_the_sizes_of_their_model(precision: str, mode: str) -> None:
-    config = make_config(SHAPE | {"micro_batch_size": 2, "precision": precision, "dp_mode": mode})
+def test_weights_of_16_bits_have_the_sizes_of_their_model(
+    precision: str, masters: str, mode: str
+) -> None:
+    keys = {"precision": precision, "master_weights": masters, "dp_mode": mode}
+    config = make_config(SHAPE | {"micro_batch_size": 2} | keys)
     require_counted_sizes(config, Layout(dp=4), 256)
 
 

@@ -134,7 +134,7 @@ def test_only_linear_layers_of_blocks_change_and_names_stay() -> None:
     [
         (
             {"fp8_scaling": "row"},
-            "fp8_scaling = row would be ignored: precision = auto; use precision fp8:row, or drop",
+            "fp8_scaling = row would be ignored: precision = auto; use precision fp8, or drop",
         ),
         (
             {"precision": "fp8", "model": "resnet"},

@@ -55,7 +55,7 @@ def sent_per_axis(talks: list[Talk], layout: Layout) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("accum", [1, 2])
-@pytest.mark.parametrize("mode", ["zero1", "zero2", "fsdp", "fsdp:grad_op"])
+@pytest.mark.parametrize("mode", ["zero1", "zero2", "fsdp", "fsdp grad_op"])
 def test_a_rank_sends_whole_tensors_within_its_group_and_its_slice_across(
     mode: str, accum: int
 ) -> None:
@@ -63,12 +63,14 @@ def test_a_rank_sends_whole_tensors_within_its_group_and_its_slice_across(
     P/4 a step, however many micro batches there are.
     """
     layout = Layout(dp=8, replicas=2)
-    sent = sent_per_axis(talks_of(job(8 * accum, dp_mode=mode), layout, 1, 0), layout)
+    dp_mode, _, reshard = mode.partition(" ")
+    keys = {"dp_mode": dp_mode, "fsdp_reshard": reshard or "full"}
+    sent = sent_per_axis(talks_of(job(8 * accum, **keys), layout, 1, 0), layout)
     passes = {
         "zero1": 1 + 1,
         "zero2": accum + 1,
         "fsdp": 1 + 2 * accum,
-        "fsdp:grad_op": 1 + accum,
+        "fsdp grad_op": 1 + accum,
     }[mode]
     # Backward of fsdp does not gather again what lies outside of blocks.
     kept = accum * OUTSIDE if mode == "fsdp" else 0
@@ -78,7 +80,7 @@ def test_a_rank_sends_whole_tensors_within_its_group_and_its_slice_across(
     }
     # Within a group it is what the mode sends on that many ranks alone.
     alone = Layout(dp=4)
-    alone_sent = sent_per_axis(talks_of(job(4 * accum, dp_mode=mode), alone, 1, 0), alone)
+    alone_sent = sent_per_axis(talks_of(job(4 * accum, **keys), alone, 1, 0), alone)
     assert alone_sent["dp"] == pytest.approx(sent["shard"])
 
 

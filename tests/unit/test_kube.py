@@ -27,7 +27,7 @@ from nanoray.kube.__main__ import main
 from nanoray.kube.claims import claim_templates, gpu_requests
 from nanoray.kube.kustomize import containers, groups, quantity, to_yaml
 from nanoray.kube.render import KUBE_DIR, entrypoint, job_name
-from tests.harness.foreign import written_gpt2
+from tests.harness.foreign import gpt2_weights
 from tests.harness.kube_rules import DRAIN, cluster_spec, problems, templates
 from tests.harness.manifests import build, render
 from tests.harness.pods import missing
@@ -925,17 +925,24 @@ def test_weights_on_the_volume_are_read_in_the_pod(
 ) -> None:
     """Sizes of a preset give way to theirs there; what the user gave is kept, and compared there."""
     flags = ["--preset", "shakespeare-char", "--block_size", "96", "--workers", "2"]
-    flags += ["--device", "cpu", "--dataset", "shakespeare", "--init_from", "/data/gpt2"]
+    flags += [
+        "--device",
+        "cpu",
+        "--dataset",
+        "shakespeare",
+        "--init_from",
+        "/data/gpt2.safetensors",
+    ]
     assert main(["render", *flags]) == 0
     objects = list(yaml.safe_load_all(capsys.readouterr().out))
     (text,) = [thing for thing in objects if thing["metadata"]["name"].endswith("-config")]
     carried = yaml.safe_load(text["data"]["config.yaml"])
-    assert carried["init_from"] == "/data/gpt2"
+    assert carried["init_from"] == "/data/gpt2.safetensors"
     assert carried["block_size"] == 96
     assert "n_layer" not in carried
 
     # As the launcher in the pod loads it
-    weights = written_gpt2(tmp_path / "gpt2", positions=128)
+    weights = gpt2_weights(tmp_path / "gpt2.safetensors", positions=128)
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(carried | {"init_from": str(weights)}))
     config = load_config(str(file))

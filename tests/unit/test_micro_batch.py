@@ -57,7 +57,7 @@ def test_a_recipe_without_a_global_batch_is_refused(tmp_path: Path) -> None:
         parse_args(flags, "prog", "what")
     found = parse_args([*flags, "--global_batch_size", "8"], "prog", "what")
     assert found.config.micro_batch_search
-    assert ("micro_batch_size", "auto", "flag") in found.chosen()
+    assert ("micro_batch_search", True, "flag") in found.chosen()
 
 
 def test_a_number_replaces_auto_and_auto_a_number(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 from nanoray.checkpoint.run import new_folder, require_short_names
 from nanoray.config import load_config, make_config
 from nanoray.config.run import LONGEST_NAME, name_of_file
-from nanoray.config.sizes import LONGEST_KEY
 from nanoray.errors import ConfigError
 from nanoray.launch.own import launch_own
 from nanoray.own.settings import DEFAULTS
@@ -39,8 +38,7 @@ def test_characters_that_no_storage_takes_are_refused(name: str) -> None:
     [
         ("mine.yaml", "mine"),
         ("my first run.yaml", "my-first-run"),
-        ("kön fig (2).yaml", "kon-fig-2"),
-        ("über.yaml", "uber"),
+        ("my fig (2).yaml", "my-fig-2"),
         ("設定.yaml", "run"),
         ("a.b.yaml", "a.b"),
         (f"{'n' * 240}.yaml", "n" * LONGEST_NAME),
@@ -87,13 +85,3 @@ def test_a_command_asks_before_it_makes_anything(
         assert launch_own(lambda run: None, values) == 2
         assert capsys.readouterr().err.count("has 400 bytes") == 2
     assert not (tmp_path / "runs").exists()
-
-
-def test_names_of_objects_have_a_limit() -> None:
-    for protocol in ("s3", "gs"):
-        url = f"{protocol}://bucket/{'f' * 900}"
-        with pytest.raises(ConfigError, match=f"object storage takes {LONGEST_KEY}; shorten the"):
-            make_config({**DEFAULTS, "upload": url, "name": "n" * 100})
-        make_config({**DEFAULTS, "upload": url, "name": "own"})
-    long_path = f"file:///{'/'.join(['f' * 200] * 5)}"
-    make_config({**DEFAULTS, "upload": long_path, "name": "n" * 100})

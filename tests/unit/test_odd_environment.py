@@ -53,30 +53,11 @@ def test_a_run_in_a_removed_folder_ends_as_elsewhere() -> None:
     assert _from_here("/a/b") == "/a/b"
 
 
-@pytest.mark.usefixtures("removed_folder")
-def test_a_relative_path_there_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code_of(lambda: len(str(Path("runs").absolute()))) == 1
+def test_an_error_of_a_file_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(raising(OSError(errno.EACCES, os.strerror(errno.EACCES), "/x"))) == 1
     assert capsys.readouterr().err == (
-        "error: the folder in which this command runs was removed, and a relative path starts "
-        "there; cd to a folder that exists, or give absolute paths (--out_dir, --data_dir)\n"
+        "error: /x: Permission denied; check the path and its disk\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("code", "remedy"),
-    [
-        (errno.ENOSPC, "free space, or raise the limit (the disk, its inodes, a quota, ulimit -f)"),
-        (errno.EDQUOT, "free space, or raise the limit (the disk, its inodes, a quota, ulimit -f)"),
-        (errno.EFBIG, "free space, or raise the limit (the disk, its inodes, a quota, ulimit -f)"),
-        (errno.EMFILE, "raise the limit of open files (ulimit -n)"),
-        (errno.EACCES, "check the path and its permissions"),
-    ],
-)
-def test_an_error_of_a_file_says_what_helps(
-    code: int, remedy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert exit_code_of(raising(OSError(code, os.strerror(code), "/x"))) == 1
-    assert capsys.readouterr().err == f"error: /x: {os.strerror(code)}; {remedy}\n"
 
 
 def test_what_is_no_error_of_a_path_stays_as_it_is() -> None:

@@ -251,7 +251,7 @@ def test_the_memory_formula_is_what_is_held(
         ),
         (
             {"master_weights": "fp32"},
-            "master_weights = fp32 would be ignored: precision = auto; use precision bf16_pure:master",
+            "master_weights = fp32 would be ignored: precision = auto; use precision bf16_pure",
         ),
         (
             {"precision": "bf16", "rounding": "stochastic"},
@@ -259,11 +259,11 @@ def test_the_memory_formula_is_what_is_held(
         ),
         (
             {"precision": "fp16_pure", "rounding": "stochastic"},
-            "rounding = stochastic would be ignored: precision = fp16_pure; use precision bf16_pure:st",
+            "rounding = stochastic would be ignored: precision = fp16_pure; use precision bf16_pure, or",
         ),
         (
             {"precision": "bf16_pure", "rounding": "stochastic", "master_weights": "fp32"},
-            "precision = bf16_pure:stochastic with precision = bf16_pure:master: it is for weights "
+            "rounding = stochastic with master_weights = fp32: it is for weights "
             "without a float32 copy",
         ),
         (

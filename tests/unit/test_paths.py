@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,61 +84,29 @@ def test_the_commands_own_files_are_expanded(tmp_path: Path) -> None:
     assert parse_args(["--config=~/mine.yaml"], "x", "y", elsewhere=True).config.max_steps == 7
 
 
-def test_what_a_shell_expands(tmp_path: Path) -> None:
-    environment = {"A": "/a", "B_2": "b", "WITH": "$A ~"}
+def test_what_is_expanded(tmp_path: Path) -> None:
     for text, path in {
-        "$A/x": "/a/x",
-        "${A}x": "/ax",
-        "${A}/${B_2}/$B_2": "/a/b/b",
+        "$SCRATCH/x": f"{tmp_path}/scratch/x",
+        "${SCRATCH}x": f"{tmp_path}/scratchx",
         "x~": "x~",
-        "./~": "./~",
         "~": str(tmp_path),
-        "~/$B_2": f"{tmp_path}/b",
-        "$WITH/~": "$A ~/~",  # once
-        "$$A/$1/$": "$A/$1/$",
-        "s3://$B_2/x": "s3://b/x",
+        "~/$EMPTY": f"{tmp_path}/",
         "auto": "auto",
         "": "",
         "data/*_[0-9].bin": "data/*_[0-9].bin",
-        "año/$A": "año//a",
     }.items():
-        assert expand("dataset", text, environment) == path, text
-    assert expand_paths({"out_dir": tmp_path, "lr": "$A"}, {}) == {
-        "out_dir": str(tmp_path),
-        "lr": "$A",
-    }
+        assert expand("dataset", text) == path, text
+    assert expand_paths({"out_dir": tmp_path, "lr": "$A"}) == {"out_dir": str(tmp_path), "lr": "$A"}
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("$ABSENT/x", "out_dir = $ABSENT/x: the variable ABSENT is not set in the environment of"),
-        ("${ABSENT}", "export ABSENT, or write the path itself"),
-        ("$EMPTY/x", "the variable EMPTY is empty"),
-        (
-            "${oc.env:SCRATCH}/x",
-            "${oc.env:SCRATCH} is not expanded here, only ~, $NAME and ${NAME}",
-        ),
-        ("${oc.env:SCRATCH,/tmp}/x", "write ${SCRATCH}, or the path itself"),
-        ("${env:SCRATCH}/x", "write ${SCRATCH}, or"),
-        ("${SCRATCH:-/tmp}/x", "${SCRATCH:-/tmp} is not expanded here"),
-        ("${hydra:runtime.cwd}/x", "are; write the path itself ($$ is a dollar sign)"),
-        ("${now:%Y-%m-%d}", "${now:%Y-%m-%d} is not expanded here"),
-        ("${{ matrix.x }}", "${{ matrix.x } is not expanded here"),
-        ("${}", "${} is not expanded here"),
-        ("${SCRATCH", "${SCRATCH is not expanded here"),
-        ("$(whoami)/x", "$(whoami)/x is not expanded here"),
-        ("~nobody-has-this-name/x", "there is no user nobody-has-this-name here; write the path"),
-    ],
+    "text", ["$ABSENT/x", "${ABSENT}", "${oc.env:SCRATCH}/x", "$(whoami)/x", "~nobody-has-this/x"]
 )
-def test_what_cannot_be_expanded_is_refused_by_name(
-    text: str, message: str, tmp_path: Path
-) -> None:
-    """A folder of that very name was made. The same in a file, and for another machine by form."""
+def test_what_cannot_be_expanded_is_refused(text: str, tmp_path: Path) -> None:
+    """A folder of that very name was made. The same in a file."""
     with pytest.raises(ConfigError) as error:
         parse_args([f"--out_dir={text}"], "x", "y")
-    assert message in str(error.value)
-    assert str(error.value).startswith(f"out_dir = {text}")
+    assert str(error.value).startswith(f"out_dir = {text}: there is no such variable or user")
     file = tmp_path / "mine.yaml"
     file.write_text(f"out_dir: '{text}'\n")
     with pytest.raises(ConfigError) as in_file:
@@ -150,17 +115,9 @@ def test_what_cannot_be_expanded_is_refused_by_name(
 
 
 def test_paths_of_another_machine_stay_as_they_are() -> None:
-    for text in ("$ABSENT/x", "~/x", "$$x"):
+    for text in ("$ABSENT/x", "~/x"):
         flags = [f"--out_dir={text}"]
         assert parse_args(flags, "x", "y", elsewhere=True).config.out_dir == text
-    with pytest.raises(ConfigError, match="is not expanded here"):
-        parse_args(["--out_dir=${oc.env:X}"], "x", "y", elsewhere=True)
-
-
-def test_a_user_without_a_home_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with pytest.raises(ConfigError, match="this user has no home folder; write the path itself"):
-        parse_args(["--out_dir=~/x"], "x", "y")
 
 
 def test_no_secret_of_a_url_is_repeated() -> None:
@@ -170,45 +127,13 @@ def test_no_secret_of_a_url_is_repeated() -> None:
     assert "ABSENT" in str(error.value)
 
 
-def test_a_run_keeps_the_expanded_path_and_a_resume_takes_it_as_it_is(tmp_path: Path) -> None:
-    """Also one with a dollar sign in its name."""
-    values: dict[str, Any] = {"data_dir": "$SCRATCH/$$x", "resume": "none"}
+def test_a_run_keeps_the_expanded_path(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"data_dir": "$SCRATCH/x", "resume": "none"}
     ran = loaded_of(values).config
-    assert ran.data_dir == f"{tmp_path}/scratch/$x"
+    assert ran.data_dir == f"{tmp_path}/scratch/x"
     run = tmp_path / "2026-11-21_101500_own"
     run.mkdir()
     (run / "config.json").write_text(ran.to_json())
     resumed = parse_args([f"--resume=~/{run.name}"], "x", "y").config
-    assert resumed.data_dir == f"{tmp_path}/scratch/$x"
+    assert resumed.data_dir == f"{tmp_path}/scratch/x"
     assert resumed.resume == str(run)
-
-
-@pytest.mark.parametrize("key", [key for key in PATH_KEYS if key not in ("upload", "data_url")])
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("a\0b", "no path has a NUL character; drop it"),
-        ("a\ud800b", "a file name in this locale's encoding, utf-8, cannot have '\\ud800'; set LC"),
-    ],
-)
-def test_a_text_that_is_no_path_is_refused(key: str, path: str, reason: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        expand_paths({key: path}, os.environ)
-    assert str(error.value).startswith(f"{key} = {path!a}: {reason}")
-
-
-def test_a_letter_that_the_locale_lacks_is_refused_before_a_device_is_taken(tmp_path: Path) -> None:
-    """A configuration file is UTF-8 everywhere, and names of files here are not."""
-    file = tmp_path / "mine.yaml"
-    file.write_text(f"out_dir: {tmp_path}/l\u00e4ufe\n", encoding="utf-8")
-    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    command = [sys.executable, "-m", "nanoray.train", "--preset", "tiny", "--config", str(file)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env=os.environ | ascii_only
-    )
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert (
-        "l\\xe4ufe': a file name in this locale's encoding, ascii, cannot have '\\xe4'; set LC"
-        in line
-    )

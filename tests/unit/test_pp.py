@@ -562,7 +562,7 @@ def test_what_cannot_be_a_pipeline_is_refused(text: Path, tmp_path: Path) -> Non
     refused(r"pp_schedule = gpipe would be ignored: pp = 1", pp_schedule="gpipe")
     refused(r"pp_chunks = 2 would be ignored: pp_schedule = 1f1b", pp=2, pp_chunks=2)
     refused(
-        r"pp_schedule = interleaved:1 with pp_schedule = interleaved: .* the schedule 1f1b",
+        r"pp_chunks = 1 with pp_schedule = interleaved: .* the schedule 1f1b",
         pp=2,
         pp_schedule="interleaved",
         pp_chunks=1,

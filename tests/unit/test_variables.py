@@ -37,11 +37,9 @@ def test_flags_and_yaml_become_one_mapping(given: Any, variables: dict[str, Any]
     [
         (["A B=1"], r"'A B' is no name of a variable"),
         (["=1"], r"'' is no name of a variable"),
-        ({"A": True}, r"the value of A is True, not a text; write it in quotes"),
-        ({"A": 1e3}, r"the value of A is 1000.0, not a text; write it in quotes"),
         (["RANK=0"], r"RANK differs from rank to rank, and nanoray sets it"),
         (["CUDA_VISIBLE_DEVICES=0"], r"CUDA_VISIBLE_DEVICES differs from rank to rank"),
-        (7, r"env = 7: .*dictionary"),
+        (7, r"env: .*dictionary"),
     ],
 )
 def test_what_is_no_variable_is_refused(given: Any, problem: str) -> None:

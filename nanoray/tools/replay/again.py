@@ -77,7 +77,7 @@ def refuse(run: Past, steps: range) -> None:
             if config["grad_compress"] != "none":
                 cut.append(f"grad_compress = {config['grad_compress']}")
             if config["fsdp_gather"] != "fp32":
-                cut.append(f"dp_mode = fsdp:{config['fsdp_gather']}")
+                cut.append(f"fsdp_gather = {config['fsdp_gather']}")
             what = " and ".join(cut)
         if config["model"] == "own":
             raise ConfigError(

@@ -1,0 +1,79 @@
+"""The parsers of nanoray's commands: each command is asked for the one that it would use."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import re
+from argparse import ArgumentParser
+from contextlib import redirect_stderr
+from typing import Any
+from unittest import mock
+
+from nanoray.bench.registry import BENCHMARKS, is_there
+from nanoray.cli.catalog import COMMANDS
+from nanoray.cli.parsers import Parser, build_parser
+
+# Commands whose flags are those of a run, and commands that take these besides their own
+RUNS = ("train", "launch", "check")
+TAKE_FLAGS_OF_RUNS = ("inspect", "kube render", "kube submit", "tune")
+
+
+class _Found(BaseException):
+    """A command line would be parsed by this parser."""
+
+    def __init__(self, parser: ArgumentParser) -> None:
+        super().__init__(parser.prog)
+        self.parser = parser
+
+
+def find_parsers(command: str) -> dict[str, list[ArgumentParser]]:
+    """Return the parsers of a command, by subcommand; "" for a command without any."""
+    if command in RUNS:
+        return {"": [_parser_of_runs()]}
+    if command == "bench":
+        words = [*filter(is_there, BENCHMARKS), "all"]
+    else:
+        words = _subcommands(command)
+    return {word: _parsers_of(command, word) for word in words}
+
+
+def _subcommands(command: str) -> list[str]:
+    """Return the subcommands of a command, as its error about an unknown one lists them."""
+    error = _try(command, "no-such-command")
+    if isinstance(error, ArgumentParser):
+        return [""]
+    known = re.search(r"unknown command no-such-command; one of (.*)", error)
+    assert known, f"{command}: {error}"
+    return known[1].split(", ")
+
+
+def _parsers_of(command: str, word: str) -> list[ArgumentParser]:
+    """Return the parser that a command makes, and that of a run where it takes its flags."""
+    parser = _try(command, *word.split())
+    assert isinstance(parser, ArgumentParser), f"{command} {word} makes no Parser: {parser}"
+    if f"{command} {word}".rstrip() in TAKE_FLAGS_OF_RUNS:
+        return [parser, _parser_of_runs()]
+    return [parser]
+
+
+def _try(command: str, *words: str) -> ArgumentParser | str:
+    """Return the parser that a command line would be parsed with, or else its error."""
+
+    def stop(self: Parser, *args: Any, **kwargs: Any) -> Any:
+        raise _Found(self)
+
+    errors = io.StringIO()
+    module = importlib.import_module(COMMANDS[command][0])
+    with mock.patch.object(Parser, "parse_known_args", stop), redirect_stderr(errors):
+        try:
+            module.main([*words])
+        except _Found as found:
+            return found.parser
+    return errors.getvalue()
+
+
+def _parser_of_runs() -> ArgumentParser:
+    parser = build_parser("nanoray train", "")
+    parser.add_argument("-h", "--help", nargs="?")
+    return parser
