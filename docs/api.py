@@ -65,7 +65,7 @@ INTERNAL: dict[str, tuple[str, ...]] = {
         "wanted",
         "store",
         "rejoin",
-        "logged",
+        "take_logged",
         "on_fit",
         "order",
         "group_lost",

@@ -65,7 +65,6 @@ COMMANDS = {
         "nanoray.kube.__main__",
         "train on Kubernetes: render, submit, status, logs, stop, fetch",
     ),
-    "alerts": ("nanoray.kube.alerts", "print the alerts for Prometheus, as a rule file"),
     "mig": (
         "nanoray.tools.mig",
         "show the MIG slices that a GPU supports, and those that exist here",

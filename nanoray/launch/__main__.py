@@ -24,7 +24,6 @@ from nanoray.errors import CheckpointError, ConfigError, WorkerFailed
 from nanoray.faults.plan import DRIVER, Injector, parse_plan
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
-from nanoray.host.interfaces import require_interfaces
 from nanoray.host.launchers import refuse_many_starts
 from nanoray.host.slots import Slots, local_slots
 from nanoray.launch.caller import caller_address
@@ -95,8 +94,6 @@ def launch(
         wanted = None if config.workers == "auto" else config.workers
         slots = local_slots(config.device, wanted, discover_gpus(), available_cpus())
         opening.set({"workers": slots.workers}, slots.found)
-        if slots.workers > 1:
-            require_interfaces({**os.environ, **variables})
     if loaded.dry_run:
         with environment(variables):
             _dry_run(opening, address, slots, program)

@@ -43,7 +43,6 @@ from nanoray.faults.cause import is_collective_error
 from nanoray.host.choose import require_compiler
 from nanoray.host.gpus import discover_gpus, take_own_slice
 from nanoray.host.host import available_cpus
-from nanoray.host.interfaces import require_interfaces
 from nanoray.host.launchers import place_of
 from nanoray.mesh.mesh import abandon_groups
 from nanoray.mesh.rendezvous import (
@@ -132,8 +131,6 @@ def _train_here(loaded: Loaded, started: float, program: Trains | None) -> Ended
         kind = rendezvous.device.partition(":")[0]
         opening.dry_run(ranks, where, own, kind, discover_gpus() if kind != "cpu" else [])
         return None
-    if ranks > 1:
-        require_interfaces(os.environ)
 
     # An impossible batch fails before the ranks meet.
     opening.require_batch(ranks)

@@ -20,7 +20,7 @@ from nanoray.config import Config, batch_for, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.data.verify import verify
 from nanoray.errors import ConfigError, DataError, NanorayError
-from nanoray.host.interfaces import loopback_address
+from nanoray.host.interfaces import LOOPBACK
 from nanoray.mesh.layout import DIVISIONS, Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import open_store
@@ -255,7 +255,7 @@ def _by_processes(
     (folder / "config.json").write_text(config_json, encoding="utf-8")
 
     # The ranks meet as under torchrun, in a store of this process.
-    store = open_store(loopback_address(), ranks, config.init_timeout_s) if ranks > 1 else None
+    store = open_store(LOOPBACK, ranks, config.init_timeout_s) if ranks > 1 else None
     command = [sys.executable, "-m", "nanoray.train", "--config", str(folder / "config.json")]
     world: dict[str, str] = {
         "WORLD_SIZE": str(ranks),
