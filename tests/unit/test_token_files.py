@@ -268,7 +268,6 @@ def test_what_cannot_be_read_for_certain_is_refused(tmp_path: Path, name: str) -
     assert "; " in said  # and its remedy
 
 
-
 def test_one_token_file_is_no_text(tmp_path: Path) -> None:
     write_llmc(tmp_path / "train.bin", IDS)
     said = refused(lambda: prepare(config(tmp_path / "train.bin")))
