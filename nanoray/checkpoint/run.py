@@ -6,7 +6,6 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
                      and who has set each key of config.json
     metrics.jsonl    one record per logged step
     statistics.jsonl  with statistics_every: what each layer is like
-    memory/          with memory_at: the memory of a step on each rank;  `nanoray report` draws it
     profile/         with profile: the operations of some steps on each rank;  `nanoray timeline RUN --profile`
     hashes.jsonl     the hashes of its states, and its groups of ranks;  `nanoray replay` and `bisect` compare them
     summary.json     how it ended

@@ -52,7 +52,6 @@ QUIET = {
     "faults": "",
     "comm_trace": "off",
     "profile": "",
-    "memory_at": 0,
     "upload": "",
     "resume": "none",
     # The first steps alone have shorter sequences: neither the time nor the memory of the others

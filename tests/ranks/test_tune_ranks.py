@@ -163,9 +163,9 @@ def test_arms_stay_while_they_are_compared(text: Path, tmp_path: Path) -> None:
 
 
 def test_an_arm_leaves_out_what_a_run_does_in_a_few_steps_alone(text: Path, tmp_path: Path) -> None:
-    """A profile, a picture of memory, and the short sequences of the first steps."""
+    """A profile, and the short sequences of the first steps."""
     present = partial(measure_choices, choices=({},))
-    once = {"profile": "1:3", "memory_at": 2, "seq_warmup_steps": 30}
+    once = {"profile": "1:3", "seq_warmup_steps": 30}
     losses = []
     for name, settings in {"plain": {}, "once": once}.items():
         spec = make_spec(text, tmp_path / name, precision="fp32", max_steps=40, **settings)

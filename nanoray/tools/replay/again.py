@@ -36,7 +36,7 @@ from nanoray.train.recipe import use_products
 # changes no weight.
 QUIETLY: dict[str, Any] = {
     "log_every": 1, "hash_every": 1, "eval_every": 0, "target_loss": 0.0, "checkpoint_every": 0, "comm_trace": "off",
-    "precision_stats": "off", "statistics_every": 0, "profile": "", "memory_at": 0, "audit_every": 0,
+    "precision_stats": "off", "statistics_every": 0, "profile": "", "audit_every": 0,
     "faults": "", "tensorboard": False, "sample_tokens": 0, "checkpoint_mode": "sync", "resume": "none",
 }  # fmt: skip
 
