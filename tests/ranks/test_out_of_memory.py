@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from nanoray import RuntimeEngine
 from nanoray.checkpoint.run import RunSpec, write_attempt
-from nanoray.errors import ConfigError, DataFailed, MemoryExhausted
+from nanoray.errors import DataError, DataFailed, MemoryExhausted
 from tests.harness.axes import equal, final
 from tests.harness.elastic import run_elastic
 from tests.harness.ranks import make_spec, records, run_ranks, series
@@ -455,7 +455,7 @@ def test_memory_that_runs_out_while_data_are_read_is_not_that_of_the_step(
     """Half the micro batch, which a forward or a backward wants, would not help a dataset."""
     make, after = HUNGRY[place]
     size = {"micro_batch_size": 8} if "item" in place else {}
-    with pytest.raises((ConfigError, DataFailed)) as raised:
+    with pytest.raises((DataError, DataFailed)) as raised:
         own_model(tmp_path, partial(make, error), **size)
     message = str(raised.value)
     assert re.search(r"[\d.]+ GiB of the host are free: memory is taken by what the data", message)
@@ -463,11 +463,14 @@ def test_memory_that_runs_out_while_data_are_read_is_not_that_of_the_step(
     assert "lower num_workers or prefetch_factor" in message
     assert "halve" not in message
     assert "memory  " not in capsys.readouterr().out, "no smaller micro batch was tried"
-    assert message.startswith(f"after step {after} rank 0 could not") is (after > 0)
+    begins = (
+        f"after step {after} rank 0 could not" if after else "rank 0 cannot read its first batch"
+    )
+    assert message.startswith(begins)
 
 
 def test_memory_that_runs_out_while_validation_data_are_read(tmp_path: Path) -> None:
     data = partial(Hungry, MEMORY_OF_THE_HOST, 1000)
     validation = Hungry(MEMORY_OF_THE_HOST, 0)
-    with pytest.raises(ConfigError, match=r"reading the validation data.* memory is taken by what"):
+    with pytest.raises(DataFailed, match=r"after step 1 rank 0 .* memory is taken by what"):
         own_model(tmp_path, data, micro_batch_size=8, eval_every=1, validation=validation)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from nanoray.bench.compute import plain_loop
 from nanoray.bench.peers.nanogpt import NanoGPT
-from nanoray.cli import parse_args
 from nanoray.config import make_config
 from nanoray.data.__main__ import main
 from nanoray.data.dataset import DatasetInfo
@@ -362,23 +361,6 @@ def test_a_pattern_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     odd.mkdir()
     both(write_llmc, "{}.bin")(odd)
     assert prepare(config("run[1]")).train_tokens == 500
-
-
-def test_a_resume_from_another_folder_finds_a_pattern(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run was started in the folder of the data, with a pattern that is relative to it."""
-    touch(tmp_path, "a_train.bin", "a_val.bin")
-    run = tmp_path / "runs" / "run"
-    run.mkdir(parents=True)
-    saved = config("a_*.bin").model_dump()
-    (run / "config.json").write_text(json.dumps(saved))
-    (run / "run.json").write_text(json.dumps({"cwd": str(tmp_path)}))
-    monkeypatch.chdir(run)
-    flags = ["--resume", str(run)]
-    assert parse_args(flags, "train", "").config.dataset == f"{tmp_path}/a_*.bin"
-    monkeypatch.chdir(tmp_path)
-    assert parse_args(flags, "train", "").config.dataset == "a_*.bin"
 
 
 def shards(folder: Path, write: Callable[..., None], name: str, parts: int = 7) -> Path:
