@@ -428,7 +428,7 @@ def hungry_loader(error: Exception, workers: int = 0, reads: int = 0) -> DataLoa
 # How data run out of memory, and the step after which; 0: before the first one
 HUNGRY: dict[str, tuple[Callable[[Exception], Any], int]] = {
     "an item": (lambda error: Hungry(error, 0), 0),
-    "a later item": (lambda error: Hungry(error, 40), 2),
+    "a later item": (lambda error: Hungry(error, 40), 3),
     "a loader": (hungry_loader, 0),
     "a worker": (lambda error: hungry_loader(error, 1), 0),
     "a worker later": (lambda error: hungry_loader(error, 1, 40), 5),  # it has its own count
@@ -438,7 +438,7 @@ HUNGRY: dict[str, tuple[Callable[[Exception], Any], int]] = {
         ),
         0,
     ),
-    "an iterable": (HungryStream, 0),
+    "an iterable": (HungryStream, 1),
 }
 MEMORY_OF_THE_HOST = MemoryError("Unable to allocate 3.00 GiB for an array")
 OF_TORCH = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
