@@ -106,7 +106,7 @@ def train(
 def first_meeting(
     meet_others: Callable[..., Mesh], spec: RunSpec, rendezvous: Rendezvous, store: Any
 ) -> Mesh:
-    """Prepare this process and meet the other ranks; they are told where it cannot. (all ranks)"""
+    """Prepare this process and meet the other ranks; they learn where it cannot. (all ranks)"""
     try:
         prepare_process(spec, rendezvous)
     except NanorayError as error:

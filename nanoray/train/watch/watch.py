@@ -3,7 +3,7 @@
 observers     notes and records, on rank 0
 progress      the place of this rank, which the driver reads
 ledger        where this rank's time goes
-instruments   everything that the engine tells the phases of a step
+instruments   what follows the phases of a step
 """
 
 from __future__ import annotations
