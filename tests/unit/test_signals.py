@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from nanoray.cli import STOP_SIGNALS, set_handlers_again, stop_signals
+from nanoray.cli import STOP_SIGNALS, stop_signals
 from nanoray.launch.signals import Stop, catch_signals
 from nanoray.mesh.rendezvous import Order
 from nanoray.train.__main__ import StopSignals
@@ -59,7 +59,6 @@ def test_in_another_thread_no_handler_is_installed_and_a_line_says_so(
 
     def launch() -> None:
         with catch_signals() as stop:
-            set_handlers_again()
             seen.append([signal.getsignal(signum) for signum in STOP_SIGNALS])
             seen.append(stop.requested)
 
