@@ -154,10 +154,6 @@ class RunSpec:
         """Return the path of the record of how a rank's process ended."""
         return self.folder / "logs" / f"rank{rank}.exit.json"
 
-    def last_word(self, rank: int) -> Path:
-        """Return the path of what a rank has to report that ended without its driver."""
-        return self.folder / "logs" / f"rank{rank}.outcome.json"
-
     def ledger(self, rank: int) -> Path:
         """Return the path of this process' ledger, as the process of a rank in this attempt."""
         name = f"rank{rank}.{self.started:.3f}-{self.attempt}-{os.getpid()}.ledger"

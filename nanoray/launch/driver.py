@@ -339,11 +339,9 @@ class Driver:
             return outcome | {"exit_code": self.stop.exit_code, "why": self.stop.reason}
 
         # Ranks also stop by themselves, when their driver is silent for too long.
-        silent_s = outcome.get("silent_s", DRIVER_SILENT_S)
         why = (
-            f"no call of this driver reached the ranks for {silent_s:.0f} s: it was frozen (Ctrl-Z, "
-            f"a sleeping or paused machine) or cut off. They saved at step {outcome['step']} and ended; "
-            f"no failure is counted. --resume {self.at.spec.folder} continues"
+            f"no call of this driver reached the ranks for {DRIVER_SILENT_S:.0f} s. They saved at step "
+            f"{outcome['step']} and ended; --resume {self.at.spec.folder} continues"
         )
         say(f"\nstop     {why}")
         return outcome | {"exit_code": 128 + signal.SIGTERM, "why": why}

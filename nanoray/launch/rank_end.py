@@ -24,7 +24,6 @@ import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nanoray.base.atomic import read_json
 from nanoray.base.proc import start_time
 from nanoray.checkpoint.run import RunSpec
 from nanoray.faults import exit_record
@@ -34,6 +33,7 @@ from nanoray.faults.progress import LEFT
 from nanoray.launch.actors import ANSWER_S, first_line
 from nanoray.launch.connection import bounded
 from nanoray.launch.fault_log import end_of_log
+from nanoray.launch.worker import DRIVER_SILENT_S, ORPHAN_CODE
 from nanoray.launch.worker_group import WorkerGroup
 
 # An exit record is written within milliseconds of the death, but a busy machine may take seconds.
@@ -54,12 +54,6 @@ def read_result(
     try:
         result = group.pool.api.get(ref)
     except RayError as error:
-        # A rank that this driver has not called for long saves, leaves its result on disk, and ends.
-        word = rank_end.last_word()
-        if word:
-            if word["result"]:
-                return {**word["result"], "silent_s": word["silent_s"]}, None
-            return None, rank_end.by_our_silence(word["silent_s"])
         # One deadline for all ranks that died together: thousands may, and where nodes share no
         # folder none of them leaves a record here.
         failure = rank_end.by_death(error, record_by=group.event_at + EXIT_RECORD_S)
@@ -279,6 +273,13 @@ class RankEnd:
             if record.get("oom"):
                 failure.cause = "out_of_memory"
                 how = BY_KERNEL
+            elif record.get("exit_code") == ORPHAN_CODE:
+                failure.cause = "driver_silent"
+                what = "ended"
+                how = (
+                    f"no call of this driver reached it for {DRIVER_SILENT_S:.0f} s, because the "
+                    "driver was frozen (Ctrl-Z, a sleeping machine) or cut off"
+                )
             elif record.get("signal"):
                 how = f"killed by {record['signal']}"
             elif "exit_code" in record:
@@ -320,21 +321,6 @@ class RankEnd:
             "others waited for it to save; it was ended"
         )
         return Failure(self.slot, "hung", title, step, phase, end_of_log(self.spec.log(self.slot)))
-
-    def last_word(self) -> dict[str, Any]:
-        """Return what the rank wrote before it ended without its driver: {} if it wrote nothing."""
-        word = read_json(self.spec.last_word(self.slot))
-        # With another pid it is of an earlier process in this slot.
-        return word if word and word["pid"] == self.facts["pid"] else {}
-
-    def by_our_silence(self, silent_s: float) -> Failure:
-        """Return the failure of a rank that ended, and could not save, without its driver."""
-        step, phase = self.position
-        title = (
-            f"{self.name} ended in {phase} of step {step}: no call of this driver had reached it "
-            f"for {silent_s:.0f} s"
-        )
-        return Failure(self.slot, "driver_silent", title, step, phase, facts=self.facts)
 
     def by_drain(self, notice: str) -> Failure:
         """Return the failure of a rank that left its group because its node will be taken away."""

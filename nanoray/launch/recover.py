@@ -86,7 +86,7 @@ class Recoverer:
     def note_end(self, at: RunState, collector: FailureCollector, slot: int, ref: Any) -> None:
         """Note that a rank finished or failed; start a new actor for one that failed."""
         group = at.ranks
-        result, failure = read_result(group, ref, slot)
+        outcome, failure = read_result(group, ref, slot)
         if slot not in group.members:  # its actor is left over from before the group shrank
             group.pool.fill(slot)
             return
@@ -106,9 +106,8 @@ class Recoverer:
                 group.pool.unfit.setdefault(slot, set()).add(failure.facts["node"])
             self.start_replacements(at, collector, [failure])
             reached("replacing")
-        elif slot == group.members[0] or (result and "silent_s" in result and not at.outcome):
-            # Of ranks that waited for this driver, any one may have saved for all.
-            at.outcome = result
+        elif slot == group.members[0]:
+            at.outcome = outcome
             collector.rank_0_finished(self.clock.monotonic(), self._patience_s(at))
 
     def _is_after_training(self, at: RunState, failure: Failure) -> bool:
