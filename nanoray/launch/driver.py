@@ -28,7 +28,6 @@ from nanoray.errors import ConfigError, PlacementError
 from nanoray.faults.cause import Failure, FailureCollector, back_off_s
 from nanoray.launch.actors import ActorPool, start_timeout_s
 from nanoray.launch.cluster_watch import ClusterWatch
-from nanoray.launch.drain import Moves
 from nanoray.launch.fault_log import FaultLog
 from nanoray.launch.placement import Placement
 from nanoray.launch.rank_end import read_start
@@ -90,8 +89,7 @@ class Driver:
         self.cluster = ClusterWatch(place, api, cluster_clock, config.head_timeout_s)
         self.faults = FaultLog(spec.folder, config.max_failures, clock)
         self.recoverer = Recoverer(stop, self.cluster, self.faults, FolderKeeper(spec), clock)
-        self._moves = Moves(clock)
-        self.watcher = Watcher(stop, self.cluster, self.faults, self.recoverer, self._moves, clock)
+        self.watcher = Watcher(stop, self.cluster, self.faults, self.recoverer, clock)
         self.console = Console(config.max_steps)
         self.at = RunState(spec)
 
@@ -191,7 +189,7 @@ class Driver:
             case WatchRanks():
                 return self._watch()
             case Grow():
-                self._grow()
+                self.recoverer.grow(self.at)
                 return GroupStage.RUNNING
             case NameCause(group_broke):
                 assert self.at.collector
@@ -282,12 +280,6 @@ class Driver:
         return GroupStage.WATCHED
 
     # Recover.
-
-    def _grow(self) -> None:
-        """Take in actors that are ready, and those that were prepared for ranks' own slots."""
-        moving = self._moves.ready(self.at.ranks)
-        if self.recoverer.grow(self.at, moving):
-            self._moves.announce_moved(self.at.ranks, moving)
 
     def _save(self, reason: str | None, no_replacement: bool) -> bool:
         """Let the ranks that are left save what they hold; return whether their group formed."""

@@ -13,7 +13,7 @@ happened is noted in the RunState.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -370,28 +370,21 @@ class Recoverer:
             say(f"shrink   {self.faults.budget} {shrunk}\n")
         self.faults.set_recovery(kind)
 
-    def grow(self, at: RunState, moving: Sequence[int] = ()) -> bool:
-        """Take in the actors that have become ready since the group shrank, if they still live.
-
-        moving: members whose place another actor takes, which was prepared for it. Returns whether
-        the group has formed.
-        """
+    def grow(self, at: RunState) -> None:
+        """Take in the actors that have become ready since the group shrank, if they still live."""
         group = at.ranks
         size_before = len(group.members)
         slots = group.divisible(group.pool.ready)
         try:
-            store = group.open_store(slots, leaving=moving)
+            store = group.open_store(slots)
         except RayError as error:
             # A rank was lost just now: the next watch over the group reports it.
             say(f"grow     failed: {_one_line(error)}")
-            return False
+            return
         self.begin_attempt(at)
-        for slot in moving:
-            group.swap(slot)
         group.regroup(at.spec, slots, store)
         if len(slots) > size_before:
             say(f"grow     {size_before} -> {len(slots)} ranks; no step is repeated\n")
-        return True
 
 
 def _one_line(error: Exception) -> str:

@@ -3,7 +3,7 @@
     events of the group ─► ended      ─► FailureCollector; a lost rank's slot gets a new actor
                            heartbeat  ─► Watchdog (who hangs), the fault that is now overcome
                            started    ─► a new actor is ready, so the group may grow
-    orders to the group ◄─ stop, leave a drained node, go back to a slot, abort
+    orders to the group ◄─ stop, leave a drained node, abort
 
 It is over when all ranks have finished, have failed, or wait. What follows is the driver's decision.
 """
@@ -20,7 +20,7 @@ from nanoray.faults.cause import FailureCollector
 from nanoray.faults.hang import PATIENT, Position, Watchdog
 from nanoray.launch.actors import POLL_S
 from nanoray.launch.cluster_watch import ClusterWatch
-from nanoray.launch.drain import AbortOrders, Drains, Leave, Moves
+from nanoray.launch.drain import AbortOrders, Drains, Leave
 from nanoray.launch.fault_log import FaultLog
 from nanoray.launch.rank_end import end_frozen, end_hung
 from nanoray.launch.recover import Recoverer
@@ -83,14 +83,12 @@ class Watcher:
         cluster: ClusterWatch,
         faults: FaultLog,
         recoverer: Recoverer,
-        moves: Moves,
         clock: Any,
     ) -> None:
         self._stop = stop
         self._cluster = cluster
         self._faults = faults
         self._recoverer = recoverer
-        self._moves = moves
         self._drains = Drains(cluster)
         self._aborts = AbortOrders(clock)
         self._clock = clock
@@ -177,10 +175,6 @@ class Watcher:
         over = self._recoverer.ending(at) or at.outcome is not None
         if not (over or group.pausing or collector.failures):
             self._leave_drained_nodes(at)
-            # A rank goes back to its slot in undisturbed training.
-            undisturbed = not self._faults.recovery and not group.pausing
-            if undisturbed and self._moves.due(group):
-                group.pause()
         if self._recoverer.ending(at):
             group.stop()
             if at.outcome:

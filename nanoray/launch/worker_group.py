@@ -129,13 +129,12 @@ class WorkerGroup:
         self.heard_at.pop(slot, None)
         self.runs[slot] = self.pool.actors[slot].run.remote(spec, meeting)
 
-    def open_store(self, slots: Sequence[int], leaving: Collection[int] = ()) -> tuple[str, int]:
+    def open_store(self, slots: Sequence[int]) -> tuple[str, int]:
         """Open a store for a group of these slots in a process that has the run's state.
 
-        Not in one of the slots `leaving`, whose process ends. Returns its address. Raises RayError
-        if no such process answers: they are dead or frozen.
+        Returns its address. Raises RayError if no such process answers: they are dead or frozen.
         """
-        holders = [slot for slot in slots if slot in self.runs and slot not in leaving]
+        holders = [slot for slot in slots if slot in self.runs]
         return self.meeting.open(len(slots), holders)
 
     def regroup(
@@ -185,13 +184,6 @@ class WorkerGroup:
             for slot in self.runs.keys() - set(slots):
                 del self.runs[slot]
                 self.pool.fill(slot)
-
-    def swap(self, slot: int) -> None:
-        """Replace a member that waits by the actor that was prepared for its slot."""
-        # Its end is no failure: nothing that it still owes an answer to is listened to.
-        self.runs.pop(slot, None)
-        self.heartbeats.pop(slot, None)
-        self.pool.swap(slot)
 
     def break_meeting(self, slot: int) -> None:
         """Let members that still wait for a lost one in the store's meeting fail at once."""
