@@ -204,11 +204,3 @@ def dial(address: str) -> None:
     host, _, port = address.rpartition(":")
     if port.isdigit() and "://" not in address:
         socket.create_connection((host, int(port)), timeout=5).close()
-
-
-def addresses_of(address: str) -> set[str]:
-    """Return the network addresses that the name in HOST:PORT has now; none if it is unknown."""
-    host = address.rpartition(":")[0].strip("[]")
-    with suppress(OSError):
-        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
-    return set()

@@ -25,7 +25,7 @@ from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError, PlacementError
-from nanoray.faults.cause import Failure, FailureCollector, back_off_s
+from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.launch.actors import ActorPool, start_timeout_s
 from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.fault_log import FaultLog
@@ -300,12 +300,7 @@ class Driver:
         reached("restarting")
 
         self.faults.set_recovery("restart")
-        seconds = back_off_s(self.faults.causes)
-        pause = ""
-        if seconds:
-            pause = f", in {seconds:.0f} s: no step was completed since the last failure"
-        say(f"restart  {self.faults.budget} from the newest checkpoint{pause}\n")
-        self.stop.wait(seconds, self._clock)
+        say(f"restart  {self.faults.budget} from the newest checkpoint\n")
         return GroupStage.NO_RANKS
 
     # The end.

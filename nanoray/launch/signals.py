@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -40,12 +39,6 @@ class Stop:
         """Stop as SIGTERM would, and say why."""
         self.signal, self.reason = signal.SIGTERM, reason
         say(f"\nstop     {reason}: stopping after this step; what is done is saved")
-
-    def wait(self, seconds: float, clock: Any = time) -> None:
-        """Sleep for some seconds, but return as soon as a stop is requested."""
-        until = clock.monotonic() + seconds
-        while not self.signal and clock.monotonic() < until:
-            clock.sleep(0.1)
 
     def check(self) -> None:
         """Raise StopRequested if a stop was requested."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import time
 from pathlib import Path
@@ -13,9 +12,9 @@ import pytest
 
 from nanoray.errors import PlacementError
 from nanoray.host.slots import local_slots
-from nanoray.launch import cluster_watch, connection
-from nanoray.launch.cluster_watch import HEAD_COMING, HEAD_TIMEOUT_S, LEAVE_S, ClusterWatch
-from nanoray.launch.connection import addresses_of, connected
+from nanoray.launch import connection
+from nanoray.launch.cluster_watch import HEAD_TIMEOUT_S, LEAVE_S, ClusterWatch
+from nanoray.launch.connection import connected
 from nanoray.launch.placement import Placement
 from tests.harness.scripted_ray import ScriptedTime
 
@@ -107,47 +106,7 @@ def test_a_head_that_is_gone_is_known_at_once_and_reported_after_a_while() -> No
         assert cluster.trouble() == "the cluster's head has not answered for 300 s"
 
 
-@pytest.mark.parametrize("sign", ["listens", "moved"])
-def test_a_run_waits_longer_while_a_head_is_on_its_way(
-    sign: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a busy node it starts several times. It is on its way when its name has another address, or
-    when something listens again that does not answer yet.
-    """
-    clock = ScriptedTime()
-    cluster, head, _, _ = watch(clock)
-
-    def starting(*_: Any) -> bytes:
-        raise RuntimeError("failed to connect to GCS")
-
-    with cluster, contextlib.ExitStack() as stack:
-        assert cluster.head_answers()
-        port = head.getsockname()[1]
-        head.close()
-        cluster.check()
-        assert cluster.patience_s == HEAD_TIMEOUT_S
-        gcs = cluster._api._private.worker.global_worker.gcs_client
-        answer, gcs.internal_kv_get = gcs.internal_kv_get, starting
-        if sign == "listens":
-            head = stack.enter_context(socket.create_server(("127.0.0.1", port)))
-        else:
-            monkeypatch.setattr(cluster_watch, "addresses_of", lambda _: {"10.0.0.7"})
-        cluster.check()
-        clock.sleep(HEAD_TIMEOUT_S + 1)
-        assert cluster.trouble() is None
-        clock.sleep(HEAD_TIMEOUT_S * (HEAD_COMING - 1))
-        late = "the cluster's head has not answered for 22.5 s, although a new one is on its way"
-        assert cluster.trouble() == late
-
-        # It answers: the next loss is one of its own.
-        if sign == "moved":
-            head = stack.enter_context(socket.create_server(("127.0.0.1", port)))
-        gcs.internal_kv_get = answer
-        assert cluster.head_answers()
-        assert (cluster.trouble(), cluster.patience_s) == (None, HEAD_TIMEOUT_S)
-
-
-def test_a_frozen_head_is_not_on_its_way() -> None:
+def test_a_frozen_head_is_reported() -> None:
     """The kernel accepts connections for it."""
     clock = ScriptedTime()
     cluster, head, _, _ = watch(clock)
@@ -161,18 +120,6 @@ def test_a_frozen_head_is_not_on_its_way() -> None:
         clock.sleep(HEAD_TIMEOUT_S + 1)
         cluster.check()
         assert cluster.trouble() == "the cluster's head has not answered for 15 s"
-
-
-@pytest.mark.parametrize(
-    ("address", "found"),
-    [
-        ("127.0.0.1:6379", {"127.0.0.1"}),
-        ("[::1]:6379", {"::1"}),
-        ("no-such-head.invalid:6379", set()),
-    ],
-)
-def test_the_addresses_of_a_head(address: str, found: set[str]) -> None:
-    assert addresses_of(address) == found
 
 
 def test_another_head_in_the_place_of_the_old_one_is_asked_nothing_more() -> None:
