@@ -42,7 +42,7 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "ShardStream": ("__init__", "files", "kind", "counts", "transform", "window", "block_size"),
     "Counted": ("batch", "samples"),
     "Weighted": ("sum", "weight"),
-    "Tuned": ("settings", "speedup", "folder", "table"),
+    "Tuned": ("settings", "speedup", "folder"),
     "Callback": (
         "on_run_start",
         "on_step_end",
@@ -65,7 +65,7 @@ INTERNAL: dict[str, tuple[str, ...]] = {
         "wanted",
         "store",
         "rejoin",
-        "logged",
+        "take_logged",
         "on_fit",
         "order",
         "group_lost",

@@ -1,10 +1,10 @@
 """Fine-tune GPT-2 on Shakespeare, on Ray; takes every flag of nanoray.launch.
 
-The weights are a folder: nothing is downloaded here. Where there is internet, once (550 MB):
+Nothing is downloaded here. Where there is internet, once (550 MB):
 
 hf download openai-community/gpt2 --local-dir gpt2
-python examples/finetune_gpt2.py --init_from gpt2
-python examples/finetune_gpt2.py --init_from gpt2-xl --workers 8 --dp_mode zero2 --precision bf16
+nanoray weights import gpt2 --out gpt2.safetensors
+python examples/finetune_gpt2.py --workers 8 --dp_mode zero2 --precision bf16
 
 Then, for text or for transformers:
 
@@ -19,7 +19,7 @@ from nanoray.launch.__main__ import main
 # The recipe of nanoGPT's config/finetune_shakespeare.py: 20 steps of 32 sequences at a constant rate
 RECIPE = {
     "name": "finetune-gpt2",
-    "init_from": "gpt2",
+    "init_from": "gpt2.safetensors",
     "dataset": "shakespeare",
     "tokenizer": "gpt2",
     "global_batch_size": "32",

@@ -77,7 +77,8 @@ def settings_of(path: str) -> dict[str, Any]:
 
 def translate(found: dict[str, Any]) -> dict[str, Any]:
     """Return keys of nanoray for the settings of a file."""
-    settings = {name: default for name, (_, default) in SAME.items()} | OTHERS | found
+    defaults: dict[str, Any] = {name: default for name, (_, default) in SAME.items()}
+    settings = defaults | OTHERS | found
     if settings["eval_only"]:
         raise SystemExit("eval_only = True trains nothing")
     keys = {key: settings[name] for name, (key, _) in SAME.items()}
@@ -137,7 +138,7 @@ def schedule(settings: dict[str, Any]) -> dict[str, Any]:
 
 def machine(found: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of the machine that a file sets."""
-    keys = {name: found[name] for name in ("compile", "backend") if name in found}
+    keys: dict[str, Any] = {name: found[name] for name in ("compile", "backend") if name in found}
     if "dtype" in found:
         keys["precision"] = PRECISION[found["dtype"]]
     if "device" in found:

@@ -8,18 +8,15 @@ import importlib
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from nanoray.bench.harness import leaks, processes
-from nanoray.config.weights import outlines
 from tests.harness import commands
 from tests.harness.cluster import commands_end_here
 from tests.harness.fixtures import kubectl, lines_are_printed, own_cache, shakespeare, text
@@ -62,10 +59,6 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # The ranks of a benchmark, too, need not import torch again
 processes.start_process = commands.start_process
-# Nor need the reader of a file of torch.save
-outlines.subprocess = SimpleNamespace(  # type: ignore[assignment]
-    run=commands.run_script, TimeoutExpired=subprocess.TimeoutExpired
-)
 
 
 def pytest_configure(config: pytest.Config) -> None:

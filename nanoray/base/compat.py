@@ -9,7 +9,6 @@ what the driver imports at its top does not import this file.
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -47,17 +46,13 @@ __all__ = [
     "abort_process_groups",
     "all_gather_single",
     "autograd_sequence",
-    "close_loader_writer",
     "collectives_of",
     "compiled_for_one_size",
     "current_node",
-    "end_loader",
     "foreach_add",
     "foreach_add_",
     "foreach_mul_",
     "gradient_hooks",
-    "loader_expects",
-    "loader_has_ended",
     "mark_as_stepped",
     "new_groups_meet_in",
     "node_sequence",
@@ -255,41 +250,6 @@ def current_node() -> Any:
 def node_sequence(node: Any) -> int:
     """Return the number that a node of autograd got when it was made."""
     return cast(int, node._sequence_nr())
-
-
-# The iterator of a DataLoader with worker processes.
-
-
-def loader_has_ended(iterator: Any) -> bool:
-    """Return whether an iterator of a DataLoader has ended its worker processes."""
-    return bool(iterator._shutdown)
-
-
-def loader_expects(iterator: Any, worker: int) -> bool:
-    """Return whether a worker process of an iterator, by its number, is still to read samples."""
-    return bool(iterator._workers_status[worker])
-
-
-def close_loader_writer(iterator: Any) -> None:
-    """Let the pipe that a loader's workers write to end with them: close this process's own end.
-
-    Not where a thread that pins memory reads the pipe: torch then finds by itself that a worker is
-    gone.
-    """
-    if not hasattr(iterator, "_pin_memory_thread"):
-        iterator._worker_result_queue._writer.close()
-
-
-def end_loader(iterator: Any) -> None:
-    """Do what torch does when an iterator ends, without a lock or a thread that waits for one.
-
-    Its worker processes must have ended.
-    """
-    iterator._workers_done_event = threading.Event()
-    if hasattr(iterator, "_pin_memory_thread"):
-        iterator._pin_memory_thread_done_event.set()
-        del iterator._pin_memory_thread  # a daemon
-    iterator._shutdown_workers()
 
 
 def mark_as_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -5,7 +5,6 @@
               fastest ones
     compared  the present setting, the one that was found and the grid's best, in turns of their own
     equal     50 steps of SGD with the present setting and with the one that was found: their losses
-    predicted how well the formulas' order agrees with the measured one, as Spearman's rank correlation
 
 Subjects are recipes, and two models of a script: a ResNet, and torch's TransformerEncoder. Of
 recipes for CPUs dropout is off, since otherwise the micro batch stays. `small micros` is
@@ -45,8 +44,8 @@ from nanoray.start.folder import open_run
 if TYPE_CHECKING:
     from nanoray.mesh.mesh import Mesh
     from nanoray.own.run import Run
-    from nanoray.tune.search import Search
-    from nanoray.tune.space import Choice, TunedRun
+    from nanoray.tune.knobs import Choice, TunedRun
+    from nanoray.tune.subject import TuneSubject
     from nanoray.tune.trials import Trials
 
 PRESENT = "as it is"
@@ -56,8 +55,6 @@ STEP = "step"
 SECONDS = "seconds"
 TRIED = "settings"
 LOSS = "loss"
-ORDER = "order"
-MFU = "MFU"
 EQUAL_STEPS = 50
 EQUAL = 2e-5  # between losses, relative
 FINALISTS = 8  # of the grid, that get more turns
@@ -177,7 +174,6 @@ class TuneBenchmark(Benchmark):
                 TableColumn("settings measured", TRIED),
                 TableColumn("seconds", SECONDS),
                 TableColumn("losses apart, relative", LOSS, optional=True),
-                TableColumn("rank correlation", ORDER, optional=True),
             ),
         ),
     )
@@ -273,11 +269,10 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
 
     from nanoray.mesh.rendezvous import Order, Rendezvous
     from nanoray.train.arm import memory_of_rank, same_loss
-    from nanoray.tune.expect import expected_of
-    from nanoray.tune.here import here_of
+    from nanoray.tune.knobs import words
+    from nanoray.tune.rank import here_of
     from nanoray.tune.search import Search
-    from nanoray.tune.space import words
-    from nanoray.tune.subject import subject_of
+    from nanoray.tune.subject import TuneSubject
     from nanoray.tune.trials import Trials
 
     spec = RunSpec.from_dict(order["spec"])
@@ -288,9 +283,8 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
         threads=torch.get_num_threads(),
     )
     given = frozenset({"global_batch_size"})
-    subject = subject_of(spec, place, MAINS.get(order["subject"]), given)
-    facts = here_of(spec, mesh, place, subject)
-    here = facts.here
+    subject = TuneSubject(MAINS.get(order["subject"]), given, place)
+    here = here_of(spec, mesh, place, subject)
 
     def trials_in(name: str) -> Trials:
         folder = spec.folder / name
@@ -303,23 +297,24 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     # The search
     may = ("norms", "masks")
     trials = trials_in("search")
-    formulas = expected_of(here, mesh)
-    search = Search(trials, here, may, memory_of_rank(mesh), formulas, order["leave"])
+    search = Search(trials, here, may, memory_of_rank(mesh), order["leave"])
+    began = time.monotonic()
     tuned = search.run()
+    spent_s = time.monotonic() - began
     apart = _losses_apart(mesh, spec, subject, here, tuned)
     # On a GPU, in 16 bits, a run's losses are not even those of the same run again.
     precision = here.config.precision
     most_apart = EQUAL if precision == "fp32" else same_loss(precision)
     after = f"after {EQUAL_STEPS} steps of SGD"
     row = ("search", LOSS, "", apart, after, int(apart > most_apart))
-    emit(_tried("search", trials, tuned, [row]))
+    emit(_tried("search", trials, spent_s, tuned, [row]))
 
     three = {PRESENT: (), TUNED: tuned}
     if order["most"]:
         choices = _combinations(here, may, order["leave"], order["most"])
         turns = min(GRID_TURNS, order["rounds"])
         grid = trials_in("grid")
-        three[BEST] = _walk_grid(grid, choices, turns, search, order["block_s"], emit)
+        three[BEST] = _walk_grid(grid, choices, turns, order["block_s"], emit)
 
     # Side by side, in turns of their own
     last = trials_in("compared")
@@ -335,35 +330,33 @@ def tune_rank(mesh: Mesh, order: Record, emit: Emit) -> None:
     rows: list[Row] = []
     for name, ms in times.items():
         rows.append((name, STEP, "ms", ms, words(three[name]), None))
-        if facts.flops and facts.peak_flops:
-            shares = [1e5 * facts.flops / each / facts.peak_flops for each in ms]
-            rows.append((name, MFU, "%", shares, "", None))
     emit({"line": medians_ms, "rows": rows})
 
 
-def _tried(what: str, trials: Trials, best: Choice, more: list[Row]) -> Record:
+def _tried(what: str, trials: Trials, spent_s: float, best: Choice, more: list[Row]) -> Record:
     """Return the event of what was tried, and what was the best of it."""
-    from nanoray.tune.space import words
+    from nanoray.tune.knobs import words
 
     count = len(trials.samples)
     rows: list[Row] = [
         (what, TRIED, "", count, words(best), None),
-        (what, SECONDS, "s", trials.spent_s, "of all blocks", None),
+        (what, SECONDS, "s", spent_s, "of all blocks", None),
     ]
-    line = f"{what:<6}  {count} settings, {trials.spent_s:.0f} s: {words(best)}"
+    line = f"{what:<6}  {count} settings, {spent_s:.0f} s: {words(best)}"
     return {"line": line, "rows": rows + more}
 
 
 def _walk_grid(
-    grid: Trials, choices: list[Choice], turns: int, search: Search, block_s: float, emit: Emit
+    grid: Trials, choices: list[Choice], turns: int, block_s: float, emit: Emit
 ) -> Choice:
     """Measure every combination once, and the fastest more often; return the best. (all ranks)"""
+    began = time.monotonic()
     grid.reserve_s = -1e6  # as long as it takes
     grid.next_turn()
     for number, choice in enumerate([(), *choices]):
         grid.measure(choice, block_s / 3)
         if number and number % SIGN_EVERY == 0:
-            line = f"grid    {number} of {len(choices)} settings, {grid.spent_s:.0f} s"
+            line = f"grid    {number} of {len(choices)} settings, {time.monotonic() - began:.0f} s"
             emit({"line": line, "rows": []})
     right = [choice for choice in grid.samples if choice not in grid.refused]
     fastest = sorted(right, key=lambda choice: grid.samples[choice][0].step_s)[:FINALISTS]
@@ -376,13 +369,7 @@ def _walk_grid(
         for choice in fastest
     }
     best = min(medians, key=lambda choice: medians[choice])
-    agreement = _agreement(search, grid.samples)
-    rows: list[Row] = []
-    if agreement is not None:
-        rows.append(
-            ("grid", ORDER, "", agreement, "formulas beside measured steps, Spearman", None)
-        )
-    emit(_tried("grid", grid, best, rows))
+    emit(_tried("grid", grid, time.monotonic() - began, best, []))
     return best
 
 
@@ -391,11 +378,11 @@ def _combinations(
 ) -> list[Choice]:
     """Return every combination of what the search may change that can be trained, evenly cut."""
     from nanoray.errors import ConfigError
-    from nanoray.tune.space import configured, options, with_settings
+    from nanoray.tune.knobs import configured, options, with_settings
 
     of_knob: dict[str, list[Choice]] = {}
-    for option in options(here, may, leave):
-        of_knob.setdefault(option.knob, [()]).append(option.choice)
+    for option, knob in options(here, may, leave).items():
+        of_knob.setdefault(knob, [()]).append(option)
     found: list[Choice] = []
     for parts in product(*of_knob.values()):
         choice: Choice = ()
@@ -411,35 +398,12 @@ def _combinations(
     return found[::step]
 
 
-def _agreement(search: Search, samples: Any) -> float | None:
-    """Return the rank correlation of predicted and measured steps; None without formulas."""
-    from nanoray.errors import ConfigError
-    from nanoray.tune.space import configured
-
-    if search.expected is None:
-        return None
-    predicted, measured = [], []
-    for choice, trials in samples.items():
-        try:
-            predicted.append(search.expected.step_s(configured(search.here, choice)))
-        except ConfigError:
-            continue
-        measured.append(trials[0].step_s)
-    if len(set(predicted)) < 2:
-        return None
-    return statistics.correlation(_ranks(predicted), _ranks(measured))
-
-
-def _ranks(values: list[float]) -> list[float]:
-    """Return the place of each value; equal values share the mean of theirs."""
-    places = sorted(values)
-    return [places.index(value) + (places.count(value) - 1) / 2 for value in values]
-
-
-def _losses_apart(mesh: Mesh, spec: RunSpec, subject: Any, here: TunedRun, tuned: Choice) -> float:
+def _losses_apart(
+    mesh: Mesh, spec: RunSpec, subject: TuneSubject, here: TunedRun, tuned: Choice
+) -> float:
     """Return how far the losses of 50 steps of SGD are apart, relative. (all ranks)"""
     from nanoray.train.arm import LoopArm
-    from nanoray.tune.space import configured
+    from nanoray.tune.knobs import configured
 
     losses = []
     for choice in ((), tuned):

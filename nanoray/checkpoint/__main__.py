@@ -21,7 +21,7 @@ from nanoray.checkpoint.files import find_all, load, peek
 from nanoray.checkpoint.find import newest_valid
 from nanoray.cli import Parser, name_program, run_subcommand, tool_parser, writing
 from nanoray.errors import CheckpointError, ConfigError
-from nanoray.state.state_dict import is_listed, missing_from
+from nanoray.state.state_dict import missing_from
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,12 +68,7 @@ def _verify(argv: list[str]) -> int:
             missing = missing_from(state)
             if missing:
                 raise CheckpointError(f"{missing[0]}; of {len(missing)} such tensor(s)")
-            older = (
-                ""
-                if is_listed(state)
-                else " (of an older version: the names of its tensors are not compared)"
-            )
-            print(f"{path.name}  ok{older}")
+            print(f"{path.name}  ok")
         except CheckpointError as error:
             damaged += 1
             print(f"{path.name}  DAMAGED: {error}")

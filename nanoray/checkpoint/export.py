@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from nanoray.base.atomic import replace_bytes, write_json
-from nanoray.config.weights import gpt2
+from nanoray.checkpoint import gpt2
 from nanoray.errors import ConfigError
 from nanoray.models.gpt import ModelShape
 from nanoray.state.state_dict import StateDict, entries_of
@@ -230,20 +230,31 @@ def _torch_file(state: StateDict) -> bytes:
 
 def _safetensors_file(state: StateDict, out: Path) -> bytes:
     """Return the model's tensors as a safetensors file. Raises ConfigError where it cannot hold all."""
-    from safetensors.torch import save
-
     tensors, values = entries_of(state, CPU)
     if values:
         raise ConfigError(
             f"{min(values)} is no tensor, and a safetensors file holds tensors only; give "
             f"--out {out.with_suffix('.pt')}"
         )
+    tokenizer = (state.meta.get("dataset") or {}).get("tokenizer") or {}
+    return weights_file(tensors, state.meta["model_shape"], tokenizer)
+
+
+def weights_file(
+    tensors: dict[str, Tensor], shape: dict[str, Any], tokenizer: dict[str, Any]
+) -> bytes:
+    """Return a file that a run can begin with. Its header has the shape and the tokenizer."""
+    from safetensors.torch import save
+
     # Metadata of a safetensors file are strings.
     header = {
         "format": "pt",
-        "step": str(state.meta["step"]),
-        "model_shape": json.dumps(state.meta["model_shape"]),
-        "tokenizer": json.dumps((state.meta.get("dataset") or {}).get("tokenizer") or {}),
+        "model_shape": json.dumps(shape),
+        "tokenizer": json.dumps(tokenizer),
     }
     # Clones, because safetensors refuses tensors that share memory, as tied weights do.
-    return save({name: tensor.clone() for name, tensor in tensors.items()}, header)
+    copies = {
+        name: tensor.clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    return save(copies, header)

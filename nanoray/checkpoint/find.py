@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from nanoray.base.atomic import read_json
-from nanoray.base.storage.remote_run import is_run_name
+from nanoray.base.storage.url import is_run_name
 from nanoray.checkpoint.files import (
     MANIFEST,
     STEP_NAME,
@@ -28,7 +28,6 @@ from nanoray.checkpoint.files import (
     open_checkpoint,
     steps_in,
 )
-from nanoray.config.layers import same_weights
 from nanoray.config.settings import public
 from nanoray.errors import CheckpointError
 
@@ -187,8 +186,8 @@ def _sort_key(run_dir: Path) -> tuple[float, int, list[str]]:
     try:
         started = float(read_json(run_dir / "run.json")["started"])
         newest = max(steps_in(run_dir / "checkpoints", []).values(), default=0)
-    except (OSError, ValueError, KeyError, TypeError):
-        # A run of an older version, or a broken one: its name begins with the time, in UTC.
+    except KeyError:
+        # Without run.json its name says when it began, in UTC.
         with suppress(ValueError):
             started = calendar.timegm(time.strptime(run_dir.name[:17], "%Y-%m-%d_%H%M%S"))
     return started, newest, _numbered(run_dir.name)
@@ -204,22 +203,18 @@ def other_recipe(
 ) -> dict[str, str]:
     """Return {key: text} for each key of `recipe` whose value differs from what a run trained with.
 
-    meta: of the run's checkpoint, where it has been read. Without config.json and run.json, which
-    older versions did not write, nothing differs.
+    meta: of the run's checkpoint, where it has been read. Without config.json and run.json nothing
+    differs.
     """
     files = _records(run_dir)
     if files is None:
         return {}
     config, run = files
-    # Keys that an older version did not have fall back to the run's files. So do all of a script's
-    # run: its model and data decide some of them (rates, batch size) after the command has begun.
-    trained = (meta or {}).get("config") or {}
-    if trained.get("model") == "own":
-        trained = {}
-    recorded = run.get("config")
-    if isinstance(recorded, dict):
-        trained = {**recorded, **trained}
-    run = {**run, "config": trained}
+    # Of a script's run the files count: its model and data decide some keys (rates, batch size) after
+    # the command has begun.
+    trained = (meta or {}).get("config")
+    if trained and trained.get("model") != "own":
+        run = {**run, "config": trained}
     return differences(config, run, recipe)
 
 
@@ -257,18 +252,12 @@ def differences(
     recorded = run.get("config")
     if isinstance(recorded, dict):
         config = {**config, **recorded}
-    try:
-        tokens = run["dataset"]["tokens_sha256"]
-    except (KeyError, TypeError):
-        return {}
+    tokens = run["dataset"]["tokens_sha256"]
     changed = {}
     for key, value in recipe.items():
         if key not in config:
             continue
-        same = config[key] == value
-        if key == "init_from":
-            same = same_weights(config[key], value)
-        if not same:
+        if config[key] != value:
             words = "is {before} there and {after} here"
             changed[key] = _change_of(key, config[key], value, words)
     # Another text, or the same text with another tokenizer.

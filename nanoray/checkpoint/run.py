@@ -6,7 +6,6 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
                      and who has set each key of config.json
     metrics.jsonl    one record per logged step
     statistics.jsonl  with statistics_every: what each layer is like
-    memory/          with memory_at: the memory of a step on each rank;  `nanoray report` draws it
     profile/         with profile: the operations of some steps on each rank;  `nanoray timeline RUN --profile`
     hashes.jsonl     the hashes of its states, and its groups of ranks;  `nanoray replay` and `bisect` compare them
     summary.json     how it ended
@@ -19,7 +18,6 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     logs/rank0.*.ledger    the seconds of each of its processes, by account;  `nanoray ledger` adds them up
     attempt          the attempt that may write checkpoints, and when its command started
     lock             held by the process that uses the run; contains its pid and host
-    .room            while the run lasts: the room of summary.json on a disk that is full then
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,9 +50,6 @@ from nanoray.mesh.backends import reports_lost_peers
 log = logging.getLogger("nanoray.rank")
 _RECORD_BYTES = 1 << 16  # more than one record of a file of records has
 _LONGEST_INSIDE = 200  # bytes of the path of a file within a run's folder, with room
-ROOM = ".room"
-# A block of most file systems, and more than the summary of a run that has failed
-_ROOM_BYTES = 1 << 12
 LOCK_WAIT_S = 2.0  # a killed process may take a moment to exit
 
 
@@ -130,8 +125,8 @@ class RunSpec:
             resume=values["resume"],
             attempt=values["attempt"],
             notes=tuple(values["notes"]),
-            storage_ahead_s=values.get("storage_ahead_s", 0.0),  # not in an older run.json
-            origins=values.get("origins", {}),
+            storage_ahead_s=values["storage_ahead_s"],
+            origins=values["origins"],
         )
 
     def next_attempt(self) -> RunSpec:
@@ -308,12 +303,6 @@ def write_attempt(spec: RunSpec) -> None:
             file.truncate()
 
 
-def reserve_room(folder: Path) -> None:
-    """Reserve the room of summary.json, so that a full disk does not hide why the run ended."""
-    with suppress(OSError):  # the disk is full already
-        (folder / ROOM).write_bytes(bytes(_ROOM_BYTES))
-
-
 def storage_clock(path: Path) -> float | None:
     """Return the Unix seconds of the storage's own clock when it last wrote `path`; None on error.
 
@@ -416,7 +405,6 @@ def write_summary(spec: RunSpec, outcome: dict[str, Any], restarts: int) -> dict
         "torch": outcome.get("torch"),
     }
     try:
-        (spec.folder / ROOM).unlink(missing_ok=True)
         write_json(spec.folder / "summary.json", summary)
     except OSError as error:  # a full disk must not hide what has ended the run
         log.warning("summary.json was not written: %s", error)

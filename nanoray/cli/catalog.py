@@ -37,7 +37,7 @@ COMMANDS = {
     ),
     "inspect": (
         "nanoray.tools.inspect.__main__",
-        "dump a model: tree, owners, FLOPs, memory; --verify runs one batch",
+        "show a model: tree, owners, FLOPs; --verify runs one batch",
     ),
     "replay": (
         "nanoray.tools.replay.__main__",
@@ -47,8 +47,11 @@ COMMANDS = {
         "nanoray.tools.replay.bisect",
         "find the first step, rank and tensor in which two runs differ",
     ),
-    "experts": ("nanoray.trace.experts", "draw the load of a run's experts over its steps"),
     "checkpoint": ("nanoray.checkpoint.__main__", "list, verify, show or export checkpoints"),
+    "weights": (
+        "nanoray.checkpoint.import_weights",
+        "import the weights of a GPT-2 of Hugging Face or nanoGPT, to begin a run with",
+    ),
     "upload": (
         "nanoray.checkpoint.upload.__main__",
         "send a run to object storage: s3://, gs://, file://",
@@ -62,7 +65,6 @@ COMMANDS = {
         "nanoray.kube.__main__",
         "train on Kubernetes: render, submit, status, logs, stop, fetch",
     ),
-    "alerts": ("nanoray.kube.alerts", "print the alerts for Prometheus, as a rule file"),
     "mig": (
         "nanoray.tools.mig",
         "show the MIG slices that a GPU supports, and those that exist here",

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.storage.remote_run import RunUrl
-from nanoray.base.storage.store import StorageError
-from nanoray.base.storage.url import is_url, problem_of
+from nanoray.base.storage.store import StorageError, Store
+from nanoray.base.storage.url import is_url, problem_of, run_of
 from nanoray.cli.help import Page, asked_for, format_help
 from nanoray.cli.parsers import COMMAND_FLAGS, SCALE_FLAGS, build_parser, flag_names
 from nanoray.config import (
@@ -177,12 +176,17 @@ def _layer_at(url: str) -> tuple[dict[str, Any], dict[str, str]]:
     problem = problem_of("resume", url)
     if problem:
         raise ConfigError(problem)
-    where = RunUrl.of(url)
+    named = run_of(url)
+    if named is None:
+        return {}, {}
+    run, _ = named
     try:
-        values, record = where.settings()
+        store = Store(run)
+        values = store.read_json("config.json") or {}
+        record = store.read_json("run.json") or {}
     except StorageError as error:
         raise ConfigError(f"resume = {url}: {error}") from None
-    return _inherited(flatten(values), record, where.name)
+    return _inherited(flatten(values), record, run.rpartition("/")[2])
 
 
 def _inherited(

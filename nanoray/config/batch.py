@@ -20,12 +20,12 @@ class BatchKeys(Group):
     # Number of sequences. A size that is not given follows from the others
     micro_batch_size: Natural = field(0, "batch")
     """sequences per rank per forward pass (0 = follows from the global batch). auto = the fastest
-    that fits, which is measured before the first step and kept for the next start; it needs
+    that fits: `nanoray launch` asks `nanoray tune` before the run begins; it needs
     global_batch_size, which stays. Out of memory? A run halves it by itself (on_oom): accumulation
     doubles, and the global batch stays"""
 
     micro_batch_search: bool = hidden(False, "batch")
-    """micro_batch_size auto: the size is measured on the ranks, before the first step"""
+    """micro_batch_size auto: `nanoray tune` measures the size, before the run begins"""
 
     grad_accum_steps: Natural = field(0, "batch")
     """micro steps per optimizer step (0 = follows from the global batch, else 1)"""

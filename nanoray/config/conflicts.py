@@ -129,15 +129,15 @@ TABLE: tuple[Row, ...] = tuple(chain(
             "on a GPU the last bits of its gradients differ each time, so healthy ranks would look "
             "wrong", "use attention plain, or audit_every 0", also="device cuda or mig"),
 
-    # A micro batch that is measured changes nothing that it must not
+    # `nanoray tune` measures it, on the model that the configuration describes
     refused("micro_batch_size auto", "grad_accum_steps above 0",
             "accumulation follows from the micro batch that is found",
             "drop grad_accum_steps, or give micro_batch_size a number"),
+    refused("micro_batch_size auto", "model own",
+            "only the script can make its model",
+            "give the number that nanoray.tune(main, config) finds"),
     refused("micro_batch_size auto", "model resnet",
             "its batch norms take mean and variance of a micro batch, so the result depends on it",
-            "give micro_batch_size a number"),
-    refused("micro_batch_size auto", "sync_batchnorm True",
-            "mean and variance of a micro batch change the result",
             "give micro_batch_size a number"),
 
     # Optimizer. Muon orthogonalises each matrix of the blocks, so a rank must have it whole
@@ -312,10 +312,6 @@ TABLE: tuple[Row, ...] = tuple(chain(
     refused("statistics_every above 0", "cp above 1",
             "rank 0 has a part of each sequence, and attention needs all of it",
             "use cp 1, or drop statistics_every"),
-    rule("memory_at max_steps num_epochs stop_at",
-         "memory_at: the run must reach that step", sizes.memory_is_reached),
-    refused("memory_at above 0", _COMPILED,
-            "allocations of compiled layers cannot be seen", "drop one of the two"),
     rule("profile max_steps num_epochs stop_at",
          "profile A:B: the run must reach step B - 1", sizes.profile_is_reached),
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from nanoray.config.fields import Natural, Positive
@@ -21,8 +19,8 @@ class Kube(BaseModel):
     )
 
     overlay: str = ""
-    """folder of kuberay/overlays (default: by --device cpu, multi-pod or mig-mixed; with
-    --gpu_allocation dra gpu-dra or mig-dra)"""
+    """folder of kuberay/overlays (default: by --device cpu, multi-pod or mig-mixed); gpu-dra and
+    mig-dra claim GPUs of NVIDIA's DRA driver"""
     namespace: str = Field(
         default="nanoray", pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63
     )
@@ -38,14 +36,7 @@ class Kube(BaseModel):
     shm_gib: float = Field(default=0.0, ge=0)
     """/dev/shm of a worker pod in GiB (0 = the overlay's)"""
     gpu_resource: str = ""
-    """device of a rank: nvidia.com/gpu, nvidia.com/mig-1g.18gb, ..., or a MIG profile alone
-    (default: the overlay's)"""
-    gpu_allocation: Literal["auto", "device_plugin", "dra"] = "auto"
-    """who gives pods their GPUs: device_plugin | dra, which is NVIDIA's DRA driver on Kubernetes
-    1.34 or newer (auto = the overlay's)"""
-    gpu_selector: str = ""
-    """with dra: a CEL expression that each GPU must satisfy, such as
-    device.attributes['gpu.nvidia.com'].productName == 'NVIDIA H100 80GB HBM3'"""
+    """resource of a rank: nvidia.com/gpu, nvidia.com/mig-1g.18gb, ... (default: the overlay's)"""
     storage: str = "hostpath"
     """hostpath (a folder of the one node) | NAME of a StorageClass that offers ReadWriteMany"""
     storage_path: str = Field(default="/var/lib/nanoray", pattern=r"^/")

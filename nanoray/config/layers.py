@@ -22,7 +22,7 @@ from nanoray.config.run import name_of_file
 from nanoray.config.schema import Config, changes_recipe
 from nanoray.config.settings import FLAG, Settings
 from nanoray.config.variables import parse_variables
-from nanoray.config.weights.source import find
+from nanoray.config.weights import find
 from nanoray.errors import ConfigError
 
 PRESET_DIR = Path(__file__).resolve().parents[1] / "presets"
@@ -194,22 +194,22 @@ def _lay_weights(lower: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[di
         path = keep_init_from(began, given, run)
         return {**lower, **{key: began[key] for key in WEIGHT_KEYS if key in began}}, path
 
-    source = find(str(given["init_from"]))
-    _refuse_contradictions(source.keys, given, str(source.path))
+    weights = find(str(given["init_from"]))
+    _refuse_contradictions(weights.keys, given, str(weights.path))
     merged = dict(lower)
-    if not source.keys["experts"]:
+    if not weights.keys["experts"]:
         for key in EXPERT_KEYS:
             merged.pop(key, None)
-    merged.update(source.keys)
+    merged.update(weights.keys)
 
     # Text becomes the ids that the weights were trained on. A folder of tokens has its own
     dataset = given.get("dataset", lower.get("dataset", "auto"))
     is_folder = Path(str(dataset)).expanduser().is_dir()
-    if source.tokenizer_kind and not is_folder:
-        merged["tokenizer"] = source.tokenizer_kind
+    kind = weights.tokenizer.get("kind")
+    if kind in ("char", "byte", "gpt2") and not is_folder:
+        merged["tokenizer"] = kind
     merged.pop("expected_val_loss", None)
-    # Of a run, its folder: the new run's own folder records which checkpoint was the newest
-    return merged, os.path.abspath(os.path.expanduser(str(given["init_from"])))
+    return merged, str(weights.path)
 
 
 def keep_init_from(began: Mapping[str, Any], given: Mapping[str, Any], run: Path) -> str:
@@ -219,24 +219,13 @@ def keep_init_from(began: Mapping[str, Any], given: Mapping[str, Any], run: Path
     no effect.
     """
     first = str(began.get("init_from") or "")
-    if not same_weights(first, str(given["init_from"])):
+    if first != os.path.abspath(os.path.expanduser(str(given["init_from"]))):
         origin = f"began with those of {first}" if first else "began with random ones"
         raise ConfigError(
             f"init_from = {given['init_from']} would be ignored: the run {run} is resumed, which "
             f"has its own weights and {origin}; drop init_from, or drop resume"
         )
     return first
-
-
-def same_weights(recorded: str, wanted: str) -> bool:
-    """Return whether a run that began with the weights `recorded` began with the wanted ones.
-
-    Of a run, its record names the checkpoint that was the newest then. "" are random weights.
-    """
-    if not recorded or not wanted:
-        return recorded == wanted
-    path = Path(os.path.abspath(os.path.expanduser(wanted)))
-    return path == Path(recorded) or path in Path(recorded).parents
 
 
 def _refuse_contradictions(keys: Mapping[str, Any], given: Mapping[str, Any], where: str) -> None:

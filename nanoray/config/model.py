@@ -37,10 +37,9 @@ class ModelKeys(Group):
 
     # Where the weights of step 0 come from
     init_from: str = path("", "model")
-    """gpt: begin with the weights of FOLDER or FILE in place of random ones: a Hugging Face folder of
-    GPT-2, nanoGPT's ckpt.pt, a file of `nanoray checkpoint export`, a run or one of its checkpoints.
-    The sizes of the model, its biases and the form of GELU come from there; a smaller block_size
-    crops the positions. Nothing is downloaded; a resumed run has its own weights"""
+    """gpt: begin with the weights of FILE in place of random ones: a file of `nanoray weights import` or
+    of `nanoray checkpoint export`. The sizes of the model, its biases and the form of GELU come from
+    there; a smaller block_size crops the positions. A resumed run has its own weights"""
 
     # The form of an activation, which is a part of what the weights mean
     gelu: Literal["exact", "tanh"] = field("exact", "model")

@@ -43,13 +43,13 @@ class RunKeys(Group):
     # A copy in object storage
     upload: str = path("", "run")
     """URL below which a process beside the training puts a copy of the run: each checkpoint,
-    records and reports; s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER. Credentials come
-    from the environment (AWS_*, GOOGLE_*) or the machine's role. No failure of it ends a run, and
-    nothing is removed there"""
+    and with it records and reports; s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER.
+    Credentials come from the environment (AWS_*, GOOGLE_*) or the machine's role. No failure of it
+    ends a run that has begun, and nothing is removed there"""
 
     upload_timeout: float = field(300.0, "run", ge=0)
-    """seconds that the end of a run waits for what --upload has not sent yet; 20 at most after a
-    signal. Then a line says what is missing there, and the command that sends it"""
+    """seconds that the end of a run waits for what --upload has not sent yet; Ctrl-C ends the wait.
+    Then a line has the command that sends the rest"""
 
     # What the processes of the ranks find in their environment
     env: dict[str, str | None] = field({}, "run")

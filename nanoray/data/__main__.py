@@ -1,6 +1,7 @@
-"""`nanoray data tokenize|index|openwebtext|fineweb-edu`: prepare data for training.
+"""`nanoray data tokenize|import|index|openwebtext|fineweb-edu`: prepare data for training.
 
 tokenize      turn text, JSON lines or parquet into token shards; a second command goes on after a kill
+import        turn numpy's arrays of tokens (.npy) into token files
 index         find the records of files of lines before a run does (ShardStream)
 openwebtext   the 8 million web pages of the preset gpt2-124m, as GPT-2's tokens
 fineweb-edu   10 billion tokens of educational web pages, as GPT-2's tokens
@@ -19,6 +20,7 @@ from nanoray.base.atomic import json_mapping
 from nanoray.cli import name_program, run_subcommand, tool_parser
 from nanoray.data.documents import FORMATS, Files
 from nanoray.data.hub import SETS, Hub
+from nanoray.data.import_tokens import import_arrays
 from nanoray.data.line_index import starts_of
 from nanoray.data.prepare_shards import prepare_shards
 from nanoray.data.shards import find_files, kind_of
@@ -40,7 +42,11 @@ validation. GPT-2's tokens have <|endoftext|> after each document; characters an
 
 def main(argv: list[str] | None = None) -> int:
     """Run one of the commands and return its exit code."""
-    commands: dict[str, Callable[[list[str]], int]] = {"tokenize": _tokenize, "index": _index}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "tokenize": _tokenize,
+        "import": _import,
+        "index": _index,
+    }
     for name in SETS:
         commands[name] = partial(_prepare_set, name)
     return run_subcommand(commands, argv, __doc__)
@@ -62,6 +68,23 @@ def _tokenize(argv: list[str]) -> int:
     files = find_files(args.files, FORMATS)
     source = Files(files, args.field, _fraction(args.val_fraction))
     _prepare(source, _parse_tokenizer(args.tokenizer), args)
+    return 0
+
+
+def _import(argv: list[str]) -> int:
+    text = (
+        "Turn a folder of .npy files into token files. Their vocabulary is that of meta.json beside "
+        "them, else GPT-2's."
+    )
+    parser = tool_parser(name_program("data import"), text)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="train*.npy and val*.npy")
+    parser.add_argument(
+        "-o", "--out", type=Path, required=True, metavar="FOLDER", help="where the files go"
+    )
+    args = parser.parse_args(argv)
+    if args.out.exists():
+        raise DataError(f"{args.out} already exists; give --out another name")
+    print(import_arrays(args.folder, args.out))
     return 0
 
 

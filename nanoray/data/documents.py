@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from nanoray.data.line_index import require_no_nul
-from nanoray.data.shards import import_parquet
 from nanoray.errors import DataError
 
 FORMATS = {
@@ -32,6 +31,15 @@ FORMATS = {
 BATCH = 1 << 20  # characters of a batch, about
 _SPACES = " \n\t\r"
 Place = dict[str, Any]
+
+
+def import_parquet() -> Any:
+    """Return pyarrow's module for parquet. Raises DataError where it is not installed."""
+    try:
+        from pyarrow import parquet  # optional, and slow to import
+    except ImportError:
+        raise DataError("parquet files need pyarrow; pip install 'nanoray[parquet]'") from None
+    return parquet
 
 
 class DocumentPiece(NamedTuple):

@@ -213,7 +213,7 @@ def _text_file(path: Path, given: str) -> _Source:
         # Before the whole file is read: one of tokens may be larger than the memory.
         with path.open("rb") as file:
             start = file.read(_LOOK_BYTES)
-        if path.suffix in (".bin", ".npy") and b"\0" in start:
+        if path.suffix == ".bin" and b"\0" in start:
             pattern = shlex.quote(str(path.parent / f"*{path.suffix}"))
             raise DataError(
                 f"{given} is one file of tokens; name its folder, which has the files of both "

@@ -2,7 +2,6 @@
 
 jsonl     a line is a record: the value of its JSON
 text      a line is a record: its text
-parquet   a row is a record: a dict of its columns; needs pyarrow
 tokens    block_size + 1 tokens are a record, and the next one begins with the last of them
 """
 
@@ -14,7 +13,6 @@ import mmap
 import os
 import re
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ import numpy as np
 from nanoray.base.environment import working_folder
 from nanoray.data.headers import read_header
 from nanoray.data.line_index import starts_of
-from nanoray.data.token_folder import read_stated
+from nanoray.data.token_folder import read_dtype
 from nanoray.errors import DataError
 
 SUFFIXES = {
@@ -32,15 +30,12 @@ SUFFIXES = {
     ".ndjson": "jsonl",
     ".txt": "text",
     ".text": "text",
-    ".parquet": "parquet",
     ".bin": "tokens",
-    ".npy": "tokens",
 }
-KINDS = ("jsonl", "text", "parquet", "tokens")
+KINDS = ("jsonl", "text", "tokens")
 _SPLIT = re.compile(r"(?<![a-z])(train|valid|validation|val|dev|test|eval)(?![a-z])")
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 _READ_AHEAD = 1 << 23  # bytes
-_GROUPS = 3  # row groups that are kept at least: a window may begin in one and end in the next
 
 
 # Which files.
@@ -229,89 +224,13 @@ class Lines(ShardFile):
         self._advised = set()
 
 
-class Parquet(ShardFile):
-    """A parquet file with a record in each row; `cache` keeps row groups for all files."""
-
-    def __init__(self, path: Path, columns: Sequence[str], cache: RowGroups) -> None:
-        super().__init__(path)
-        self._columns = list(columns) or None
-        self._cache = cache
-        self._pid = 0
-        metadata = self._open().metadata
-        names = metadata.schema.to_arrow_schema().names
-        for column in columns:
-            if column not in names:
-                raise DataError(
-                    f"{path} has no column {column}; it has {', '.join(names)}: choose of these"
-                )
-        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-        self._ends = np.cumsum(rows, dtype=np.int64)  # the record after each row group's last
-        self.records = int(metadata.num_rows)
-
-    def read(self, record: int) -> Any:
-        # The first row group that ends behind the record.
-        group = int(np.searchsorted(self._ends, record, side="right"))
-        first = int(self._ends[group - 1]) if group else 0
-        table = self._cache.get((str(self.path), group), lambda: self._read_group(group))
-        (row,) = table.slice(record - first, 1).to_pylist()
-        return row
-
-    def _read_group(self, group: int) -> Any:
-        file = self._open()
-        self.require_size(self.path.stat().st_size)
-        # Without threads: a forked worker process has none of the pool's.
-        return file.read_row_group(group, columns=self._columns, use_threads=False)
-
-    def _open(self) -> Any:
-        # A forked process must not share its parent's place in the file.
-        if self._file is None or self._pid != os.getpid():
-            parquet = import_parquet()
-            try:
-                self._file = parquet.ParquetFile(self.path)
-            except Exception as error:  # pyarrow's errors have no common base
-                raise DataError(f"cannot read {self.path} as parquet: {error}") from None
-            self._pid = os.getpid()
-        return self._file
-
-    def close(self) -> None:
-        if self._file is not None and self._pid == os.getpid():
-            self._file.close()
-        self._file = None
-
-
-class RowGroups:
-    """The newest row groups that were read: those of two windows, and at least a few."""
-
-    def __init__(self, rows: int) -> None:
-        self._rows = rows
-        self._tables: OrderedDict[tuple[str, int], Any] = OrderedDict()
-
-    def get(self, key: tuple[str, int], read: Callable[[], Any]) -> Any:
-        """Return a row group as a table of arrow."""
-        if key in self._tables:
-            self._tables.move_to_end(key)
-            return self._tables[key]
-        self._tables[key] = read()
-        kept = sum(table.num_rows for table in self._tables.values())
-        while len(self._tables) > _GROUPS:
-            oldest = next(iter(self._tables.values()))
-            if kept - oldest.num_rows < self._rows:
-                break
-            kept -= oldest.num_rows
-            self._tables.popitem(last=False)
-        return self._tables[key]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_rows": self._rows, "_tables": OrderedDict()}
-
-
 class Tokens(ShardFile):
     """A file of tokens, cut into records of block_size + 1 that share their first and last one."""
 
     def __init__(self, path: Path, block_size: int) -> None:
         super().__init__(path)
         self._block_size = block_size
-        self._header = read_header(path, read_stated(path.parent))
+        self._header = read_header(path, read_dtype(path.parent))
         self.records = max(0, self._header.tokens - 1) // block_size
         self._tokens: np.ndarray | None = None
 
@@ -331,15 +250,6 @@ class Tokens(ShardFile):
         if self._file is not None:
             self._file.close()
         self._file = None
-
-
-def import_parquet() -> Any:
-    """Return pyarrow's module for parquet. Raises DataError where it is not installed."""
-    try:
-        from pyarrow import parquet  # optional, and slow to import
-    except ImportError:
-        raise DataError("parquet files need pyarrow; pip install 'nanoray[parquet]'") from None
-    return parquet
 
 
 def parse_text(line: bytes) -> str:

@@ -27,8 +27,6 @@ from nanoray.data.order import GOLDEN, mix
 from nanoray.data.shards import (
     KINDS,
     Lines,
-    Parquet,
-    RowGroups,
     ShardFile,
     Tokens,
     find_files,
@@ -43,7 +41,7 @@ _PAGE = 4096  # bytes from both ends of a file that its hash covers
 
 
 class ShardStream(IterableDataset[Any]):
-    """Samples from files that are read in sequence: JSON lines, text, parquet or tokens.
+    """Samples from files that are read in sequence: JSON lines, text or tokens.
 
     `RuntimeEngine.fit` reads it in an order that follows from the run's seed: the files are shuffled
     in each epoch, and their samples within a window. A run continues in the middle of an epoch with
@@ -55,7 +53,7 @@ class ShardStream(IterableDataset[Any]):
     """the files, in the order of their names or of the list"""
 
     kind: str
-    """jsonl, text, parquet or tokens"""
+    """jsonl, text or tokens"""
 
     counts: list[int]
     """the number of samples in each file"""
@@ -75,7 +73,6 @@ class ShardStream(IterableDataset[Any]):
         transform: Callable[[Any], Any] | None = None,
         *,
         kind: str = "auto",
-        columns: Sequence[str] = (),
         block_size: int = 0,
         shuffle: bool = True,
         window: int | None = None,
@@ -84,11 +81,11 @@ class ShardStream(IterableDataset[Any]):
 
         `files`: a file, a folder, a pattern, or a list of them. `transform`: makes an item, a pair
         or a dict, of a record; the generators of torch, numpy and Python that it draws from are
-        seeded for each sample. `kind`: jsonl (a record is a line's value), text (a line), parquet (a
-        dict of the `columns`, of all without them), or tokens (`block_size` + 1 ids; without a
-        `transform`, inputs and targets); auto: by the names of the files. `window`: how many samples
-        are shuffled together. The first time, files of lines are read once for their index, which
-        stays beside them. Raises DataError for files that cannot be read so.
+        seeded for each sample. `kind`: jsonl (a record is a line's value), text (a line), or tokens
+        (`block_size` + 1 ids; without a `transform`, inputs and targets); auto: by the names of the
+        files. `window`: how many samples are shuffled together. The first time, files of lines are
+        read once for their index, which stays beside them. Raises DataError for files that cannot be
+        read so.
         """
         if kind not in ("auto", *KINDS):
             raise DataError(f"kind = {kind!r} is none of auto, {', '.join(KINDS)}; choose of these")
@@ -101,12 +98,12 @@ class ShardStream(IterableDataset[Any]):
             )
         self.files = find_files(files)
         self.kind = kind_of(self.files) if kind == "auto" else kind
-        self._require_options(columns, block_size)
+        self._require_options(block_size)
         self.transform = transform
         self.window = (window or WINDOW) if shuffle else 0
         self.block_size = block_size
 
-        make = self._maker(columns, block_size)
+        make = self._maker(block_size)
         self._shards: list[ShardFile] = []
         for path in self.files:
             try:
@@ -119,14 +116,8 @@ class ShardStream(IterableDataset[Any]):
         self._ends = list(accumulate(self.counts))
         self._identity: dict[str, Any] = {}
 
-    def _require_options(self, columns: Sequence[str], block_size: int) -> None:
+    def _require_options(self, block_size: int) -> None:
         """Raise DataError for options that the kind of files does not have, or lacks."""
-        if isinstance(columns, str):
-            raise DataError(f"columns = {columns!r} is a text; give a list of names")
-        if columns and self.kind != "parquet":
-            raise DataError(
-                f"columns would be ignored: the files are {self.kind}; choose in transform"
-            )
         if block_size and self.kind != "tokens":
             raise DataError(
                 f"block_size = {block_size} would be ignored: the files are {self.kind}; prepare "
@@ -138,15 +129,13 @@ class ShardStream(IterableDataset[Any]):
                 "what the model takes"
             )
 
-    def _maker(self, columns: Sequence[str], block_size: int) -> Callable[[Path], ShardFile]:
+    def _maker(self, block_size: int) -> Callable[[Path], ShardFile]:
         """Return the function that opens a file of the stream's kind."""
         if self.kind == "jsonl":
             return partial(Lines, parse=parse_json, what="JSON")
         if self.kind == "text":
             return partial(Lines, parse=parse_text, what="UTF-8 text")
-        if self.kind == "tokens":
-            return partial(Tokens, block_size=block_size)
-        return partial(Parquet, columns=columns, cache=RowGroups(2 * self.window))
+        return partial(Tokens, block_size=block_size)
 
     def __len__(self) -> int:
         """Return the samples of an epoch."""

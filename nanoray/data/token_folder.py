@@ -1,8 +1,7 @@
-"""Open a folder of token files: nanoGPT's, llm.c's, numpy's, or those that `prepare` writes.
+"""Open a folder of token files: llm.c's, bare numbers, or those that `nanoray data` writes.
 
-What each file contains follows from its own header (headers.py), else from meta.json. The vocabulary
-follows from meta.json, else from nanoGPT's meta.pkl, else from llm.c's header. nanoGPT's folders for
-OpenWebText have none of these: their tokens are GPT-2's.
+meta.json beside the files states their vocabulary, and the dtype of bare numbers. llm.c's header states
+both.
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ from nanoray.base.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
 from nanoray.data.dataset import PROGRESS, DatasetInfo, TokenFile, read_tokens
-from nanoray.data.headers import DTYPES, Header, Stated, read_header
-from nanoray.data.meta_pickle import read_vocabulary
+from nanoray.data.headers import DTYPES, Header, read_header
 from nanoray.data.splits import Splits, find_splits, match_splits
 from nanoray.data.tokenizer import Tokenizer, tokenizer_from_json
 from nanoray.errors import DataError
 
-_HEADER_TOKENS = 512  # a wrong id before this one may belong to a header
-_ENOUGH = 32  # ids; fewer show nothing
-_MARKS = {-100: "a label that does not count", -1: "padding"}
 _VOCABULARIES = {  # of llm.c's headers
     "gpt2": {"kind": "gpt2"},
     "llama3": {"kind": "ids", "vocab_size": 128_256},
@@ -40,32 +35,16 @@ class TokenFolder:
     path: Path
     train: tuple[TokenFile, ...]
     val: tuple[TokenFile, ...]
-    header: Header  # of the first file; the others have the same kind and dtype
+    dtype: str
     tokenizer: Tokenizer
-    source: str  # of the vocabulary: meta.json | meta.pkl | header | nothing
     text_sha256: str  # of the text that the tokens were made of; empty where nothing says it
 
     def describe(self) -> str:
         """Return one line for the log."""
-        line = f"{self.path.name}: the token files in {self.path}"
-        if self.header.kind != "bare" or len(self.train) + len(self.val) > 2:
-            kind = "" if self.header.kind == "bare" else f"{self.header.kind}'s "
-            line = (
-                f"{self.path.name}: {len(self.train)} + {len(self.val)} files of {kind}"
-                f"{self.header.dtype} in {self.path}"
-            )
-        if self.source == "meta.pkl":
-            line += f", vocabulary {self.tokenizer.kind} of meta.pkl"
-        if self.source == "nothing":
-            line += ", read as GPT-2's tokens: no meta.json"
-        largest = np.iinfo(self.header.dtype).max
-        if largest < self.tokenizer.vocab_size - 1:
-            line += (
-                f"; warning: {self.header.dtype} has no room for ids above {largest}, and the "
-                f"vocabulary has {self.tokenizer.vocab_size}: where the tokenizer made such ids, "
-                "others stand in their place"
-            )
-        return line
+        return (
+            f"{self.path.name}: {len(self.train)} + {len(self.val)} token files of {self.dtype} in "
+            f"{self.path}"
+        )
 
 
 def inspect_folder(path: Path, config: Config) -> TokenFolder:
@@ -85,20 +64,14 @@ def inspect_folder(path: Path, config: Config) -> TokenFolder:
         folder = path
         splits = find_splits(path)
 
-    meta, source = _read_beside(folder)
-    stated = _stated_in(meta, folder)
-    headers = _read_headers(folder, splits, stated)
-
-    # Nothing beside the files names a vocabulary. So llm.c's header does, or they are nanoGPT's.
+    # The vocabulary is that of meta.json, else that of llm.c's header.
+    meta = _read_meta(folder)
+    headers = _read_headers(folder, splits, meta.get("dtype"))
     first = headers[splits.train[0]]
     if "tokenizer" not in meta and first.vocabulary:
         meta["tokenizer"] = _VOCABULARIES[first.vocabulary]
-        source = "header"
-    elif "tokenizer" not in meta:
-        if stated.in_json:
-            raise _bad_meta(folder / "meta.json", "it does not say what the tokens are")
-        meta["tokenizer"] = {"kind": "gpt2"}
-        source = "nothing"
+    if "tokenizer" not in meta:
+        raise _bad_meta(folder / "meta.json", "it does not say what the tokens are")
 
     tokenizer = tokenizer_from_json(meta["tokenizer"])
     if config.tokenizer not in ("auto", tokenizer.kind):
@@ -114,9 +87,8 @@ def inspect_folder(path: Path, config: Config) -> TokenFolder:
         path=folder,
         train=files(splits.train),
         val=files(splits.val),
-        header=first,
+        dtype=first.dtype,
         tokenizer=tokenizer,
-        source=source,
         text_sha256=str(meta.get("sha256", "")),
     )
 
@@ -136,40 +108,36 @@ def open_folder(path: Path, config: Config) -> DatasetInfo:
             raise DataError(
                 f"cannot read {found.path / file.name}: {error.strerror}; check the storage"
             ) from None
-    train_files = found.train
-    val_files = found.val
-
-    # Without a header train.bin and val.bin are the same data set as before there were others.
-    if [(f.name, f.offset) for f in (*train_files, *val_files)] == [
-        ("train.bin", 0),
-        ("val.bin", 0),
-    ]:
-        train_files = ()
-        val_files = ()
     return DatasetInfo(
         name=found.path.name,
         note=found.describe(),
         path=found.path,
-        dtype=found.header.dtype,
+        dtype=found.dtype,
         vocab_size=found.tokenizer.vocab_size,
         train_tokens=sum(file.tokens for file in found.train),
         val_tokens=sum(file.tokens for file in found.val),
         sha256=found.text_sha256,
         tokens_sha256=digest.hexdigest(),
         tokenizer=found.tokenizer.to_json(),
-        train_files=train_files,
-        val_files=val_files,
+        train_files=found.train,
+        val_files=found.val,
     )
 
 
 # What is said beside the files.
 
 
-def read_stated(folder: Path) -> Stated:
-    """Return what meta.json or meta.pkl says about the token files of a folder. Raises DataError."""
+def read_dtype(folder: Path) -> str | None:
+    """Return the dtype that meta.json states for bare numbers in a folder. Raises DataError."""
     _require_finished(folder)
-    meta, _ = _read_beside(folder)
-    return _stated_in(meta, folder)
+    dtype: str | None = _read_meta(folder).get("dtype")
+    return dtype
+
+
+def tokenizer_of(folder: Path) -> Tokenizer | None:
+    """Return the tokenizer that meta.json of a folder states. Raises DataError."""
+    meta = _read_meta(folder)
+    return tokenizer_from_json(meta["tokenizer"]) if "tokenizer" in meta else None
 
 
 def _require_finished(folder: Path) -> None:
@@ -182,22 +150,6 @@ def _require_finished(folder: Path) -> None:
             f"{folder} is not finished; run the command of `nanoray data` that prepares it again: it "
             "goes on"
         )
-
-
-def _read_beside(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return what meta.json says, with the vocabulary of meta.pkl in its place, and whose it is."""
-    meta = _read_meta(folder)
-    if "tokenizer" in meta or not (folder / "meta.pkl").exists():
-        return meta, "meta.json"
-    return meta | {"tokenizer": read_vocabulary(folder / "meta.pkl")}, "meta.pkl"
-
-
-def _stated_in(meta: dict[str, Any], folder: Path) -> Stated:
-    # A vocabulary narrows what bare numbers can be.
-    vocab_size = None
-    if "tokenizer" in meta:
-        vocab_size = tokenizer_from_json(meta["tokenizer"]).vocab_size
-    return Stated(meta.get("dtype"), vocab_size, (folder / "meta.json").exists())
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
@@ -229,17 +181,18 @@ def _bad_meta(file: Path, error: str) -> DataError:
     return DataError(f"{file}: {error}; it must hold at least vocab_size, or tokenizer")
 
 
-def _read_headers(folder: Path, splits: Splits, stated: Stated) -> dict[str, Header]:
-    """Return the header of each file. Raises DataError where they differ in kind."""
+def _read_headers(folder: Path, splits: Splits, dtype: str | None) -> dict[str, Header]:
+    """Return the header of each file. Raises DataError where their tokens differ in kind."""
     headers: dict[str, Header] = {}
     names = [*splits.train, *splits.val]
     for name in names:
-        header = read_header(folder / name, stated)
+        header = read_header(folder / name, dtype)
         first = headers.setdefault(names[0], header)
-        if _kind(header) != _kind(first):
+        if (header.dtype, header.vocabulary) != (first.dtype, first.vocabulary):
             raise DataError(
-                f"the files of {folder} are of different kinds: {names[0]} has {_kind(first)}, and "
-                f"{name} has {_kind(header)}; write them all in one way"
+                f"the files of {folder} are of different kinds: {names[0]} has {first.dtype} "
+                f"{first.vocabulary}, and {name} has {header.dtype} {header.vocabulary}; write them "
+                "all in one way"
             )
         # An empty file among others is one that was not copied.
         if header.tokens == 0 and len(names) > 2:
@@ -248,79 +201,30 @@ def _read_headers(folder: Path, splits: Splits, stated: Stated) -> dict[str, Hea
     return headers
 
 
-def _kind(header: Header) -> str:
-    parts = [header.dtype, header.vocabulary]
-    parts.append("no header" if header.kind == "bare" else f"{header.kind}'s header")
-    return ", ".join(part for part in parts if part)
-
-
 # The tokens.
 
 
 def _scan(folder: TokenFolder, file: TokenFile, digest: hashlib._Hash) -> None:
     """Add the tokens of `file` to `digest`. Raises DataError for an id outside the vocabulary."""
-    vocab_size = folder.tokenizer.vocab_size
-    dtype = folder.header.dtype
     count = 0
     for chunk in read_tokens(folder.path, file):
         digest.update(chunk)
-        ids = np.frombuffer(chunk, dtype)
-        if ids.max() >= vocab_size or (ids.dtype.kind == "i" and ids.min() < 0):
-            wrong = (ids >= vocab_size) | (ids < 0)
-            first = int(np.argmax(wrong))
-            remedy = _mistake_of_writer(ids, first, vocab_size) or _remedy(folder, count + first)
-            raise DataError(
-                f"{folder.path / file.name}: token {count + first} is {ids[first]}, but vocab_size "
-                f"is {vocab_size}; {remedy}"
-            )
+        ids = np.frombuffer(chunk, folder.dtype)
+        require_ids(ids, folder.tokenizer.vocab_size, folder.path / file.name, count)
         count += len(ids)
 
 
-def _mistake_of_writer(ids: np.ndarray, first: int, vocab_size: int) -> str:
-    """Return what a file with a wrong id probably is, and what to do, if it is no vocabulary's fault.
-
-    Empty where nothing shows it. `first` is the place of the first wrong id.
-    """
-    # In a file of the other byte order all ids fit once they are swapped; else hardly any file's do.
-    swapped = ids.byteswap()
-    is_swapped = len(ids) >= _ENOUGH and swapped.min() >= 0 and swapped.max() < vocab_size
-    if ids.itemsize > 1 and is_swapped:
-        dtype = np.dtype(ids.dtype).newbyteorder("<").str
-        return (
-            "with the bytes of each number swapped all of them would fit, so the file is probably "
-            f'big-endian: write it again with ids.astype("{dtype}")'
+def require_ids(ids: np.ndarray, vocab_size: int, path: Path, first: int) -> None:
+    """Raise DataError for numbers of a file that are no ids. `first`: the place of the first one."""
+    if ids.max() >= vocab_size or (ids.dtype.kind == "i" and ids.min() < 0):
+        at = int(np.argmax((ids >= vocab_size) | (ids < 0)))
+        raise DataError(
+            f"{path}: token {first + at} is {ids[at]}, but vocab_size is {vocab_size}; correct "
+            f"vocab_size or dtype in {path.parent / 'meta.json'}, or write the file again"
         )
-
-    # Marks of what is no token. In unsigned numbers they are the largest ones.
-    bits = 8 * ids.itemsize
-    number = int(ids[first])
-    signed = number - (1 << bits) if number >= 1 << (bits - 1) else number
-    if signed in _MARKS:
-        shown = "this" if signed == number else f"this, {signed} in {bits} bits,"
-        return (
-            f"{shown} is probably the mark of {_MARKS[signed]} and no token: write the ids of the "
-            "tokens alone"
+    # The upper halves of wider numbers are 0, and would be trained on
+    if len(ids) > 1 and not ids[1::2].any() and len(np.unique(ids[::2])) > 2:
+        raise DataError(
+            f"{path}: every second number of {ids.dtype} is 0, so its numbers are wider; correct "
+            f"dtype in {path.parent / 'meta.json'}"
         )
-    if signed < 0 and ids.dtype.kind == "i":
-        return "no id is negative: write the ids of the tokens alone"
-    return ""
-
-
-def _remedy(folder: TokenFolder, place: int) -> str:
-    """Return what to do about a token outside the vocabulary."""
-    meta = folder.path / "meta.json"
-    if folder.header.kind != "bare":
-        remedy = f"write the true vocab_size into {meta}"
-    elif folder.source == "meta.json":
-        remedy = "correct vocab_size or dtype in meta.json"
-    elif folder.source == "meta.pkl":
-        remedy = "meta.pkl belongs to other tokens: prepare the folder again"
-    else:
-        remedy = (
-            f"nothing says what these tokens are, and GPT-2's are smaller: write {meta} with their "
-            "dtype and vocab_size"
-        )
-    # Raising vocab_size would train on the header.
-    if folder.header.kind == "bare" and place < _HEADER_TOKENS:
-        remedy += ". If the file begins with a header, remove that instead"
-    return remedy

@@ -121,7 +121,7 @@ def batch_line(config: Config, batch: Batch, samples: str, tokens: int = 0) -> s
         f"{size * config.max_steps:,} {unit}"
     )
     if config.micro_batch_search:
-        line += f"; micro_batch_size auto measures up to {batch.micro}, whose memory this is"
+        line += f"; micro_batch_size auto tries up to {batch.micro}, whose memory this is"
     return line
 
 

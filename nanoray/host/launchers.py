@@ -4,9 +4,9 @@
     mpirun: Open MPI, MVAPICH, Intel MPI, MPICH, Cray     ├─► place_of(environment) ─► Place, or None
     srun: a step of SLURM with more than one task        ─┘
 
-Launchers nest: srun starts torchrun on each node, and mpirun starts its daemons with srun. Variables
-of an outer launcher stay in the environment, and so do those of a shell in which a rank once ran.
-So what contradicts itself is refused: otherwise each process would train alone, and report success.
+Each launcher is a row of a table with the names of its variables. Launchers nest: srun starts torchrun
+on each node, and mpirun starts its daemons with srun. The innermost one counts, in the order torchrun,
+mpirun, srun, and RANK and WORLD_SIZE without a launcher.
 """
 
 from __future__ import annotations
@@ -20,18 +20,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanoray.base.proc import start_time, stat_of
+from nanoray.base.proc import stat_of
 from nanoray.errors import ConfigError
-from nanoray.host.interfaces import loopback_address
+from nanoray.host.interfaces import LOOPBACK
 
 # Ports that a job's number is mapped to: below the range from which systems pick ports themselves
 _PORTS = range(20000, 30000)
 # SLURM numbers the steps of batch scripts, interactive shells and the like from here on
 _SPECIAL_STEPS = 2**32 - 256
-_UNKNOWN = -1
 _TORCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# A rank's number by launchers that keep the number of ranks to themselves: `mpiexec -pmi-port`, prun
-_WITHOUT_SIZE = ("PMI_ID", "PMIX_RANK")
 # What MPICH, Intel MPI and MVAPICH run on each host as the parent of its ranks
 _DAEMONS = ("hydra_pmi_proxy", "pmi_proxy", "mpispawn")
 
@@ -47,11 +44,22 @@ class Launcher:
     command: str  # what users type
     rank: str
     world_size: tuple[str, ...]
-    local_rank: tuple[str, ...]
+    local_rank: tuple[str, ...] = ()
     local_world_size: tuple[str, ...] = ()
     job: tuple[str, ...] = ()  # they identify the job on all of its nodes
 
 
+TORCHRUN = Launcher(
+    "torchrun",
+    "torchrun",
+    rank="RANK",
+    world_size=("WORLD_SIZE",),
+    local_rank=("LOCAL_RANK",),
+    local_world_size=("LOCAL_WORLD_SIZE",),
+    job=("TORCHELASTIC_RUN_ID",),
+)
+# RANK and WORLD_SIZE without torchrun: a StatefulSet, a Kubeflow job, DeepSpeed, a user's own script
+VARIABLES = replace(TORCHRUN, name="variables", command="", job=())
 SRUN = Launcher(
     "SLURM",
     "srun",
@@ -60,7 +68,7 @@ SRUN = Launcher(
     local_rank=("SLURM_LOCALID",),
     job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
 )
-# The innermost first. Each has a test in tests/unit/test_launchers.py.
+# Each has a test in tests/unit/test_launchers.py.
 MPIRUNS = (
     Launcher(
         "Open MPI",
@@ -88,17 +96,6 @@ MPIRUNS = (
         local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
     ),
 )
-TORCHRUN = Launcher(
-    "torchrun",
-    "torchrun",
-    rank="RANK",
-    world_size=("WORLD_SIZE",),
-    local_rank=("LOCAL_RANK",),
-    local_world_size=("LOCAL_WORLD_SIZE",),
-    job=("TORCHELASTIC_RUN_ID",),
-)
-# RANK and WORLD_SIZE without torchrun: a StatefulSet, a Kubeflow job, DeepSpeed, a user's own script
-VARIABLES = replace(TORCHRUN, name="variables", command="", job=())
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ class Place:
 def place_of(env: Mapping[str, str]) -> Place | None:
     """Return this process's place among a launcher's ranks; None if it is alone.
 
-    Raises ConfigError for variables that are incomplete, or that contradict each other.
+    Raises ConfigError for variables that are incomplete, or with which each would train alone.
     """
     outer = _outer_launcher(env)
     if "TORCHELASTIC_RUN_ID" in env or "TORCHELASTIC_USE_AGENT_STORE" in env:
@@ -147,41 +144,34 @@ def place_of(env: Mapping[str, str]) -> Place | None:
         if "RANK" in env:
             return _place_of_torch(env, TORCHRUN)
     if outer:
-        return _place_of_outer(env, outer)
+        return _with_address(env, outer)
     if "RANK" in env or "WORLD_SIZE" in env:
         return _place_of_torch(env, VARIABLES)
-    _refuse_unknown_size(env)
     return None
 
 
-def launcher_process(launcher: Launcher, env: Mapping[str, str]) -> tuple[int, bool]:
-    """Return the nearest ancestor that was not started as this rank, and whether that is certain.
+def launcher_process(launcher: Launcher, env: Mapping[str, str]) -> int:
+    """Return the nearest ancestor that was not started as this rank: the launcher, or its daemon.
 
-    That is the launcher, or its daemon of this host. Scripts around the rank were started as the
-    rank. An mpirun that a rank has started has that rank's numbers, but is known by its name. It is
-    uncertain where another user's process, or the edge of a container, ends the search.
+    Scripts around the rank were started as the rank.
     """
     own = set()
     for name in (launcher.rank, *launcher.world_size):
         if name in env:
             own.add(f"{name}={env[name]}".encode())
     pid = os.getppid()
-    while pid > 0:
+    while True:
         try:
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
-            if name in _DAEMONS:
-                return pid, True
+            if Path(f"/proc/{pid}/comm").read_text().strip() in _DAEMONS:
+                return pid
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:
-            return pid, False
-        if not own.issubset(variables):
-            return pid, True
+            return pid
         fields = stat_of(pid)
         parent = int(fields[1]) if fields else 0
-        if parent == 0:
-            break
+        if not own.issubset(variables) or parent == 0:
+            return pid
         pid = parent
-    return pid, False
 
 
 def describe_start(env: Mapping[str, str]) -> dict[str, Any]:
@@ -256,14 +246,13 @@ def _place_of_torch(env: Mapping[str, str], launcher: Launcher) -> Place:
     rank, world_size = _rank_of(env, "RANK", "WORLD_SIZE")
     # DeepSpeed sets LOCAL_SIZE.
     local_world_size = max(1, _first_number(env, ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), 1))
-    node_rank = whole_number(env, "GROUP_RANK", rank // local_world_size)
     return Place(
         launcher=launcher,
         rank=rank,
         world_size=world_size,
         local_rank=whole_number(env, "LOCAL_RANK", 0),
         local_world_size=local_world_size,
-        node_rank=node_rank,
+        node_rank=whole_number(env, "GROUP_RANK", rank // local_world_size),
         master_addr=_master_addr(env),
         master_port=_master_port(env),
         run_id=env.get("TORCHELASTIC_RUN_ID", "env"),
@@ -289,61 +278,16 @@ def _refuse_separate_torchruns(env: Mapping[str, str], outer: Place) -> None:
 
 def _outer_launcher(env: Mapping[str, str]) -> Place | None:
     """Return the place that mpirun or srun gave this process; None where it is their only one."""
-    by_mpi = _place_of_mpi(env)
-    by_srun = None
-    if _is_step_of_ranks(env):
-        by_srun = _numbered(env, SRUN)
-    if not by_mpi or not by_srun:
-        return by_mpi or by_srun
-
-    # With --mpi=pmi2 srun sets the variables of both, and its own ones say more.
-    if (by_mpi.rank, by_mpi.world_size) == (by_srun.rank, by_srun.world_size):
-        return by_srun
-    # Otherwise these are the daemons of mpirun, one per node. Several mpiruns, each with all of its
-    # ranks on one node, are separate runs.
-    alone = by_mpi.local_world_size == by_mpi.world_size
-    if alone or by_mpi.world_size < by_srun.world_size:
-        raise ConfigError(
-            f"{describe_variables(env, by_srun)} (srun), but {describe_variables(env, by_mpi)} "
-            "(mpirun): each mpirun would train alone; start the ranks with one of the two; for "
-            "separate runs unset SLURM_PROCID"
-        )
-    return by_mpi
-
-
-def _place_of_mpi(env: Mapping[str, str]) -> Place | None:
-    """Return the place that an mpirun gave this process; the variables of two must agree."""
-    places = []
+    by_srun = _numbered(env, SRUN) if _is_step_of_ranks(env) else None
     for launcher in MPIRUNS:
-        place = _numbered(env, launcher)
-        if place:
-            places.append(place)
-    # MVAPICH's mpiexec sets the variables of MPICH beside its own. Otherwise an mpirun was started
-    # by a rank of another one, and which of the two is meant depends on who started whom.
-    for other in places[1:]:
-        first = places[0]
-        if (first.rank, first.world_size) != (other.rank, other.world_size):
-            raise ConfigError(
-                f"{describe_variables(env, first)} ({first.launcher.name}), but "
-                f"{describe_variables(env, other)} ({other.launcher.name}): one of the two is left "
-                f"over from an mpirun around this one; unset {first.launcher.rank}, or "
-                f"{other.launcher.rank}"
-            )
-    return places[0] if places else None
-
-
-def _refuse_unknown_size(env: Mapping[str, str]) -> None:
-    """Raise ConfigError for a rank whose number alone is known: each would train alone."""
-    known = [launcher.rank for launcher in (SRUN, *MPIRUNS)]
-    if any(name in env for name in known):
-        return
-    for name in _WITHOUT_SIZE:
-        if name in env:
-            raise ConfigError(
-                f"{name} = {env[name]} makes this process a rank, but no variable says of how many; "
-                f"set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each rank, or "
-                f"unset {name} for one process"
-            )
+        # With --mpi=pmi2 srun sets the variables of both, and its own ones say more.
+        numbers = [env.get(launcher.rank), env.get(launcher.world_size[0])]
+        if by_srun and numbers == [str(by_srun.rank), str(by_srun.world_size)]:
+            continue
+        by_mpi = _numbered(env, launcher)
+        if by_mpi:
+            return by_mpi
+    return by_srun
 
 
 def _is_step_of_ranks(env: Mapping[str, str]) -> bool:
@@ -369,7 +313,14 @@ def _numbered(env: Mapping[str, str], launcher: Launcher) -> Place | None:
     if world_size == 1:
         return None
 
-    local_rank = _first_number(env, (*launcher.local_rank, "LOCAL_RANK"), _UNKNOWN)
+    # Without its number on the host each rank would take the first GPU.
+    local_names = (*launcher.local_rank, "LOCAL_RANK")
+    if not any(name in env for name in local_names):
+        raise ConfigError(
+            f"{launcher.rank} = {rank} ({launcher.name}), but none of {', '.join(local_names)} says "
+            "which rank of its host this is, and so which GPU it has; set LOCAL_RANK and "
+            "LOCAL_WORLD_SIZE for each rank"
+        )
     local_sizes = (*launcher.local_world_size, "LOCAL_WORLD_SIZE")
     local_world_size = max(1, _first_number(env, local_sizes, 1))
     node_rank = rank // local_world_size
@@ -380,7 +331,7 @@ def _numbered(env: Mapping[str, str], launcher: Launcher) -> Place | None:
         launcher=launcher,
         rank=rank,
         world_size=world_size,
-        local_rank=local_rank,
+        local_rank=_first_number(env, local_names, 0),
         local_world_size=local_world_size,
         node_rank=node_rank,
         master_addr="",
@@ -390,67 +341,36 @@ def _numbered(env: Mapping[str, str], launcher: Launcher) -> Place | None:
     )
 
 
-def _place_of_outer(env: Mapping[str, str], place: Place) -> Place:
-    """Add where the ranks of srun or mpirun meet; torch's variables must not contradict them."""
-    own = {"RANK": place.rank, "WORLD_SIZE": place.world_size, "LOCAL_RANK": place.local_rank}
-    for name, value in own.items():
-        if name in env and _number(env, name) != value:
-            launcher = place.launcher
-            raise ConfigError(
-                f"{name} = {env[name]}, but {describe_variables(env, place)} "
-                f"({launcher.command}); unset RANK, WORLD_SIZE and LOCAL_RANK to be a rank of "
-                f"{launcher.command}, or unset {launcher.rank} to be what they say"
-            )
+def _with_address(env: Mapping[str, str], place: Place) -> Place:
+    """Add where the ranks of srun or mpirun meet.
 
-    if place.local_rank == _UNKNOWN:
-        raise ConfigError(
-            f"{describe_variables(env, place)} ({place.launcher.name}), but none of "
-            f"{', '.join(place.launcher.local_rank)} says which rank of its host this is, and so "
-            "which GPU it has; set LOCAL_RANK and LOCAL_WORLD_SIZE for each rank"
-        )
-
-    # What all ranks know of their job, and no rank of another one does
-    one_host = _is_one_host(env, place)
-    command = place.launcher.command
-    job = ".".join(env[name] for name in place.launcher.job if name in env)
-    if not job and one_host:
-        pid, certain = launcher_process(place.launcher, env)
-        if certain:
-            job = f"{pid}.{start_time(pid)}"
-    run_id = f"{command}-{job}" if job else command
-
+    MASTER_ADDR and MASTER_PORT win. Otherwise the address is that of the one host, or of SLURM's
+    first; the port follows from the job's number. Raises ConfigError where neither says it.
+    """
+    launcher = place.launcher
     addr = ""
     if "MASTER_ADDR" in env:
         addr = _master_addr(env)
-    elif one_host:
-        addr = loopback_address()
-    elif place.launcher is SRUN:
+    elif _is_one_host(env, place):
+        addr = LOOPBACK
+    elif launcher is SRUN:
         addr = first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "")
-    if not addr or ("MASTER_PORT" not in env and not job):
-        raise ConfigError(_no_address(env, place, one_host))
+
+    # What all ranks know of their job, and no rank of another one does
+    job = ".".join(env[name] for name in launcher.job if name in env)
+    run_id = f"{launcher.command}-{job}" if job else launcher.command
+    if not addr or not (job or "MASTER_PORT" in env):
+        how = "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 (others: -genv NAME VALUE)"
+        if launcher is SRUN:
+            how = "export MASTER_ADDR=HOST MASTER_PORT=29500 before srun"
+        raise ConfigError(
+            f"{describe_variables(env, place)} ({launcher.name}) are ranks, and MASTER_ADDR or "
+            f"MASTER_PORT is not set; {how}, with the host of rank 0 and a port of the job's own"
+        )
     port = _PORTS[zlib.crc32(run_id.encode()) % len(_PORTS)]
     if "MASTER_PORT" in env:
         port = _master_port(env)
     return replace(place, master_addr=addr, master_port=port, run_id=run_id)
-
-
-def _no_address(env: Mapping[str, str], place: Place, one_host: bool) -> str:
-    """Return the message for ranks that do not know where to meet."""
-    host = loopback_address() if one_host else "HOST"
-    how = f"mpirun -x MASTER_ADDR={host} -x MASTER_PORT=29500 (Intel MPI, MPICH: -genv NAME VALUE)"
-    if place.launcher is SRUN:
-        how = f"export MASTER_ADDR={host} MASTER_PORT=29500 before srun"
-    ranks = f"{describe_variables(env, place)} ({place.launcher.name}) are ranks on "
-    if one_host:
-        return (
-            f"{ranks}one host, and neither a variable nor a process that they can look at distinguishes "
-            "them from another job's: MASTER_ADDR or MASTER_PORT is not set; "
-            f"{how}, with a port of the job's own"
-        )
-    return (
-        f"{ranks}several hosts, and nothing says where rank 0 is: MASTER_ADDR or MASTER_PORT is "
-        f"not set; {how}, with the host of rank 0"
-    )
 
 
 def _is_one_host(env: Mapping[str, str], place: Place) -> bool:

@@ -29,14 +29,13 @@ from nanoray.cli import (
 from nanoray.config import Kube
 from nanoray.config.settings import FLAG
 from nanoray.errors import ConfigError
-from nanoray.kube.claims import check_driver, claimed_templates
-from nanoray.kube.cluster import SET_GATE, Api, KubeError, check_operator, lacks_gate
+from nanoray.kube.cluster import Api, KubeError, require_operator
 from nanoray.kube.fetch import fetch, progress_of
 from nanoray.kube.follow import STARTED, Follower
-from nanoray.kube.gpus import template_name
+from nanoray.kube.gpus import claims_template, template_name
 from nanoray.kube.kustomize import Object, to_yaml
 from nanoray.kube.pods import read_warnings, troubles
-from nanoray.kube.ray_jobs import TERMINAL, RayApi, attempts
+from nanoray.kube.ray_jobs import TERMINAL, attempts, read_log, stop
 from nanoray.kube.render import job_name, out_dir_of, render
 
 # An old one may have another image or another number of GPUs, and neither can be changed.
@@ -132,7 +131,7 @@ def _submit(loaded: Loaded, started: float) -> int:
 
     # Nothing is applied before these checks have passed.
     api = Api()
-    _check_cluster(api, objects)
+    require_operator(api)
     _delete_finished_job(api, namespace, name)
 
     for thing in objects:
@@ -149,14 +148,6 @@ def _submit(loaded: Loaded, started: float) -> int:
     return _report_end(status)
 
 
-def _check_cluster(api: Api, objects: list[Object]) -> None:
-    """Print what the cluster has of what the objects need. Raises KubeError for what it lacks."""
-    print(check_operator(api))
-    devices = check_driver(api, objects)
-    if devices:
-        print(devices)
-
-
 def _dry_run(objects: list[Object], namespace: str) -> None:
     """Print what would be applied, each object checked by the API server, which stores nothing.
 
@@ -171,7 +162,7 @@ def _dry_run(objects: list[Object], namespace: str) -> None:
         print(f"check  by no API server: {error}")
         return
 
-    _check_cluster(api, objects)
+    require_operator(api)
     has_namespace = api.find("Namespace", "", namespace) is not None
     for thing in objects:
         kind = thing["kind"]
@@ -297,10 +288,8 @@ def _logs(argv: list[str]) -> int:
         return _report_end(Follower(api, args.namespace, name, print_line=_print_now).run())
     if not (status.get("jobId") and status.get("jobStatus")):
         raise KubeError(f"RayJob {name} has no log yet; nanoray kube status {name} says why")
-    # To stderr, so that a file has the log alone.
-    ray = RayApi(api, args.namespace, print_line=partial(print, file=sys.stderr))
     try:
-        print(ray.read_log(status).rstrip("\n"))
+        print(read_log(api, args.namespace, status).rstrip("\n"))
     except KubeError as error:
         raise KubeError(
             f"the driver's log is out of reach: {error}. Each rank's log is in the run's folder: "
@@ -323,7 +312,7 @@ def _stop(argv: list[str]) -> int:
 
     if status.get("jobStatus") == "RUNNING":
         # Ray sends SIGTERM to the driver, which writes a checkpoint before it ends.
-        RayApi(api, args.namespace).stop(status)
+        stop(api, args.namespace, status)
         _wait(lambda: read_job_status() not in ("RUNNING", "PENDING"), STOP_S)
         print(f"job    {name} {read_job_status()}")
     elif not args.delete:
@@ -333,7 +322,7 @@ def _stop(argv: list[str]) -> int:
         _delete(api, args.namespace, "RayJob", name)
         _delete(api, args.namespace, "ConfigMap", f"{name}-config")
         # Only where the job has one: accounts that never use DRA may lack the right.
-        if template_name(name) in claimed_templates(job):
+        if claims_template(job, template_name(name)):
             _delete(api, args.namespace, "ResourceClaimTemplate", template_name(name))
         _delete(api, args.namespace, "PodDisruptionBudget", name)
         print(f"job    {name} deleted; its runs and checkpoints are still on the volume")
@@ -367,28 +356,7 @@ def _find_job(api: Api, namespace: str, name: str) -> Object:
         return job
     others = api.get("RayJob", namespace).get("items", ())
     names = ", ".join(other["metadata"]["name"] for other in others)
-    about = _describe_cron_job(api, namespace, name)
-    raise KubeError(f"there is no RayJob {name} in {namespace}; there: {names or 'none'}{about}")
-
-
-def _describe_cron_job(api: Api, namespace: str, name: str) -> str:
-    """Return what is known of a RayCronJob of this name, an empty text if there is none."""
-    try:
-        cron_job = api.find("RayCronJob", namespace, name)
-    except KubeError:  # without the right nothing is known
-        cron_job = None
-    if cron_job is None:
-        return ""
-    last = cron_job.get("status", {}).get("lastScheduleTime")
-    about = (
-        f". RayCronJob {name} makes RayJobs {name}-xxxxx at {cron_job['spec']['schedule']!r}; "
-        f"last: {last or 'none yet'}"
-    )
-    # The API server accepts a RayCronJob whether or not the operator looks at it.
-    if lacks_gate(api, "RayCronJob"):
-        command = SET_GATE.format(gate="RayCronJob")
-        about += f". It never runs: the operator has not the feature gate RayCronJob; {command}"
-    return about
+    raise KubeError(f"there is no RayJob {name} in {namespace}; there: {names or 'none'}")
 
 
 def _delete(api: Api, namespace: str, kind: str, name: str) -> None:

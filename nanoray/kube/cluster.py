@@ -9,36 +9,23 @@ from __future__ import annotations
 import io
 import json
 import os
-import re
 from typing import Any, BinaryIO
 
 from nanoray.errors import NanorayError
 from nanoray.kube.kustomize import Object
 
 KUBERAY = "1.7.0"
-OLDEST_KUBERAY = (1, 6)  # the first with authOptions for RayJobs in HTTPMode
 INSTALL = (
     "helm repo add kuberay https://ray-project.github.io/kuberay-helm/ && "
     f"helm install kuberay-operator kuberay/kuberay-operator --version {KUBERAY} "
     "--namespace kuberay-system --create-namespace"
 )
-# As KubeRay documents it. Its other gates then have their defaults.
-SET_GATE = (
-    f"helm upgrade kuberay-operator kuberay/kuberay-operator --version {KUBERAY} --namespace "
-    "kuberay-system --reuse-values --set 'featureGates[0].name={gate}' --set "
-    "'featureGates[0].enabled=true'"
-)
-# Helm labels the operator kuberay-operator, the kustomize installation kuberay.
-OPERATOR = "app.kubernetes.io/name in (kuberay-operator,kuberay)"
 MANAGER = "nanoray"  # field manager of server-side apply
-HOSTPATH_CLASS = "nanoray-hostpath"  # of the claim in kuberay/base/storage.yaml
-# Kind -> (path of its API, plural, whether it lives in a namespace). nanoray reads the first four
+# Kind -> (path of its API, plural, whether it lives in a namespace). nanoray reads the first two
 # and applies the others.
 KINDS = {
     "Pod": ("/api/v1", "pods", True),
     "Event": ("/api/v1", "events", True),
-    "RayCronJob": ("/apis/ray.io/v1", "raycronjobs", True),
-    "Secret": ("/api/v1", "secrets", True),
     "Namespace": ("/api/v1", "namespaces", False),
     "ServiceAccount": ("/api/v1", "serviceaccounts", True),
     "ConfigMap": ("/api/v1", "configmaps", True),
@@ -88,7 +75,7 @@ class ApiError(KubeError):
 class Api:
     """The API server of KUBECONFIG's current context. Raises KubeError when there is none."""
 
-    def __init__(self, context: str | None = None) -> None:
+    def __init__(self) -> None:
         # The client is an optional dependency, and slow to import.
         try:
             from kubernetes import client, config
@@ -100,7 +87,7 @@ class Api:
         # A pod of the cluster has no kubeconfig but a service account. Both failures are of many
         # classes, and the first one says more to a user.
         try:
-            config.load_kube_config(config_file=os.environ.get("KUBECONFIG"), context=context)
+            config.load_kube_config(config_file=os.environ.get("KUBECONFIG"))
         except Exception as error:
             try:
                 config.load_incluster_config()
@@ -118,25 +105,22 @@ class Api:
         path: str,
         body: Any = None,
         query: tuple[tuple[str, str], ...] = (),
-        headers: dict[str, str] | None = None,
-        read_timeout_s: float = READ_TIMEOUT_S,
+        content_type: str = "application/json",
     ) -> Any:
         """Send one request and return the decoded JSON of the answer, or its text if it has none.
 
         Raises ApiError for an error status, and KubeError without an answer.
         """
-        all_headers = {"Accept": "application/json", "Content-Type": "application/json"}
-        all_headers |= headers or {}
         request = self._client.param_serialize(
             method,
             path,
             query_params=list(query),
-            header_params=all_headers,
+            header_params={"Accept": "application/json", "Content-Type": content_type},
             body=body,
             auth_settings=["BearerToken"],
         )
         try:
-            timeouts = (CONNECT_TIMEOUT_S, read_timeout_s)
+            timeouts = (CONNECT_TIMEOUT_S, READ_TIMEOUT_S)
             response = self._client.call_api(*request, _request_timeout=timeouts)
             answer = (response.read() or b"").decode("utf-8", "replace")
         except Exception as error:  # urllib3's and ssl's classes
@@ -175,7 +159,7 @@ class Api:
             self.call("DELETE", path_of(kind, namespace, name), query=query)
 
     def apply(self, thing: Object, dry_run: bool = False) -> None:
-        """Create or update one object (server-side apply). Raises KubeError with a remedy.
+        """Create or update one object (server-side apply). Raises KubeError with the server's reason.
 
         With `dry_run` the API server checks it as it would, and stores nothing.
         """
@@ -186,50 +170,17 @@ class Api:
         query = [("fieldManager", MANAGER), ("force", "true")]
         if dry_run:
             query.append(("dryRun", "All"))
-        headers = {"Content-Type": "application/apply-patch+yaml"}
+        path = path_of(kind, namespace, name)
         try:
-            self.call("PATCH", path_of(kind, namespace, name), thing, tuple(query), headers)
+            self.call("PATCH", path, thing, tuple(query), "application/apply-patch+yaml")
         except ApiError as error:
-            message = ""
-            if kind == "PersistentVolumeClaim" and error.status == 422:
-                message = self._compare_claims(thing)
-            if not message:
-                message = _explain_refusal(kind, name, namespace, error)
+            message = f"{kind} {name}: {shorten(error.message)}"
+            if error.status == 404:
+                message += (
+                    f"; this cluster has no {kind}: install what defines it, or take it out of the "
+                    "overlay"
+                )
             raise KubeError(message) from None
-
-    def _compare_claims(self, claim: Object) -> str:
-        """Return how a claim that is there differs from `claim`, and the remedy; "" if it does not.
-
-        Neither its class nor its access modes can be changed.
-        """
-        name = claim["metadata"]["name"]
-        namespace = claim["metadata"]["namespace"]
-        try:
-            present = self.get("PersistentVolumeClaim", namespace, name)["spec"]
-        except ApiError:  # without the right to read it
-            return ""
-        there = _describe_claim(present)
-        wanted = _describe_claim(claim["spec"])
-        if there == wanted:
-            return ""
-
-        remedy = "give another --namespace"
-        if present["accessModes"] == claim["spec"]["accessModes"]:
-            storage = present.get("storageClassName")
-            if storage == HOSTPATH_CLASS:
-                storage = "hostpath"
-            remedy = f"give --storage {storage}, or another --namespace"
-        return (
-            f"PersistentVolumeClaim {name} is in namespace {namespace} already, with {there}; this "
-            f"run asks for {wanted}; {remedy}"
-        )
-
-    def annotate(self, kind: str, namespace: str, name: str, values: dict[str, str]) -> None:
-        """Set annotations of an object and leave all else as it is. Raises ApiError."""
-        patch = {"metadata": {"annotations": values}}
-        query = (("fieldManager", MANAGER),)
-        headers = {"Content-Type": "application/merge-patch+json"}
-        self.call("PATCH", path_of(kind, namespace, name), patch, query, headers)
 
     def run_in(
         self,
@@ -294,12 +245,9 @@ class Api:
         from kubernetes import client, stream
 
         named = {"container": container} if container else {}
-        # `stream` replaces a method of the client meanwhile, and another thread may be calling ours.
-        own_client = client.ApiClient(self._client.configuration)
-
         try:
             return stream.stream(
-                client.CoreV1Api(own_client).connect_get_namespaced_pod_exec,
+                client.CoreV1Api(self._client).connect_get_namespaced_pod_exec,
                 pod,
                 namespace,
                 command=command,
@@ -331,13 +279,6 @@ def shorten(value: Any) -> str:
     return " ".join(str(value).split())[:300]
 
 
-def _describe_claim(spec: Object) -> str:
-    """Return a claim's storage class and access modes."""
-    storage = spec.get("storageClassName")
-    name = f"storage class {storage}" if storage else "the default storage class"
-    return f"{name} ({', '.join(spec['accessModes'])})"
-
-
 def _error_message(body: str) -> str:
     """Return the message of an error answer, which is a Status as JSON unless a proxy sent it."""
     try:
@@ -346,88 +287,10 @@ def _error_message(body: str) -> str:
         return shorten(body)
 
 
-def _explain_refusal(kind: str, name: str, namespace: str, error: ApiError) -> str:
-    """Return the message for an object that was not applied, with the remedy."""
-    message = f"{kind} {name}: {shorten(error.message)}"
-    if error.status == 403 and "exceeded quota" in error.message:
-        return (
-            f"{message}; ask for fewer pods or smaller ones (--workers, --cpus, --memory_gib), or "
-            "raise the quota"
-        )
-    if error.status == 403:
-        _, plural, _ = KINDS[kind]
-        return (
-            f"{message}; your account lacks the right: ask for patch on {plural} in namespace "
-            f"{namespace}"
-        )
-    if error.status == 404 and kind in ("RayJob", "RayCluster"):
-        return f"KubeRay is not installed in this cluster; {INSTALL}"
-    if error.status == 404:
-        return (
-            f"{message}; this cluster has no {kind}: install what defines it, or take it out of "
-            "the overlay"
-        )
-    return message
-
-
-def check_operator(api: Api) -> str:
-    """Return a line with KubeRay's version, if this account may read it.
-
-    Raises KubeError when KubeRay is missing or too old.
-    """
+def require_operator(api: Api) -> None:
+    """Raise KubeError when the cluster does not know KubeRay's objects."""
     try:
         api.call("GET", "/apis/ray.io/v1")
     except ApiError as error:
         if error.status == 404:
             raise KubeError(f"KubeRay is not installed in this cluster; {INSTALL}") from None
-
-    # An account without the right to read the operator can still submit jobs.
-    try:
-        deployments = _read_operators(api)
-    except ApiError as error:
-        return f"kuberay: version unknown ({error.message})"
-
-    versions = _operator_versions(deployments)
-    for version in versions:
-        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_KUBERAY:
-            raise KubeError(
-                f"KubeRay {version} is too old: it has no token authentication for RayJobs; "
-                f"helm upgrade kuberay-operator kuberay/kuberay-operator --version {KUBERAY}"
-            )
-    if not versions:
-        return "kuberay: version unknown"
-    return f"kuberay: {versions[0]}"
-
-
-def lacks_gate(api: Api, gate: str) -> bool:
-    """Return whether the operator certainly runs without a feature gate that is off by default."""
-    try:
-        deployments = _read_operators(api)
-    except ApiError:
-        return False
-    flags = []
-    for deployment in deployments:
-        for container in deployment["spec"]["template"]["spec"]["containers"]:
-            flags += [*container.get("command", ()), *container.get("args", ())]
-    # With --config a file may set it.
-    may_have_it = (f"{gate}=true", "AllAlpha=true", "--config")
-    return bool(deployments) and not any(text in flag for text in may_have_it for flag in flags)
-
-
-def _read_operators(api: Api) -> list[Object]:
-    """Return the Deployments of KubeRay. Raises ApiError."""
-    # The operator may run in any namespace, so this needs a right on all of them.
-    query = (("labelSelector", OPERATOR),)
-    found: list[Object] = api.call("GET", "/apis/apps/v1/deployments", query=query)["items"]
-    return found
-
-
-def _operator_versions(deployments: list[Object]) -> list[str]:
-    """Return the versions in the tags of the images; an image by digest has none."""
-    versions = []
-    for deployment in deployments:
-        for container in deployment["spec"]["template"]["spec"]["containers"]:
-            match = re.search(r":v?(\d+\.\d+[\w.-]*)$", container["image"])
-            if match:
-                versions.append(match[1])
-    return versions

@@ -12,14 +12,11 @@ import shlex
 import shutil
 import tarfile
 import tempfile
-import threading
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 from nanoray.errors import ConfigError
 from nanoray.kube.cluster import Api, KubeError
 from nanoray.kube.kustomize import Object
-from nanoray.kube.ray_jobs import RayApi
 from nanoray.kube.render import RUNS, is_folder_of, out_dir_of
 from nanoray.train.watch.observers import progress
 
@@ -40,7 +37,6 @@ summary=$(ls -1 | sort | tail -n 1)/summary.json
 [ -f "$summary" ] || exit 0
 printf '%s\\n' "$(($(date +%s) - $(stat -c %Y "$summary")))" && cat "$summary"
 """
-RAY_S = 15.0  # for the question to Ray, by whatever way: the volume has the steps, too
 SELECTOR = "app.kubernetes.io/name=nanoray-tensorboard"
 
 
@@ -113,48 +109,6 @@ def _find_reader(api: Api, namespace: str) -> str:
 
 
 def progress_of(api: Api, namespace: str, job: Object) -> dict[str, str]:
-    """Return the progress of a RayJob's run. Raises KubeError.
-
-    It comes from the Ray job while that runs and answers, else from the newest run on the volume.
-    """
-    # The head may be starting or out of reach.
-    ray_error = ""
-    status = job.get("status", {})
-    if status.get("jobStatus") == "RUNNING":
-        try:
-            progress_now = _ask_ray(api, namespace, status)
-            if progress_now:
-                return progress_now
-        except KubeError as error:
-            ray_error = f"{error}; "
-    try:
-        return _progress_on_volume(api, namespace, job)
-    except KubeError as error:
-        raise KubeError(f"{ray_error}{error}") from None
-
-
-def _ask_ray(api: Api, namespace: str, status: Object) -> dict[str, str]:
-    """Return the progress that the Ray job has reported. Raises KubeError, at most RAY_S later."""
-    answers: SimpleQueue[dict[str, str] | KubeError] = SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answers.put(RayApi(api, namespace).read_progress(status))
-        except KubeError as error:
-            answers.put(error)
-
-    # A thread, because a call through proxy and exec waits in many places
-    threading.Thread(target=ask, daemon=True).start()
-    try:
-        answer = answers.get(timeout=RAY_S)
-    except Empty:
-        raise KubeError(f"Ray did not answer within {RAY_S:g} s") from None
-    if isinstance(answer, KubeError):
-        raise answer
-    return answer
-
-
-def _progress_on_volume(api: Api, namespace: str, job: Object) -> dict[str, str]:
     """Return the progress of the newest run in a RayJob's folder. Raises KubeError."""
     out_dir, output = _read_newest(api, namespace, job, _NEWEST)
     try:
@@ -172,7 +126,8 @@ def end_of_run(api: Api, namespace: str, job: Object, within_s: float) -> str:
     """
     out_dir, output = _read_newest(api, namespace, job, _SUMMARY)
     age_s, _, summary = output.partition("\n")
-    if not output or float(age_s) > within_s:
+    # The pod counts whole seconds.
+    if not output or float(age_s) > within_s + 1:
         raise KubeError(f"its run in {out_dir} has no summary")
     return " ".join(str(json.loads(summary)["exit_reason"]).split())
 

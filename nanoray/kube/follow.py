@@ -11,7 +11,7 @@ from nanoray.kube.cluster import Api, KubeError, shorten
 from nanoray.kube.fetch import end_of_run
 from nanoray.kube.kustomize import Object
 from nanoray.kube.pods import read_warnings, troubles
-from nanoray.kube.ray_jobs import TERMINAL, RayApi, attempts
+from nanoray.kube.ray_jobs import TERMINAL, attempts, read_log
 
 STARTED = ("RUNNING", "SUCCEEDED", "FAILED", "STOPPED")  # values of jobStatus
 _NO_JOB = ("", "")
@@ -28,20 +28,14 @@ class Follower:
     print_line: Callable[[str], None] = print
     poll_s: float = 2.0
     start_timeout_s: float = 900.0  # not counted while the job waits in a queue
-    annotate_s: float = 30.0
     # Give up following (not the job) when the API server is away for longer
     silence_s: float = 300.0
-    _ray: RayApi = field(init=False)
     _printed_once: set[str] = field(default_factory=set)
     _attempt: int = 0  # counts Ray jobs, from 1
     _job: tuple[str, str] = _NO_JOB  # RayCluster and Ray job of this attempt
     _attempt_began: float = 0.0  # monotonic seconds at which it was first seen
     _printed_log: str = ""  # of this attempt
     _log_is_missing: bool = False  # and the reason has been printed
-    _annotated_at: float = float("-inf")
-
-    def __post_init__(self) -> None:
-        self._ray = RayApi(self.api, self.namespace, self.print_line)
 
     def run(self) -> Object:
         """Return the RayJob's status once it is terminal.
@@ -88,7 +82,6 @@ class Follower:
             # Between two attempts jobStatus is empty again, but the job has started once.
             started = started or status.get("jobStatus") in STARTED
             self._check_pods(status, started, time.monotonic() - admitted)
-            self._annotate(status)
             time.sleep(self.poll_s)
 
     def _read_job(self) -> Object:
@@ -155,23 +148,6 @@ class Follower:
                 f"{self.name} --delete"
             )
 
-    def _annotate(self, status: Object) -> None:
-        """Copy the run's progress to annotations of the RayJob, at most every `annotate_s` seconds.
-
-        With the rights of this user: the operator does not copy it, and pods have no token.
-        """
-        since_last = time.monotonic() - self._annotated_at
-        if status.get("jobStatus") != "RUNNING" or since_last < self.annotate_s:
-            return
-        self._annotated_at = time.monotonic()
-        # The annotations are a convenience. Neither a head that does not answer nor a missing right
-        # may end the command.
-        with suppress(KubeError):
-            progress = self._ray.read_progress(status)
-            if progress:
-                values = {f"nanoray/{key}": value for key, value in progress.items()}
-                self.api.annotate("RayJob", self.namespace, self.name, values)
-
     def _begin_attempt(self, status: Object) -> None:
         """Print the Ray job that runs from now on, and read its log from the beginning."""
         # A follower that starts late takes the operator's count.
@@ -198,7 +174,7 @@ class Follower:
         """Yield the new lines of the driver's log; a failed request yields none."""
         has_ended = status.get("jobDeploymentStatus") in TERMINAL
         try:
-            log = self._ray.read_log(status)
+            log = read_log(self.api, self.namespace, status)
         except KubeError as error:
             # Before the job runs, Ray may not answer yet. That is not printed, and not counted.
             if has_ended:

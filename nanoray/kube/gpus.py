@@ -1,42 +1,24 @@
-"""How the pods of a run get their GPUs: counted by the device plugin, or claimed through DRA.
+"""How many GPUs each worker pod of a run gets, asked for as its overlay asks for them.
 
-A cluster has one of the two. Overlays are written for one of them, and `--gpu_allocation` renders
-any GPU overlay for the other.
+    device plugin: a resource of the container, such as nvidia.com/gpu: 4
+    DRA:           a ResourceClaimTemplate with a device class, a count and selectors
+
+The overlay chooses between the two, and with DRA it selects the devices. Here each pod gets as many
+as it has ranks. Whether a cluster has such devices, its API server and its scheduler say.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from typing import Any
 
 from nanoray.config import Config
 from nanoray.errors import ConfigError
-from nanoray.kube.claims import (
-    CLAIM,
-    GPU_CLASSES,
-    MIG_SLICE,
-    WHOLE_GPU,
-    Request,
-    claim_template,
-    claim_templates,
-    gpu_requests,
-    select_profile,
-)
 from nanoray.kube.kustomize import Object
 
-WHOLE = "nvidia.com/gpu"
-SLICE = "nvidia.com/mig-"  # the prefix of a slice's resource name; its profile follows
-# A MIG profile: 1g.18gb, 1c.3g.71gb, 1g.18gb+me. In a resource's name the + is a dot.
-_PROFILE = re.compile(r"(\d+c\.)?\d+g\.\d+gb([.+-][a-z.+-]+)?")
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """The devices of a worker pod."""
-
-    resource: str  # of the device plugin: nvidia.com/gpu, nvidia.com/mig-1g.18gb
-    count: int
-    request: Request | None = None  # the claim in place of the resource, with DRA
+WHOLE = "nvidia.com/gpu"  # resources of NVIDIA's device plugin
+SLICE = "nvidia.com/mig-"
+MIG_CLASS = "mig.nvidia.com"  # device classes of NVIDIA's DRA driver
+GPU_CLASSES = ("gpu.nvidia.com", MIG_CLASS)
 
 
 def template_name(job: str) -> str:
@@ -44,219 +26,115 @@ def template_name(job: str) -> str:
     return f"{job}-gpus"
 
 
-def choose_gpus(
-    config: Config, objects: list[Object], group: Object, ranks_per_pod: int
-) -> Gpus | None:
-    """Return the devices of each worker pod of a run, None on CPUs.
+def assign_gpus(
+    config: Config, objects: list[Object], group: Object, ranks_per_pod: int, job: str
+) -> int:
+    """Give each pod of the overlay's worker group a GPU for each rank, and return how many.
 
-    `group` is the overlay's worker group. Raises ConfigError for keys that would be ignored, and
-    for devices that the ranks of a pod could not use.
+    Raises ConfigError for a key that would be ignored, and for ranks that would share a MIG slice.
     """
-    kube = config.kube
-    if config.device == "cpu":
-        _refuse_gpu_keys_on_cpus(config)
-        return None
-
-    # What the overlay has: a resource among its limits, or a claim.
-    pod = group["template"]["spec"]
-    limits = pod["containers"][0]["resources"]["limits"]
-    claimed = gpu_requests(pod, claim_templates(objects))
-    uses_claims = kube.gpu_allocation == "dra"
-    if kube.gpu_allocation == "auto":
-        uses_claims = bool(claimed)
-
-    resource = _resource_name(kube.gpu_resource, uses_claims) or _resource_of(limits, claimed)
-    _refuse_shared_slices(config, resource, ranks_per_pod)
-    if uses_claims:
-        request = _request(config, resource, claimed, ranks_per_pod)
-        return Gpus(resource, ranks_per_pod, request)
-    if kube.gpu_selector:
-        raise ConfigError(
-            f"gpu_selector = {kube.gpu_selector} would be ignored: the device plugin only counts "
-            "devices; give --gpu_allocation dra, or drop it"
-        )
-    if resource == SLICE:
-        raise ConfigError(
-            "gpu_allocation = device_plugin, and the overlay claims slices of any profile, but the "
-            f"device plugin counts each profile by its name; give --gpu_resource {SLICE}1g.18gb"
-        )
-    return Gpus(resource, ranks_per_pod)
-
-
-def _request(config: Config, resource: str, claimed: list[Request], count: int) -> Request:
-    """Return what each pod claims of a resource; `claimed` is what the overlay's pods claim."""
-    if resource == WHOLE:
-        _refuse_slices_without_profile(config, resource)
-        device_class = WHOLE_GPU
-        selectors = []
-    else:
-        device_class = MIG_SLICE
-        profile = _profile_of(resource)
-        selectors = [select_profile(profile)] if profile else []
-
-    # The overlay's other selectors stay.
-    for request in claimed:
-        if request.device_class == device_class:
-            own_profile = select_profile(request.profile)
-            selectors += [text for text in request.selectors if text.strip() != own_profile]
-    if config.kube.gpu_selector:
-        selectors.append(config.kube.gpu_selector)
-    return Request(device_class, count, tuple(selectors))
-
-
-def assign_gpus(gpus: Gpus | None, objects: list[Object], group: Object, name: str) -> None:
-    """Give a worker group's pods these devices in place of the overlay's.
-
-    The container's limits and requests must have no device yet. `name` is the template's. Raises
-    ConfigError for claims that cannot be replaced.
-    """
+    given = config.kube.gpu_resource
     pod = group["template"]["spec"]
     resources = pod["containers"][0]["resources"]
-    own_claim = _gpu_claim(pod, claim_templates(objects))
+    overlay_resource = _take_resource(resources)
+    requests = gpu_requests(pod, objects)
 
-    if gpus is not None and gpus.request is not None:
-        if own_claim is None:
-            objects.append(claim_template(name, gpus.request))
-            claim = {"name": CLAIM, "resourceClaimTemplateName": name}
-            pod.setdefault("resourceClaims", []).append(claim)
-            resources.setdefault("claims", []).append({"name": CLAIM})
-        else:
-            # In place, because the template may also have constraints and devices of other kinds.
-            template = claim_templates(objects)[own_claim["resourceClaimTemplateName"]]
-            _set_request(template, gpus.request)
-            template["metadata"]["name"] = name
-            own_claim["resourceClaimTemplateName"] = name
-        return
+    if config.device == "cpu":
+        if given:
+            raise ConfigError(
+                f"gpu_resource = {given} would be ignored: pods of device = cpu get no GPU; give "
+                "--device cuda or mig, or drop gpu_resource"
+            )
+        if requests:
+            raise ConfigError(
+                f"device = cpu, but pods of overlay {config.kube.overlay} claim GPUs; give --device "
+                "cuda or mig, or another --overlay"
+            )
+        return 0
 
-    if own_claim is not None:
-        _drop_claim(own_claim, objects, pod)
-    if gpus is not None:
-        resources["limits"][gpus.resource] = str(gpus.count)
-        resources["requests"][gpus.resource] = str(gpus.count)
+    resource = given or overlay_resource or WHOLE
+    _refuse_shared_slices(config, resource, requests, ranks_per_pod)
+    if not requests:
+        for kind in ("limits", "requests"):
+            resources[kind][resource] = str(ranks_per_pod)
+        return ranks_per_pod
 
-
-def _gpu_claim(pod: Object, templates: dict[str, Object]) -> Object | None:
-    """Return the claim through which an overlay's pod gets its GPUs, None without one."""
-    found = []
-    for claim in pod.get("resourceClaims", ()):
-        found += [claim] * len(gpu_requests({"resourceClaims": [claim]}, templates))
-    if len(found) > 1:
+    # The overlay claims its GPUs. It also selects them.
+    if given:
         raise ConfigError(
-            f"the overlay's pods claim GPUs in {len(found)} requests, and ranks_per_pod sets the "
+            f"gpu_resource = {given} would be ignored: the overlay claims its GPUs; copy it, and "
+            "write the device class and the profile into its claims.yaml"
+        )
+    if len(requests) > 1:
+        raise ConfigError(
+            f"the overlay's pods claim GPUs in {len(requests)} requests, and ranks_per_pod sets the "
             "count of one; write one request, or apply the overlay with kubectl"
         )
-    return found[0] if found else None
+    requests[0]["exactly"]["count"] = ranks_per_pod
+    _rename_template(pod, objects, template_name(job))
+    return ranks_per_pod
 
 
-def _set_request(template: Object, request: Request) -> None:
-    """Change the request of GPUs in a template."""
-    (asked,) = claim_template("", request)["spec"]["spec"]["devices"]["requests"]
-    for own in template["spec"]["spec"]["devices"]["requests"]:
-        if own.get("exactly", {}).get("deviceClassName") in GPU_CLASSES:
-            own["exactly"].pop("selectors", None)
-            own["exactly"] |= asked["exactly"]
+def gpu_requests(pod: Object, objects: list[Object]) -> list[Object]:
+    """Return the requests for GPUs, or slices of them, of the templates that a pod claims."""
+    found = []
+    for template in _templates_of(pod, objects):
+        for request in template["spec"]["spec"]["devices"]["requests"]:
+            if request.get("exactly", {}).get("deviceClassName") in GPU_CLASSES:
+                found.append(request)
+    return found
 
 
-def _drop_claim(claim: Object, objects: list[Object], pod: Object) -> None:
-    """Remove an overlay's claim of GPUs, with its template. Raises ConfigError for shared ones."""
-    template = claim_templates(objects)[claim["resourceClaimTemplateName"]]
-    requests = template["spec"]["spec"]["devices"]["requests"]
-    if len(requests) > 1:
-        names = ", ".join(request["name"] for request in requests)
-        raise ConfigError(
-            f"the overlay claims GPUs together with other devices ({names}), which pods without "
-            "that claim would not get; give --gpu_allocation dra"
-        )
-    objects.remove(template)
-    _remove(pod, "resourceClaims", claim["name"])
-    for container in pod["containers"]:
-        _remove(container["resources"], "claims", claim["name"])
+def claims_template(job: Object, name: str) -> bool:
+    """Return whether worker pods of a RayJob claim devices through the template of this name."""
+    for group in job["spec"].get("rayClusterSpec", {}).get("workerGroupSpecs", ()):
+        for claim in group["template"]["spec"].get("resourceClaims", ()):
+            if claim.get("resourceClaimTemplateName") == name:
+                return True
+    return False
 
 
-def _remove(parent: Object, key: str, name: str) -> None:
-    """Remove the item of this name from a list, and an empty list from its parent."""
-    kept = [item for item in parent.pop(key, ()) if item["name"] != name]
-    if kept:
-        parent[key] = kept
+def _templates_of(pod: Object, objects: list[Object]) -> list[Object]:
+    """Return the ResourceClaimTemplates among `objects` that a pod claims."""
+    claims = pod.get("resourceClaims", ())
+    names = [claim.get("resourceClaimTemplateName") for claim in claims]
+    found = []
+    for thing in objects:
+        if thing["kind"] == "ResourceClaimTemplate" and thing["metadata"]["name"] in names:
+            found.append(thing)
+    return found
 
 
-def _resource_of(limits: dict[str, str], claimed: list[Request]) -> str:
-    """Return the name of an overlay's GPUs as a resource; a whole GPU's where it has none."""
-    for resource in limits:
-        if resource.startswith("nvidia.com/"):
-            return resource
-    for request in claimed:
-        if request.device_class == MIG_SLICE:  # by the prefix alone if it selects no profile
-            return f"{SLICE}{request.profile.replace('+', '.')}"
-    return WHOLE
+def _rename_template(pod: Object, objects: list[Object], name: str) -> None:
+    """Give the template with a pod's GPUs the job's name, because its count is the job's own."""
+    for claim in pod["resourceClaims"]:
+        if gpu_requests({"resourceClaims": [claim]}, objects):
+            (template,) = _templates_of({"resourceClaims": [claim]}, objects)
+            template["metadata"]["name"] = name
+            claim["resourceClaimTemplateName"] = name
+            return
 
 
-def _resource_name(given: str, uses_claims: bool) -> str:
-    """Return the resource that --gpu_resource names; a MIG profile alone names its slices.
-
-    Raises ConfigError for one that neither the device plugin nor NVIDIA's DRA driver can have.
-    """
-    if not given:
-        return ""
-    if _PROFILE.fullmatch(given):
-        return f"{SLICE}{given.replace('+', '.')}"
-    profile = given.removeprefix(SLICE)
-    is_nvidias = given == WHOLE or (profile != given and _PROFILE.fullmatch(profile))
-    if uses_claims and not is_nvidias:
-        raise ConfigError(
-            f"gpu_resource = {given} is no device of NVIDIA's DRA driver; give {WHOLE}, a MIG "
-            f"profile such as {SLICE}1g.18gb, or --gpu_allocation device_plugin"
-        )
-    if "/" not in given:
-        raise ConfigError(
-            f"gpu_resource = {given} is no resource: a device plugin's has a domain; give {WHOLE} "
-            f"or {SLICE}1g.18gb"
-        )
-    return given
+def _take_resource(resources: dict[str, Any]) -> str:
+    """Remove the overlay's GPU resource from a container, and return its name; "" if it has none."""
+    taken = ""
+    for kind in ("limits", "requests"):
+        for resource in list(resources[kind]):  # a copy, because the loop removes from it
+            if resource.startswith("nvidia.com/"):
+                taken = resource
+                del resources[kind][resource]
+    return taken
 
 
-def _profile_of(resource: str) -> str:
-    """Return the MIG profile of a slice's resource: nvidia.com/mig-1g.18gb.me is 1g.18gb+me."""
-    name = resource.removeprefix(SLICE)
-    size, unit, attributes = name.partition("gb")
-    return size + unit + attributes.replace(".", "+")
-
-
-def _refuse_gpu_keys_on_cpus(config: Config) -> None:
-    """Raise ConfigError for keys about GPUs, which a run on CPUs would ignore."""
-    kube = config.kube
-    given = {"gpu_resource": kube.gpu_resource, "gpu_selector": kube.gpu_selector}
-    if kube.gpu_allocation != "auto":
-        given["gpu_allocation"] = kube.gpu_allocation
-    for key, value in given.items():
-        if value:
-            raise ConfigError(
-                f"{key} = {value} would be ignored: pods of device = cpu get no GPU; give --device "
-                f"cuda or mig, or drop {key}"
-            )
-
-
-def _refuse_shared_slices(config: Config, resource: str, ranks_per_pod: int) -> None:
+def _refuse_shared_slices(
+    config: Config, resource: str, requests: list[Object], ranks_per_pod: int
+) -> None:
     """Raise ConfigError for more than one rank in a pod with MIG slices."""
-    if _has_slices(config, resource) and ranks_per_pod > 1:
+    has_slices = config.device == "mig" or resource.startswith(SLICE)
+    has_slices |= config.kube.overlay.startswith("mig-")
+    has_slices |= any(each["exactly"]["deviceClassName"] == MIG_CLASS for each in requests)
+    if has_slices and ranks_per_pod > 1:
         raise ConfigError(
-            f"ranks_per_pod = {ranks_per_pod}, device = {config.device} with {resource}: a "
-            "process sees only one MIG slice, and Ray would give each rank another one; use "
-            "--ranks_per_pod 1"
+            f"ranks_per_pod = {ranks_per_pod}, device = {config.device} with MIG slices: a process "
+            "sees only one slice, and Ray would give each rank another one; use --ranks_per_pod 1"
         )
-
-
-def _refuse_slices_without_profile(config: Config, resource: str) -> None:
-    """Raise ConfigError for slices under the name of whole GPUs: the claim would get those."""
-    if _has_slices(config, resource):
-        raise ConfigError(
-            f"gpu_allocation = dra, device = {config.device} with {resource}: a claim of "
-            f"{resource} gets whole GPUs, and slices are claimed by their profile; give "
-            f"--gpu_resource {SLICE}1g.18gb (or another profile), or --overlay mig-dra"
-        )
-
-
-def _has_slices(config: Config, resource: str) -> bool:
-    if config.device == "mig" or resource.startswith(SLICE):
-        return True
-    return config.kube.overlay.startswith("mig-")

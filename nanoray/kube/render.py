@@ -20,7 +20,7 @@ import yaml
 from nanoray.config import Config, Kube
 from nanoray.config.data import IMAGES
 from nanoray.errors import ConfigError
-from nanoray.kube.gpus import assign_gpus, choose_gpus, template_name
+from nanoray.kube.gpus import assign_gpus
 from nanoray.kube.kustomize import Object, build, containers, groups, in_order, quantity
 
 # Where a wheel puts the checkout's kuberay/
@@ -28,10 +28,8 @@ _INSTALLED = Path(__file__).resolve().with_name("manifests")
 KUBE_DIR = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[2] / "kuberay"
 CONFIG_DIR = "/etc/nanoray"
 RUNS = "/data/runs"
-NAME_LIMIT = 47  # of a RayJob: the operator appends a suffix to its pods
 MIN_TIMEOUT_S = 300.0  # a replaced pod may need a new node and its image
 OVERLAY = {"cpu": "cpu", "cuda": "multi-pod", "mig": "mig-mixed"}  # defaults of --overlay
-DRA_OVERLAY = {"cpu": "cpu", "cuda": "gpu-dra", "mig": "mig-dra"}  # with --gpu_allocation dra
 # Keys that are not passed to the job: the pods or its entrypoint set them.
 _LOCAL = (
     "workers",
@@ -62,8 +60,7 @@ def render(config: Config, started: float) -> list[Object]:
         )
 
     # The overlay's objects.
-    defaults = DRA_OVERLAY if kube.gpu_allocation == "dra" else OVERLAY
-    overlay = kube.overlay or defaults[config.device]
+    overlay = kube.overlay or OVERLAY[config.device]
     folder = KUBE_DIR / "overlays" / overlay / "job"
     if not folder.is_dir():
         names = sorted(path.parent.name for path in (KUBE_DIR / "overlays").glob("*/job"))
@@ -73,7 +70,6 @@ def render(config: Config, started: float) -> list[Object]:
     job = next(thing for thing in objects if thing["kind"] == "RayJob")
 
     # The run's settings. The pods come first, because the disruption budget counts them.
-    _require_whole_name(config.name)
     name = job_name(config.name)
     job["metadata"]["name"] = name
     _shape_pods(objects, job, config, int(ranks))
@@ -100,29 +96,11 @@ def render(config: Config, started: float) -> list[Object]:
 
 
 def job_name(name: str) -> str:
-    """Return `name` as Kubernetes allows it: lower case, dashes, a letter first, not too long."""
-    return _plain_name(name)[:NAME_LIMIT].rstrip("-")
-
-
-def _plain_name(name: str) -> str:
+    """Return `name` as Kubernetes allows it: lower case, dashes, a letter first."""
     plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
     if not plain[0].isalpha():
         plain = f"r-{plain}"
     return plain
-
-
-def _require_whole_name(name: str) -> None:
-    """Raise ConfigError for a name that a job cannot have as a whole.
-
-    Two runs whose names differ at their ends would be one job.
-    """
-    plain = _plain_name(name)
-    limit = NAME_LIMIT
-    if len(plain) > limit:
-        raise ConfigError(
-            f"name = {name}: the RayJob would be {plain}, of {len(plain)} characters, and KubeRay "
-            f"takes {limit}; shorten --name by {len(plain) - limit}"
-        )
 
 
 def _require_tag(image: str) -> None:
@@ -222,7 +200,6 @@ def _shape_pods(objects: list[Object], job: Object, config: Config, ranks: int) 
     overlay_ranks = int(params["num-gpus"]) or int(params["num-cpus"])
     ranks_per_pod = kube.ranks_per_pod or overlay_ranks
     growth = max(1.0, ranks_per_pod / overlay_ranks)
-    gpus = choose_gpus(config, objects, workers, ranks_per_pod)
     pods = math.ceil(ranks / ranks_per_pod)
     if ranks % ranks_per_pod:
         raise ConfigError(
@@ -237,31 +214,20 @@ def _shape_pods(objects: list[Object], job: Object, config: Config, ranks: int) 
     # The resources of each pod: those given as flags, else the overlay's.
     cpus = kube.cpus or quantity(overlay_limits["cpu"]) * growth
     memory_gib = kube.memory_gib or quantity(overlay_limits["memory"]) / 2**30 * growth
-    limits = {}
-    for resource, amount in overlay_limits.items():
-        if resource.startswith("rdma/"):
-            limits[resource] = amount
-    limits["cpu"] = f"{cpus:g}"
-    limits["memory"] = f"{memory_gib:g}Gi"
+    limits = dict(overlay_limits) | {"cpu": f"{cpus:g}", "memory": f"{memory_gib:g}Gi"}
+    container["resources"] |= {"requests": dict(limits), "limits": limits}
+    gpus = assign_gpus(config, objects, workers, ranks_per_pod, job_name(config.name))
 
     # What Ray counts with. It must see a CPU for each rank, although ranks may share one.
     params["num-cpus"] = str(max(math.floor(cpus), ranks_per_pod))
-    params["num-gpus"] = str(gpus.count) if gpus else "0"
+    params["num-gpus"] = str(gpus)
     workers["rayStartParams"] = params
-    container["resources"] |= {"requests": dict(limits), "limits": dict(limits)}
-    assign_gpus(gpus, objects, workers, template_name(job_name(config.name)))
 
     # /dev/shm, where NCCL and Ray's object store exchange data.
     for volume in workers["template"]["spec"]["volumes"]:
         if "emptyDir" in volume:
             overlay_gib = quantity(volume["emptyDir"]["sizeLimit"]) / 2**30
             shm_gib = kube.shm_gib or overlay_gib * growth
-            # It is a tmpfs, whose memory is the container's: a full one would kill the rank.
-            if shm_gib >= memory_gib:
-                raise ConfigError(
-                    f"shm_gib = {shm_gib:g} counts against the memory limit of {memory_gib:g} GiB; "
-                    "raise --memory_gib, or lower --shm_gib"
-                )
             volume["emptyDir"]["sizeLimit"] = f"{shm_gib:g}Gi"
 
     _mount_config(spec, f"{job_name(config.name)}-config")

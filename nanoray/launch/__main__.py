@@ -24,9 +24,9 @@ from nanoray.errors import CheckpointError, ConfigError, WorkerFailed
 from nanoray.faults.plan import DRIVER, Injector, parse_plan
 from nanoray.host.gpus import discover_gpus
 from nanoray.host.host import available_cpus
-from nanoray.host.interfaces import require_interfaces
 from nanoray.host.launchers import refuse_many_starts
 from nanoray.host.slots import Slots, local_slots
+from nanoray.launch.auto import with_micro_batch
 from nanoray.launch.caller import caller_address
 from nanoray.launch.connection import bounded, connected, using
 from nanoray.launch.driver import Driver
@@ -95,13 +95,14 @@ def launch(
         wanted = None if config.workers == "auto" else config.workers
         slots = local_slots(config.device, wanted, discover_gpus(), available_cpus())
         opening.set({"workers": slots.workers}, slots.found)
-        if slots.workers > 1:
-            require_interfaces({**os.environ, **variables})
     if loaded.dry_run:
         with environment(variables):
             _dry_run(opening, address, slots, program)
         return 0
-    workers = opening.config.workers
+    if config.micro_batch_search and program is None:
+        opening.loaded = with_micro_batch(opening.loaded)
+    config = opening.config
+    workers = config.workers
     if workers != "auto":
         # An impossible batch fails before Ray starts.
         opening.require_batch(workers)
@@ -110,9 +111,9 @@ def launch(
     opening.read()
 
     # Storage that refuses, or that lacks what is to be resumed, is found out before a device is taken.
-    with Upload(config.upload, config.upload_timeout, variables) as upload:
-        upload.begin()
+    with Upload(config.upload, config.upload_timeout) as upload:
         with environment(variables):
+            upload.check()
             opening.fetch()
 
         # Take devices, train, and give everything back, whatever happens.
@@ -123,11 +124,11 @@ def launch(
             try:
                 with environment(variables):
                     spec = opening.open(place.workers)
+                    upload.follow(spec.folder)
                 config = spec.config
-                upload.follow(spec)
                 console = choose_console(config.max_steps, loaded.quiet)
                 with (
-                    discarding_refused(spec, upload.forget),
+                    discarding_refused(spec),
                     summary_on_failure(spec),
                     JobReport(spec) as report,
                     closing(console),
@@ -145,7 +146,6 @@ def launch(
                             variables=variables,
                         )
                         driver.console = console
-                        driver.recoverer.each_second = upload.say_news
                         report.count_steps = lambda: console.max_steps
                         outcome = driver.run()
                     report.state = outcome["exit_reason"]
@@ -157,13 +157,12 @@ def launch(
         if not outcome.get("ok"):
             message = outcome["message"]
             refused = outcome["exit_code"] in (ConfigError.exit_code, CheckpointError.exit_code)
-            if refused and discard_refused(spec, upload.forget):
+            if refused and discard_refused(spec):
                 message = message.removesuffix(f" Checkpoints and logs: {spec.folder}")
             error = WorkerFailed(message)
             error.exit_code = outcome["exit_code"]
             raise error
         say("\n".join(closing_lines(spec, summary, loaded.quiet)))
-        upload.stopped = outcome["exit_code"] >= 128
         return outcome["exit_code"]
 
 

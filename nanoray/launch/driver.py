@@ -21,7 +21,6 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from nanoray.base.output import say
 from nanoray.base.points import reached
-from nanoray.checkpoint.folder import FolderKeeper
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError, PlacementError
@@ -88,7 +87,7 @@ class Driver:
         config = spec.config
         self.cluster = ClusterWatch(place, api, cluster_clock, config.head_timeout_s)
         self.faults = FaultLog(spec.folder, config.max_failures, clock)
-        self.recoverer = Recoverer(stop, self.cluster, self.faults, FolderKeeper(spec), clock)
+        self.recoverer = Recoverer(stop, self.cluster, self.faults, clock)
         self.watcher = Watcher(stop, self.cluster, self.faults, self.recoverer, clock)
         self.console = Console(config.max_steps)
         self.at = RunState(spec)

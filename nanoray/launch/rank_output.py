@@ -56,13 +56,6 @@ class RankOutput:
             os.dup2(log, descriptor)
         os.close(log)
 
-    def restore(self) -> None:
-        """Open the log anew if another program has removed it."""
-        with suppress(OSError):
-            if not self._path.exists():
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._open()
-
     def polled(self) -> None:
         """Note that the driver has taken all lines."""
         self._waiting = 0

@@ -13,7 +13,6 @@ happened is noted in the RunState.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +20,7 @@ from ray.exceptions import RayError
 
 from nanoray.base.output import say
 from nanoray.base.points import reached
-from nanoray.checkpoint.folder import FolderKeeper
-from nanoray.checkpoint.run import RunSpec, write_attempt
+from nanoray.checkpoint.run import write_attempt
 from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up
 from nanoray.faults.hang import PATIENT
 from nanoray.launch.actors import POLL_S, START_TRIES
@@ -36,7 +34,6 @@ from nanoray.launch.worker_group import WorkerGroup
 
 # From a failure that ends an attempt until the survivors must have saved (KubeRay grants 100 s).
 SAVE_S = 90.0
-FOLDER_CHECK_S = 1.0  # between two looks at what another program may have removed
 
 
 @dataclass
@@ -46,11 +43,8 @@ class Recoverer:
     stop: Stop
     cluster: ClusterWatch
     faults: FaultLog
-    keeper: FolderKeeper
     clock: Any
-    each_second: Callable[[], None] = lambda: None  # called with each look at the folder
 
-    _folder_checked_at: float = -math.inf  # monotonic seconds
     _is_first_attempt: bool = True
 
     def ending(self, at: RunState) -> bool:
@@ -61,7 +55,6 @@ class Recoverer:
         """Count attempts; from now on no rank of an older one may commit a checkpoint."""
         if not self._is_first_attempt:
             at.spec = at.spec.next_attempt()
-        self.keep_folder(at.spec, at_once=True)
         try:
             write_attempt(at.spec)
         except OSError as error:
@@ -69,17 +62,6 @@ class Recoverer:
                 raise
             say(f"warning  attempt {at.spec.attempt} is not noted: {error}")
         self._is_first_attempt = False
-
-    def keep_folder(self, spec: RunSpec, at_once: bool = False) -> None:
-        """Make anew what was removed from the run's folder; looks at it once a second."""
-        now = self.clock.monotonic()
-        if not at_once and now < self._folder_checked_at + FOLDER_CHECK_S:
-            return
-        self._folder_checked_at = now
-        self.each_second()
-        line = self.keeper.check(spec)
-        if line:
-            say(line)
 
     # Single ranks: they end, and new ones start.
 
@@ -260,7 +242,6 @@ class Recoverer:
                 pool.fill(slot)
 
         while any(slot in group.pool.starting for slot in forming.lost):
-            self.keep_folder(at.spec)
             group.pool.request_again()
             now = self.clock.monotonic()
             if self.stop.requested or now >= deadline:

@@ -123,7 +123,6 @@ class Watcher:
             for slot in members:
                 self._mute_s[slot] += min(now - looked_at, 2 * POLL_S)
             looked_at = now
-            self._recoverer.keep_folder(at.spec)
             group.pool.request_again()
             self._send_orders(at, collector)
             for kind, slot, value in group.events(POLL_S):

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import ray
 
-from nanoray.base.mapped import restore_missing
 from nanoray.base.proc import start_time
 from nanoray.base.script_errors import exit_code_after, how_it_ended_itself
 from nanoray.checkpoint.run import RunSpec, can_regroup
@@ -399,11 +398,6 @@ class Worker:
         """
         deadline = time.monotonic() + patience_s
         self._silence.note_call(next_within_s=patience_s)
-        # Another program may have removed the file that shows this rank's position to others.
-        if self._output:
-            self._output.restore()
-        for path in restore_missing():
-            log.warning("%s was removed; it is written anew", path)
         while True:
             # Read the spec before `waiting`: `_rejoin` clears `waiting` before it sets the next
             # spec, so no heartbeat says that a rank waits in the attempt that it has just joined.

@@ -39,12 +39,10 @@ from nanoray.base.points import reached
 from nanoray.errors import GroupNotFormed, NanorayError, RankDiffers, RendezvousError
 from nanoray.host.interfaces import (
     addresses_of_hosts,
-    gloo_address,
     interface_for_gloo,
-    is_own,
     own_interfaces,
     publish_route,
-    require_interfaces,
+    require_interface,
 )
 from nanoray.mesh import wire
 from nanoray.mesh.backends import NCCL, load_backend, reports_lost_peers, settings_for_aborts
@@ -376,7 +374,7 @@ def join(
         return Mesh(0, 1, 0, device, "none", reason, slot=r.slot, slots=r.slots, layout=layout)
 
     # What fails in the same way each time is refused before anyone waits for this rank.
-    require_interfaces(os.environ, r.backend)
+    require_interface(os.environ)
     name = load_backend(r.backend, device.type)
 
     # Meet in the store, under a name and with a seal that only ranks of this run can make.
@@ -401,10 +399,7 @@ def join(
             interface = interface_for_gloo(hosts, r.rank)
             if interface:
                 os.environ["GLOO_SOCKET_IFNAME"] = interface
-                why = "this host's own name is a loopback address"
-                if not is_own(gloo_address()):
-                    why = "this host has no IPv4"
-                why_backend += f", over {interface}: {why}"
+                why_backend += f", over {interface}: this host's own name is a loopback address"
         control_group, patient_group = _form_groups(r, name, sealed, plain, timeout_s, device)
     except NanorayError:
         raise

@@ -20,7 +20,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from nanoray.errors import ConfigError, RendezvousError
-from nanoray.host.interfaces import is_loopback, loopback_address
+from nanoray.host.interfaces import LOOPBACK, is_loopback
 from nanoray.host.launchers import place_of, whole_number
 
 if TYPE_CHECKING:
@@ -355,7 +355,7 @@ def _reason_and_remedy(r: Rendezvous) -> str:
                         remedy = (
                             f"; MASTER_ADDR = {r.master_addr} is {address[0]}, which this host "
                             f"does not have: set it to one of its addresses, as "
-                            f"{loopback_address()} for ranks of this host alone"
+                            f"{LOOPBACK} for ranks of this host alone"
                         )
     return remedy
 

@@ -51,7 +51,7 @@ def optimizer_of(given: Any) -> Optimizer:
 def require_elementwise(optimizer: Optimizer, dp_mode: str, stated: bool) -> None:
     """Raise ConfigError for an optimizer that may treat a piece of a parameter unlike the whole.
 
-    zero1, zero2 and fsdp give it flat pieces. `stated`: the script says that it treats them alike.
+    zero1, zero2 and fsdp give it flat pieces. `stated`: the script says that it does not.
     """
     for member in members_of(optimizer):
         problem = ""

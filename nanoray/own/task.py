@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import Batch, Config, resolve_batch
-from nanoray.config.rows import spell
 from nanoray.data.tokens import Samples
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import Shard, whole_shards
+from nanoray.mesh.pieces import Shard
 from nanoray.models.weighted import LossValue, Weighted, mean_of
 from nanoray.own.absent import AbsentGradients, FrozenParameters
 from nanoray.own.call import WithLoss, loss_of
 from nanoray.own.data.batch import CountedTargets
-from nanoray.own.data.source import LOADER, ORDER, Batches, OwnData, batch_size_of
+from nanoray.own.data.source import ORDER, STREAM, OwnData, batch_size_of
+from nanoray.own.data.stream import Stream
 from nanoray.own.dry_run import own_lines
 from nanoray.own.even_fsdp import EvenFSDP
 from nanoray.own.loose_buffers import LooseBuffers, is_loose
@@ -76,7 +76,7 @@ class OwnTask:
         self._train_data = train_data
         self._val_data = val_data
         self._batch_size: int | None = UNKNOWN  # of the data; None: they have none of their own
-        self._begun: Batches | None = None  # of an iterable, whose first batch was read for that
+        self._begun: Stream | None = None  # whose first batch was read for that
         self._has_weights: bool | None = None  # whether losses come with weights; not known yet
         # What a resume compares, as the script has made it
         self._script = script_of(given)
@@ -137,28 +137,6 @@ class OwnTask:
                 settings["min_lr"] = 0.1 * lr
         return settings
 
-    def apart(self) -> OwnTask:
-        """Return a task with copies of the script's model and optimizer, which move no schedule.
-
-        Hooks of the optimizer belong to the script's own, and are not copied. Raises ConfigError for
-        a model that cannot be copied.
-        """
-        what = f"micro_batch_size = auto trains copies of the model, but copy.deepcopy of {describe(self._given.model)}"
-        remedy = "keep what cannot be copied outside of the model, or give a number"
-        with part(what, remedy):
-            model = copy.deepcopy(self._given.model)
-        held = {shard.piece.name: shard for shard in whole_shards(model)}
-        optimizer = cut_optimizer(self._given.optimizer, self._given.updated, held)
-        parameters = dict(model.named_parameters())
-        given = replace(
-            self._given,
-            model=model,
-            optimizer=optimizer,
-            updated={name: parameters[name] for name in self._given.updated},
-            schedule=OwnSchedule([], optimizer),
-        )
-        return OwnTask(given, self._spec, self._train_data, None, self._steps)
-
     def _size_of_batches(self) -> dict[str, Any]:
         """Return micro_batch_size where the data come in batches: each is one rank's micro batch.
 
@@ -172,9 +150,8 @@ class OwnTask:
         if size is None:
             return {}
         if "micro_batch_size" in self._given.run.given and config.micro_batch_size != size:
-            asked = "micro_batch_search" if config.micro_batch_search else "micro_batch_size"
             raise ConfigError(
-                f"{spell(config, asked)}, but the train data come in batches "
+                f"micro_batch_size = {config.micro_batch_size}, but the train data come in batches "
                 f"of {size} samples, and each is one rank's micro batch; drop the key, or give "
                 "batches of that size"
             )
@@ -286,19 +263,15 @@ class OwnTask:
         ranks = self._given.run.rendezvous.slots
         place = (self._given.run.rank, ranks)
         batch = resolve_batch(cfg, ranks)
-        # Batches of a fixed size, or loaders that each rank has alone, fit one number of ranks.
         with _reading("train and validation", (self._train_data, self._val_data)):
             self._data = OwnData(
                 self._train_data, self._val_data, cfg.seed, batch.micro, device, place, self._begun
             )
         if self._data.in_batches and cfg.recovery == "shrink":
-            kind = "batches of a fixed size"
-            if self._data.stateful:
-                kind = f"a loader with a state, one of {ranks}"
             raise ConfigError(
                 "recovery = shrink changes the number of ranks and the micro batch, but the train "
-                f"data are {kind}; use recovery in_place or restart, or give a dataset with len() "
-                "and []"
+                "data are batches of a fixed size; use recovery in_place or restart, or give a "
+                "dataset with len() and []"
             )
         # The driver decides which numbers of ranks are possible, and it does not see the data.
         sizes = {"micro_batch_size", "global_batch_size"}
@@ -310,42 +283,25 @@ class OwnTask:
         return self._data
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
-        """Let the script's loader continue from this rank's state in a checkpoint.
+        """Let a script's stream continue from its state in a checkpoint.
 
-        Without such a state the loader starts over, and the samples that were used are read and
-        skipped, as with any iterable. Raises CheckpointError when another number of ranks has saved
-        the states, and DataError when the data had another order.
+        All ranks read the same stream, so one state serves any number of them. Without one, and from
+        other data, the samples that were used follow from their number. Raises DataError when the
+        data had another order.
         """
-        if not self._data.stateful:
-            # A process that replaces a lost rank compares its data with those of the other ranks.
-            if self._given.run.rendezvous.live:
-                return ""
-            return self._compare_order(*saved())
-        states, samples = saved()
-        ranks = self._given.run.rendezvous.slots
-        if not any(LOADER in state for state in states):
-            return (
-                "resume  the checkpoint has no state of the loader: it begins anew and skips what "
-                "was used"
-            )
-        if len(states) != ranks:
-            raise CheckpointError(
-                f"the checkpoint has the states of {len(states)} loaders, one of each rank, but "
-                f"now there are {ranks} ranks; resume with {len(states)} ranks, or give a dataset "
-                "with len() and [], which any number shares"
-            )
-        # Each rank continues its own loader.
-        self._data.load_state(states[self._given.run.rank], samples)
-        return f"resume  each rank's loader goes on from its own state after {samples} samples"
-
-    def _compare_order(self, states: RankStates, samples: int) -> str:
-        """Raise DataError where the order of samples is not that of the checkpoint; return a note."""
-        if ORDER not in states[0]:
-            return "resume  the checkpoint is of a loader with a state: nothing was compared"
-        self._data.require_same_order(states[0][ORDER])
-        if self._data.stream is None:
+        # A process that replaces a lost rank compares its data with those of the other ranks.
+        is_new = self._given.run.rendezvous.live
+        if is_new and not self._data.has_state:
             return ""
-        return f"resume  the stream goes on after {samples} samples, at any number of ranks"
+        states, samples = saved()
+        # A new process may find no checkpoint: then its stream is read from the start.
+        if not states:
+            return ""
+        self._data.require_same_order(states[0][ORDER])
+        if not self._data.has_state or STREAM not in states[0]:
+            return ""
+        self._data.load_state(states[0], samples)
+        return f"resume  the stream goes on from its state after {samples} samples"
 
     def compare(self, meta: dict[str, Any]) -> list[str]:
         """Return notes where a checkpoint's model, loss or learning rate are not this script's.

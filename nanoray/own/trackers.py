@@ -9,16 +9,16 @@ from nanoray.errors import ConfigError
 from nanoray.own.callbacks import Callback, ReportingCallback
 from nanoray.own.run import Run
 from nanoray.train.track.mlflow_tracker import MlflowTracker
-from nanoray.train.track.tracker import Tracker
+from nanoray.train.track.tracker import Tracker, missing_package
 from nanoray.train.track.tracking import TRACKERS, Tracking
 from nanoray.train.track.wandb_tracker import Mode, WandbTracker
 
 
 class TrackerCallback(ReportingCallback):
-    """Reports a run to a tracker: configuration, metrics with their units, results, samples.
+    """Reports a run to a tracker: configuration, metrics, results, samples.
 
-    Rank 0 alone reports, in a thread of its own. A tracker that fails or hangs gives one warning,
-    and changes nothing of the run. A resume, and another process that becomes rank 0, continue the
+    Rank 0 alone reports. A tracker that fails or hangs is given up with one warning, and the run
+    goes on. A resume, and another process that becomes rank 0, continue the
     same run of the tracker: its id is in the run's folder, in trackers/.
     """
 
@@ -26,7 +26,7 @@ class TrackerCallback(ReportingCallback):
     """the part that is different for each tracker"""
 
     def __init__(self, tracker: Tracker) -> None:
-        missing = tracker.missing()
+        missing = missing_package(tracker.kind)
         if missing:
             raise ConfigError(missing)
         self.tracker = tracker
@@ -80,8 +80,7 @@ class MlflowCallback(TrackerCallback):
         `experiment` is MLFLOW_EXPERIMENT_NAME or `nanoray`, `name` that of the run's folder.
         `tracking_uri` is what mlflow.set_tracking_uri or MLFLOW_TRACKING_URI has set, else the file
         mlflow.db beside the runs' folders: `mlflow ui --backend-store-uri sqlite:///runs/mlflow.db`
-        shows it. Raises ConfigError without the package; `fit` raises it before step 1 for an
-        address that cannot be used.
+        shows it. Raises ConfigError without the package.
         """
         super().__init__(MlflowTracker(experiment, name, tracking_uri, tags))
 

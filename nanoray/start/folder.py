@@ -17,13 +17,11 @@ from nanoray.checkpoint.run import (
     RunSpec,
     lock_run,
     new_folder,
-    reserve_room,
     storage_clock,
     write_attempt,
 )
 from nanoray.config import Config, Settings, read_yaml, recipe_of
 from nanoray.config.settings import OF_ONE_COMMAND, RUN, origin_of, with_origins
-from nanoray.config.weights.source import find
 from nanoray.data.dataset import DatasetInfo
 
 
@@ -90,15 +88,11 @@ def open_run(
             else:
                 resume = str(found.path.resolve())
 
-    # What config.json records: of a run, the checkpoint that is its newest now. A resumed run does
-    # not read it again, and keeps the record.
+    # A resumed run keeps the record of the weights that it began with.
     settings = Settings(config, origins=origins)
     if found is not None:
         began = {"init_from": _recorded_init(found.run_dir)}
         settings = settings.set(began, RUN + found.run_dir.name)
-    elif config.init_from:
-        weights = str(find(config.init_from).path)
-        settings = settings.set({"init_from": weights}, f"newest of {config.init_from}")
 
     is_new = folder is None
     if folder is None:
@@ -129,7 +123,6 @@ def open_run(
         spec = replace(spec, storage_ahead_s=written_at - time.time())
     write_json(folder / "config.json", spec.config.model_dump())
     write_json(folder / "run.json", spec.to_dict())
-    reserve_room(folder)  # last: on a full disk the files above need each block
     return spec
 
 

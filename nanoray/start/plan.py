@@ -15,7 +15,7 @@ from nanoray.config.load import run_folder_of
 from nanoray.config.settings import lines_of
 from nanoray.config.sizes import require_divisible, require_groups
 from nanoray.data.dataset import DatasetInfo
-from nanoray.data.foreign_weights import describe_init
+from nanoray.data.initial_weights import describe_init
 from nanoray.errors import ConfigError
 from nanoray.faults.plan import parse_plan
 from nanoray.forecast import scale as forecast

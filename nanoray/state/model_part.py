@@ -139,11 +139,6 @@ class ModelPart(StatePart):
 
     def _write_buffers(self, saved: StateDict) -> None:
         """Give the model the buffers that were saved, in their shapes."""
-        if "tensors" not in saved.meta:  # a checkpoint of an older nanoray
-            for name, buffer in self._buffers().items():
-                if name in saved.model:
-                    assign(buffer, saved.model[name])
-            return
         names = []
         for name, (kind, _, _) in saved.meta["tensors"].items():
             if kind == BUFFER and name in saved.model:
@@ -157,9 +152,7 @@ class ModelPart(StatePart):
 
     def _refuse_other_model(self, saved: StateDict) -> None:
         """Raise CheckpointError when the saved weights are others, or others were trained."""
-        listed: Listing = saved.meta.get("tensors", {})
-        if not listed:
-            return
+        listed: Listing = saved.meta["tensors"]
         before = {name: entry for name, entry in listed.items() if entry[0] in WEIGHTS}
         now = self._weights
         for names, where in (

@@ -60,9 +60,7 @@ class Counters(StatePart):
         meta = saved.meta
         state.step = meta["step"]
         state.samples = meta["samples_seen"]
-        # A checkpoint of an older nanoray has no scalars of its own: they are in its meta.
-        older = {key: meta.get(key) for key in ("val_loss", "best_val_loss")}
-        values = dict(meta.get("scalars", older | {"ema_step": state.step}))
+        values = dict(meta["scalars"])
         values.pop("step", None)
         values.pop("samples", None)
         state.scalars = Scalars(**values)

@@ -116,8 +116,3 @@ def missing_from(state: StateDict) -> list[str]:
         if found != dtype or list(tensor.shape) != shape:
             lines.append(f"{name} is {found} {list(tensor.shape)} instead of {dtype} {shape}")
     return lines
-
-
-def is_listed(state: StateDict) -> bool:
-    """Return whether a checkpoint lists the model's tensors; those of older versions do not."""
-    return "tensors" in state.meta

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,10 +34,12 @@ from nanoray.base.compat import tree_leaves, tree_map
 from nanoray.base.script_errors import one_line
 from nanoray.config import Config, resolve_batch
 from nanoray.config.variables import values_of
+from nanoray.data.seeding import generators_kept
 from nanoray.errors import ConfigError, DataError, NanorayError
 from nanoray.mesh.memory import bytes_of, has_plain_memory
 from nanoray.models.batch_norm import BatchNorm
 from nanoray.models.dropout import derive_seed, seed_generators, seed_host_generators
+from nanoray.models.precision import MeanLoss
 from nanoray.models.weighted import Weighted, weight_of
 from nanoray.own.data.source import CountedTargets, NamedBatch, OwnData
 from nanoray.own.program import Program, call_until_fit
@@ -48,7 +49,6 @@ from nanoray.state.modules import EXTRA, Undisturbed, has_extra_state
 from nanoray.tools.check_script import CheckJob
 from nanoray.train.__main__ import train_here
 from nanoray.train.arm import QUIET
-from nanoray.train.micro_batch import loss_is_of_batch
 from nanoray.train.optim.groups import lr_at, set_lr
 from nanoray.train.optim.modes import set_mode
 
@@ -62,7 +62,6 @@ SETTINGS: dict[str, Any] = {key: QUIET[key] for key in QUIET if key != "max_step
     "precision": "fp32",
     "compile": False,
     "grad_compress": "none",
-    "micro_batch_search": False,
     "mirror": "auto",
     "eval_every": 10**9,  # a scheduler that follows the validation loss wants it above 0
     "hash_every": 1,
@@ -200,7 +199,7 @@ def train_plainly(result: dict[str, Any], job: CheckJob, config: Config, task: O
     schedule = task.schedule
     data: Any = task.data(CPU)
     data.divide(batch, 0)
-    require_one_process(model, data, config)
+    require_one_process(model, config)
     begin = fingerprint(model.state_dict(), 0)
     if job.plain == "nudged":
         nudge(model)
@@ -291,14 +290,12 @@ def nudge(model: nn.Module) -> None:
             p.mul_(1 + 2**-23 * torch.randn(p.shape, generator=generator))
 
 
-def require_one_process(model: nn.Module, data: OwnData, config: Config) -> None:
+def require_one_process(model: nn.Module, config: Config) -> None:
     """Raise ConfigError for what one process cannot compute in the place of several ranks."""
     shared = ""
     for module in model.modules():
         if isinstance(module, BatchNorm) and (module.always_synchronised or config.sync_batchnorm):
             shared = "the batch norms of all ranks normalise together"
-    if data.stateful:
-        shared = "each rank reads a loader of its own, with a state"
     if config.workers != 1 and shared:
         raise ConfigError(f"{shared}, which one process cannot repeat; give --ranks 1")
 
@@ -377,11 +374,39 @@ def loss_is_no_mean(task: OwnTask, model: nn.Module, data: OwnData, micro: int) 
 
     # Dropout and batch norms are no matter of the loss.
     model.eval()
-    samples: Any = SimpleNamespace(train_batch=train_batch)
     try:
-        return loss_is_of_batch(task, model, samples, CPU, "fp32")
+        return loss_is_of_batch(task, model, train_batch)
     except Exception:  # of a model that returns no loss in eval mode
         return False
+
+
+def loss_is_of_batch(
+    task: OwnTask, model: nn.Module, train_batch: Callable[[int, int], tuple[Any, Any]]
+) -> bool:
+    """Return whether a script's loss of two samples depends on more than the losses of each.
+
+    `train_batch` returns samples: from which one on, and how many. Where the model draws random
+    numbers this cannot be known, and is False.
+    """
+    loss_on = MeanLoss("cpu", "fp32", task.loss)
+    undisturbed = Undisturbed(model)
+
+    def sum_and_weight(first: int, count: int) -> tuple[float, float]:
+        loss = loss_on(model, *train_batch(first, count))
+        undisturbed.restore()  # a forward may count in a buffer
+        if isinstance(loss, Weighted):
+            return loss.sum.item(), weight_of(loss).item()
+        return loss.item() * count, count
+
+    with generators_kept(CPU), undisturbed:
+        before = torch.get_rng_state()
+        of_both, weight_of_both = sum_and_weight(0, 2)
+        sums, weights = zip(sum_and_weight(0, 1), sum_and_weight(1, 1), strict=True)
+        drew = not torch.equal(before, torch.get_rng_state())
+    if drew or not weight_of_both or not sum(weights):
+        return False
+    mean = sum(sums) / sum(weights)
+    return abs(of_both / weight_of_both - mean) > 1e-4 * abs(mean) + 1e-6
 
 
 if __name__ == "__main__":

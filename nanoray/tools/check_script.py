@@ -34,7 +34,7 @@ from nanoray.base.output import say
 from nanoray.cli import exit_code_of, tool_parser
 from nanoray.errors import CheckpointError, ConfigError, WorkerFailed
 from nanoray.host.host import available_cpus
-from nanoray.host.interfaces import loopback_address
+from nanoray.host.interfaces import LOOPBACK
 from nanoray.mesh.rendezvous import open_store
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Processes:
                 )
             self._processes.append(process)
         # The ranks meet there. It imports torch, as the processes do at the same time.
-        self._host = loopback_address()
+        self._host = LOOPBACK
         self._store = open_store(self._host, number, 60.0)
 
     def __enter__(self) -> Processes:

@@ -1,21 +1,20 @@
 """Generate text from a checkpoint: `nanoray sample runs/2026-... --prompt 'To be'`.
 
-Weights of other tools, as `--init_from` reads them, will do as well.
+A file of weights, as `--init_from` reads it, will do as well.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 
+from nanoray.checkpoint.begin import load_weights
 from nanoray.checkpoint.find import find_run
-from nanoray.checkpoint.foreign import load_weights
 from nanoray.cli import Parser, exit_code_of, name_program, tool_parser
-from nanoray.config.weights.source import find, is_foreign
+from nanoray.config.weights import find
 from nanoray.data.dataset import DatasetInfo
 from nanoray.data.tokenizer import IdTokenizer, Tokenizer, tokenizer_from_json
 from nanoray.errors import CheckpointError, ConfigError
@@ -31,8 +30,8 @@ def make_parser() -> Parser:
         "path",
         nargs="?",
         default="runs",
-        help="run folder, step folder, or out_dir (its newest run); or weights of another tool: a "
-        "Hugging Face folder of a GPT-2, nanoGPT's ckpt.pt, an exported .safetensors file",
+        help="run folder, step folder, or out_dir (its newest run); or a file of "
+        "weights, of `nanoray weights import` or `nanoray checkpoint export`",
     )
     parser.add_argument(
         "--prompt", help="text to continue [a newline, or the first token where there is none]"
@@ -74,8 +73,8 @@ def samples(args: argparse.Namespace) -> list[str]:
 
     path = Path(args.path).expanduser()
     device = torch.device(args.device)
-    if is_foreign(path):
-        gpt, tokenizer, title = load_foreign(path, device)
+    if path.is_file():
+        gpt, tokenizer, title = load_file(path, device)
     else:
         state, folder = load_state(path)
         gpt, dataset = rebuild(state, device)
@@ -126,24 +125,18 @@ def load_state(path: Path) -> tuple[StateDict, Path]:
     return checkpoint.state, checkpoint.path
 
 
-def load_foreign(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, str]:
-    """Return the model of another tool's weights, its tokenizer, and a line on them.
+def load_file(path: Path, device: torch.device) -> tuple[GPT, Tokenizer, str]:
+    """Return the model of a file of weights, its tokenizer, and a line on them.
 
     Without a known tokenizer, text is ids. Raises ConfigError.
     """
-    source = find(str(path))
-    keys = source.keys
-    sizes = {size.name: keys[size.name] for size in fields(ModelShape) if size.name in keys}
-    shape = ModelShape(**sizes, vocab_size=source.vocab_size, rotary=keys["positions"] == "rotary")
-    gpt = GPT(shape)
-    load_weights(gpt, source)
-
-    tokenizer: Tokenizer = IdTokenizer(source.vocab_size)
-    if source.tokenizer:
-        tokenizer = tokenizer_from_json(source.tokenizer)
-    elif source.tokenizer_kind:
-        tokenizer = tokenizer_from_json({"kind": source.tokenizer_kind})
-    return gpt.to(device).eval(), tokenizer, f"{source.path} · {source.kind}"
+    weights = find(str(path))
+    gpt = GPT(ModelShape(**weights.shape))
+    load_weights(gpt, weights)
+    tokenizer: Tokenizer = IdTokenizer(gpt.shape.vocab_size)
+    if weights.tokenizer:
+        tokenizer = tokenizer_from_json(weights.tokenizer)
+    return gpt.to(device).eval(), tokenizer, str(weights.path)
 
 
 def rebuild(state: StateDict, device: torch.device) -> tuple[GPT, DatasetInfo]:

@@ -22,9 +22,8 @@ import torch
 from torch.distributed import DistError
 
 from nanoray.base.environment import environment
-from nanoray.base.mapped import restore_missing
 from nanoray.base.output import say
-from nanoray.checkpoint.folder import FolderKeeper, discarding_refused
+from nanoray.checkpoint.folder import discarding_refused
 from nanoray.checkpoint.run import (
     RunSpec,
     lock_run,
@@ -43,7 +42,6 @@ from nanoray.faults.cause import is_collective_error
 from nanoray.host.choose import require_compiler
 from nanoray.host.gpus import discover_gpus, take_own_slice
 from nanoray.host.host import available_cpus
-from nanoray.host.interfaces import require_interfaces
 from nanoray.host.launchers import place_of
 from nanoray.mesh.mesh import abandon_groups
 from nanoray.mesh.rendezvous import (
@@ -132,8 +130,11 @@ def _train_here(loaded: Loaded, started: float, program: Trains | None) -> Ended
         kind = rendezvous.device.partition(":")[0]
         opening.dry_run(ranks, where, own, kind, discover_gpus() if kind != "cpu" else [])
         return None
-    if ranks > 1:
-        require_interfaces(os.environ)
+    if config.micro_batch_search and program is None:
+        raise ConfigError(
+            "micro_batch_size = auto is found before a run begins, by `nanoray launch`; give the "
+            "number that `nanoray tune` finds with the same flags"
+        )
 
     # An impossible batch fails before the ranks meet.
     opening.require_batch(ranks)
@@ -148,15 +149,15 @@ def _train_here(loaded: Loaded, started: float, program: Trains | None) -> Ended
     url = config.upload if rendezvous.rank == 0 else ""
     with Upload(url, config.upload_timeout) as upload:
         spec = _shared_spec(opening, rendezvous, store, upload)
-        upload.follow(spec, spec.attempt)
+        if rendezvous.rank == 0:
+            upload.follow(spec.folder)
         if place:
             spec = replace(spec, notes=(place.describe(), *spec.notes))
         stop = StopSignals(ends_process=program is None or ranks > 1)
         watch_launcher(place, stop.launcher_ended)
         run = partial(run_rank, spec, rendezvous, wanted=stop.wanted, store=store)
-        with discarding_refused(spec, upload.forget):
-            ended = _train(run, spec, rendezvous, stop, upload, loaded.quiet)
-        upload.stopped = ended.code >= 128
+        with discarding_refused(spec):
+            ended = _train(run, spec, rendezvous, stop, loaded.quiet)
     return ended
 
 
@@ -165,7 +166,6 @@ def _train(
     spec: RunSpec,
     rendezvous: Rendezvous,
     stop: StopSignals,
-    upload: Upload,
     quiet: bool,
 ) -> Ended:
     """Train. Rank 0 prints, and writes a summary also when the run fails. (all ranks)"""
@@ -173,7 +173,7 @@ def _train(
     observers: list[Observer] = []
     if is_first:
         console = choose_console(spec.config.max_steps, quiet)
-        observers = [FolderWatch(spec), UploadNews(upload), console]
+        observers = [console]
     with (
         stop_signals(stop),
         summary_on_failure(spec) if is_first else nullcontext(),
@@ -247,7 +247,9 @@ def _shared_spec(opening: Opening, rendezvous: Rendezvous, store: Any, upload: U
             raise RendezvousError(f"rank 0 refused the run: {values['refused']}")
         return RunSpec.from_dict(values)
     try:
-        upload.begin()
+        # A restart goes on in any case: what fails now is tried again.
+        if not rendezvous.restarts:
+            upload.check()
         # torchrun has restarted the ranks. Its store outlives them, and contains their run.
         known = rendezvous.restarts and store and store.check([run_key])
         spec = RunSpec.from_dict(json.loads(store.get(run_key))) if known else None
@@ -333,36 +335,6 @@ def _from_rank(store: Any, rank: int, key: str, config: Config) -> Any:
             "ended before; look at the output of the one that ended first "
             f"({' '.join(str(error).split())[:200]})"
         ) from None
-
-
-class FolderWatch(Observer):
-    """An observer that makes anew what another program removes from the run's folder."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        self._spec = spec
-        self._keeper = FolderKeeper(spec)
-
-    def on_record(self, record: dict[str, Any]) -> None:
-        """Look at the folder, before the record is written into it."""
-        line = self._keeper.check(self._spec)
-        if line:
-            say(line)
-        restore_missing()
-
-    def close(self) -> None:
-        """Look once more: the last checkpoint needs the run's configuration beside it."""
-        self.on_record({})
-
-
-class UploadNews(Observer):
-    """An observer that prints what the upload has to say."""
-
-    def __init__(self, upload: Upload) -> None:
-        self._upload = upload
-
-    def on_record(self, record: dict[str, Any]) -> None:
-        """Print the lines since the last record."""
-        self._upload.say_news()
 
 
 class StopSignals:

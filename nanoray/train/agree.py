@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import cache
 from io import TextIOWrapper
 from itertools import zip_longest
-from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -260,14 +259,10 @@ def decided_otherwise(
     return notes
 
 
-class RankLog(WatchedFileHandler):
-    """A rank's log file, which is opened anew when another program has removed or moved it.
-
-    The stacks of a crash in native code go there, too.
-    """
+class RankLog(logging.FileHandler):
+    """A rank's log file. The stacks of a crash in native code go there, too."""
 
     def _open(self) -> TextIOWrapper:
-        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
         stream = super()._open()
         faulthandler.enable(file=stream, all_threads=True)
         return stream

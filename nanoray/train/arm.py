@@ -4,9 +4,8 @@
     arm.block(...)              warm-up, steps that do not count, steps that do  ─► BlockCost
     arm.close()                 leaves its groups; frees its memory
 
-`nanoray tune` and `micro_batch_size auto` compare arms on ranks that stay alive. The steps are those
-of engine.fit, with guards, instruments and records, so an arm takes as long as a run. It evaluates,
-saves and reports nothing.
+`nanoray tune` compares arms on ranks that stay alive. The steps are those of engine.fit, with guards,
+instruments and records, so an arm takes as long as a run. It evaluates, saves and reports nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ QUIET = {
     "faults": "",
     "comm_trace": "off",
     "profile": "",
-    "memory_at": 0,
     "upload": "",
     "resume": "none",
     # The first steps alone have shorter sequences: neither the time nor the memory of the others

@@ -26,7 +26,7 @@ def watch_launcher(place: Place | None, on_end: Callable[[str], None]) -> None:
     if place is None or not place.supervised:
         return
     parent = os.getppid()
-    launcher, _ = launcher_process(place.launcher, os.environ)
+    launcher = launcher_process(place.launcher, os.environ)
     started = start_time(launcher)
 
     def wait_for_end() -> None:

@@ -27,7 +27,6 @@ from nanoray.host.host import keep_freed_memory
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh, join, refuse_meeting
 from nanoray.mesh.rendezvous import Order, Rendezvous
-from nanoray.train import micro_batch
 from nanoray.train.agree import (
     agree_on_precision,
     decided_otherwise,
@@ -105,8 +104,6 @@ def train(
     memory = start.memory
     if start.source is None:
         memory = agreed_record(spec, mesh)
-    if config.micro_batch_search and start.source is None:
-        memory = Shortage(1)  # until it is found: a script's model is tried with little memory
 
     # Mirrors cost memory, and serve only a run that replaces lost ranks.
     group = TrainingGroup(spec, mesh, start.source, start.strays, memory)
@@ -124,15 +121,9 @@ def train(
             problem = mesh.broadcast(recipe.observers.problem())
             if problem:
                 raise ConfigError(problem)
-            if config.micro_batch_search:
-                micro_batch.refuse(recipe)
-            notes: list[str] = []
-            if config.micro_batch_search:
-                notes.append(choose_micro_batch(spec, mesh, recipe, wanted))
             batch = recipe.batch_for(mesh)
             lines = describe_run(spec, batch, mesh, recipe.device, start.why_precision, task)
-            lines += notes
-            if memory.limit and not config.micro_batch_search:
+            if memory.limit:
                 lines.append(resumed_with(memory.limit, asked_of(config, mesh)))
             group = replace(group, memory=Shortage(recipe.fitted))
             for line in lines:
@@ -147,17 +138,6 @@ def train(
     finally:
         recipe.close()
     return outcome
-
-
-def choose_micro_batch(
-    spec: RunSpec, mesh: Mesh, recipe: Recipe, wanted: Callable[[], Order]
-) -> str:
-    """Let the recipe have the micro batch that is the fastest here; return a line. (all ranks)"""
-    found = micro_batch.find(spec, mesh, recipe, wanted)
-    recipe.fitted = found.micro
-    line = f"auto    micro batch {found.micro}: {found.why}"
-    depends = recipe.depends_on_micro()
-    return f"{line}. Of its size depend: {depends}" if depends else line
 
 
 def prepare_process(spec: RunSpec, rendezvous: Rendezvous) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from nanoray.base.points import reached
+from nanoray.checkpoint.begin import begin_with
 from nanoray.checkpoint.find import newest_rank_states, newest_valid
-from nanoray.checkpoint.foreign import begin_with
 from nanoray.checkpoint.run import RunSpec
 from nanoray.checkpoint.writer import CheckpointWriter
 from nanoray.config import Batch, batch_for, resolve_batch
@@ -56,14 +56,13 @@ from nanoray.train.tasks import Task
 from nanoray.train.track.observer import Observer
 from nanoray.train.watch.instruments import Instruments
 from nanoray.train.watch.links import Links
-from nanoray.train.watch.memory_timeline import MemoryTimeline
 from nanoray.train.watch.observers import Observers
 from nanoray.train.watch.precision_stats import PrecisionStats
 from nanoray.train.watch.profile import Profile
 from nanoray.train.watch.routing import RoutingMeans, routing_of
 from nanoray.train.watch.statistics import Statistics
 from nanoray.train.watch.throughput import Throughput
-from nanoray.train.watch.tracing import Tracing, comm_trace
+from nanoray.train.watch.tracing import tracing
 from nanoray.train.workload import Workload
 
 log = logging.getLogger("nanoray.rank")
@@ -139,7 +138,6 @@ class Recipe:
         self.observers = Observers(spec, observers)
         note = self.observers.note
         self.statistics = Statistics(cfg, self.model, self.scaler.scale, note)
-        self.memory_timeline = MemoryTimeline(cfg, note)
         self.profile = Profile(cfg, note)
         self.progress = ProgressFile(spec.progress(mesh.slot))
         takes_over = group.source is not None or spec.attempt > 0
@@ -274,7 +272,7 @@ class Recipe:
             self.guards.count_healed(len(group.strays))
             self.observers.note(f"warning  {warning_of_strays(group)}")
 
-        # A new rank's loader goes on from the newest checkpoint, and skips the samples since then.
+        # A new rank's stream goes on from the newest checkpoint, and skips the batches since then.
         if is_new:
             self.task.load_data(partial(newest_rank_states, spec.checkpoints, spec.resume))
 
@@ -435,14 +433,12 @@ class Recipe:
 
         # Progress and ledger come first: the driver finds a hang by them, also in an instrument.
         instruments: list[object] = [self.progress, self.ledger]
-        trace = comm_trace(spec, mesh, par, state.reported_step)
+        trace = tracing(spec, mesh, par, batches, state, note, throughput.pause)
         if trace:
-            instruments.append(Tracing(trace, par, batches, state, mesh, note, throughput.pause))
-        # Rank 0 measures the statistics of layers; every rank measures its own memory and time.
+            instruments.append(trace)
+        # Rank 0 alone measures the statistics of layers.
         if mesh.rank == 0 and self.statistics.begin(spec.folder, state.step):
             instruments.append(self.statistics)
-        if self.memory_timeline.begin(spec, mesh, par, state, batches.batch):
-            instruments.append(self.memory_timeline)
         # On one host there is no link to measure.
         if len(set(mesh.hosts)) > 1:
             instruments.append(Links(mesh, note))

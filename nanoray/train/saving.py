@@ -68,7 +68,7 @@ def gather_rank_states(
 ) -> list[dict[str, Tensor]] | None:
     """Return the part of the state that each rank alone has, on rank 0; elsewhere None. (all ranks)
 
-    It consists of random generators, and the position of a loader.
+    It consists of random generators, and the state of a script's data.
     """
     return mesh.gather(rng_state(mesh.device) | workload.loader(state.samples))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from nanoray.train.optim.groups import make_optimizer
 from nanoray.train.workload import Workload
 
 Loss = Callable[[nn.Module, Tensor, Tensor], LossValue]
-T = TypeVar("T", bound="ConfiguredTask")
 RankStates = list[dict[str, Tensor]]  # the parts of a checkpoint that one rank alone has
 
 
@@ -38,9 +37,6 @@ class Task(Protocol):
 
     def settings(self) -> dict[str, Any]:
         """Return keys of the configuration that the task decides."""
-
-    def apart(self) -> Task:
-        """Return such a task whose steps leave this one's model and optimizer as they are."""
 
     def model(self) -> nn.Module:
         """Return the model with new weights."""
@@ -64,7 +60,7 @@ class Task(Protocol):
         """Open the dataset."""
 
     def load_data(self, saved: Callable[[], tuple[RankStates, int]]) -> str:
-        """Let a loader with a state continue where it was at a checkpoint; return a note, or "".
+        """Let a script's data continue where they were at a checkpoint; return a note, or "".
 
         `saved` reads the states of all ranks in the checkpoint, and the samples consumed before it.
         """
@@ -107,9 +103,6 @@ class ConfiguredTask:
 
     def compare(self, meta: dict[str, Any]) -> list[str]:
         return []
-
-    def apart(self: T) -> T:
-        return type(self)(self.spec)
 
     def model(self) -> nn.Module:
         return build_model(self.spec.config, self.spec.dataset.vocab_size)

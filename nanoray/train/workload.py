@@ -28,7 +28,7 @@ class Workload:
     score_names: tuple[str, ...] = ("val/loss",)  # metrics of an evaluation; the first is the loss
     # The means of these metrics over a batch; None: the loss alone
     scores: Callable[[nn.Module, Tensor, Tensor], Sequence[Tensor]] | None = None
-    # samples consumed -> the state of this rank's loader at that place
+    # samples consumed -> the state of the script's data at that place
     loader: Callable[[int], dict[str, Tensor]] = lambda samples: {}
     # Around the warm-up: names a mistake that a script's model shows there
     first_batch: Callable[[], AbstractContextManager[None]] = nullcontext

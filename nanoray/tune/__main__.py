@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
 from nanoray.base.clock import unix_time
 from nanoray.cli import Page, Parser, exit_code_of, name_program, parse_args
-from nanoray.config.load import run_folder_of
 from nanoray.errors import ConfigError
+from nanoray.tune.asked import KNOB_NAMES, MAY
 from nanoray.tune.command import BUDGET_S, require_words, start
-from nanoray.tune.may import KNOB_NAMES, MAY
 from nanoray.tune.program import Tuning
 
 PAGE = Page(
@@ -21,7 +21,7 @@ PAGE = Page(
         ("{prog} shakespeare-cpu", "on the ranks that `nanoray launch` would take"),
         ("{prog} gpt2-124m --workers 8 --budget 10m", "also how eight ranks share the work"),
         ("{prog} my.yaml --may precision,masks", "also what changes the losses"),
-        ("{prog} --resume runs/..._tune-gpt2-124m", "go on with a search, with another budget"),
+        ("{prog} my.yaml --micro_batch_size auto", "the micro batch alone"),
         ("nanoray launch --config runs/..._tune-gpt2-124m/tuned.yaml", "train with what was found"),
     ),
     sections=(
@@ -31,7 +31,7 @@ PAGE = Page(
                 ("--budget 5m", "when to stop: seconds, or with s, m or h [5m]"),
                 ("--may A,B", f"what else may change: {', '.join(MAY)} [nothing]"),
                 ("--leave A,B", f"what stays as it is, of {', '.join(KNOB_NAMES)}"),
-                ("--resume auto|FOLDER", "go on with the newest search for this run, or with one"),
+                ("--write FILE", "copy tuned.yaml to a file"),
             ),
         ),
     ),
@@ -39,7 +39,6 @@ PAGE = Page(
     more="RECIPE is a preset or a YAML file. The flags of a run, such as --workers, are those of "
     "`python -m nanoray.launch`; --help all prints them.",
 )
-AUTO = "auto"  # of --resume: the newest search of this name, if it was for the same run
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -56,45 +55,27 @@ def _run(argv: list[str]) -> int:
     own.add_argument("--budget", default=f"{BUDGET_S:g}")
     own.add_argument("--may", default="")
     own.add_argument("--leave", default="")
-    own.add_argument("--resume", default="")
+    own.add_argument("--write", type=Path)
     args, flags = own.parse_known_args(argv)
     budget_s = seconds_of(args.budget)
-    may = tuple(word for word in args.may.split(",") if word)
-    leave = tuple(word for word in args.leave.split(",") if word)
-    require_words(may, leave)
-    loaded = parse_args([*recipe_of(flags, args.resume), *rest_of(flags)], prog, PAGE)
-    label = loaded.config.name.removeprefix("tune-")
-    earlier = args.resume
-    if earlier == AUTO:
-        earlier = newest_search(Path(loaded.config.out_dir), label)
-    earlier = str(Path(earlier).resolve()) if earlier else ""
-    program = Tuning(label, budget_s, may, leave, earlier, if_same=args.resume == AUTO)
-    return start(loaded, started, program)
+    may, leave = (tuple(filter(None, text.split(","))) for text in (args.may, args.leave))
+    require_words("may", may, MAY)
+    require_words("leave", leave, KNOB_NAMES)
+
+    loaded = parse_args(with_recipe(flags), prog, PAGE)
+    program = Tuning(loaded.config.name.removeprefix("tune-"), budget_s, may, leave)
+    code, folder = start(loaded, started, program)
+    if args.write and not code:
+        shutil.copyfile(folder / "tuned.yaml", args.write)
+    return code
 
 
-def recipe_of(flags: list[str], resume: str) -> list[str]:
-    """Return the flags of the recipe that the first word names, or of the search that goes on."""
-    if resume and resume != AUTO:
-        folder = run_folder_of(resume)
-        if folder is None or not (folder / "tune.jsonl").is_file():
-            raise ConfigError(f"resume = {resume} is no folder of a search; give runs/..._tune-...")
-        return ["--config", str(folder / "config.json")]
+def with_recipe(flags: list[str]) -> list[str]:
+    """Return flags of a run, with the flag of the recipe that the first word may name."""
     if not flags or flags[0].startswith("-"):
-        return []
-    if Path(flags[0]).suffix in (".yaml", ".yml", ".json"):
-        return ["--config", flags[0]]
-    return ["--preset", flags[0]]
-
-
-def newest_search(out_dir: Path, label: str) -> str:
-    """Return the folder of the newest search for runs of this name; "" without one."""
-    found = sorted(path.parent for path in out_dir.glob(f"*_tune-{label}*/tune.jsonl"))
-    return str(found[-1]) if found else ""
-
-
-def rest_of(flags: list[str]) -> list[str]:
-    """Return the flags behind the recipe."""
-    return flags[1:] if flags and not flags[0].startswith("-") else flags
+        return flags
+    is_file = Path(flags[0]).suffix in (".yaml", ".yml", ".json")
+    return ["--config" if is_file else "--preset", *flags]
 
 
 def seconds_of(text: str) -> float:

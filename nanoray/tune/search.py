@@ -1,80 +1,45 @@
 """Which setting is the fastest: one change at a time from the present one, measured side by side.
 
-    present ─► race of every single change ─► those that gained, together ─► race ─► the new present
-                                                                                          │
-           final: the best beside the first setting, in turns of its own ◄── nothing gains ◄┘
+    present ─► every single change ─► those that gained, together ─► the fastest is the new present
+       ▲                                                                         │
+       └──────────────────────── until nothing gains ◄──────────────────────────┘
+    final: the best beside the first setting, in turns of its own
 
-A race runs its choices in turns, each a short block of real steps, the present setting among them.
-After a turn the slower half leaves, and what is far behind, and blocks get longer. A choice is
-compared with the present one of the same turn, because the machine's speed drifts. Formulas put the
-choices in order, and leave out what they predict to be too large, or far too slow.
+Choices are compared by successive halving. A turn is a short block of real steps of each of them and
+of the present setting; after it the slower half leaves. A choice is compared with the present one of
+the same turn, because the machine's speed drifts.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from statistics import median
 
 from nanoray.errors import ConfigError
-from nanoray.forecast.layouts import GB
-from nanoray.tune.expect import Expected
-from nanoray.tune.space import Choice, Option, TunedRun, configured, options, with_settings, words
-from nanoray.tune.trials import STOPPED, SearchEnded, T, Trials
+from nanoray.tune.knobs import (
+    Choice,
+    TunedRun,
+    configured,
+    memory_bytes,
+    options,
+    with_settings,
+    words,
+)
+from nanoray.tune.trials import STOPPED, SearchEnded, Trials
 
-FIRST_S = 0.3  # of steps in the first block of a choice
-LONGEST_S = 1.0  # of steps in a block
-STAYING = 3  # choices of a race that are not halved any more
-RACE_TURNS = 5  # of those that stay, all in all
-LEAST_RACE_TURNS = 3  # where those of the fastest one are CLOSE together
-CLOSE = 0.1  # between the quartiles of a ratio
-FINAL = 8  # turns of the best and the first setting: fewer where it is clear, else twice as many
-FINAL_S = 0.5  # of steps in a block of these turns
+BLOCK_S = 0.3  # of steps in the first block of a choice
+LONGEST_S = 1.0  # of steps in a block of those that stay
+STAYING = 3  # choices that are not halved any more
+RACE_TURNS = 4  # of those that stay, all in all
 PASSES = 3  # of single changes
 GAIN = 1.02  # from this ratio on a change is worth a place in the settings
-TOO_SLOW = 1.5  # times the present setting by formula: not tried
-FAR = 1.1  # times the fastest change of a race: leaves it
-HOPELESS = 1.5  # times the present setting in one turn: not tried again with other changes
-LEAST_TURNS = 5  # of a verdict
-ERRORS = 2.5  # standard errors by which a verdict must be above 1
-MARGIN = 0.1  # of a device's memory that formulas leave free
-
-
-class Ratio(NamedTuple):
-    """How many times as fast as another choice, in the turns that measured both."""
-
-    median: float
-    low: float  # the lower quartile
-    high: float
-    turns: int
-    slower: int  # turns in which it was not faster
-
-    @property
-    def gains(self) -> bool:
-        """Whether it seems to be faster: worth a place in what is measured next."""
-        return self.turns >= LEAST_RACE_TURNS and self.median >= GAIN and self.low > 1
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether it is so much faster that more turns would not tell more."""
-        return self.is_certain and self.low > FAR
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether it is faster, and not by the spread alone.
-
-        The standard error of a median is 1.25 standard deviations, each 1/1.35 of the quartiles'
-        distance, through the root of the turns. Nearly all turns must have been faster, too, so
-        with equal choices this is true less than once in a hundred times.
-        """
-        if self.turns < LEAST_TURNS or self.slower > self.turns // 10:
-            return False
-        error = 1.25 / 1.35 * (self.high - self.low) / self.turns**0.5
-        return self.median >= GAIN and self.median - ERRORS * error > 1
-
-
-NO_RATIO = Ratio(0.0, 0.0, 0.0, 0, 0)  # nothing was measured
+FAR = 1.1  # times as fast as another: that one leaves at once
+HOPELESS = 1.5  # times as slow as the first setting: not tried again with other changes
+FINAL_TURNS = 12  # of the best and the first setting
+FINAL_S = 0.5  # of steps in a block of these turns
+MARGIN = 0.1  # of a device's memory that stays free
+GB = 1e9
 
 
 @dataclass
@@ -83,145 +48,104 @@ class Search:
 
     trials: Trials
     here: TunedRun
-    may: Sequence[str]
-    memory_bytes: int  # that a rank may take
-    expected: Expected | None = None
-    leave: Sequence[str] = ()  # knobs that stay as they are
-    predicted_s: dict[Choice, float] = field(default_factory=dict)
+    may: Collection[str]
+    memory: float  # bytes that a rank may take
+    leave: Collection[str] = ()  # knobs that stay as they are
     best: Choice = ()
     ended: str = ""  # why it ended before its end
-    # The best choice found to the first setting, in turns of their own
-    verdict: Ratio = NO_RATIO
+    # How many times as fast as the first setting the best one was, in turns of their own
+    verdict: Sequence[float] = ()
 
     def run(self) -> Choice:
         """Search, and return the best choice: () where nothing is faster than the present setting.
 
-        The first block raises what the present setting raises.
+        Raises ConfigError where the present setting cannot be trained. (all ranks)
         """
         self.trials.next_turn()
-        first = self.trials.measure((), FIRST_S)
-        if first is None:
+        if self.trials.measure((), BLOCK_S) is None:
             raise ConfigError(f"the present setting cannot be trained: {self.trials.refused[()]}")
-        if self.expected:
-            self.expected = self.expected.calibrated(configured(self.here, ()), first.step_s)
-            self.predicted_s[()] = first.step_s
-        # What a race has found first is confirmed in turns of its own: the luckiest of many blocks is
-        # not the fastest choice.
-        since = 0
         try:
             self._climb()
         except SearchEnded as error:
             self.ended = str(error)
             self.best = self._leading()
+
+        # The luckiest of many blocks is not the fastest choice, so turns of its own confirm it.
+        since = self.trials.turn
         try:
-            since = self.trials.turn
             self._confirm()
         except SearchEnded as error:
             self.ended = str(error)
-        self.verdict = self.ratio(self.best, (), since)
-        if not self.verdict.is_certain:
+        self.verdict = self.ratios(self.best, (), since)
+        if not is_faster(self.verdict):
             self.best = ()
         return self.best
 
-    def _leading(self) -> Choice:
-        """Return the choice that is ahead now, among those that were measured more than once.
-
-        A budget that ends in the first turn leaves one block of each. The luckiest of them is not
-        the fastest for certain, but is worth the turns that confirm it.
-        """
-        found = [choice for choice in self.trials.samples if choice not in self.trials.refused]
-        others = [choice for choice in found if choice]
-        several = [choice for choice in others if self.ratio(choice, ()).turns > 1]
-        return max([(), *(several or others)], key=lambda choice: self.ratio(choice, ()).median)
-
     def _climb(self) -> None:
+        """Change one thing at a time, and go on from what is faster, until nothing gains."""
         for number in range(PASSES):
             singles = self._singles()
             self.trials.say(f"pass {number + 1}  {len(singles)} changes of {words(self.best)}")
-            if not singles:
+            better = self._together(singles, self._halve(list(singles)))
+            if len(better) > 1:
+                better = self._halve(better)
+            if not better or self.ratio(better[0], self.best) < GAIN:
                 return
-            order = self.race([option.choice for option in singles])
-            better = self._together(singles, order)
-            if not better:
-                return
-            ranked = self.race(better)
-            if not ranked or not self.ratio(ranked[0], self.best).gains:
-                return
-            self.best = ranked[0]
-            self.trials.say(f"better  {words(self.best)}: {self.ratio(self.best, ()).median:.2f} x")
+            self.best = better[0]
+            self.trials.say(f"better  {words(self.best)}: {self.ratio(self.best, ()):.2f} x")
 
-    def _singles(self) -> list[Option]:
-        """Return the best choice with one knob set otherwise, the most promising ones first."""
-        found: dict[Choice, Option] = {}
-        for option in options(self.here, self.may, self.leave):
-            choice = with_settings(self.here, self.best, option.choice)
-            if choice == self.best or choice in self.trials.refused:
-                continue
-            if self._is_hopeless(option) or self._has_lost(choice):
-                continue
-            reason = self._not_worth(choice)
-            if reason:
-                self.trials.refuse(choice, reason)
-                continue
-            found.setdefault(choice, option._replace(choice=choice))
-        return sorted(found.values(), key=self._order)
+    def _singles(self) -> dict[Choice, str]:
+        """Return the best choice with one knob set otherwise, and the name of that knob."""
+        found = {}
+        for option, knob in options(self.here, self.may, self.leave).items():
+            choice = with_settings(self.here, self.best, option)
+            # Not what was far slower alone, or was measured beside the best one already
+            is_hopeless = self.best and 0 < self.ratio(option, ()) < 1 / HOPELESS
+            is_known = choice == self.best or self.ratio(choice, self.best)
+            if not is_hopeless and not is_known and self._is_possible(choice):
+                found[choice] = knob
+        return found
 
-    def _order(self, option: Option) -> tuple[bool, float]:
-        """Return what sorts changes: cheap tries first, then those that formulas promise most of."""
-        return "compile" in dict(option.choice), self.predicted_s.get(option.choice, 0.0)
-
-    def _is_hopeless(self, option: Option) -> bool:
-        """Return whether this change alone was far slower than the first setting."""
-        if not self.best:
+    def _is_possible(self, choice: Choice) -> bool:
+        """Return whether a choice can be trained, as far as rules and formulas know; note why not."""
+        if choice in self.trials.refused:
             return False
-        ratio = self.ratio(option.choice, ())
-        return ratio.turns > 0 and ratio.median < 1 / HOPELESS
-
-    def _has_lost(self, choice: Choice) -> bool:
-        """Return whether this choice was in a race with the best one, and was not faster."""
-        ratio = self.ratio(choice, self.best)
-        return ratio.turns > 0 and ratio.median < GAIN
-
-    def _not_worth(self, choice: Choice) -> str:
-        """Return why a choice is not tried, by formula or by a rule; "" where it is."""
         try:
-            config = configured(self.here, choice)
+            needs = memory_bytes(self.here, configured(self.here, choice))
         except ConfigError as error:
-            return str(error)
-        if self.expected is None:
-            return ""
-        needs = self.expected.memory_bytes(config)
-        if needs > (1 - MARGIN) * self.memory_bytes:
-            return (
-                f"not tried: needs {needs / GB:.3g} GB by formula, and a rank has "
-                f"{self.memory_bytes / GB:.3g} GB, of which {100 * MARGIN:.0f} % stay free"
-            )
-        self.predicted_s[choice] = self.expected.step_s(config)
-        slower = self.predicted_s[choice] / self.predicted_s[()]
-        if slower > TOO_SLOW:
-            return f"not tried: {slower:.1f} x the present step by formula"
-        return ""
+            self.trials.refuse(choice, str(error))
+            return False
+        if needs > (1 - MARGIN) * self.memory:
+            has = f"a rank has {self.memory / GB:.3g} GB, of which {MARGIN:.0%} stay free"
+            self.trials.refuse(choice, f"needs {needs / GB:.3g} GB by formula, and {has}")
+            return False
+        return True
 
-    def race(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Run choices beside the best one; return them, the fastest first. (all ranks)"""
-        alive = list(dict.fromkeys(choices))
+    def _halve(self, choices: Sequence[Choice]) -> list[Choice]:
+        """Run turns of choices beside the best one: of all, of the faster half, and so on.
+
+        Returns those that can be trained, the fastest first. (all ranks)
+        """
+        alive = list(choices)
         behind: list[Choice] = []  # those that have left, the last one first
-        block_s = FIRST_S
-        # Each of them once, and then the faster half again, until a few are left
-        while len(alive) > STAYING or any(choice not in self.trials.samples for choice in alive):
+        block_s = BLOCK_S
+        turns = 0
+        while alive and (turns == 0 or len(alive) > STAYING):
             alive, left = self._run_turn(alive, block_s)
             behind = left + behind
             block_s = min(LONGEST_S, 1.5 * block_s)
-        # These side by side, until it is clear which is the fastest
-        last = self._ranked(alive)
-        return self._side_by_side([self.best, *last], lambda: self._decide(last, block_s)) + behind
+            turns += 1
 
-    def _decide(self, alive: list[Choice], block_s: float) -> list[Choice]:
-        """Run turns of the last choices of a race; return them, the fastest first. (all ranks)"""
-        behind: list[Choice] = []
-        while not self._is_decided(alive):
-            alive, left = self._run_turn(alive, block_s)
-            behind = left + behind
+        if not alive or turns >= RACE_TURNS:
+            return alive + behind
+        # The last few side by side, unless not even the first of them is faster
+        with self.trials.kept_open([self.best, *alive], (1 - MARGIN) * self.memory):
+            while alive and turns < RACE_TURNS:
+                if turns > 1 and self.ratio(alive[0], self.best) < 1:
+                    break
+                alive, left = self._run_turn(alive, block_s)
+                behind = left + behind
+                turns += 1
         return alive + behind
 
     def _run_turn(
@@ -229,105 +153,87 @@ class Search:
     ) -> tuple[list[Choice], list[Choice]]:
         """Run a block of each choice and of the best one. (all ranks)
 
-        Return the choices that stay in the race, and those that leave it, each the fastest first.
+        Returns the choices that stay, and those that leave, each the fastest first.
         """
-        start = self.trials.next_turn() % (len(alive) + 1)
         running = [self.best, *alive]
+        start = self.trials.next_turn() % len(running)
         for choice in running[start:] + running[:start]:
             self.trials.measure(choice, block_s)
-        right = self._ranked(choice for choice in alive if choice not in self.trials.refused)
-        self._show(len(running), right)
+
+        right = [choice for choice in alive if choice not in self.trials.refused]
+        ratios = {choice: self.ratio(choice, self.best) for choice in right}
+        ranked = sorted(right, key=lambda choice: -ratios[choice])
+        if not ranked:
+            return [], []
+        most = ratios[ranked[0]]
+        self.trials.say(
+            f"turn {self.trials.turn:>4}  {len(running)} settings; ahead: {words(ranked[0])}, "
+            f"{most:.2f} x"
+        )
         # The faster half, but nothing that is far behind
-        ratios = [self.ratio(choice, self.best).median for choice in right]
-        near = sum(ratio > ratios[0] / FAR for ratio in ratios)
-        stay = min(near, max(STAYING, (len(right) + 1) // 2))
-        return right[:stay], right[stay:]
+        near = sum(ratio > most / FAR for ratio in ratios.values())
+        stay = min(near, max(STAYING, (len(ranked) + 1) // 2))
+        return ranked[:stay], ranked[stay:]
 
-    def _ranked(self, choices: Iterable[Choice]) -> list[Choice]:
-        """Return choices, the fastest beside the best one first."""
-        return sorted(choices, key=lambda choice: -self.ratio(choice, self.best).median)
-
-    def _is_decided(self, alive: Sequence[Choice]) -> bool:
-        """Return whether more turns would change nothing; `alive` has the fastest choice first."""
-        if not alive:
-            return True
-        first = self.ratio(alive[0], self.best)
-        if first.turns > 1 and first.median < 1:
-            return True  # not even the best of them is faster
-        turns = min(self.ratio(choice, self.best).turns for choice in alive)
-        is_quiet = first.high - first.low < CLOSE
-        return turns >= (LEAST_RACE_TURNS if is_quiet else RACE_TURNS)
-
-    def _side_by_side(self, choices: Sequence[Choice], use: Callable[[], T]) -> T:
-        """Return what `use` returns, which measures these choices in turn. (all ranks)"""
-        return self.trials.keep_open(choices, (1 - MARGIN) * self.memory_bytes, use)
-
-    def _show(self, count: int, alive: Sequence[Choice]) -> None:
-        """Print how a race stands."""
-        leader = ""
-        if alive:
-            leader = f"; ahead: {words(alive[0])}, {self.ratio(alive[0], self.best).median:.2f} x"
-        self.trials.say(f"turn {self.trials.turn:>4}  {count} settings{leader}")
-
-    def _together(self, singles: Sequence[Option], order: Sequence[Choice]) -> list[Choice]:
-        """Return what to race next: the best change alone, and the best ones of all knobs together."""
-        knob_of = {option.choice: option.knob for option in singles}
-        gained: dict[str, Choice] = {}
-        for choice in order:
-            if self.ratio(choice, self.best).median >= GAIN:
-                gained.setdefault(knob_of[choice], choice)
-        better = list(gained.values())
+    def _together(self, singles: dict[Choice, str], ranked: Sequence[Choice]) -> list[Choice]:
+        """Return the best changes of all knobs that gained together, and the best ones alone."""
+        gained: dict[str, Choice] = {}  # of each knob
+        for choice in ranked:
+            if self.ratio(choice, self.best) >= GAIN:
+                gained.setdefault(singles[choice], choice)
         combined = self.best
-        for choice in better:
-            larger = with_settings(self.here, combined, difference(choice, self.best))
+        for choice in gained.values():
+            # What this change has set otherwise than the best one
+            larger = with_settings(self.here, combined, set(choice) - set(self.best))
             if self._is_possible(larger):
                 combined = larger
+        better = list(gained.values())
         if len(better) > 1 and combined not in better:
-            better = [combined, *better[:2]]
+            better = [combined, *better]
         return better[:STAYING]
 
-    def _is_possible(self, choice: Choice) -> bool:
-        reason = self.trials.refused.get(choice) or self._not_worth(choice)
-        return not reason
+    def _leading(self) -> Choice:
+        """Return the choice that is ahead when the budget ends, if possible one of several blocks."""
+        samples = self.trials.samples
+        right = [choice for choice in samples if choice and choice not in self.trials.refused]
+        several = [choice for choice in right if len(samples[choice]) > 1]
+        return max([(), *(several or right)], key=lambda choice: self.ratio(choice, ()))
 
     def _confirm(self) -> None:
-        """Measure the best choice beside the first setting once more."""
+        """Measure the best choice beside the first setting once more, in turns. (all ranks)"""
         if not self.best or self.ended == STOPPED:
             return
         self.trials.reserve_s = 0.0
-        self._side_by_side([self.best, ()], self._run_final)
+        with self.trials.kept_open([self.best, ()], (1 - MARGIN) * self.memory):
+            for _ in range(FINAL_TURNS):
+                turn = self.trials.next_turn()
+                for choice in ([(), self.best], [self.best, ()])[turn % 2]:
+                    self.trials.measure(choice, FINAL_S)
 
-    def _run_final(self) -> None:
-        """Run turns of the best choice and the first setting, until it is clear. (all ranks)"""
-        since = self.trials.turn
-        for number in range(2 * FINAL):
-            verdict = self.ratio(self.best, (), since)
-            if verdict.is_clear or (
-                number >= FINAL and (verdict.is_certain or verdict.median < GAIN)
-            ):
-                return
-            turn = self.trials.next_turn()
-            pair = [self.best, ()] if turn % 2 else [(), self.best]
-            for choice in pair:
-                self.trials.measure(choice, FINAL_S)
+    def ratio(self, choice: Choice, other: Choice) -> float:
+        """Return how many times as fast `choice` is as `other`: the median; 0: not measured."""
+        return median(self.ratios(choice, other) or [0.0])
 
-    def ratio(self, choice: Choice, other: Choice, since: int = 0) -> Ratio:
-        """Return how many times as fast `choice` is as `other`, in the turns after `since` with both."""
-        others = {sample.turn: sample.step_s for sample in self.trials.samples.get(other, ())}
-        ratios = [
+    def ratios(self, choice: Choice, other: Choice, since: int = 0) -> list[float]:
+        """Return how many times as fast `choice` was, in each turn after `since` that has both."""
+        samples = self.trials.samples
+        others = {sample.turn: sample.step_s for sample in samples.get(other, ())}
+        return [
             others[sample.turn] / sample.step_s
-            for sample in self.trials.samples.get(choice, ())
+            for sample in samples.get(choice, ())
             if sample.turn in others and sample.turn > since
         ]
-        if not ratios:
-            return NO_RATIO
-        slower = sum(ratio <= 1 for ratio in ratios)
-        if len(ratios) == 1:
-            return Ratio(ratios[0], ratios[0], ratios[0], 1, slower)
-        low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        return Ratio(median, low, high, len(ratios), slower)
 
 
-def difference(choice: Choice, other: Choice) -> Choice:
-    """Return the settings of a choice that another one has not."""
-    return tuple(item for item in choice if item not in other)
+def is_faster(ratios: Sequence[float]) -> bool:
+    """Return whether these turns show that a choice is faster, and not by the spread alone.
+
+    At most one turn of twelve may say otherwise: with equal choices that happens three times in a
+    thousand. A budget that ends before leaves fewer turns, and all of at least six must agree.
+    """
+    slower = sum(ratio <= 1 for ratio in ratios)
+    return (
+        len(ratios) >= FINAL_TURNS // 2
+        and slower <= len(ratios) // FINAL_TURNS
+        and (median(ratios) >= GAIN)
+    )

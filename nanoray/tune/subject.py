@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,30 +13,27 @@ from nanoray.errors import ConfigError
 from nanoray.mesh.rendezvous import Rendezvous
 from nanoray.own.run import DryRunEnded, Run
 from nanoray.train.tasks import Task, task_of
-from nanoray.tune.trials import T, TuneSubject
 
-
-class Configured:
-    """The model that the configuration describes."""
-
-    keeps_tasks = True
-
-    def open(self, spec: RunSpec, use: Callable[[Task], T]) -> T:
-        """Make the task of `spec`, and return what `use` returns for it. (all ranks)"""
-        return use(task_of(spec))
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Scripted:
-    """The model of a script, whose function is called anew for each block, up to its `fit`."""
+class TuneSubject:
+    """Hands the model and the data of a run to those who train."""
 
-    main: Callable[[Run], Any]
-    given: frozenset[str]
+    main: Callable[[Run], Any] | None  # of a script, called anew for each block, up to its `fit`
+    given: frozenset[str]  # keys that the script has set
     rendezvous: Rendezvous
-    keeps_tasks = False  # when its function returns, what it made may be closed
+
+    @property
+    def keeps_tasks(self) -> bool:
+        """Whether a task may still be used when `open` has returned: a script may close things."""
+        return self.main is None
 
     def open(self, spec: RunSpec, use: Callable[[Task], T]) -> T:
         """Make the task of `spec`, and return what `use` returns for it. (all ranks)"""
+        if self.main is None:
+            return use(task_of(spec))
         results: list[T] = []
         torch.manual_seed(spec.config.seed)  # the same new weights on all ranks
         run = Run(spec, self.rendezvous, self.given, on_fit=lambda task: results.append(use(task)))
@@ -47,13 +44,3 @@ class Scripted:
         raise ConfigError(
             "the function returned without training; call RuntimeEngine(...).fit in it"
         )
-
-
-def subject_of(
-    spec: RunSpec,
-    rendezvous: Rendezvous,
-    main: Callable[[Run], Any] | None,
-    given: frozenset[str],
-) -> TuneSubject:
-    """Return what is tuned in a run."""
-    return Scripted(main, given, rendezvous) if main else Configured()

@@ -20,13 +20,15 @@ import pytest
 import yaml
 
 from nanoray.faults.progress import ProgressFile
-from nanoray.kube.alerts import MANIFEST, rule_file
+from nanoray.kube.render import KUBE_DIR
 from tests.harness.cluster import Cluster, end_session, ends_with_tests, in_driver, ray_head, start
 from tests.harness.commands import wait_for
 from tests.harness.ports import free_port
 from tests.harness.ranks import only_run
 
-ALERTS = {rule["alert"] for rule in yaml.safe_load(rule_file())["groups"][0]["rules"]}
+MANIFEST = KUBE_DIR / "components" / "monitoring" / "alerts.yaml"
+RULE_FILE = yaml.safe_load(MANIFEST.read_text())["spec"]
+ALERTS = {rule["alert"] for rule in RULE_FILE["groups"][0]["rules"]}
 NEEDS_PEAK = "ray_nanoray_perf_mfu"  # no CPU has a known peak
 # Steps of 0.3 s: both ranks sleep, then rank 1 alone. Then come a NaN, a kill, and a rank that
 # hangs for good.
@@ -96,7 +98,7 @@ def prometheus(cluster: Cluster, folder: Path) -> Iterator[Prometheus]:
     )
     addresses = Path(session).parent / "prom_metrics_service_discovery.json"
     wait_for(addresses.exists)
-    rules = re.sub(r"\b(\d+)m\b", r"\1s", re.sub(r"\b1h\b", "60m", rule_file()))
+    rules = re.sub(r"\b(\d+)m\b", r"\1s", re.sub(r"\b1h\b", "60m", yaml.safe_dump(RULE_FILE)))
     (folder / "rules.yaml").write_text(rules)
     scrape = {
         "job_name": "ray",

@@ -66,7 +66,7 @@ def test_rank_0_killed_during_an_upload_costs_the_upload_nothing(
         assert "failure  rank 0 " in output
         assert whole(there) == ["step_00000010", "step_00000020", "step_00000024"]
         run = only_run(tmp_path / "a")
-        assert f"upload   {url}/{run.name}: 3 checkpoint(s), newest step_00000024" in output
+        assert f"upload   {url}/{run.name}: all is there, newest step_00000024" in output
         faults_there = Store(f"{url}/{run.name}").read("faults.jsonl")
         assert faults_there == (run / "faults.jsonl").read_bytes()
         assert secrets_in(run) == []

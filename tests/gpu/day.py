@@ -6,7 +6,7 @@ It needs Python 3.10, torch 2.11 or newer, this tree, and the packages that bund
 Of those it takes from build/gpu-day what this Python cannot import. It lies here and not in the
 package because it runs the tests of this folder: an installed nanoray has none.
 
-    search for gpt2-124m         the fastest settings, and their MFU              bench tune
+    search for gpt2-124m         the fastest settings                             bench tune
     ladder of gpt2-124m          what each change gains a step                    bench gpu
     seconds to 1.47              nanoGPT's baby GPT to that validation loss       bench gpu
     features                     each kernel and number format                    tests/gpu/features.py

@@ -252,11 +252,6 @@ def run(
         return _completed(command, timeout)
 
 
-def run_script(command: list[str], **how: Any) -> subprocess.CompletedProcess[str]:
-    """Run `python SCRIPT.py ...` as `subprocess.run` does."""
-    return run(*command[1:], cwd=Path.cwd(), timeout=how["timeout"])
-
-
 def torchrun_environment(rank: int, ranks: int) -> dict[str, str]:
     """Return the variables with which torchrun starts one rank of one machine."""
     return {

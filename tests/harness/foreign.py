@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from nanoray.checkpoint import files
-from nanoray.config.weights.gpt2 import PREFIX, weights_of
+from nanoray.checkpoint.export import weights_file
+from nanoray.checkpoint.gpt2 import PREFIX, weights_of
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.state.state_dict import StateDict
 
@@ -100,21 +101,10 @@ def several_files(folder: Path, model: nn.Module) -> Path:
     return folder
 
 
-def stale_copy(folder: Path, model: nn.Module) -> Path:
-    """Several files, of which a later one also has what was moved out of it: by the index, stale."""
-    several_files(folder, model)
-    first, *_, last = sorted(folder.glob("model-*"))
-    tensors = load_file(last)
-    tensors |= {name: torch.zeros_like(tensor) for name, tensor in load_file(first).items()}
-    save_file(tensors, last, {"format": "pt"})
-    return folder
-
-
-def bin_file(folder: Path, model: nn.Module, legacy: bool = False) -> Path:
-    """As torch.save wrote it before there was safetensors; `legacy`: before torch 1.6."""
+def bin_file(folder: Path, model: nn.Module) -> Path:
+    """As torch.save wrote it before there was safetensors."""
     write_config(folder, model)
-    path = folder / "pytorch_model.bin"
-    torch.save(tensors_of(model), path, _use_new_zipfile_serialization=not legacy)
+    torch.save(tensors_of(model), folder / "pytorch_model.bin")
     return folder
 
 
@@ -169,15 +159,36 @@ def nanogpt_checkpoint(
     return path
 
 
-def own_checkpoint(
-    folder: Path, shape: ModelShape, tokenizer: dict[str, Any] = BYTES, std: float = 0.3
+def own_weights(
+    path: Path, shape: ModelShape, tokenizer: dict[str, Any] = BYTES, std: float = 0.3
 ) -> Path:
-    """A step folder of a GPT of nanoray with random weights."""
+    """A file of random weights of a GPT, as `nanoray checkpoint export` writes it."""
+    state = random_gpt(shape, std).state_dict()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(weights_file(state, shape.to_dict(), tokenizer))
+    return path
+
+
+def gpt2_weights(path: Path, vocab_size: int = VOCAB, positions: int = POSITIONS) -> Path:
+    """A file of small random weights that belong to GPT-2's tokens, of the form of GPT-2."""
+    shape = ModelShape(**SIZES, block_size=positions, bias=True, vocab_size=vocab_size, gelu="tanh")
+    return own_weights(path, shape, {"kind": "gpt2"}, std=0.1)
+
+
+def random_gpt(shape: ModelShape, std: float) -> GPT:
     torch.manual_seed(3)
     gpt = GPT(shape)
     with torch.no_grad():
         for p in gpt.parameters():
             p.normal_(std=std)
+    return gpt
+
+
+def own_checkpoint(
+    folder: Path, shape: ModelShape, tokenizer: dict[str, Any] = BYTES, std: float = 0.3
+) -> Path:
+    """A step folder of a GPT of nanoray with random weights."""
+    gpt = random_gpt(shape, std)
     meta = {
         "step": 5,
         "model_shape": shape.to_dict(),

@@ -1,8 +1,8 @@
 """A small Kubernetes API server: objects in a dictionary, over real HTTP and websockets.
 
 It stands in for the cluster, never for our code: the real client talks to it. Objects are stored as
-they come (as a server-side apply of a whole object), lists filter by label, a Service's proxy
-forwards to a real address, and `exec` runs a real command.
+they come (as a server-side apply of a whole object), lists filter by label, and `exec` runs
+a real command.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import aiohttp
 import yaml
 from aiohttp import web
 
@@ -31,17 +30,6 @@ BEARER = "a-bearer-token-of-the-kubeconfig"
 _PATH = re.compile(
     r"(/api/v1|/apis/[^/]+/[^/]+)(?:/namespaces/(?P<ns>[^/]+))?/(?P<plural>[a-z]+)(?:/(?P<name>[^/]+))?$"
 )
-# A claim's fields that cannot change, and what Kubernetes answers then: a difference of both specs.
-_OF_A_CLAIM = ("accessModes", "storageClassName")
-_CLAIM_IS_IMMUTABLE = """spec: Forbidden: spec is immutable after creation except resources.requests
-  core.PersistentVolumeClaimSpec{
-    ... // 4 identical fields
--   StorageClassName: &"standard",
-+   StorageClassName: &"nanoray-hostpath",
-    VolumeMode:       &"Filesystem",
-    ... // 3 identical fields
-  }
-"""
 
 
 def submit_of(folder: Path) -> list[str]:
@@ -62,11 +50,8 @@ class ApiServer:
     def __init__(self, volume: Path | None = None, kuberay: bool = True) -> None:
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.refusals: dict[str, tuple[int, str]] = {}  # "METHOD plural" -> status and message
-        self.proxies: dict[str, str] = {}  # service -> base URL
-        self.drop_proxy = 0  # so many proxied requests are answered with a 502
-        self.proxy_refusal: tuple[int, str] | None = None  # status and message, in place of Ray's
-        self.proxy_opens = False  # once a command has run in a pod
-        self.proxy_is_silent = False  # a policy that drops packets: no answer
+        self.heads: dict[str, str] = {}  # cluster -> base URL of its head's port 8265
+        self.drop_ray = 0  # so many calls of Ray by exec fail
         self.dry_runs: list[str] = []  # the kind of each object that was checked and not stored
         self.exec_refused = False
         self.execs: list[str] = []  # the pod of each command
@@ -74,7 +59,6 @@ class ApiServer:
         # A command's output ends after so many bytes, with the connection
         self.exec_limit: int | None = None
         self.volume, self.kuberay = volume, kuberay
-        self.dra = True  # Kubernetes 1.34 or newer
         self.lock = threading.RLock()
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -122,10 +106,6 @@ class ApiServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if request.headers.get("Authorization") != f"Bearer {BEARER}":
             return _status(401, "Unauthorized")
-        if match := re.match(
-            r"/api/v1/namespaces/[^/]+/services/([^/:]+):\d+/proxy(/.*)", request.path
-        ):
-            return await self._proxy(request, match[1], match[2])
         if match := re.match(r"/api/v1/namespaces/([^/]+)/pods/([^/]+)/exec$", request.path):
             return await self._exec(request, match[1], match[2])
         if request.path == "/apis/ray.io/v1":
@@ -134,10 +114,6 @@ class ApiServer:
                 if self.kuberay
                 else _status(404, "page not found")
             )
-        if request.path.startswith("/apis/resource.k8s.io/") and not self.dra:
-            return _status(404, "the server could not find the requested resource")
-        if request.path == "/apis/resource.k8s.io/v1":
-            return web.json_response({"resources": []})
         match = _PATH.match(request.path)
         if not match or (match["plural"].startswith("ray") and not self.kuberay):
             return _status(404, "the server could not find the requested resource")
@@ -153,20 +129,11 @@ class ApiServer:
         key = (match["plural"], match["ns"] or "", match["name"] or "")
         if request.method == "PATCH":
             assert request.query["fieldManager"]
-            if request.headers["Content-Type"] == "application/merge-patch+json":
-                if key not in self.objects:
-                    return _status(404, f'{key[0]} "{key[2]}" not found')
-                _merge(self.objects[key], json.loads(text))
-                return web.json_response(self.objects[key])
             assert request.headers["Content-Type"] == "application/apply-patch+yaml"
             thing = yaml.safe_load(text)
             if key[1] and ("namespaces", "", key[1]) not in self.objects:
                 return _status(404, f'namespaces "{key[1]}" not found')
             known = self.objects.get(key, {})
-            if key[0] == "persistentvolumeclaims" and known:
-                changed = [f for f in _OF_A_CLAIM if known["spec"].get(f) != thing["spec"].get(f)]
-                if changed:
-                    return _status(422, f"{key[2]} is invalid: {_CLAIM_IS_IMMUTABLE}")
             is_immutable = key[0] in ("resourceclaimtemplates", "jobs")
             if is_immutable and known and known["spec"] != thing["spec"]:
                 return _status(422, f"{key[2]} is invalid: spec: field is immutable")
@@ -191,34 +158,6 @@ class ApiServer:
             return web.json_response(self.objects.pop(key))
         return web.json_response(self.objects[key])
 
-    async def _proxy(self, request: web.Request, service: str, tail: str) -> web.Response:
-        if self.drop_proxy:
-            self.drop_proxy -= 1
-            return _status(502, "the stream was dropped")
-        if self.proxy_refusal:
-            return _status(*self.proxy_refusal)
-        if self.proxy_is_silent:
-            await asyncio.sleep(60)
-        if service not in self.proxies:
-            return _status(503, f'no endpoints available for service "{service}"')
-        headers = {
-            k: v
-            for k, v in request.headers.items()
-            if k.lower() not in ("host", "authorization", "content-length")
-        }
-        async with aiohttp.ClientSession() as session:
-            sent = session.request(
-                request.method,
-                self.proxies[service] + tail,
-                headers=headers,
-                data=await request.read(),
-            )
-            async with sent as answer:
-                kind = answer.headers.get("Content-Type", "text/plain").split(";")[0]
-                return web.Response(
-                    status=answer.status, body=await answer.read(), content_type=kind
-                )
-
     def _in_pod(
         self, namespace: str, pod: str, command: list[str]
     ) -> tuple[list[str], dict[str, str]]:
@@ -226,7 +165,7 @@ class ApiServer:
         with self.lock:
             thing = self.objects.get(("pods", namespace, pod), {"metadata": {}})
         cluster = thing["metadata"].get("labels", {}).get("ray.io/cluster", "")
-        here = self.proxies.get(f"{cluster}-head-svc", "")
+        here = self.heads.get(cluster, "")
         environment = dict(os.environ)
         for container in thing.get("spec", {}).get("containers", ()):
             for variable in container.get("env", ()):
@@ -243,15 +182,17 @@ class ApiServer:
         return words, environment
 
     async def _exec(self, request: web.Request, namespace: str, pod: str) -> web.StreamResponse:
-        """Run the command with /data read as the volume, and the head's port 8265 as its proxy's
-        address, in the v4 channel protocol: 1 stdout, 2 stderr, 3 the end.
+        """Run the command with /data read as the volume, and the head's port 8265 as its address
+        here, in the v4 channel protocol: 1 stdout, 2 stderr, 3 the end.
         """
         if self.exec_refused:
             return _status(403, "pods/exec is forbidden")
         self.execs.append(pod)
-        if self.proxy_opens:
-            self.proxy_refusal = None
         self.exec_containers.append(request.query.get("container", ""))
+        asks_ray = any("localhost:8265" in word for word in request.query.getall("command"))
+        if asks_ray and self.drop_ray:
+            self.drop_ray -= 1
+            return _status(502, "the stream was dropped")
         socket = web.WebSocketResponse(protocols=("v4.channel.k8s.io",))
         await socket.prepare(request)
         words, environment = self._in_pod(namespace, pod, request.query.getall("command"))
@@ -293,32 +234,26 @@ RAY_TOKEN = "x"
 
 @contextmanager
 def ray_head(server: ApiServer, *clusters: str) -> Iterator[dict[str, str]]:
-    """Ray's jobs API, behind the service and in the head pod of each of these clusters.
+    """Ray's jobs API, in the head pod of each of these clusters.
 
-    Yields the log that it returns, by the job's id, and under "ID metadata" the job's metadata as
-    JSON. A stop appears as "ID stopped". Only the token of the clusters' Secret opens it.
+    Yields the log that it returns, by the job's id. A stop appears as "ID stopped". Only the token
+    of the clusters' Secret opens it.
     """
     found: dict[str, str] = {}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             _, _, kind, *words = self.path.split("/")
-            if kind == "version":
-                self._answer(200, {"ray_version": "2.60.0"})
-                return
             assert kind == "jobs"
             job, *rest = words
-            tokens = {self.headers.get(key) for key in ("Authorization", "X-Ray-Authorization")}
-            if f"Bearer {RAY_TOKEN}" not in tokens:
+            if self.headers.get("Authorization") != f"Bearer {RAY_TOKEN}":
                 self._answer(401, {"error": "Unauthorized"})
             elif rest == ["logs"]:
                 self._answer(200, {"logs": found.get(job, "")})
-            elif rest == ["stop"]:
+            else:
+                assert rest == ["stop"]
                 found[f"{job} stopped"] = self.command
                 self._answer(200, {"stopped": True})
-            else:
-                metadata = json.loads(found.get(f"{job} metadata", "null"))
-                self._answer(200, {"metadata": metadata})
 
         do_POST = do_GET
 
@@ -336,7 +271,7 @@ def ray_head(server: ApiServer, *clusters: str) -> Iterator[dict[str, str]]:
     # shutdown() waits for as long as it sleeps
     threading.Thread(target=ray.serve_forever, args=(0.02,), daemon=True).start()
     for cluster in clusters:
-        server.proxies[f"{cluster}-head-svc"] = f"http://127.0.0.1:{ray.server_port}"
+        server.heads[cluster] = f"http://127.0.0.1:{ray.server_port}"
         reference = {"secretKeyRef": {"name": "token", "key": "auth_token"}}
         env = [{"name": "RAY_AUTH_TOKEN", "valueFrom": reference}]
         labels = {"ray.io/cluster": cluster, "ray.io/node-type": "head"}
@@ -353,15 +288,6 @@ def ray_head(server: ApiServer, *clusters: str) -> Iterator[dict[str, str]]:
     finally:
         ray.shutdown()
         ray.server_close()
-
-
-def _merge(thing: dict[str, Any], patch: dict[str, Any]) -> None:
-    """Apply a JSON merge patch (RFC 7386) without deletions."""
-    for key, value in patch.items():
-        if isinstance(value, dict):
-            _merge(thing.setdefault(key, {}), value)
-        else:
-            thing[key] = value
 
 
 def _selects(selector: str, labels: dict[str, str]) -> bool:

@@ -240,9 +240,7 @@ class Operator:
         )
         running = self.machine.start(pod.name, pod.command, pod.env, pod.shm_bytes, aliases)
         if pod.group == "head":
-            self.server.proxies[f"{cluster}-head-svc"] = (
-                f"http://{running.address}:{DASHBOARD_PORT}"
-            )
+            self.server.heads[cluster] = f"http://{running.address}:{DASHBOARD_PORT}"
         labels = {
             "ray.io/cluster": cluster,
             "ray.io/node-type": "head" if pod.group == "head" else "worker",
@@ -304,7 +302,7 @@ class Operator:
 
     def _ray(self, cluster: str, method: str, path: str, body: Any = None) -> Any:
         request = urllib.request.Request(
-            self.server.proxies[f"{cluster}-head-svc"] + path,
+            self.server.heads[cluster] + path,
             method=method,
             data=None if body is None else json.dumps(body).encode(),
             headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},

@@ -23,7 +23,7 @@ import click
 from nanoray.cli import parse_args
 from nanoray.cli.catalog import COMMANDS
 from nanoray.start.opening import Opening
-from nanoray.tune.__main__ import recipe_of, rest_of
+from nanoray.tune.__main__ import with_recipe
 from tests.harness.manifests import require_kubectl
 from tests.harness.parsers import RUNS, find_parsers
 
@@ -182,7 +182,7 @@ def check_nanoray(words: list[str], complete: bool) -> None:
         _, of_runs = parsers[0].parse_known_args(rest)
         assert not of_runs or len(parsers) > 1, f"not known: {' '.join(of_runs)}"
         if name == "tune":  # its first word may name the recipe
-            of_runs = [*recipe_of(of_runs, ""), *rest_of(of_runs)]
+            of_runs = with_recipe(of_runs)
         check_flags_of_a_run(of_runs)
         if words[:2] in (["kube", "render"], ["kube", "submit"]):
             require_kubectl()

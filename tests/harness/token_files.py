@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +26,3 @@ def write_npy(path: Path, ids: Any, dtype: str = "uint16") -> None:
 
 def write_bare(path: Path, ids: Any, dtype: str = "uint16") -> None:
     np.asarray(ids, dtype).tofile(path)
-
-
-def write_meta_pickle(folder: Path, chars: str, protocol: int | None = None) -> None:
-    """Write meta.pkl as nanoGPT's data/shakespeare_char/prepare.py does."""
-    stoi = {char: number for number, char in enumerate(chars)}
-    itos = dict(enumerate(chars))
-    meta = {"vocab_size": len(chars), "itos": itos, "stoi": stoi}
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta, protocol=protocol))
-
-
-def write_nanogpt_chars(folder: Path, text: str) -> None:
-    """Write a folder as nanoGPT's data/shakespeare_char/prepare.py does, from any text."""
-    folder.mkdir(exist_ok=True)
-    chars = "".join(sorted(set(text)))
-    write_meta_pickle(folder, chars)
-    ids = [chars.index(char) for char in text]
-    cut = int(len(ids) * 0.9)
-    write_bare(folder / "train.bin", ids[:cut])
-    write_bare(folder / "val.bin", ids[cut:])

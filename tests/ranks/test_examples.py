@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from nanoray.checkpoint.__main__ import main as checkpoint
+from nanoray.checkpoint.import_weights import main as weights
 from tests.harness.commands import run
 from tests.harness.foreign import written_gpt2
 
@@ -116,10 +117,11 @@ def test_a_script_is_executable_and_stops_at_an_error(script: Path) -> None:
 
 
 def gpt2_and_tokens(folder: Path) -> None:
-    """Make the folder gpt2, small and random but of the real vocabulary, and a folder of tokens:
+    """Make weights of a GPT-2, small and random but of the real vocabulary, and a folder of tokens:
     GPT-2's tokenizer would be a download.
     """
     written_gpt2(folder / "gpt2", vocab_size=50257)
+    assert weights(["import", str(folder / "gpt2"), "--out", str(folder / "gpt2.safetensors")]) == 0
     tokens = np.random.default_rng(0).integers(0, 50257, 4000).astype(np.uint16)
     data = folder / "data"
     data.mkdir()
@@ -138,14 +140,13 @@ def test_finetune_gpt2_plans_its_run(tmp_path: Path) -> None:
     flags = ("--dataset", "data", "--workers", "2", "--device", "cpu", "--dry_run")
     done = run(FINETUNE, *flags, "--block_size", "16", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"init   Hugging Face GPT-2 in {tmp_path / 'gpt2'}: 2 layers" in done.stdout
+    assert f"init   the weights of {tmp_path / 'gpt2.safetensors'}: 2 layers" in done.stdout
     assert "the first 16 of 24 positions" in done.stdout
-    assert "vocabulary 50257 (padded to 50304 rows, of zeros" in done.stdout
 
-    # Without the folder: what to do, and nothing started
+    # Without the file: what to do, and nothing started
     done = run(FINETUNE, "--init_from", "gpt2-medium", cwd=tmp_path)
     assert done.returncode == 2
-    assert "`hf download openai-community/gpt2-medium --local-dir gpt2-medium`" in done.stderr
+    assert "make one: `nanoray weights import PATH --out FILE.safetensors`" in done.stderr
 
 
 @pytest.mark.full
@@ -160,11 +161,11 @@ def test_finetune_gpt2_trains_on_ray_and_gives_the_weights_back(
         FINETUNE, *flags, "--workers", "2", "--device", "cpu", cwd=tmp_path, env=env | forked_ray
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"init   Hugging Face GPT-2 in {tmp_path / 'gpt2'}: 2 layers" in done.stdout
+    assert f"init   the weights of {tmp_path / 'gpt2.safetensors'}: 2 layers" in done.stdout
     (folder,) = (tmp_path / "runs").iterdir()
     config = json.loads((folder / "config.json").read_text())
     assert (config["gelu"], config["bias"], config["n_embd"]) == ("tanh", True, 32)
-    assert config["init_from"] == str(tmp_path / "gpt2")
+    assert config["init_from"] == str(tmp_path / "gpt2.safetensors")
     # The commands that its text shows
     out = tmp_path / "finetuned"
     assert checkpoint(["export", str(folder), "--format", "huggingface", "--out", str(out)]) == 0

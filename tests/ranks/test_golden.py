@@ -6,11 +6,8 @@ for one kind of CPU and one torch: kernels differ between instruction sets. Else
 agree closely, and a warning says so.
 
 golden/golden.json  the numbers, floats as text from float.hex(), and what they were measured on
-golden/old-run      two ranks stopped at step 4 of 8 by an early nanoray; it must load and go on as it did then. Its
-                    paths were made relative to the folder that the command ran in
 
-After a change of numbers that is meant: `python -m tests.ranks.test_golden --record`. It leaves
-old-run alone.
+After a change of numbers that is meant: `python -m tests.ranks.test_golden --record`.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ import os
 import platform
 import random
 import re
-import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -39,7 +35,7 @@ from safetensors.numpy import load_file
 from tests.harness.commands import run, torchrun
 
 HERE = Path(__file__).resolve().parent
-GOLDEN, OLD_RUN = HERE / "golden" / "golden.json", HERE / "golden" / "old-run"
+GOLDEN = HERE / "golden" / "golden.json"
 # What the environment says of ranks, threads and instruction sets is kept away from the runs. Read
 # once, here: while the threads below went through the variables, pytest would set
 # PYTEST_CURRENT_TEST and remove it.
@@ -72,7 +68,6 @@ class Case:
 
     parts: tuple[dict[str, Any], ...]
     ranks: int = 1
-    start: str = ""  # "old": the run folder begins as a copy of OLD_RUN
     near: float = 2e-4  # how close, relatively, on another CPU or torch
 
 
@@ -86,7 +81,6 @@ def one(*overrides: dict[str, Any], **options: Any) -> Case:
 
 CASES = {
     # The first ones take longest.
-    "old-run": Case(({"resume": "runs/old"},), ranks=2, start="old"),
     "resume-2-ranks": Case(
         (PLAIN | RANKS | {"stop_at": 4}, PLAIN | RANKS | {"resume": "auto"}), ranks=2
     ),
@@ -161,14 +155,6 @@ def test_a_resumed_run_is_the_whole_run(runs: dict[str, Future[dict[str, Any]]])
     assert runs["resume-2-ranks"].result() == runs["2-ranks"].result()
 
 
-def test_weights_of_an_old_checkpoint_load_as_they_were(
-    golden: dict[str, Any], tmp_path: Path
-) -> None:
-    """On any machine: nothing is computed."""
-    shutil.copytree(OLD_RUN, tmp_path / "runs" / "old")
-    assert weights(tmp_path) == golden["old_weights"]
-
-
 def floats(values: dict[str, str]) -> dict[str, float]:
     return {step: float.fromhex(value) for step, value in values.items()}
 
@@ -200,8 +186,6 @@ def measure(case: str, folder: Path) -> dict[str, Any]:
     """
     what = CASES[case]
     write_text(folder / "words.txt")
-    if what.start:
-        shutil.copytree(OLD_RUN, folder / "runs" / what.start)
     for flags in what.parts:
         command(
             folder,
@@ -258,14 +242,12 @@ def command(folder: Path, *args: str, ranks: int = 1) -> None:
 def record() -> None:
     """Measure everything anew and write GOLDEN."""
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(2) as pool:
-        folders = {name: Path(scratch, name) for name in (*CASES, "loaded")}
+        folders = {name: Path(scratch, name) for name in CASES}
         for folder in folders.values():
             folder.mkdir()
         futures = {case: pool.submit(measure, case, folders[case]) for case in CASES}
-        shutil.copytree(OLD_RUN, folders["loaded"] / "runs" / "old")
-        old_weights = weights(folders["loaded"])
         cases = {case: future.result() for case, future in futures.items()}
-    values = {"on": fingerprint(), "old_weights": old_weights, "cases": cases}
+    values = {"on": fingerprint(), "cases": cases}
     GOLDEN.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {GOLDEN}")
 

@@ -1,15 +1,15 @@
-"""Runs that begin with weights of another tool: on real ranks, in each mode, and resumed."""
+"""Runs that begin with given weights: on real ranks, in each mode, and resumed."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nanoray.checkpoint.files import load
 from nanoray.models.gpt import ModelShape
@@ -53,13 +53,13 @@ FOUR: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A GPT-2 of transformers, and a checkpoint of nanoray with experts."""
+    """Files of weights, one with experts."""
     folder = tmp_path_factory.mktemp("sources")
     dense = ModelShape(2, 2, 32, 24, True, 256, gelu="tanh")
     mixed = ModelShape(2, 2, 32, 24, True, 256, **EXPERTS, gelu="tanh")
     return {
-        "dense": foreign.own_checkpoint(folder / "dense" / "checkpoints", dense, std=0.7),
-        "experts": foreign.own_checkpoint(folder / "experts" / "checkpoints", mixed, std=0.7),
+        "dense": foreign.own_weights(folder / "dense.safetensors", dense, std=0.7),
+        "experts": foreign.own_weights(folder / "experts.safetensors", mixed, std=0.7),
     }
 
 
@@ -131,7 +131,7 @@ def test_weights_of_few_bits_are_those_of_the_source(
     spec = make_spec(text, tmp_path, init_from=str(sources["dense"]), **KEYS | keys)
     (outcome,) = one.train(spec, train)
     assert "error" not in outcome, outcome
-    before = load(sources["dense"]).model
+    before = load_file(sources["dense"])
     state = load(spec.checkpoints / "step_00000001")
     for name, tensor in state.model.items():
         first = before[name][: len(tensor)]  # of the positions
@@ -146,39 +146,33 @@ def test_a_resumed_run_does_not_read_them_again(
     one: LastingRanks, sources: dict[str, Path], text: Path, tmp_path: Path
 ) -> None:
     """Neither does it need the file, and config.json still names it."""
-    # The folder of a run: its newest checkpoint of this moment is recorded
-    source = tmp_path / "source"
-    shutil.copytree(sources["dense"].parents[1], source)
+    source = tmp_path / "source.safetensors"
+    source.write_bytes(sources["dense"].read_bytes())
     keys = KEYS | {"max_steps": 4, "checkpoint_every": 2}
     whole = make_spec(text, tmp_path / "whole", init_from=str(source), **keys)
     assert "error" not in one.train(whole, train)[0]
 
     half = make_spec(text, tmp_path / "half", init_from=str(source), **keys | {"stop_at": 2})
     assert "error" not in one.train(half, train)[0]
-    shutil.rmtree(source)
+    source.unlink()
     rest = make_spec(
         text, tmp_path / "half", init_from=str(source), **keys | {"resume": str(half.folder)}
     )
     assert rest.folder == half.folder
     assert "error" not in one.train(rest, train)[0]
     assert series(rest) == series(whole)
-    recorded = json.loads((rest.folder / "config.json").read_text())["init_from"]
-    assert recorded == str(source / "checkpoints" / "step_00000005")
-
-    # And auto: the same run, whichever step its source has reached
-    again = make_spec(text, tmp_path / "half", init_from=str(source), **keys | {"resume": "auto"})
-    assert again.folder == half.folder
+    assert json.loads((rest.folder / "config.json").read_text())["init_from"] == str(source)
 
 
 def test_all_ranks_refuse_what_rank_0_cannot_read(
     two: LastingRanks, sources: dict[str, Path], text: Path, tmp_path: Path
 ) -> None:
     """None waits for another one: the file was there when the run was opened, and is gone now."""
-    source = tmp_path / "source"
-    shutil.copytree(sources["dense"].parents[1], source)
+    source = tmp_path / "source.safetensors"
+    source.write_bytes(sources["dense"].read_bytes())
     spec = make_spec(text, tmp_path / "runs", init_from=str(source), **KEYS)
-    (source / "checkpoints" / "step_00000005" / "model.safetensors").unlink()
+    source.unlink()
     for outcome in two.train(spec, train):
         assert outcome["error"] == "ConfigError"
-        assert "is damaged (model.safetensors: missing)" in outcome["message"]
+        assert f"does not see init_from = {source}" in outcome["message"]
     assert not (spec.folder / "metrics.jsonl").exists() or records(spec) == []

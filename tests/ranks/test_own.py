@@ -26,8 +26,8 @@ from nanoray.config import make_config
 from nanoray.data.dataset import own_data
 from nanoray.errors import ConfigError, DataError
 from nanoray.mesh.rendezvous import Rendezvous
-from nanoray.own.data.source import KEPT, Batches, OwnData
-from nanoray.own.data.stateful import is_stateful
+from nanoray.own.data.source import OwnData
+from nanoray.own.data.stream import KEPT, Stream
 from nanoray.own.engine import RuntimeEngine
 from nanoray.own.program import Program
 from nanoray.own.run import Run
@@ -441,11 +441,6 @@ def test_data_that_cannot_be_read_are_told_why() -> None:
         DataError, match="a batch is a list of 3, but must be a pair of inputs and targets"
     ):
         OwnData([(1, 2, 3)], None, 0, 1, CPU).train_batch(0, 1)
-    with pytest.raises(
-        DataError,
-        match=r"batch 0 of the train data has 4 samples, but micro_batch_size = 5; make them",
-    ):
-        Batches(Batched(4), "train", 5).batch(0)
 
 
 class Unindexed(IterableDataset[Any]):
@@ -469,7 +464,6 @@ def test_a_stream_with_a_length_is_read_in_its_order(loader: bool) -> None:
     stream: Any = Unindexed(batches)
     data = OwnData(DataLoader(stream, batch_size=None) if loader else stream, stream, 0, 4, CPU)
     assert torch.equal(data.train_batch(4, 4)[0], batches[1][0])
-    assert not is_stateful(stream)
 
 
 def test_batches_with_named_inputs_have_the_size_of_their_tensors() -> None:
@@ -486,10 +480,6 @@ def test_batches_with_named_inputs_have_the_size_of_their_tensors() -> None:
     assert torch.equal(inputs["x"], batches[2][0])
     assert torch.equal(targets.targets, batches[2][1])
     assert targets.samples == 3
-    with pytest.raises(
-        DataError, match="batch 0 of the train data has 3 samples, but micro_batch_size = 4"
-    ):
-        OwnData(Unindexed(batches[2:], named=True), None, 0, 4, CPU).train_batch(0, 4)
 
 
 class Sentence(NamedTuple):
@@ -525,10 +515,10 @@ def test_batches_of_a_fixed_size_and_shrink_are_refused(tmp_path: Path) -> None:
 
 
 def test_batches_go_on_over_epochs_and_back_to_older_ones() -> None:
-    batches = Batches(Batched(8), "train", 8)
+    batches = Stream(Batched(8), "train")
     firsts = [batches.batch(number)[0][0] for number in range(12)]
     assert torch.equal(firsts[0], firsts[5]), "five batches are an epoch"
-    far = Batches(Batched(8), "train", 8)
+    far = Stream(Batched(8), "train")
     assert torch.equal(far.batch(KEPT + 20)[0][0], firsts[(KEPT + 20) % 5])
     assert torch.equal(far.batch(2)[0][0], firsts[2]), "it begins again"
 

@@ -13,6 +13,7 @@ import pytest
 from nanoray.bench.equivalence import ADAMW, SGD
 from nanoray.parallel.schedules import SCHEDULES, bubble
 from nanoray.tools.sample import main as sample
+from nanoray.trace.__main__ import main as timeline
 from tests.harness.axes import Runs, equal, final, require_one_process, run
 from tests.harness.ranks import series
 from tests.ranks.conftest import Pools
@@ -241,7 +242,9 @@ def test_the_bubble_is_measured_and_drawn_beside_the_theory(
         assert names.count("forward") >= 1
     buckets = [c for c in steps[2]["collectives"] if c["bucket"] is not None]
     assert {(c["group"], c["ranks"]) for c in buckets} == ({("dp", 2)} if world == 4 else set())
+    assert timeline([str(spec.folder)]) == 0
     assert "waits for another stage" in (spec.folder / "comm" / "timeline.svg").read_text()
+    capsys.readouterr()
     assert sample([str(spec.folder), "--max_new_tokens", "4"]) == 0
     assert len(capsys.readouterr().out) >= 4
 

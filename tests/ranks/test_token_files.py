@@ -15,7 +15,7 @@ from nanoray.tools.sample import main as sample
 from nanoray.train import rank as one_rank
 from tests.harness.lasting_ranks import LastingRanks
 from tests.harness.ranks import make_spec, series
-from tests.harness.token_files import write_llmc, write_nanogpt_chars, write_npy
+from tests.harness.token_files import write_bare, write_llmc
 
 SETTINGS: dict[str, Any] = {"max_steps": 4, "eval_every": 2, "sample_tokens": 6}
 
@@ -36,9 +36,15 @@ def losses(spec: RunSpec) -> list[dict[int, float]]:
     return [series(spec, key) for key in ("train/loss", "train/grad_norm", "val/loss")]
 
 
-def nanogpt_chars(folder: Path, text: str) -> None:
-    """One file for each split, without a header, and meta.pkl."""
-    write_nanogpt_chars(folder, text)
+def bare(folder: Path, text: str) -> None:
+    """One file for each split, without a header, and the characters in meta.json."""
+    chars = sorted(set(text))
+    ids = [chars.index(char) for char in text]
+    cut = int(len(ids) * 0.9)
+    write_bare(folder / "train.bin", ids[:cut])
+    write_bare(folder / "val.bin", ids[cut:])
+    meta = {"dtype": "uint16", "tokenizer": {"kind": "char", "chars": "".join(chars)}}
+    (folder / "meta.json").write_text(json.dumps(meta))
 
 
 def llmc(folder: Path, text: str) -> None:
@@ -49,7 +55,7 @@ def llmc(folder: Path, text: str) -> None:
 
 
 def shards(folder: Path, text: str) -> None:
-    """More files than windows that fit into one, of the same tokens as `nanogpt_chars`."""
+    """More files than windows that fit into one, of the same tokens as `bare`."""
     chars = sorted(set(text))
     ids = [chars.index(char) for char in text]
     cut = int(len(ids) * 0.9)
@@ -61,22 +67,10 @@ def shards(folder: Path, text: str) -> None:
     (folder / "meta.json").write_text(json.dumps({"vocab_size": len(chars)}))
 
 
-def npy_shards(folder: Path, text: str) -> None:
-    """As `shards`, in numpy's files of int64."""
-    chars = sorted(set(text))
-    ids = [chars.index(char) for char in text]
-    cut = int(len(ids) * 0.9)
-    for number, part in enumerate(np.array_split(ids[:cut], 7)):
-        write_npy(folder / f"edufineweb_train_{number:06d}.npy", part, "int64")
-    write_npy(folder / "edufineweb_val_000000.npy", ids[cut:], "int64")
-    (folder / "meta.json").write_text(json.dumps({"vocab_size": len(chars)}))
-
-
 KINDS = {  # -> a pattern that matches the same files as their folder
-    nanogpt_chars: "[tv]*.bin",
+    bare: "[tv]*.bin",
     llmc: "tiny_shakespeare_*.bin",
     shards: "fineweb_*_0000??.bin",
-    npy_shards: "*.npy",
 }
 
 
@@ -112,12 +106,11 @@ def test_token_files_of_other_tools_train_and_resume(
             assert list(one.values()) == pytest.approx(list(two.values()), abs=2e-5)
 
     # The same tokens in one file or in several, with or without headers: no bit differs.
-    assert found["shards"] == found["nanogpt_chars"]
-    assert found["npy_shards"] == found["nanogpt_chars"]
-    assert found["llmc"] != found["nanogpt_chars"]
+    assert found["shards"] == found["bare"]
+    assert found["llmc"] != found["bare"]
 
-    # The characters of meta.pkl come back in the text of a sample.
-    newest = next((tmp_path / "nanogpt_chars-2" / "whole").glob("*/"))
+    # The characters of meta.json come back in the text of a sample.
+    newest = next((tmp_path / "bare-2" / "whole").glob("*/"))
     assert sample([str(newest), "--prompt", "abc ", "--max_new_tokens", "8"]) == 0
     written = capsys.readouterr().out
     assert written.startswith("abc ")

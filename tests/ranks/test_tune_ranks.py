@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-from nanoray.checkpoint.run import RunSpec
+from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.config import load_config
 from nanoray.errors import ConfigError
 from nanoray.mesh.mesh import join
@@ -57,29 +58,33 @@ def trials_of(
     """Return what measures choices, as a search has it. (all ranks)"""
     from nanoray.faults.plan import Injector
     from nanoray.train.rank import meet_group, prepare_process
-    from nanoray.tune.here import here_of
-    from nanoray.tune.subject import subject_of
+    from nanoray.tune.rank import here_of
+    from nanoray.tune.subject import TuneSubject
     from nanoray.tune.trials import Trials
 
     prepare_process(spec, rendezvous)
     mesh = meet_group(Injector(spec.folder / "faults.jsonl"), join, spec, rendezvous, store)
-    subject = subject_of(spec, rendezvous, None, frozenset())
-    here = here_of(spec, mesh, rendezvous, subject).here
-    return Trials(spec, mesh, subject, here, 300.0, wanted, print)
+    subject = TuneSubject(None, frozenset(), rendezvous)
+    here = here_of(spec, mesh, rendezvous, subject)
+    trials = Trials(spec, mesh, subject, here, 300.0, wanted, print)
+    trials.read()
+    return trials
+
+
+def as_choice(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(settings.items()))
 
 
 def measure_choices(
     *rank: Any, choices: Sequence[dict[str, Any]] = CHOICES, **more: Any
 ) -> dict[str, Any]:
     """Measure each choice once, as a search does. (all ranks)"""
-    from nanoray.tune.space import choice_of
-
     trials = trials_of(*rank, **more)
     trials.next_turn()
     found = []
     for settings in choices:
-        trial = trials.measure(choice_of(settings), 0.01)
-        found.append(trial._asdict() if trial else trials.refused[choice_of(settings)])
+        trial = trials.measure(as_choice(settings), 0.01)
+        found.append(trial._asdict() if trial else trials.refused[as_choice(settings)])
     return {"found": found, "exit_reason": "finished"}
 
 
@@ -105,7 +110,6 @@ def test_every_choice_has_the_losses_of_the_present_setting(text: Path, tmp_path
 def measure_side_by_side(*rank: Any, **more: Any) -> dict[str, Any]:
     """Measure choices in turns while their arms stay open; count the arms that were made. (all ranks)"""
     from nanoray.train import arm
-    from nanoray.tune.space import choice_of
 
     made: list[int] = []
     recipe_of = arm.Recipe
@@ -115,7 +119,7 @@ def measure_side_by_side(*rank: Any, **more: Any) -> dict[str, Any]:
         return recipe_of(*given)
 
     trials = trials_of(*rank, **more)
-    choices = [choice_of(settings) for settings in CHOICES]
+    choices = [as_choice(settings) for settings in CHOICES]
     counts = []
 
     def run_turn() -> None:
@@ -124,17 +128,16 @@ def measure_side_by_side(*rank: Any, **more: Any) -> dict[str, Any]:
             trials.measure(choice, 0.01)
         counts.append(len(made))
 
-    def run_turns() -> None:
-        run_turn()
-        run_turn()
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arm, "Recipe", noted)
         run_turn()
-        trials.keep_open(choices, 1e12, run_turns)
+        with trials.kept_open(choices, 1e12):
+            run_turn()
+            run_turn()
         # With less memory than all of them may need together, each block makes its arm.
         choices = choices[:2]
-        trials.keep_open(choices, 0.0, run_turn)
+        with trials.kept_open(choices, 0.0):
+            run_turn()
     samples = [[trial._asdict() for trial in trials.samples[choice]] for choice in trials.samples]
     found = {"samples": samples, "refused": list(trials.refused.values()), "counts": counts}
     return found | {"exit_reason": "finished"}
@@ -160,9 +163,9 @@ def test_arms_stay_while_they_are_compared(text: Path, tmp_path: Path) -> None:
 
 
 def test_an_arm_leaves_out_what_a_run_does_in_a_few_steps_alone(text: Path, tmp_path: Path) -> None:
-    """A profile, a picture of memory, and the short sequences of the first steps."""
+    """A profile, and the short sequences of the first steps."""
     present = partial(measure_choices, choices=({},))
-    once = {"profile": "1:3", "memory_at": 2, "seq_warmup_steps": 30}
+    once = {"profile": "1:3", "seq_warmup_steps": 30}
     losses = []
     for name, settings in {"plain": {}, "once": once}.items():
         spec = make_spec(text, tmp_path / name, precision="fp32", max_steps=40, **settings)
@@ -178,8 +181,6 @@ def note_settings(
     spec: RunSpec, rendezvous: Rendezvous, *parts: Any, **named: Any
 ) -> dict[str, Any]:
     """Measure choices on a rank that has two threads; return torch's settings in the steps of each."""
-    import torch
-
     from nanoray.train.engine import Engine
 
     seen: list[Any] = []
@@ -230,41 +231,39 @@ def flags_of(text: Path, folder: Path) -> list[str]:
     ]
 
 
-def only_search(folder: Path) -> tuple[Path, dict[str, Any]]:
+def only_search(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder of a search, and the lines of its file."""
     (search,) = folder.glob("*_tune-*")
-    return search, json.loads((search / "tune.json").read_text())
+    return search, [json.loads(line) for line in (search / "tune.jsonl").read_text().splitlines()]
 
 
-def test_a_search_ends_with_a_recipe_and_goes_on_where_it_was(text: Path, tmp_path: Path) -> None:
-    budget = ["--budget", "4s"]
-    done = run("nanoray.tune", "tiny", *flags_of(text, tmp_path), *budget, env=NO_COMPILER)
-    assert done.returncode == 0, done.stderr
-    assert "tuned  " in done.stdout
-    search, table = only_search(tmp_path)
-    assert table["rows"][0]["step_ms"] > 0
-    tuned = load_config(str(search / "tuned.yaml"))
-    assert tuned.name == "tiny"
-    assert tuned.tuned_for.startswith("1 x ")
-    first = (search / "tune.jsonl").read_text().splitlines()
-
-    # Again: the blocks of the first command are taken over.
-    again = tmp_path / "again"
-    resumed = ["--resume", str(search), "--out_dir", str(again), "--workers", "1", *budget]
-    done = run("nanoray.tune", *resumed, env=NO_COMPILER)
-    assert done.returncode == 0, done.stderr
-    _, more = only_search(again)
-    assert more["spent_s"] > table["spent_s"]
-    assert len(first) > 1
-    assert "resume  " not in done.stdout
-
-    # Another recipe finds that search by its name, and begins anew.
-    flags = [*flags_of(text, again), "--lr", "0.5", "--resume", "auto", "--budget", "1s"]
+def test_a_search_ends_with_a_recipe(text: Path, tmp_path: Path) -> None:
+    written = tmp_path / "mine.yaml"
+    flags = ["--budget", "4s", "--write", str(written), *flags_of(text, tmp_path)]
     done = run("nanoray.tune", "tiny", *flags, env=NO_COMPILER)
     assert done.returncode == 0, done.stderr
-    assert "was for another run: lr; start a new one: this is one" in done.stdout
-    # The new folder has the old blocks, so a third command could go on from it.
-    newest = min(again.glob("*_tune-*"))
-    assert (newest / "tune.jsonl").read_text().splitlines()[: len(first)] == first
+    assert "tuned  " in done.stdout
+    search, lines = only_search(tmp_path)
+    assert lines[0]["step_s"] > 0
+    assert written.read_text() == (search / "tuned.yaml").read_text()
+    tuned = load_config(str(written))
+    assert tuned.name == "tiny"
+    assert tuned.tuned_for.startswith("1 x ")
+
+
+@pytest.mark.full
+def test_micro_batch_size_auto_searches_the_micro_batch_alone(text: Path, tmp_path: Path) -> None:
+    written = tmp_path / "mine.yaml"
+    flags = ["--micro_batch_size", "auto", "--dropout", "0.1", "--write", str(written)]
+    flags += ["--budget", "4s", *flags_of(text, tmp_path)]
+    done = run("nanoray.tune", "tiny", *flags, env=NO_COMPILER)
+    assert done.returncode == 0, done.stderr
+    _, lines = only_search(tmp_path)
+    for line in lines:
+        assert {key for key, _ in line["choice"]} <= {*BATCH, "micro_batch_size"}
+    tuned = load_config(str(written))
+    assert tuned.micro_batch_size in (1, 2, 3, 4, 6, 12)
+    assert not tuned.micro_batch_search
 
 
 FULL = """
@@ -280,6 +279,43 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def _little_memory() -> None:
+    """Let rank 1 run out of memory with its whole share at once."""
+    from nanoray.parallel.plan import Plan
+
+    forward_backward = Plan.forward_backward
+
+    def full(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plan: Any = self
+        if plan._mesh.rank == 1 and plan._accum == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return forward_backward(self, *args, **kwargs)
+
+    Plan.forward_backward = full  # type: ignore[method-assign]
+
+
+@pytest.mark.full
+def test_ranks_begin_again_without_what_did_not_fit(text: Path, tmp_path: Path) -> None:
+    """The others wait for the rank in a collective: all end, and a restart leaves the choice out."""
+    batch = {"micro_batch_size": 2, "global_batch_size": 12}
+    spec = make_spec(text, tmp_path, **batch)
+    # In a test the process of a rank that has failed lives on, so the other waits for this long
+    spec = replace(spec, config=spec.config.model_copy(update={"timeout_s": 5.0}))
+    choices = ({}, {"micro_batch_size": 6, **BATCH})
+    measure = partial(measure_choices, choices=choices)
+    outcomes = run_ranks(spec, 2, train=measure, first=_little_memory)
+    assert outcomes[1]["error"] == "OutOfMemory"
+    assert "micro_batch_size 6: out of memory" in outcomes[1]["message"]
+
+    again = spec.next_attempt()
+    write_attempt(again)
+    outcomes = run_ranks(again, 2, train=measure)
+    assert all("error" not in outcome for outcome in outcomes), outcomes
+    trained, refused = outcomes[0]["found"]
+    assert trained["step_s"] > 0
+    assert "out of memory" in refused
+
+
 @pytest.mark.full
 def test_a_choice_that_runs_out_of_memory_is_left_out(text: Path, tmp_path: Path) -> None:
     (tmp_path / "full.py").write_text(FULL)
@@ -288,10 +324,10 @@ def test_a_choice_that_runs_out_of_memory_is_left_out(text: Path, tmp_path: Path
     flags += flags_of(text, tmp_path / "out")
     done = run(str(tmp_path / "full.py"), "tiny", *flags, env=NO_COMPILER)
     assert done.returncode == 0, done.stderr
-    _, table = only_search(tmp_path / "out")
-    short = [row for row in table["rows"] if "out of memory" in row["note"]]
-    assert {row["differs"] for row in short} >= {"micro_batch_size 6", "micro_batch_size 12"}
-    assert all(row["step_ms"] is None for row in short)
+    _, lines = only_search(tmp_path / "out")
+    short = [line for line in lines if "out of memory" in line.get("refused", "")]
+    sizes = {dict(line["choice"])["micro_batch_size"] for line in short}
+    assert sizes == {6, 12}
 
 
 def test_a_search_whose_present_setting_fails_says_so_and_leaves_nothing_half_done(
@@ -326,7 +362,6 @@ config = {"global_batch_size": 32, "out_dir": OUT, "device": "cpu"}
 tuned = nanoray.tune(main, config, budget_s=6, may=["masks"], ray=False)
 assert isinstance(tuned, nanoray.Tuned), tuned
 assert len(calls) > 2  # once for each block
-assert tuned.table[0]["step_ms"] > 0
 assert tuned.speedup >= 1.0
 # The program goes on: it can train with what was found.
 assert nanoray.launch(main, config | tuned.settings, ray=False) == 0
@@ -341,40 +376,8 @@ def test_a_script_s_own_model_is_tuned_and_trained(tmp_path: Path) -> None:
     done = run(str(script), env=NO_COMPILER)
     assert done.returncode == 0, done.stderr
     assert "and on" in done.stdout
-    _, table = only_search(tmp_path / "out")
-    differs = [row["differs"] for row in table["rows"]]
-    assert any("micro_batch_size" in text for text in differs)
-
-
-CONTRAST = """
-import torch
-from torch import nn
-import nanoray
-
-def loss(output, target):  # each sample against the others, as CLIP's
-    output = nn.functional.normalize(output)
-    return nn.functional.cross_entropy(output @ output.T, torch.arange(len(output)))
-
-def main(run):
-    torch.manual_seed(0)
-    model = nn.Linear(8, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.zeros(64))
-    nanoray.RuntimeEngine(model, optimizer, run, loss_fn=loss).fit(data, steps=20)
-
-config = {"global_batch_size": 32, "out_dir": OUT, "device": "cpu"}
-nanoray.tune(main, config, budget_s=3, may=["masks"], ray=False)
-"""
-
-
-@pytest.mark.full
-def test_the_micro_batch_of_a_loss_over_the_batch_is_left_alone(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(CONTRAST.replace("OUT", repr(str(tmp_path / "out"))))
-    done = run(str(script), env=NO_COMPILER)
-    assert done.returncode == 0, done.stderr
-    _, table = only_search(tmp_path / "out")
-    assert not [row for row in table["rows"] if "micro_batch_size" in row["differs"]]
+    _, lines = only_search(tmp_path / "out")
+    assert any("micro_batch_size" in dict(line["choice"]) for line in lines)
 
 
 @pytest.mark.full

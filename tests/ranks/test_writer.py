@@ -589,6 +589,17 @@ def test_an_attempt_that_is_over_writes_nothing(text: Path, tmp_path: Path) -> N
     )
 
 
+def test_a_run_whose_folder_was_moved_is_not_saved_in_another_one(
+    text: Path, tmp_path: Path
+) -> None:
+    spec = make_spec(text, tmp_path)
+    saver = saver_of(spec)
+    spec.folder.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match="another program has removed or moved the run's fol"):
+        saver.save(ALONE, make(8), final=True)
+    assert not spec.folder.exists()
+
+
 def freeze_before_the_rename(spec: dict[str, Any]) -> None:
     """Save step 20, and freeze once everything is written and the attempt was found to be the
     present one.

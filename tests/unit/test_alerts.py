@@ -16,24 +16,11 @@ import pytest
 import yaml
 
 from nanoray.base.metrics import METRICS
-from nanoray.kube.alerts import MANIFEST, main, rule_file
+from nanoray.kube.render import KUBE_DIR
 
-RULES: list[dict[str, Any]] = yaml.safe_load(rule_file())["groups"][0]["rules"]
+MANIFEST = KUBE_DIR / "components" / "monitoring" / "alerts.yaml"
+RULES: list[dict[str, Any]] = yaml.safe_load(MANIFEST.read_text())["spec"]["groups"][0]["rules"]
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "alerts.md"
-
-
-def test_the_command_prints_what_the_manifest_has(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    manifest = yaml.safe_load(MANIFEST.read_text())
-    assert (manifest["kind"], [*manifest][-1]) == ("PrometheusRule", "spec")
-    assert yaml.safe_load(capsys.readouterr().out) == manifest["spec"]
-
-
-def test_a_word_too_many_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["now"]) == 2
-    assert (
-        capsys.readouterr().err == "error: unrecognized arguments: now; see nanoray alerts --help\n"
-    )
 
 
 def test_every_query_is_of_metrics_that_exist() -> None:
@@ -109,7 +96,9 @@ def test_each_alert_fires_and_is_quiet(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not on the PATH: apt-get install prometheus")
-    (tmp_path / "rules.yaml").write_text(rule_file())
+    (tmp_path / "rules.yaml").write_text(
+        yaml.safe_dump({"groups": [{"name": "nanoray", "rules": RULES}]})
+    )
     tests = []
     for name, (quiet, loud, minute) in CASES.items():
         for given, count in ((quiet, 0), (loud, 1)):

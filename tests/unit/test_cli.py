@@ -332,7 +332,6 @@ def test_training_needs_no_open_stream(recipe: Path, tmp_path: Path, redirect: s
             "checkpoint show RUN",
             "replay RUN --step 3",
             "bisect RUN",
-            "experts RUN",
         ),
         *("train --resume RUN --out_dir OUT", "train --data_dir RUN --out_dir OUT --dataset TEXT"),
     ],

@@ -86,7 +86,6 @@ AUTO = {"micro_batch_size": 0, "global_batch_size": 24}
 NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     ("micro_batch_search", "grad_accum_steps"): AUTO,
     ("micro_batch_search", "model"): AUTO,
-    ("micro_batch_search", "sync_batchnorm"): AUTO | {"model": "own"},
     ("allreduce", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("grad_compress", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
     ("audit_every", "ep"): {"experts": 4, "dp_mode": "ddp_by_hand"},
@@ -123,7 +122,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"pp": 2, "pp_schedule": "interleaved", "grad_accum_steps": 3},
         "takes micro batches in groups of pp = 2",
     ),
-    "memory_is_reached": ({"memory_at": 2001}, "memory_at = 2001 would record nothing"),
     "upload_is_elsewhere": (
         {"upload": f"file://{Path.cwd()}/runs", "out_dir": "runs/../runs"},
         "is out_dir, where the run itself is written",

@@ -636,19 +636,22 @@ def folder(
     path.mkdir(exist_ok=True)
     np.array(train, dtype).tofile(path / "train.bin")
     np.array(val, dtype).tofile(path / "val.bin")
-    if meta:
-        (path / "meta.json").write_text(json.dumps(meta))
+    (path / "meta.json").write_text(json.dumps({"dtype": dtype, **meta}))
     return path
 
 
 def test_nanogpt_folder(tmp_path: Path) -> None:
-    where = folder(tmp_path / "owt", range(50237, 50257))
+    where = folder(tmp_path / "owt", range(50237, 50257), tokenizer={"kind": "gpt2"})
     info = prepare(config(where))
     assert (info.name, info.vocab_size, info.dtype) == ("owt", 50257, "uint16")
     assert (info.train_tokens, info.val_tokens, info.tokenizer) == (20, 20, {"kind": "gpt2"})
     raw = (where / "train.bin").read_bytes() + (where / "val.bin").read_bytes()
     assert info.tokens_sha256 == hashlib.sha256(raw).hexdigest()
-    assert files(where) == ["train.bin", "val.bin"]  # theirs, so nothing is written there
+    assert files(where) == [
+        "meta.json",
+        "train.bin",
+        "val.bin",
+    ]  # theirs, so nothing is written there
 
 
 def test_folder_with_meta(tmp_path: Path, sample_file: Path) -> None:
@@ -659,7 +662,8 @@ def test_folder_with_meta(tmp_path: Path, sample_file: Path) -> None:
     assert TokenData(wide, 8, 0).train_batch(0, 1)[0].tolist() == [[99_999] * 8]
     ours = prepare(config(sample_file, tokenizer="char"))
     copy = prepare(config(ours.path))
-    assert replace(copy, name=ours.name, note=ours.note) == ours
+    same = {"name": ours.name, "note": ours.note, "train_files": (), "val_files": ()}
+    assert replace(copy, **same) == ours
 
 
 @pytest.mark.parametrize(
@@ -677,7 +681,7 @@ def test_id_outside_the_vocabulary(
 
 def test_bad_folders(tmp_path: Path) -> None:
     assert "has no train.bin and no val.bin" in refused(lambda: prepare(config(tmp_path)))
-    where = folder(tmp_path / "d", range(20))
+    where = folder(tmp_path / "d", range(20), vocab_size=20)
     assert "tokenizer = char, but" in refused(lambda: prepare(config(where, tokenizer="char")))
     assert "val_fraction would be ignored" in refused(
         lambda: prepare(config(where, val_fraction=0.2))
@@ -688,14 +692,12 @@ def test_bad_folders(tmp_path: Path) -> None:
     )
     (where / "train.bin").write_bytes(b"")
     assert "d: the train split has 0 tokens" in refused(lambda: prepare(config(where)))
-    (where / "meta.pkl").write_bytes(b"anything")
-    assert "unpickling can run any code; write meta.json" in refused(lambda: prepare(config(where)))
 
 
 @pytest.mark.parametrize(
     "meta",
     [
-        *("", "[]", "{", "{}", "\x00", "[" * 100_000),
+        *("", "[]", "{", '{"dtype": "uint16"}', "\x00", "[" * 100_000),
         *('{"vocab_size": "9"}', '{"vocab_size": -1}', '{"vocab_size": 9, "dtype": "int8"}'),
         *('{"vocab_size": 9, "tokenizer": {"kind": "byte"}}', '{"tokenizer": 1}'),
     ],

@@ -24,7 +24,7 @@ from nanoray.errors import ConfigError, PlacementError
 from nanoray.host import host, mig, peaks
 from nanoray.host.choose import choose_precision, require_compiler
 from nanoray.host.device import Device
-from nanoray.host.gpus import discover_gpus, gpu_loads, take_own_slice
+from nanoray.host.gpus import discover_gpus, take_own_slice
 from nanoray.host.mig import mig_profile
 from nanoray.host.slots import Slots, cpu_share, local_slots
 
@@ -84,20 +84,6 @@ class FakeNvml:
             total=self._ask(handle, "mib") << 20, used=handle.get("used_mib", 0) << 20
         )
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> dict[str, Any]:
-        every = [gpu for gpu in self.gpus if not gpu.get("lost")]
-        every += [part for gpu in every for part in gpu["slices"] if part]
-        return next(handle for handle in every if handle["uuid"] == uuid)
-
-    def nvmlDeviceGetUtilizationRates(self, handle: dict[str, Any]) -> Any:
-        return SimpleNamespace(gpu=self._ask(handle, "busy"), memory=0)
-
-    def nvmlDeviceGetPowerUsage(self, handle: dict[str, Any]) -> int:
-        return self._ask(handle, "milliwatts")
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: dict[str, Any]) -> list[Any]:
-        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in self._ask(handle, "pids")]
-
     def nvmlDeviceGetCudaComputeCapability(self, handle: dict[str, Any]) -> tuple[int, int]:
         return self._ask(handle, "capability")
 
@@ -148,30 +134,6 @@ def _all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def gpus(*made: dict[str, Any]) -> list[Device]:
     return discover_gpus(FakeNvml(*made))
-
-
-# --- what they do now ---
-
-
-def test_loads_of_a_whole_gpu_and_of_slices() -> None:
-    """A slice has memory and processes of its own; its kernels and its power NVML does not tell."""
-    cut = h200("b", "3g.71gb", "3g.71gb") | {"milliwatts": 310_500}
-    cut["slices"][1] |= {"used_mib": 2048, "pids": [7, 8]}
-    nvml = FakeNvml(
-        h200("a") | {"busy": 87, "used_mib": 1024, "milliwatts": 612_000, "pids": []}, cut
-    )
-    found = [
-        (load.device.uuid[:6], load.busy, load.used_bytes, load.watts, load.pids)
-        for load in gpu_loads(nvml)
-    ]
-    assert found == [
-        ("GPU-a0", 87, 1 << 30, 612.0, ()),
-        ("GPU-b0", None, 0, 310.5, None),
-        ("MIG-b0", None, 0, None, None),
-        ("MIG-b1", None, 2 << 30, None, (7, 8)),
-    ]
-    assert nvml.open == 0, "closed again"
-    assert gpu_loads(FakeNvml(driver=False)) == []
 
 
 # --- discovery ---

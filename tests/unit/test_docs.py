@@ -12,7 +12,7 @@ import pytest
 from nanoray import cli, errors
 from nanoray.cli import __main__ as page
 from nanoray.errors import ConfigError, NanorayError
-from tests.harness.foreign import written_gpt2
+from tests.harness.foreign import gpt2_weights
 from tests.harness.page_commands import check_command, commands, mentions
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def where_commands_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """A folder with the files that commands of the pages name, and no cluster."""
     (recipe,) = re.findall(r"^```yaml\n(# run\.yaml.*?)^```", text_of(KUBERAY), re.M | re.S)
     (tmp_path / "run.yaml").write_text(recipe)
-    written_gpt2(tmp_path / "gpt2", positions=256)
+    gpt2_weights(tmp_path / "gpt2.safetensors", positions=256)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -333,35 +332,6 @@ def test_ranks_that_ended_while_the_driver_was_frozen_are_no_failure(
 
 
 # What other programs remove.
-
-
-@pytest.mark.parametrize("gone", ["progress", "logs", "folder"])
-def test_a_rank_whose_files_are_removed_is_not_taken_for_hung(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], gone: str
-) -> None:
-    """Its position is then that of its heartbeats. The folders are made anew, with one line."""
-
-    def remove() -> None:
-        if gone == "progress":
-            run.spec.progress(1).unlink()
-        elif gone == "logs":
-            shutil.rmtree(run.spec.folder / "logs")
-        else:
-            run.spec.folder.rename(tmp_path / "moved")
-
-    run = Run(tmp_path / "run", hang_timeout=2.0)
-    run.ray.at(10.3, remove)
-    # A rank that reports step 0 for good would be ended 2 s later.
-    run.ray.at(20.3, run.ray.die, 2, how="memory")
-    assert ended_well(run())
-    assert run.causes == [(2, "out_of_memory")]
-    (report,) = run.reports
-    assert (report["step"], report["phase"]) == (21, "backward")
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert len(lines) == (gone != "progress"), lines
-    if lines:
-        assert "made anew, and training goes on" in lines[0]
-        assert (run.spec.folder / "checkpoints").is_dir()
 
 
 def test_the_position_of_a_dead_rank_without_a_file_is_that_of_its_last_heartbeat(

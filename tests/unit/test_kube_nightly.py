@@ -119,7 +119,7 @@ def test_a_night_on_gpus_that_are_claimed(tmp_path: Path) -> None:
     assert problems(objects) == []
     worker = cluster_of(cron_job_of(objects))["workerGroupSpecs"][0]
     worker["rayStartParams"]["num-gpus"] = "2"
-    assert any("claims ask for [1] GPUs, num-gpus = 2" in text for text in problems(objects))
+    assert any("asks for [1] GPUs, num-gpus = 2" in text for text in problems(objects))
 
 
 def _container(thing: Object) -> Object:
@@ -128,7 +128,6 @@ def _container(thing: Object) -> Object:
 
 
 BREAKS: list[tuple[Callable[[Object], Any], str]] = [
-    (lambda t: t["metadata"].update(name="a" * 42), "at most 41"),
     (
         lambda t: [
             t["metadata"].update(annotations={"ray.io/overwrite-container-cmd": "true"}),
@@ -136,18 +135,9 @@ BREAKS: list[tuple[Callable[[Object], Any], str]] = [
         ],
         "drop command and args, because a RayCronJob has no annotations for its jobs",
     ),
-    (lambda t: t["spec"].pop("schedule"), "schedule '' has not five fields"),
-    (lambda t: t["spec"].update(schedule="nightly"), "schedule 'nightly' has not five fields"),
-    (lambda t: t["spec"].update(schedule="TZ=UTC 0 3 * * *"), "without a time zone"),
-    (lambda t: t["spec"].update(schedule="TZ=UTC @daily"), "without a time zone"),
-    (
-        lambda t: t["spec"]["jobTemplate"].pop("activeDeadlineSeconds"),
-        "without activeDeadlineSeconds a job that hangs would still run when the next one starts",
-    ),
     (lambda t: t["spec"]["jobTemplate"].update(submissionMode="K8sJobMode"), "use HTTPMode"),
     (lambda t: t["spec"]["jobTemplate"].update(entrypoint="python x"), "write exec before it"),
     (lambda t: cluster_of(t).pop("authOptions"), "authOptions.mode is not token"),
-    (lambda t: _container(t).update(image="nanoray:latest"), "no fixed tag"),
 ]
 
 
@@ -156,10 +146,3 @@ def test_each_rule_can_fail(change: Callable[[Object], Any], text: str) -> None:
     objects = build(KUBE_DIR / "nightly-bench")
     change(cron_job_of(objects))
     assert any(text in problem for problem in problems(objects)), problems(objects)
-
-
-@pytest.mark.parametrize("schedule", ["0 3 * * *", "*/5 1-4 * * 1,3", "@daily", "@every 24h"])
-def test_schedules(schedule: str) -> None:
-    objects = build(KUBE_DIR / "nightly-bench")
-    cron_job_of(objects)["spec"]["schedule"] = schedule
-    assert problems(objects) == []

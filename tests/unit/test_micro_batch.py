@@ -1,31 +1,20 @@
-"""`micro_batch_size auto`: what it goes with, and which size a search takes."""
+"""`micro_batch_size auto`: what it goes with, and how the launcher finds the number."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanoray.cli import parse_args
+from nanoray.cli import Loaded, parse_args
 from nanoray.config import Batch, batch_for, make_config, micro_batches, resolve_batch
 from nanoray.config.layers import load_config
-from nanoray.errors import ConfigError
-from nanoray.train.arm import BlockCost
-from nanoray.train.micro_batch import (
-    BUDGET_S,
-    STOPPED,
-    DoesNotFit,
-    FoundSize,
-    fastest,
-    next_size,
-    of_file,
-    predicted,
-    related,
-    remember,
-    search,
-)
+from nanoray.errors import ConfigError, WorkerFailed
+from nanoray.launch import auto
+from nanoray.own.settings import loaded_of
 
 AUTO = {"micro_batch_size": "auto", "global_batch_size": 24}
 
@@ -39,7 +28,6 @@ AUTO = {"micro_batch_size": "auto", "global_batch_size": 24}
         ({"global_batch_size": 0}, "auto divides a global batch, and there is none; give global"),
         ({"grad_accum_steps": 2}, "auto with grad_accum_steps = 2: accumulation follows from the"),
         ({"model": "resnet"}, "auto with model = resnet: its batch norms take mean and variance"),
-        ({"model": "own", "sync_batchnorm": True}, "auto with sync_batchnorm = True: mean and"),
     ],
 )
 def test_what_it_does_not_go_with(values: dict[str, Any], message: str) -> None:
@@ -47,6 +35,11 @@ def test_what_it_does_not_go_with(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         make_config(AUTO | values)
     assert "\n" not in str(error.value)
+
+
+def test_a_script_is_told_to_ask_for_the_number_itself() -> None:
+    with pytest.raises(ConfigError, match=r"the number that nanoray.tune\(main, config\) finds"):
+        loaded_of(AUTO)
 
 
 def test_a_recipe_without_a_global_batch_is_refused(tmp_path: Path) -> None:
@@ -83,141 +76,67 @@ def test_the_sizes_are_those_into_which_a_share_divides() -> None:
         assert batch_for(config, 1, 1, micro) == Batch(micro, 24 // micro, 1)
 
 
-# The search, on a device of known speed and memory.
+# What the launcher does.
 
 
-class Device:
-    """Measures sizes by two functions, and notes which ones."""
-
-    def __init__(
-        self, seconds: Callable[[int], float], peak: Callable[[int], int], has: int = 10**9
-    ) -> None:
-        self._seconds = seconds
-        self._peak = peak
-        self._has = has
-        self.tried: list[int] = []
-
-    def measure(self, micro: int) -> BlockCost:
-        self.tried.append(micro)
-        if self._peak(micro) > self._has:
-            raise DoesNotFit("ran out of memory")
-        return BlockCost(self._seconds(micro), self._peak(micro), 0.0, 2)
+def asked(folder: Path, *flags: str) -> Loaded:
+    words = ["--preset", "tiny", "--micro_batch_size", "auto", "--out_dir", str(folder), *flags]
+    return parse_args(words, "prog", "what")
 
 
-SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 48]
+def test_the_run_has_the_number_that_the_search_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def search(command: list[str]) -> int:
+        commands.append(command)
+        recipe = load_config(command[3])
+        assert recipe.micro_batch_search
+        Path(command[command.index("--write") + 1]).write_text("micro_batch_size: 3\n")
+        return 0
+
+    monkeypatch.setattr(auto, "_run", search)
+    found = auto.with_micro_batch(asked(tmp_path, "--ray_address", "local", "--quiet"))
+    assert (found.config.micro_batch_size, found.config.micro_batch_search) == (3, False)
+    assert ("micro_batch_size", 3, "auto: tune chose 3") in found.chosen()
+    assert commands[0][-3:] == ["--ray_address", "local", "--quiet"]
+
+    # A run that goes on keeps its number: another one would give other bits.
+    folder = tmp_path / "2026-11-29_120000_tiny"
+    folder.mkdir()
+    record = {"config": found.config.model_dump(), "origins": dict(found.origins)}
+    (folder / "run.json").write_text(json.dumps(record))
+    again = auto.with_micro_batch(asked(tmp_path, "--resume", "auto"))
+    assert again.config.micro_batch_size == 3
+    assert len(commands) == 1
+    auto.with_micro_batch(asked(tmp_path))
+    auto.with_micro_batch(asked(tmp_path, "--resume", "auto", "--global_batch_size", "24"))
+    assert len(commands) == 3, "a new run, and one with another batch"
 
 
-def overhead(micro: int) -> float:
-    """Each micro batch costs something beside its samples."""
-    return 48 * 0.001 + 48 / micro * 0.01
+def test_a_search_that_fails_or_is_stopped_ends_the_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = iter([2, 130])
+    monkeypatch.setattr(auto, "_run", lambda command: next(codes))
+    with pytest.raises(WorkerFailed, match="`nanoray tune` has failed") as failed:
+        auto.with_micro_batch(asked(tmp_path))
+    assert failed.value.exit_code == 2
+    with pytest.raises(SystemExit) as stopped:
+        auto.with_micro_batch(asked(tmp_path))
+    assert stopped.value.code == 130
 
 
-def test_larger_is_faster_until_memory_ends() -> None:
-    device = Device(overhead, lambda micro: 100 + 10 * micro)
-    found = search(SIZES, device.measure, room=275, samples=48)
-    assert found.micro == 16
-    # 1 once more for what a first arm loads, then upwards; 24 would need 340
-    assert device.tried[:6] == [1, 1, 2, 4, 8, 16]
-    assert set(device.tried[6:]) == {16, 8, 4}
-    assert "24 would take 0.00 of 0.00 GB" in found.why
-    # A size between two doublings, where it still fits
-    device = Device(overhead, lambda micro: 100 + 10 * micro)
-    assert search(SIZES, device.measure, room=225, samples=48).micro == 12
+# Sends the signal to this process, and then waits as a search does
+SEARCH = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(30)
+"""
 
 
-def test_all_of_a_share_is_the_largest() -> None:
-    device = Device(overhead, lambda micro: 100 + 10 * micro)
-    found = search(SIZES, device.measure, room=10**6, samples=48)
-    assert found.micro == 48
-    assert "48 is all that a rank has" in found.why
-
-
-def test_the_smallest_of_those_that_are_as_fast() -> None:
-    """Within 2 %: 4 is 1.9 % slower than 16, and 2 is 5 %."""
-    seconds = {1: 2.0, 2: 1.05, 4: 1.019, 8: 1.01, 16: 1.0}
-    device = Device(lambda micro: seconds[micro], lambda micro: micro)
-    assert search([*seconds], device.measure, room=100, samples=16).micro == 4
-    assert fastest({4: [1.021], 16: [1.0]}) == 16
-    assert fastest({4: [1.019], 16: [1.0]}) == 4
-    assert fastest({4: [0.9, 1.1, 1.1], 16: [1.0, 1.0, 1.0]}) == 16, "medians"
-
-
-def test_sizes_that_get_slower_end_the_search() -> None:
-    """As where a cache is full: two in a row, since one may be noise."""
-    seconds = {1: 1.0, 2: 0.8, 4: 1.2, 8: 0.7, 16: 0.9, 32: 1.0, 64: 0.1}
-    device = Device(lambda micro: seconds[micro], lambda micro: micro)
-    found = search([*seconds], device.measure, room=1000, samples=64)
-    assert found.micro == 8
-    assert 64 not in device.tried
-    assert "larger ones are slower" in found.why
-
-
-def test_a_size_that_runs_out_of_memory_is_the_end_and_not_the_answer() -> None:
-    """Memory that is no line: the room was thought to be larger than it is."""
-    device = Device(overhead, lambda micro: 100 + 10 * micro, has=185)
-    found = search(SIZES, device.measure, room=10**6, samples=48)
-    assert found.micro == 8
-    assert device.tried.count(16) == 1
-    assert "16 ran out of memory" in found.why
-
-
-def test_long_steps_are_not_measured_for_ever() -> None:
-    device = Device(lambda micro: BUDGET_S / 10, lambda micro: micro)
-    found = search(SIZES, device.measure, room=10**6, samples=48)
-    assert len(device.tried) < 6
-    assert "of steps are spent" in found.why
-
-
-def test_a_stop_ends_the_search_with_what_is_known() -> None:
-    asked = iter([False, False, True])
-    device = Device(overhead, lambda micro: micro)
-    found = search(SIZES, device.measure, 10**6, 48, lambda: next(asked))
-    assert device.tried == [1, 1, 2, 4]
-    assert found.micro == 4
-    assert STOPPED in found.why
-
-
-def test_memory_is_a_line_through_the_two_largest() -> None:
-    assert predicted({1: 110, 2: 120, 4: 150}, 8) == 210
-    assert predicted({1: 110}, 2) == 220, "a bound"
-    assert predicted({1: 120, 2: 110}, 8) == 110, "noise is no slope below 0"
-    assert next_size(SIZES, {1: 110}, room=130) == 2, "the second point of the line"
-    assert next_size([1, 7], {1: 110}, room=700) is None
-    assert next_size(SIZES, {1: 110, 2: 120}, room=129) is None
-
-
-# What is kept.
-
-
-def test_a_measurement_is_kept_beside_others(tmp_path: Path) -> None:
-    path = tmp_path / "cache" / "sizes.json"
-    assert of_file(path, "a") is None
-    remember(path, "a", FoundSize(4, "because"), {"torch": "2"})
-    remember(path, "b", FoundSize(8, "because"), {"torch": "3"})
-    found = of_file(path, "a")
-    assert found
-    assert found.micro == 4
-    assert str(path) in found.why
-    assert of_file(path, "c") is None
-
-
-def test_what_it_holds_for() -> None:
-    config = make_config(AUTO)
-
-    def same(**other: Any) -> bool:
-        changed = make_config(AUTO | other)
-        return related(changed.model_dump()) == related(config.model_dump())
-
-    assert same(lr=0.1, max_steps=7, warmup_steps=3, eval_every=9, name="other")
-    for key, value in {
-        "n_embd": 64,
-        "block_size": 32,
-        "optimizer": "sgd",
-        "compile": True,
-        "dp_mode": "zero1",
-        "activation_checkpointing": "block",
-        "global_batch_size": 12,
-        "dropout": 0.1,
-        "attention": "plain",
-    }.items():
-        assert not same(**{key: value}), key
+def test_a_signal_for_the_launcher_stops_the_search() -> None:
+    assert auto._run([sys.executable, "-c", SEARCH]) == 143
+    assert auto._run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]) == 137

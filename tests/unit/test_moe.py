@@ -4,7 +4,6 @@ cuts, refusals.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, MoE, RouterTrain
 from nanoray.models.sampling import generate
 from nanoray.parallel import ep, tp
 from nanoray.state.state_dict import StateDict
-from nanoray.trace import experts as picture
 from nanoray.train.watch import routing
 from tests.unit.test_activation_checkpointing import Living
 
@@ -485,10 +483,10 @@ def test_the_preset_takes_the_flops_of_the_dense_one() -> None:
     assert flops_per_token(shape) == pytest.approx(flops_per_token(dense), rel=0.01)
 
 
-# Metrics and the picture.
+# Metrics.
 
 
-def test_metrics_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics() -> None:
     model, mesh = gpt(), Mesh(0, 1, 0, torch.device("cpu"), "none", "test")
     routing.begin(model)
     assert routing.means(model, mesh) is None
@@ -505,13 +503,3 @@ def test_metrics_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert record["moe/load_max"] == max(map(max, record["expert_load"]))
     assert routing.measured(None) == {}
     assert routing.means(nn.Linear(1, 1), mesh) is None
-    assert picture.main([str(tmp_path)]) == 2
-    assert "has no record of experts" in capsys.readouterr().err
-    lines = [json.dumps({"step": step, **record}) for step in (1, 10, 20)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 30, "tor']))
-    assert picture.main([str(tmp_path), "--figure", str(tmp_path / "metrics.jsonl" / "x.svg")]) == 2
-    assert "x.svg (Not a directory); give another --figure" in capsys.readouterr().err
-    assert picture.main([str(tmp_path), "--figure", str(tmp_path / "e.png")]) == 0
-    assert (tmp_path / "e.png").read_bytes()[:4] == b"\x89PNG"
-    assert "at step 20 the largest load is" in capsys.readouterr().out
-    assert picture.LOADS == routing.LOADS

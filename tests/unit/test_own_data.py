@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from nanoray.config import Batch
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import DataError
 from nanoray.own.data.batch import Counted, CountedTargets, NamedBatch, as_pair, counted
-from nanoray.own.data.epochs import PART, Drawn, Epochs
-from nanoray.own.data.loader import plan_of
-from nanoray.own.data.source import OwnData
+from nanoray.own.data.epochs import Epochs
+from nanoray.own.data.source import Items, OwnData, source_of
+from nanoray.own.data.stream import Stream
 
 CPU = torch.device("cpu")
 
@@ -45,51 +44,24 @@ def test_an_epoch_ends_where_torchs_loader_ends_it() -> None:
     assert "".join(sample.item for sample in alone.samples(8, 4)) == "ijab"
 
 
-def test_epochs_of_different_lengths_are_counted_from_the_first() -> None:
-    lengths = Epochs(lambda epoch: [epoch] * (epoch + 1), None, batch=2)
-    drawn = [sample.item for sample in lengths.samples(0, 12)]
-    assert drawn == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
-    assert [sample.item for sample in lengths.samples(2, 2)] == [1, 1], "and back"
-
-
-class Endless:
-    """A sampler that never ends, as trainers that count iterations use it."""
-
-    def __iter__(self) -> Iterator[int]:
-        while True:
-            yield from torch.randperm(10).tolist()
-
-
-class Twice:
-    """A sampler whose epochs are longer than a part of it."""
-
-    def __init__(self) -> None:
-        self.epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(10 * self.epoch, 10 * self.epoch + 10))
-
-
-def test_a_sampler_is_drawn_in_parts_as_it_may_have_no_end() -> None:
-    endless = Epochs(Drawn(Endless(), 1, part=8), None, batch=4)
-    items = [sample.item for sample in endless.samples(0, 80)]
-    for first in range(0, 80, 10):
-        assert sorted(items[first : first + 10]) == list(range(10)), "no item is lost between parts"
-    assert [sample.item for sample in endless.samples(4, 40)] == items[4:44], "and back"
-
-    # An epoch ends in the middle of its second part, or with it.
-    for part in (4, 5, 8, 10):
-        ends = Epochs(Drawn(Twice(), 1, part=part), None)
-        assert [sample.item for sample in ends.samples(0, 60)] == list(range(60))
-        assert [sample.item for sample in ends.samples(13, 9)] == list(range(13, 22)), "and back"
-
-    # A batch_size that divides no part that would be drawn
-    loader = DataLoader(TensorDataset(torch.zeros(10)), batch_size=3, sampler=Endless())
-    order = plan_of(loader, "train", 1).epochs.samples(PART - 3, 9)
-    assert [sample.number for sample in order] == list(range(PART - 3, PART + 6)), "no gap"
+@pytest.mark.parametrize(
+    ("options", "is_items"),
+    [
+        ({"batch_size": 3}, True),
+        ({"batch_size": 3, "shuffle": True, "num_workers": 2, "drop_last": True}, True),
+        ({"shuffle": True, "generator": torch.Generator()}, False),
+        ({"sampler": RandomSampler(range(6), replacement=True)}, False),
+        ({"sampler": range(4)}, False),
+        ({"batch_sampler": [[1, 2], [3]]}, False),
+        ({"batch_size": None}, False),
+    ],
+)
+def test_a_plain_loader_is_read_by_number_and_any_other_is_a_stream(
+    options: dict[str, Any], is_items: bool
+) -> None:
+    """As a stream it is itself what draws the order."""
+    loader = DataLoader(TensorDataset(torch.arange(6.0), torch.arange(6)), **options)
+    assert isinstance(source_of(loader, "train"), Items if is_items else Stream)
 
 
 class Noisy(Dataset[Any]):
@@ -194,7 +166,7 @@ def test_samples_are_counted_by_the_dimension_that_tensors_agree_on(name: str) -
 
 
 SCRIPT = """
-import os, time, torch
+import os, sys, time, torch
 from torch.utils.data import DataLoader
 from nanoray.own.data.source import OwnData
 
@@ -206,7 +178,10 @@ class Pids(torch.utils.data.Dataset):
         return torch.tensor(os.getpid()), i
 
 if __name__ == "__main__":
-    loader = DataLoader(Pids(), batch_size=2, num_workers=2, multiprocessing_context="HOW")
+    how, sampler = sys.argv[1], range(64) if sys.argv[2] == "stream" else None
+    loader = DataLoader(
+        Pids(), batch_size=2, sampler=sampler, num_workers=2, multiprocessing_context=how
+    )
     data = OwnData(loader, None, 0, 2, torch.device("cpu"))
     pids = [data.train_batch(first, 2)[0][0].item() for first in (0, 2)]
     print(*pids, flush=True)
@@ -214,19 +189,27 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["fork", pytest.param("forkserver", marks=pytest.mark.full)])
-def test_workers_end_with_a_rank_that_is_killed(how: str, tmp_path: Path) -> None:
-    """With forkserver torch's own check does not see that the rank has ended."""
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [
+        ("fork", "loader"),
+        pytest.param("fork", "stream", marks=pytest.mark.full),
+        pytest.param("forkserver", "loader", marks=pytest.mark.full),
+    ],
+)
+def test_workers_end_with_a_rank_that_is_killed(how: str, kind: str, tmp_path: Path) -> None:
+    """At once: they would keep the lock of the run's folder."""
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("HOW", how))
-    rank = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), how, kind]
+    rank = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert rank.stdout
     pids = [int(pid) for pid in rank.stdout.readline().split()]
     assert len({*pids}) == 2
     rank.send_signal(signal.SIGKILL)
     rank.wait()
     rank.stdout.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 2  # torch's own check takes 5 s
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, "a worker outlives its rank"
         time.sleep(0.05)

@@ -77,18 +77,3 @@ print("after a poll")
     assert "lines are left out here" in warnings[0]
     assert len(sent) < 20
     assert sent[-1] == ("stdout", "after a poll")
-
-
-def test_a_log_that_was_removed_is_opened_anew(tmp_path: Path) -> None:
-    body = """
-import shutil
-print("before")
-shutil.rmtree(folder / "logs")
-print("lost with the file")
-out.restore()
-print("after")
-os.write(2, b"as C does\\n")
-"""
-    log, sent = ran(tmp_path, body)
-    assert log == "after\nas C does\n"
-    assert [line for _, line in sent] == ["before", "lost with the file", "after"]

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from nanoray.base.atomic import read_json, write_json
 from nanoray.checkpoint.run import (
     RunSpec,
     disk_used,
@@ -237,23 +236,6 @@ def test_a_summary_that_cannot_be_written_hides_nothing(
     spec = replace(make_spec(text, tmp_path), folder=tmp_path / "gone")
     assert write_summary(spec, {"exit_reason": "failed"}, 0)["exit_reason"] == "failed"
     assert "summary.json was not written: [Errno 2]" in caplog.text
-
-
-def test_a_full_disk_has_room_for_the_summary(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has one block, which the run has reserved at its start."""
-    spec = make_spec(text, tmp_path)
-    assert (spec.folder / ".room").stat().st_blocks > 0
-
-    def write_on_full_disk(path: Path, value: object) -> None:
-        if (spec.folder / ".room").exists():
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write_json(path, value)
-
-    monkeypatch.setattr("nanoray.checkpoint.run.write_json", write_on_full_disk)
-    write_summary(spec, {"exit_reason": "failed: disk full"}, 0)
-    assert read_json(spec.folder / "summary.json")["exit_reason"] == "failed: disk full"
 
 
 def test_a_resumed_run_stays_where_it_is_unless_an_out_dir_is_given(

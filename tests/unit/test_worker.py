@@ -616,32 +616,6 @@ def test_a_heartbeat_is_answered_at_once_when_something_changes(spec: RunSpec) -
     thread.join(30)
 
 
-@pytest.mark.parametrize("gone", ["file", "logs"])
-def test_a_heartbeat_has_the_position_of_a_file_that_was_removed(spec: RunSpec, gone: str) -> None:
-    """It comes from memory. The heartbeat also writes the file anew, for all other readers."""
-
-    def train(run: RunSpec, *_: Any) -> dict[str, Any]:
-        file = ProgressFile(run.progress(1))
-        file.set(7, "backward")
-        ready.set()
-        gate.wait(30)
-        file.set(8, "data")
-        return {}
-
-    ready, gate, rank = threading.Event(), threading.Event(), worker(train)
-    thread, _ = in_thread(rank, spec)
-    assert ready.wait(30)
-    if gone == "file":
-        spec.progress(1).unlink()
-    else:
-        shutil.rmtree(spec.folder / "logs")
-    assert rank.heartbeat(0.0, False, None)[:2] == (7, "backward")
-    assert ProgressFile.read(spec.progress(1)) == (7, "backward")
-    gate.set()
-    thread.join(30)
-    assert ProgressFile.read(spec.progress(1)) == (8, "data")
-
-
 # Devices.
 
 

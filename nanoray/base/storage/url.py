@@ -7,15 +7,16 @@ that has some is refused, because it would stand in config.json, in logs and in 
 from __future__ import annotations
 
 import os
-import posixpath
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-# Protocol -> the package that speaks it, and the extra of nanoray that installs it
-PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "file": ("fsspec", "")}
+PROTOCOLS = ("s3", "gs", "file")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ACCESS_POINT = re.compile(r"arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:\d*:[A-Za-z0-9:_-]+")
+# The name of a run's folder says when the run began, and what it is called.
+_RUN = re.compile(r"\d{4}-\d{2}-\d{2}_\d{6}_[^/]+")
+_RUN_URL = re.compile(rf"(.*/{_RUN.pattern})(?:/checkpoints(?:/(step_\d{{8,}}))?)?/*")
 _USER = re.compile(r"(\w://)[^/\s@]*@")
 # Variables of the clouds' tools and of fsspec whose values are secrets; a *_FILE is a path.
 _SECRET = re.compile(r"(AWS|FSSPEC|GCSFS|GOOGLE)_\w*(KEY|SECRET|TOKEN|PASSWORD)\w*(?<!_FILE)")
@@ -36,6 +37,20 @@ def join(url: str, *names: str) -> str:
     return "/".join([url.rstrip("/"), *names])
 
 
+def is_run_name(name: str) -> bool:
+    """Return whether a folder has the name of a run."""
+    return bool(_RUN.fullmatch(name))
+
+
+def run_of(url: str) -> tuple[str, str] | None:
+    """Return the URL of a run, and the name of its checkpoint or "", that `url` names.
+
+    None for the URL of anything else, such as a folder of several runs.
+    """
+    match = _RUN_URL.fullmatch(url)
+    return (match[1], match[2] or "") if match else None
+
+
 def problem_of(key: str, url: str) -> str | None:
     """Return why the value of a key is no URL of object storage, and the remedy; None if it is one."""
     shown = f"{key} = {without_credentials(url)}"
@@ -43,13 +58,13 @@ def problem_of(key: str, url: str) -> str | None:
         return f"{shown} is no URL; write s3://BUCKET/FOLDER, gs://BUCKET/FOLDER or file:///FOLDER"
 
     protocol, _, rest = url.partition("://")
-    if protocol not in PACKAGES:
-        return f"{shown}: unknown protocol {protocol}; use one of {', '.join(PACKAGES)}"
+    if protocol not in PROTOCOLS:
+        return f"{shown}: unknown protocol {protocol}; use one of {', '.join(PROTOCOLS)}"
     bucket, _, path = rest.partition("/")
     if protocol == "file":
         if bucket or not path:
             return f"{shown} is no absolute path; write three slashes, as in file:///mnt/runs"
-        return _problem_of_folder(shown, "file://", path)
+        return None
 
     # What a presigned address has after its `?` are credentials, too.
     if "@" in bucket or "?" in url or (":" in bucket and not _ACCESS_POINT.fullmatch(bucket)):
@@ -61,18 +76,6 @@ def problem_of(key: str, url: str) -> str | None:
         )
     if not _BUCKET.fullmatch(bucket) and not _ACCESS_POINT.fullmatch(bucket):
         return f"{shown} names no bucket; write {protocol}://BUCKET/FOLDER"
-    return _problem_of_folder(shown, f"{protocol}://{bucket}", path)
-
-
-def _problem_of_folder(shown: str, start: str, path: str) -> str | None:
-    """Return why objects below a folder would not be found under their names; None if they would."""
-    segments = path.rstrip("/").split("/") if path.rstrip("/") else []
-    if any(segment in ("", ".", "..") for segment in segments):
-        # Some servers and clients take these segments for names, others for steps through folders.
-        right = start + posixpath.normpath(f"/{path.lstrip('/')}")
-        return f"{shown} has an empty segment, . or .., which name no folder there; write {right}"
-    if not path.isprintable():
-        return f"{shown!a} has a character that cannot be seen, such as a line's end; write it anew"
     return None
 
 

@@ -25,7 +25,7 @@ class NamedBatch(dict[str, Any]):
 class Counted:
     """A batch with its number of samples, where its tensors do not have one row for each sample.
 
-    An iterable, or the collate_fn of a loader with a batch_sampler, returns it in place of a batch.
+    A stream yields it in place of a batch.
     """
 
     batch: Any
@@ -71,7 +71,7 @@ def as_pair(batch: Any) -> Pair:
 
 
 def count_samples(pair: Pair) -> int:
-    """Return a batch's number of samples: the first dimension that its tensors agree on.
+    """Return the number of samples of a stream's batch: the first dimension that its tensors share.
 
     Scalars do not count, nor do lists and tuples beside tensors. Raises DataError where the tensors
     differ.

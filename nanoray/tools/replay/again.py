@@ -20,7 +20,7 @@ from nanoray.config import Config, batch_for, resolve_batch
 from nanoray.data.prepare import prepare
 from nanoray.data.verify import verify
 from nanoray.errors import ConfigError, DataError, NanorayError
-from nanoray.host.interfaces import loopback_address
+from nanoray.host.interfaces import LOOPBACK
 from nanoray.mesh.layout import DIVISIONS, Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.rendezvous import open_store
@@ -36,7 +36,7 @@ from nanoray.train.recipe import use_products
 # changes no weight.
 QUIETLY: dict[str, Any] = {
     "log_every": 1, "hash_every": 1, "eval_every": 0, "target_loss": 0.0, "checkpoint_every": 0, "comm_trace": "off",
-    "precision_stats": "off", "statistics_every": 0, "profile": "", "memory_at": 0, "audit_every": 0,
+    "precision_stats": "off", "statistics_every": 0, "profile": "", "audit_every": 0,
     "faults": "", "tensorboard": False, "sample_tokens": 0, "checkpoint_mode": "sync", "resume": "none",
 }  # fmt: skip
 
@@ -240,7 +240,6 @@ def _by_processes(
     batch = batch_for(config, full, dp, group.get("limit", 0)) or resolve_batch(config, dp)
     shared: dict[str, Any] = {
         "micro_batch_size": batch.micro,
-        "micro_batch_search": False,
         "grad_accum_steps": batch.accum,
         "global_batch_size": batch.global_size,
         "workers": ranks,
@@ -255,7 +254,7 @@ def _by_processes(
     (folder / "config.json").write_text(config_json, encoding="utf-8")
 
     # The ranks meet as under torchrun, in a store of this process.
-    store = open_store(loopback_address(), ranks, config.init_timeout_s) if ranks > 1 else None
+    store = open_store(LOOPBACK, ranks, config.init_timeout_s) if ranks > 1 else None
     command = [sys.executable, "-m", "nanoray.train", "--config", str(folder / "config.json")]
     world: dict[str, str] = {
         "WORLD_SIZE": str(ranks),

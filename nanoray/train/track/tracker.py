@@ -1,32 +1,17 @@
 """What a tracker of experiments is: the part that is different for W&B and MLflow.
 
-    records of rank 0 ─► Tracking (tracking.py): a bounded queue ─► its thread ─► Tracker
-
-A tracker's methods may take long, hang or raise. So they run in the thread of a `Tracking`, one
-after the other, except `problem`.
+records of rank 0 ─► Tracking (tracking.py): one call at a time ─► Tracker
 """
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Protocol
 
 from nanoray.checkpoint.run import RunSpec
-
-
-@dataclass(frozen=True)
-class TrackedRun:
-    """A run as a tracker shows it."""
-
-    name: str  # that of the run's folder
-    folder: Path
-    config: dict[str, Any]
-    known_id: str  # the tracker's id of this run, from an earlier process of it; "" for none
 
 
 @dataclass(frozen=True)
@@ -38,74 +23,54 @@ class Results:
     status: str  # finished, stopped, failed, or "" where another process goes on with the run
 
 
-class Tracker(ABC):
-    """One run in one tracker. The constructors of its classes need no package and no network."""
+class Tracker(Protocol):
+    """One run in one tracker. Its methods may raise anything; `Tracking` calls them in a thread."""
 
-    kind: ClassVar[str]  # its name in `--track`, and its extra in `pip install 'nanoray[...]'`
-    packages: ClassVar[tuple[str, ...]]  # that must be importable
+    @property
+    def kind(self) -> str:
+        """Its name in `--track`, of its package, and of its extra: `pip install 'nanoray[...]'`."""
 
     @property
     def key(self) -> str:
         """The name that differs between two trackers of one run, such as `wandb/PROJECT`."""
-        return self.kind
 
-    def missing(self) -> str | None:
-        """Return the line that refuses a run without the packages; None if they are there."""
-        absent = [name for name in self.packages if importlib.util.find_spec(name) is None]
-        if not absent:
-            return None
-        return (
-            f"track = {self.kind} needs the package {', '.join(absent)}, which this Python does "
-            f"not have; run: pip install 'nanoray[{self.kind}]'"
-        )
+    def problem(self) -> str | None:
+        """Return why this process cannot report a run, and the remedy; None if it can.
 
-    @abstractmethod
-    def problem(self, run: TrackedRun) -> str | None:
-        """Return why this process cannot report the run, and the remedy; None if it can.
-
-        It is called before step 1, and imports the package: an import beside the first steps would
-        slow them. It must not wait for a network.
+        It is called before step 1, and waits for no network.
         """
 
-    @abstractmethod
-    def start(self, run: TrackedRun, keep_id: Callable[[str], None]) -> str:
-        """Begin the tracker's run, or continue the one with `known_id`; return where it is.
+    def start(self, spec: RunSpec, known_id: str) -> tuple[str, str]:
+        """Begin the tracker's run, or continue the one with `known_id`; return its id and where it is."""
 
-        `keep_id` must be called with its id as soon as that is known.
-        """
-
-    @abstractmethod
-    def describe(self, units: Mapping[str, str]) -> None:
-        """Note the units of metrics, by their names, before the first value of each."""
-
-    @abstractmethod
     def log(self, step: int, time_s: float, values: Mapping[str, float | str]) -> None:
         """Report the metrics of a logged step; `time_s` is in Unix seconds.
 
         `values` contains those that a script has logged as well, which may be texts.
         """
 
-    @abstractmethod
     def finish(self, step: int, results: Results) -> None:
         """Report how the run ended, and flush."""
 
 
-def tracked_run(spec: RunSpec, known_id: str = "") -> TrackedRun:
-    """Return what a tracker may see of a run.
+def missing_package(kind: str) -> str | None:
+    """Return the line that refuses a run without a tracker's package; None if it is there."""
+    if importlib.util.find_spec(kind) is not None:
+        return None
+    return (
+        f"track = {kind} needs the package {kind}, which this Python does not have; run: pip "
+        f"install 'nanoray[{kind}]'"
+    )
+
+
+def shown_config(spec: RunSpec) -> dict[str, Any]:
+    """Return the configuration that a tracker may see, in one level, its keys joined by dots.
 
     The values of environment variables stay out of it: they may be keys and passwords.
     """
     config = spec.config.model_dump()
     config["env"] = sorted(spec.config.env)
-    return TrackedRun(spec.folder.name, spec.folder, config, known_id)
-
-
-def without_passwords(text: str) -> str:
-    """Return a text without the user and password of the addresses in it.
-
-    Messages of other packages quote the address that they were given.
-    """
-    return re.sub(r"(\w://)[^/\s@]*@", r"\1", text)
+    return flattened(config)
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -117,3 +82,11 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+def without_passwords(text: str) -> str:
+    """Return a text without the user and password of the addresses in it.
+
+    Messages of other packages quote the address that they were given.
+    """
+    return re.sub(r"(\w://)[^/\s@]*@", r"\1", text)

@@ -1,34 +1,31 @@
-"""Report a run to a tracker beside the training: a slow, failing or hanging one changes nothing.
+"""Report a run to a tracker: one that fails or hangs is given up with one line, and training goes on.
 
-The training thread only puts records into a bounded queue. A thread of its own begins the tracker's
-run and hands the records over. What it has to say waits until the training thread reports next: so
-observers are called by one thread alone.
+The training thread puts calls into a queue and never waits for them, because the other ranks would
+wait, too. A thread makes them, one after the other.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from nanoray.base.atomic import read_json, write_json
-from nanoray.base.metrics import METRICS, values_of
+from nanoray.base.metrics import values_of
 from nanoray.checkpoint.run import RunSpec
 from nanoray.errors import ConfigError
 from nanoray.train.track.mlflow_tracker import MlflowTracker
 from nanoray.train.track.observer import Observer
-from nanoray.train.track.tracker import Results, TrackedRun, Tracker, tracked_run, without_passwords
+from nanoray.train.track.tracker import Results, Tracker, missing_package, without_passwords
 from nanoray.train.track.wandb_tracker import WandbTracker
 
 IDS = "trackers"  # the folder of the run in which each tracker has its id of the run
-MOST_WAITING = 1000  # records that wait for the tracker; later ones are left out
+MOST_WAITING = 1000  # records that wait for the tracker
 PATIENCE_S = 30.0  # how long the end of a run waits for the tracker
-PATIENCE_STOPPED_S = 10.0  # and that of a stopped one, whose process may soon be killed
 # Of the outcome: what is known at the end and in no record
 RESULTS = (
     "exit_reason",
@@ -48,17 +45,12 @@ RESULTS = (
     "resumed_from",
     "torch",
 )
-TRACKERS: dict[str, type[Tracker]] = {
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
-}
+TRACKERS: dict[str, Callable[[], Tracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
 
 
 def require_tracker(kind: str) -> None:
     """Raise ConfigError unless the package of the key `track` can be imported here."""
-    if kind == "none":
-        return
-    missing = TRACKERS[kind]().missing()
+    missing = missing_package(kind) if kind != "none" else None
     if missing:
         raise ConfigError(missing)
 
@@ -77,57 +69,39 @@ class Tracking(Observer):
         self._spec = spec
         self._note = note
         self._patience_s = patience_s
-        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
-        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # lines for the user
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
         self._thread: threading.Thread | None = None
-        self._described: set[str] = set()  # metrics whose units the tracker has
+        self._error: BaseException | None = None  # that a call raised
+        self._where = ""  # of the tracker's run, until it is printed
+        self._given_up = False
         self._last_step = 0
-        self._left_out = 0  # records for which there was no room
-        self._handed_over = 0
-        self._received = 0
-        self._results: Results | None = None
+        self._results = Results({}, "", "")  # another process goes on with the run
 
     def problem(self) -> str | None:
         """Return why the tracker cannot be used in this process, and the remedy; None if it can."""
-        return self._tracker.problem(self._run())
-
-    def begin(self) -> None:
-        """Start the thread, which begins the tracker's run or continues it."""
-        if self._thread is None and self._results is None:
-            name = f"nanoray-{self._tracker.kind}"
-            # A daemon: a tracker that hangs must not keep the process from its end.
-            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-            self._thread.start()
+        return missing_package(self._tracker.kind) or self._tracker.problem()
 
     def on_note(self, text: str) -> None:
         """Begin with the first line of the run; a tracker has no place for lines."""
-        self.begin()
+        if self._thread is None:
+            # A daemon: a tracker that hangs must not keep the process from its end.
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+            self._call(self._start)
 
     def on_record(self, record: dict[str, Any]) -> None:
-        """Queue the metrics of a step. Never waits."""
-        self.begin()
-        self._say_news()
-        values = values_of(record)
+        """Report the metrics of a step."""
+        self.on_note("")
         self._last_step = record["step"]
-        self._received += 1
-        try:
-            self._tasks.put_nowait(lambda: self._log(record["step"], record["time"], values))
-        except queue.Full:
-            self._left_out += 1
-            if self._left_out == 1:
-                self._note(
-                    f"warning  {self._tracker.kind} is slow: {MOST_WAITING} records wait for it, "
-                    "and further ones are left out; metrics.jsonl has all of them"
-                )
+        log = self._tracker.log
+        self._call(partial(log, record["step"], record["time"], values_of(record)))
 
     on_late = on_record
 
     def on_end(self, outcome: Mapping[str, Any]) -> None:
         """Keep the results, which `close` hands over."""
         values = {key: outcome[key] for key in RESULTS if outcome.get(key) is not None}
-        status = "finished"
-        if outcome.get("exit_reason") == "stopped":
-            status = "stopped"
+        status = "stopped" if outcome.get("exit_reason") == "stopped" else "finished"
         self._results = Results(values, outcome.get("sample") or "", status)
 
     def on_failure(self, error: BaseException) -> None:
@@ -137,77 +111,61 @@ class Tracking(Observer):
 
     def close(self) -> None:
         """Hand over the results, and wait for the tracker, but not for ever."""
-        if self._thread is None:
+        if self._thread is None or self._given_up:
             return
-        # Another process goes on with the run where this one neither finished it nor failed.
-        results = self._results or Results({}, "", "")
-        step = self._last_step
-        patience_s = self._patience_s
-        if results.status == "stopped":
-            patience_s = min(patience_s, PATIENCE_STOPPED_S)
-        deadline = time.monotonic() + patience_s
-        with suppress(queue.Full):
-            self._tasks.put(lambda: self._tracker.finish(step, results), timeout=patience_s / 2)
-            self._tasks.put(None, timeout=patience_s / 4)
-        self._thread.join(max(0.0, deadline - time.monotonic()))
-        self._say_news()
+        self._call(partial(self._tracker.finish, self._last_step, self._results))
+        self._call(None)
+        self._thread.join(self._patience_s)
         if self._thread.is_alive():
-            waiting = self._received - self._handed_over - self._left_out
-            self._note(
-                f"warning  {self._tracker.kind} did not finish within {patience_s:.0f} s: "
-                f"{waiting} records may be missing there; metrics.jsonl has all of them"
-            )
-        self._thread = None
+            self._give_up(f"no answer within {self._patience_s:g} s")
+        self._report()
 
-    def _say_news(self) -> None:
-        """Show the lines of the thread. (the training thread only)"""
-        with suppress(queue.Empty):
-            while True:
-                self._note(self._news.get_nowait())
+    def _call(self, call: Callable[[], None] | None) -> None:
+        """Let the thread make a call; None ends it. Never waits."""
+        self._report()
+        if self._given_up:
+            return
+        try:
+            self._calls.put_nowait(call)
+        except queue.Full:
+            self._give_up(f"{MOST_WAITING} records wait for it")
+
+    def _report(self) -> None:
+        """Print where the tracker's run is, and a failure. (the training thread only)"""
+        if self._error is not None:
+            lines = without_passwords(str(self._error)).strip().splitlines() or [""]
+            self._give_up(f"{type(self._error).__name__}: {lines[0][:200]}")
+        elif self._where:
+            where, self._where = self._where, ""
+            self._note(f"track  {self._tracker.kind}: {where}")
+
+    def _give_up(self, reason: str) -> None:
+        """Call the tracker no more, and say so once."""
+        if self._given_up:
+            return
+        self._given_up = True
+        self._note(
+            f"warning  {self._tracker.kind} failed ({reason}); the run goes on without it, and "
+            "metrics.jsonl has all records"
+        )
 
     # In the tracker's thread.
 
     def _work(self) -> None:
-        """Call the tracker, until the end or its first error."""
-        kind = self._tracker.kind
+        """Make the calls, until the end or the first error."""
         try:
-            where = self._tracker.start(self._run(), self._keep_id)
-            self._news.put(f"track  {kind}: {where}")
-            while True:
-                task = self._tasks.get()
-                if task is None:
-                    return
-                task()
-        except (Exception, SystemExit) as error:  # of any class: it is another package's code
-            lines = without_passwords(str(error)).strip().splitlines() or [""]
-            self._news.put(
-                f"warning  {kind} failed ({type(error).__name__}: {lines[0][:200]}); the run goes "
-                "on without it, and metrics.jsonl has all records"
-            )
-        # Take what still comes: `close` must find room in the queue of a tracker that has failed.
-        while self._tasks.get() is not None:
-            pass
+            while (call := self._calls.get()) is not None:
+                call()
+        except BaseException as error:  # of any class: it is another package's code
+            self._error = error
 
-    def _log(self, step: int, time_s: float, values: dict[str, Any]) -> None:
-        new = (values.keys() & METRICS.keys()) - self._described
-        if new:
-            self._tracker.describe({name: METRICS[name].unit for name in sorted(new)})
-            self._described |= new
-        self._tracker.log(step, time_s, values)
-        self._handed_over += 1
-
-    def _run(self) -> TrackedRun:
-        return tracked_run(self._spec, self._known_id())
+    def _start(self) -> None:
+        """Begin the tracker's run, or continue the one whose id an earlier process has written."""
+        known_id = str(read_json(self._id_file).get("id", ""))
+        run_id, self._where = self._tracker.start(self._spec, known_id)
+        self._id_file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(self._id_file, {"tracker": self._tracker.key, "id": run_id})
 
     @property
     def _id_file(self) -> Path:
         return self._spec.folder / IDS / f"{quote(self._tracker.key, safe='')}.json"
-
-    def _known_id(self) -> str:
-        """Return the tracker's id of this run; "" for none yet."""
-        return str(read_json(self._id_file).get("id", ""))
-
-    def _keep_id(self, run_id: str) -> None:
-        """Write the tracker's id of this run, which a resume or the next rank 0 goes on with."""
-        self._id_file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self._id_file, {"tracker": self._tracker.key, "id": run_id})

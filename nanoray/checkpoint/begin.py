@@ -1,0 +1,59 @@
+"""Give a GPT the weights of a file, before step 1."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from nanoray.config.weights import WeightsFile, find
+from nanoray.errors import ConfigError, NanorayError
+from nanoray.mesh.mesh import Mesh
+from nanoray.models.gpt import GPT, ModelShape
+
+_POSITIONS = "pos_emb.weight"
+
+
+def begin_with(model: GPT, path: str, mesh: Mesh) -> None:
+    """Give rank 0's model the weights of `path`, which the ranks receive from it later. (all ranks)
+
+    Raises ConfigError on all ranks when rank 0 cannot read them: the others would wait for it.
+    """
+    problem = ""
+    if mesh.rank == 0:
+        try:
+            load_weights(model, find(path))
+        except NanorayError as error:
+            problem = str(error)
+            if not Path(path).exists():
+                problem = (
+                    f"rank 0 on {platform.node()} does not see init_from = {path}, which the run "
+                    "was started with; put it on storage that all nodes share"
+                )
+    problem = mesh.broadcast(problem)
+    if problem:
+        raise ConfigError(problem)
+
+
+@torch.no_grad()
+def load_weights(model: GPT, weights: WeightsFile) -> None:
+    """Copy weights into a whole model of their shape, one tensor at a time.
+
+    The model may have fewer positions. Raises ConfigError for weights of another model.
+    """
+    # The number of heads and the form of GELU change no tensor's shape, but what is computed
+    shape = ModelShape(**weights.shape)
+    if replace(shape, block_size=model.shape.block_size) != model.shape:
+        raise ConfigError(
+            f"init_from = {weights.path} is of a model of the shape {shape.to_dict()}, and here it is "
+            f"{model.shape.to_dict()}; use the same"
+        )
+    with safe_open(weights.path, "pt") as file:
+        for name, p in model.named_parameters():
+            tensor = file.get_tensor(name)
+            if name == _POSITIONS:
+                tensor = tensor[: len(p)]
+            p.copy_(tensor)
