@@ -30,7 +30,6 @@ from nanoray.launch.auto import with_micro_batch
 from nanoray.launch.caller import caller_address
 from nanoray.launch.connection import bounded, connected, using
 from nanoray.launch.driver import Driver
-from nanoray.launch.job_report import JobReport
 from nanoray.launch.placement import Placement
 from nanoray.launch.script import PackedScript
 from nanoray.launch.signals import catch_signals
@@ -130,7 +129,6 @@ def launch(
                 with (
                     discarding_refused(spec),
                     summary_on_failure(spec),
-                    JobReport(spec) as report,
                     closing(console),
                 ):
                     Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
@@ -146,9 +144,7 @@ def launch(
                             variables=variables,
                         )
                         driver.console = console
-                        report.count_steps = lambda: console.max_steps
                         outcome = driver.run()
-                    report.state = outcome["exit_reason"]
             finally:
                 bounded(lambda: remove_placement_group(place.group))
 

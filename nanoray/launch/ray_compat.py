@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
 TOKENS_SINCE = (2, 52)  # the first Ray that can ask for a token
 HEAD_RESOURCE = "node:__internal_head__"  # a resource that the head's node alone has
@@ -89,32 +88,6 @@ def request_session_name(api: Any, timeout_s: float) -> None:
     """
     client = api._private.worker.global_worker.gcs_client
     client.internal_kv_get(b"session_name", b"session", timeout_s)
-
-
-class JobRecord:
-    """The record of a Ray job on the cluster's head, as Ray's job server writes it."""
-
-    def __init__(self, job: str) -> None:
-        """Find where the record of job `job` lies. Ray must be connected."""
-        from ray._private.ray_constants import KV_NAMESPACE_JOB
-        from ray.dashboard.modules.job.common import JobInfoStorageClient
-
-        self._store: Any = internal_kv_get_gcs_client()
-        self._namespace = KV_NAMESPACE_JOB
-        self._key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=job).encode()
-
-    def read(self, timeout_s: float) -> bytes:
-        """Return the record, as JSON."""
-        content: bytes = self._store.internal_kv_get(
-            self._key, namespace=self._namespace, timeout=timeout_s
-        )
-        return content
-
-    def write(self, content: bytes, timeout_s: float) -> None:
-        """Replace the record."""
-        self._store.internal_kv_put(
-            self._key, content, True, namespace=self._namespace, timeout=timeout_s
-        )
 
 
 @contextmanager

@@ -48,9 +48,8 @@ class WorkerGroup:
         self.runs: dict[int, Any] = {}
         self.heartbeats: dict[int, Any] = {}
         self._poll: Any = None  # of rank 0
-        # The newest answers of the processes that are in the slots now.
-        self._last_heartbeat: dict[int, Heartbeat] = {}
-        self.heard_at: dict[int, float] = {}  # monotonic seconds at which it came
+        # Monotonic seconds of the newest answer of the process that is in a slot now
+        self.heard_at: dict[int, float] = {}
 
         self.meeting = Meeting(pool)
 
@@ -125,7 +124,6 @@ class WorkerGroup:
     def _run(self, slot: int, spec: dict[str, Any], meeting: Rendezvous) -> None:
         """Start a rank in the new process of a slot."""
         # What the slot's former process answered says nothing about this one.
-        self._last_heartbeat.pop(slot, None)
         self.heard_at.pop(slot, None)
         self.runs[slot] = self.pool.actors[slot].run.remote(spec, meeting)
 
@@ -303,8 +301,7 @@ class WorkerGroup:
             else:
                 del self.heartbeats[slot]
                 with suppress(RayError):  # the end of its `run` gives the reason
-                    heartbeat = api.get(ref)
-                    self._last_heartbeat[slot] = heartbeat
+                    heartbeat: Heartbeat = api.get(ref)
                     self.heard_at[slot] = self.event_at
                     yield kind, slot, heartbeat
 
@@ -370,18 +367,12 @@ class WorkerGroup:
         return positions
 
     def position(self, slot: int) -> tuple[Position, float] | None:
-        """Return a rank's position from its progress file, or from its newest heartbeat.
-
-        None if both are missing. The file is newer, but it may have been removed.
-        """
+        """Return a rank's position from its progress file, which survives it; None without one."""
         record = ProgressFile.read_all(self.spec.progress(slot))
-        if record:
-            step, phase, _, written_at = record
-            return Position(step, phase), written_at
-        heartbeat = self._last_heartbeat.get(slot)
-        if heartbeat:
-            return Position(heartbeat.step, heartbeat.phase), heartbeat.written_at
-        return None
+        if record is None:
+            return None
+        step, phase, _, written_at = record
+        return Position(step, phase), written_at
 
     # Orders to all members.
 
