@@ -197,7 +197,7 @@ class Recoverer:
             return
         known = len(collector.failures)
         for slot in silent:
-            end_silent(at.ranks, slot, collector)
+            end_silent(at.ranks, slot, "did not leave the group that broke", collector)
         self.start_replacements(at, collector, collector.failures[known:])
 
     def decide(self, at: RunState, collector: FailureCollector) -> str | None:

@@ -22,7 +22,7 @@ from nanoray.launch.actors import POLL_S
 from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.drain import AbortOrders, Drains, Leave
 from nanoray.launch.fault_log import FaultLog
-from nanoray.launch.rank_end import end_frozen, end_hung
+from nanoray.launch.rank_end import end_hung, end_silent
 from nanoray.launch.recover import Recoverer
 from nanoray.launch.run_state import RunState
 from nanoray.launch.signals import Stop
@@ -187,7 +187,8 @@ class Watcher:
         others_answer = any(self._mute_s[slot] <= patience_s for slot in living)
         if frozen and others_answer and not group.lost_share(frozen):
             for slot in frozen:
-                end_frozen(group, slot, self._mute_s[slot], collector)
+                what = f"did not answer for {self._mute_s[slot]:.0f} s while the others saved"
+                end_silent(group, slot, what, collector)
 
     # Events.
 
