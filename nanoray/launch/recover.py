@@ -294,24 +294,30 @@ class Recoverer:
             forming.no_replica = no_replica(at.spec.config, left)
             return False
 
-        try:
-            store = group.open_store(slots)
-        except RayError as error:
+        obstacle = self._regroup(at, slots, saves)
+        if obstacle:
             # More ranks may be lost: await their replacements, and try again.
-            say(f"replace  {self.faults.budget} failed: {_one_line(error)}")
+            say(f"replace  {self.faults.budget} failed: {obstacle}")
             forming.tries_left -= 1
             forming.awaited = False
             return False
+        self._announce_group(at, forming, left, saves)
+        group.pool.promoted.clear()
+        return True
+
+    def _regroup(self, at: RunState, slots: list[int], saves: bool = False) -> str:
+        """Let these slots meet as a new attempt; return why that failed, if it did."""
+        try:
+            store = at.ranks.open_store(slots)
+        except RayError as error:
+            return " ".join(str(error).split())[:200]
         reached("store")
         # From here on no rank of the older attempt may commit a checkpoint.
         self.begin_attempt(at)
         reached("attempt")
-        group.regroup(at.spec, slots, store, stop=saves)
+        at.ranks.regroup(at.spec, slots, store, stop=saves)
         reached("orders")
-
-        self._announce_group(at, forming, left, saves)
-        group.pool.promoted.clear()
-        return True
+        return ""
 
     def _announce_group(self, at: RunState, forming: Forming, left: list[int], saves: bool) -> None:
         """Print which ranks joined and which are missing, and note the kind of recovery."""
@@ -356,17 +362,9 @@ class Recoverer:
         group = at.ranks
         size_before = len(group.members)
         slots = group.divisible(group.pool.ready)
-        try:
-            store = group.open_store(slots)
-        except RayError as error:
+        obstacle = self._regroup(at, slots)
+        if obstacle:
             # A rank was lost just now: the next watch over the group reports it.
-            say(f"grow     failed: {_one_line(error)}")
-            return
-        self.begin_attempt(at)
-        group.regroup(at.spec, slots, store)
-        if len(slots) > size_before:
+            say(f"grow     failed: {obstacle}")
+        elif len(slots) > size_before:
             say(f"grow     {size_before} -> {len(slots)} ranks; no step is repeated\n")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
