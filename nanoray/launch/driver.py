@@ -30,7 +30,7 @@ from nanoray.launch.cluster_watch import ClusterWatch
 from nanoray.launch.fault_log import FaultLog
 from nanoray.launch.placement import Placement
 from nanoray.launch.rank_end import read_start
-from nanoray.launch.recover import Recoverer
+from nanoray.launch.recover import Recoverer, say_after_training
 from nanoray.launch.run_state import RunState
 from nanoray.launch.script import PackedScript
 from nanoray.launch.signals import Stop, StopRequested
@@ -311,14 +311,10 @@ class Driver:
         if self.faults.recovery:  # the run ended before it completed another step
             self.faults.close_as_recovered()
 
-        # What a script does after its training may fail on a rank: that changes no outcome.
         assert self.at.collector
-        for failure in [*self.at.collector.failures, *self.at.failed_later]:
+        for failure in self.at.collector.failures:
             if failure.cause in ("exception", "refused"):
-                say(
-                    f"\nwarning  {failure.title}. The training had ended, and its outcome stands; the "
-                    f"traceback is in {self.at.spec.log(failure.rank)}"
-                )
+                say_after_training(self.at.spec, failure)
         if outcome["exit_reason"] != "stopped":
             return outcome | {"exit_code": 0, "why": ""}
         if self.stop.requested:

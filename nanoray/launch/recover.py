@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 
 from nanoray.base.output import say
 from nanoray.base.points import reached
-from nanoray.checkpoint.run import write_attempt
+from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up
 from nanoray.faults.hang import PATIENT
 from nanoray.launch.actors import POLL_S, START_TRIES
@@ -73,7 +73,7 @@ class Recoverer:
             group.pool.fill(slot)
             return
         if failure and self._is_after_training(at, failure):
-            at.failed_later = (*at.failed_later, failure)
+            say_after_training(at.spec, failure)
             collector.ended(slot, None, self.clock.monotonic())
             return
         collector.ended(slot, failure, self.clock.monotonic())
@@ -368,3 +368,11 @@ class Recoverer:
             say(f"grow     failed: {obstacle}")
         elif len(slots) > size_before:
             say(f"grow     {size_before} -> {len(slots)} ranks; no step is repeated\n")
+
+
+def say_after_training(spec: RunSpec, failure: Failure) -> None:
+    """Print what a script did on a rank after its training: that changes no outcome."""
+    say(
+        f"\nwarning  {failure.title}. The training had ended, and its outcome stands; the traceback is "
+        f"in {spec.log(failure.rank)}"
+    )

@@ -20,7 +20,6 @@ import pytest
 from nanoray.bench.harness import leaks
 from nanoray.launch.ray_compat import has_tokens
 from tests.harness.cluster import (
-    ENDLESS,
     ROOT,
     TOKEN,
     Cluster,
@@ -196,19 +195,6 @@ def test_a_request_that_never_fits_is_refused_with_a_table(
     assert code == 3
     assert "asked for 2 × 1 GPU + 1 CPU, but the cluster can never hold it" in output
     assert not list(tmp_path.iterdir()), "nothing was started"
-
-
-@pytest.mark.full
-def test_a_busy_cluster_is_an_error_in_time(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    hold = start_training(cluster, recipe, tmp_path / "a", *ENDLESS)
-    code, output = launch(cluster, recipe, tmp_path / "b", "--placement_timeout_s", "2")
-    hold.send_signal(signal.SIGTERM)
-    assert code == 3
-    assert "asked for 2 × 1 CPU, not free within 2 s" in output
-    assert re.search(
-        r"available per node: [\d.]+ has nothing; wait for other jobs, or raise --placement", output
-    )
-    assert finish(hold)[0] == 143
 
 
 def test_bad_arithmetic_fails_before_ray(recipe: Path, tmp_path: Path) -> None:
@@ -453,24 +439,6 @@ def test_each_actor_sees_exactly_its_own_slice() -> None:
         kind, workers, seen = in_driver(cluster, MIG_DRIVER.replace("DEVICE", "mig"))
         assert (kind, workers) == ("mig", 3)
         assert seen == [[s] for s in SLICES]
-
-
-@pytest.mark.full
-def test_whole_gpus_are_not_taken_for_slices() -> None:
-    with ray_head("--num-gpus=2", dashboard=False, CUDA_VISIBLE_DEVICES="0,1") as cluster:
-        kind, workers, seen = in_driver(cluster, MIG_DRIVER.replace("DEVICE", "auto"))
-        assert (kind, workers, seen) == ("cuda", 2, [["0"], ["1"]])
-        attempt = """try:
-    Placement.make(config)
-except Exception as error:
-    print(json.dumps(str(error)))
-    raise SystemExit(0)"""
-        code = MIG_DRIVER.replace("DEVICE", "mig").replace(
-            "place = Placement.make(config)", attempt
-        )
-        text = in_driver(cluster, code)
-        assert "device = mig, but Ray handed out ['0000', '0001']" in text
-        assert "start Ray with CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs" in text
 
 
 @pytest.mark.full
