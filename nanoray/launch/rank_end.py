@@ -139,7 +139,7 @@ def _name_death(error: RayError, record: dict[str, Any]) -> tuple[str, str, str]
     if not isinstance(error, ActorDiedError):
         return "node_lost", "is out of reach", "its node is lost or busy"
 
-    # Ray says no more than that the process is dead. The record knows how it ended.
+    # Ray says no more than that the process is dead. The record says how it ended.
     if record.get("oom"):
         return "out_of_memory", "died", BY_KERNEL
     if record.get("signal"):
