@@ -28,7 +28,7 @@ _FILES = (
     "run.json",
     "summary.json",
 )
-_LOGS = ("rank*.log", "rank*.progress", "rank*.exit.json", "rank*.outcome.json", "rank*.ledger")
+_LOGS = ("rank*.log", "rank*.progress", "rank*.exit.json", "rank*.ledger")
 
 
 @contextmanager

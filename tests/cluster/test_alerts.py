@@ -156,7 +156,7 @@ def test_planted_faults_make_each_alert_fire(recipe: Path, tmp_path: Path) -> No
 
         def step() -> int:
             position = (
-                ProgressFile.read(only_run(out) / "logs" / "rank0.progress")
+                ProgressFile.read_all(only_run(out) / "logs" / "rank0.progress")
                 if any(out.iterdir())
                 else None
             )

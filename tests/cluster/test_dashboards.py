@@ -86,9 +86,7 @@ def test_tensorboard_shows_each_metric_of_a_run(text: Path, tmp_path: Path) -> N
 def test_rays_dashboard_shows_job_log_and_actors(
     cluster: Cluster, recipe: Path, tmp_path: Path
 ) -> None:
-    """Jobs page: the run's message; the job's page: its log; actors page: run and rank; and metrics
-    are exported.
-    """
+    """Jobs page, the job's page with its log, actors page with run and rank; and metrics are exported."""
     out = tmp_path / "runs"
     code, output = submit(
         cluster, recipe, out, "--max_steps", "100000", "--log_every", "10", wait=False
@@ -107,13 +105,13 @@ def test_rays_dashboard_shows_job_log_and_actors(
         with browser(tmp_path) as tab:
             tab.call("Network.setCookie", **cookie)
             for page, words in {
-                "jobs": (submission, "RUNNING", f"training · folder {only_run(out)}"),
-                f"jobs/{submission}": ("nanoray_step", "nanoray_eta", "step 10/100000 | loss "),
+                "jobs": (submission, "RUNNING"),
+                f"jobs/{submission}": ("step 10/100000 | loss ",),
                 "actors": (f"{run}-rank0", f"{run}-rank1"),
             }.items():
                 tab.open(f"{cluster.dashboard}/#/{page}")
                 tab.wait_for_text(*words)
-                if "/" not in page:
+                if page == "actors":
                     tab.picture(f"ray-{page}", short)
         wait_for(lambda: f'run="{run}"' in exported_metrics(cluster))
         names = set(re.findall(r"^ray_nanoray_(\w+)\{", exported_metrics(cluster), re.M))
