@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,7 +25,6 @@ from nanoray.checkpoint.find import newest_valid
 from nanoray.errors import ConfigError
 from nanoray.own.data.source import OwnData
 from nanoray.own.engine import RuntimeEngine
-from nanoray.own.settings import steps_of
 from tests.harness.commands import run, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -195,26 +193,6 @@ def test_a_default_type_of_16_bits_rounds_no_loss_and_no_weight(
     assert found
     for name, p in model.state_dict().items():
         assert torch.allclose(found.state.model[name], p, atol=1e-6), name
-
-
-@pytest.mark.parametrize("steps", [np.int64(3), np.uint8(3), torch.tensor(3)])
-def test_steps_are_whole_numbers_of_any_library(steps: Any) -> None:
-    assert steps_of(steps) == 3
-    assert type(steps_of(steps)) is int
-
-
-@pytest.mark.parametrize(
-    ("steps", "why"),
-    [
-        ("3", "steps = '3' of fit is a str; give a whole number"),
-        (3.0, "steps = 3.0 of fit is a float; give a whole number"),
-        (0, "steps = 0 of fit; at least one"),
-        (np.int64(-1), "steps = -1 of fit; at least one"),
-    ],
-)
-def test_other_steps_are_refused(steps: Any, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{why}$"):
-        steps_of(steps)
 
 
 CUT = """
