@@ -51,9 +51,7 @@ class Watch:
         self._statistics = Statistics(spec.config, model, scale, self.observers.note)
         self._profile = Profile(spec.config, self.observers.note)
         self._progress = ProgressFile(spec.progress(slot))
-        self._ledger = Ledger(
-            spec.ledger(slot), spec.started, takes_over, storage_ahead_s=spec.storage_ahead_s
-        )
+        self._ledger = Ledger(spec.ledger(slot), spec.started, takes_over)
 
     def begin_at(self, step: int) -> None:
         """Let the driver see where this rank begins in a group; from now on it can serve others."""
