@@ -159,11 +159,9 @@ def _find_newest(
     return None
 
 
-def _sort_key(run_dir: Path) -> tuple[float, int, str]:
-    """Return when the newest command on a run started, its newest step, and its name."""
-    started = float(read_json(run_dir / "run.json").get("started", 0.0))
-    newest = max(steps_in(run_dir / "checkpoints", []).values(), default=0)
-    return started, newest, run_dir.name
+def _sort_key(run_dir: Path) -> tuple[float, str]:
+    """Return when the newest command on a run started, and the run's name."""
+    return float(read_json(run_dir / "run.json").get("started", 0.0)), run_dir.name
 
 
 def other_recipe(
