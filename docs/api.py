@@ -39,7 +39,6 @@ PUBLIC: dict[str, tuple[str, ...]] = {
         "stop",
     ),
     "Config": ("to_json",),
-    "ShardStream": ("__init__", "files", "kind", "counts", "transform", "window", "block_size"),
     "Counted": ("batch", "samples"),
     "Weighted": ("sum", "weight"),
     "Tuned": ("settings", "speedup", "folder"),
@@ -55,7 +54,6 @@ PUBLIC: dict[str, tuple[str, ...]] = {
 }
 # Of the same classes: what the package itself calls, and Config's keys, which flags.md describes
 INTERNAL: dict[str, tuple[str, ...]] = {
-    "ShardStream": ("order", "describe", "identity"),
     "Run": (
         "rendezvous",
         "given",

@@ -13,7 +13,6 @@ tune            find the fastest settings for such a function; it returns a Tune
 RuntimeEngine   train a module: its `fit` is the loop
 Run             one rank's part of a run, as the function receives it
 Config          the configuration; each key is a flag of `python -m nanoray.launch`, too
-ShardStream     samples from files that are read in sequence
 Counted         a batch with its number of samples, which its tensors do not show
 Weighted        a loss as a sum and its weight, in place of a mean
 Callback        hooks that a script overrides
@@ -35,7 +34,6 @@ _EXPORTED = {
     "NanorayError": "nanoray.errors",
     "Run": "nanoray.own.run",
     "RuntimeEngine": "nanoray.own.engine",
-    "ShardStream": "nanoray.data.stream",
     "Tuned": "nanoray.tune.command",
     "Weighted": "nanoray.models.weighted",
 }
@@ -49,7 +47,6 @@ __all__ = [
     "NanorayError",
     "Run",
     "RuntimeEngine",
-    "ShardStream",
     "Tuned",
     "Weighted",
     "__version__",

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nanoray.config import Config as Config
-from nanoray.data.stream import ShardStream as ShardStream
 from nanoray.errors import NanorayError as NanorayError
 from nanoray.models.weighted import Weighted as Weighted
 from nanoray.own.callbacks import Callback as Callback
@@ -20,7 +19,6 @@ __all__ = [
     "NanorayError",
     "Run",
     "RuntimeEngine",
-    "ShardStream",
     "Tuned",
     "Weighted",
     "__version__",

@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nanoray.base.atomic import replace_bytes, write_json
+from nanoray.base.atomic import new_folder, replace_bytes, write_json
 from nanoray.checkpoint import gpt2
 from nanoray.errors import ConfigError
 from nanoray.models.gpt import ModelShape
@@ -131,7 +127,7 @@ def _write_huggingface(state: StateDict, out: Path) -> Export:
         _add_zero_biases(tensors)
         notes = ("GPT-2 always has biases: they are zeros",)
     config = _huggingface_config(shape, state.meta, tensors)
-    with _new_folder(out) as folder:
+    with new_folder(out) as folder:
         write_json(folder / "config.json", config)
         replace_bytes(folder / "model.safetensors", save(tensors, {"format": "pt"}))
     return Export(len(tensors), notes)
@@ -174,18 +170,6 @@ def _huggingface_config(
         "tie_word_embeddings": True,
         "dtype": dtype,
     }
-
-
-@contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """Yield a hidden folder that gets the name `out` when nothing has failed inside."""
-    hidden = out.with_name(f".{out.name}.tmp-{os.getpid()}")
-    hidden.mkdir()
-    try:
-        yield hidden
-        os.rename(hidden, out)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _write_nanogpt(state: StateDict, out: Path) -> Export:

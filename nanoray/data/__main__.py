@@ -1,8 +1,7 @@
-"""`nanoray data tokenize|import|index|openwebtext|fineweb-edu`: prepare data for training.
+"""`nanoray data tokenize|import|openwebtext|fineweb-edu`: prepare data for training.
 
-tokenize      turn text, JSON lines or parquet into token shards; a second command goes on after a kill
+tokenize      turn text, JSON lines or parquet into token shards
 import        turn numpy's arrays of tokens (.npy) into token files
-index         find the records of files of lines before a run does (ShardStream)
 openwebtext   the 8 million web pages of the preset gpt2-124m, as GPT-2's tokens
 fineweb-edu   10 billion tokens of educational web pages, as GPT-2's tokens
 
@@ -17,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from nanoray.base.atomic import json_mapping
-from nanoray.cli import name_program, run_subcommand, tool_parser
-from nanoray.data.documents import FORMATS, Files
+from nanoray.cli import name_program, run_subcommand, tool_parser, writing
+from nanoray.data.documents import Files
 from nanoray.data.hub import SETS, Hub
 from nanoray.data.import_tokens import import_arrays
-from nanoray.data.line_index import starts_of
 from nanoray.data.prepare_shards import prepare_shards
-from nanoray.data.shards import find_files, kind_of
 from nanoray.data.tokenizer import tokenizer_from_json
 from nanoray.errors import DataError
 
@@ -45,7 +42,6 @@ def main(argv: list[str] | None = None) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "tokenize": _tokenize,
         "import": _import,
-        "index": _index,
     }
     for name in SETS:
         commands[name] = partial(_prepare_set, name)
@@ -54,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _tokenize(argv: list[str]) -> int:
     parser = tool_parser(name_program("data tokenize"), TOKENIZE)
-    parser.add_argument("files", nargs="+", metavar="FILES", help="files, folders or patterns")
+    parser.add_argument("files", nargs="+", metavar="FILES", help="the files")
     parser.add_argument(
         "--tokenizer",
         default="gpt2",
@@ -65,7 +61,7 @@ def _tokenize(argv: list[str]) -> int:
     _add_flags_of_shards(parser, 0.01)
     args = parser.parse_args(argv)
 
-    files = find_files(args.files, FORMATS)
+    files = [Path(file).expanduser().absolute() for file in args.files]
     source = Files(files, args.field, _fraction(args.val_fraction))
     _prepare(source, _parse_tokenizer(args.tokenizer), args)
     return 0
@@ -130,7 +126,10 @@ def _prepare(source: Any, tokenizer: str | dict[str, Any], args: Any) -> None:
             f"shard_tokens = {args.shard_tokens} is not above 0; leave it out, or raise it"
         )
     out = Path(args.out).expanduser().absolute()
-    prepare_shards(source, tokenizer, out, args.shard_tokens, partial(print, flush=True))
+    if out.exists():
+        raise DataError(f"{out} already exists; give --out another name")
+    with writing(out, "choose another folder with --out, or make room"):
+        prepare_shards(source, tokenizer, out, args.shard_tokens, partial(print, flush=True))
 
 
 def _fraction(value: float) -> float:
@@ -161,19 +160,6 @@ def _parse_tokenizer(given: str) -> str | dict[str, Any]:
             f"tokenizer = {given} is none of {', '.join(KINDS)}, and no folder whose meta.json has a "
             "tokenizer; choose of these"
         ) from None
-
-
-def _index(argv: list[str]) -> int:
-    parser = tool_parser(name_program("data index"), "Find the records of files of lines, once.")
-    parser.add_argument("files", nargs="+", metavar="FILES", help="files, folders or patterns")
-    args = parser.parse_args(argv)
-    files = find_files(args.files)
-    kind = kind_of(files)
-    if kind not in ("jsonl", "text"):
-        raise DataError(f"files of {kind} need no index; a ShardStream reads them as they are")
-    for file in files:
-        print(f"{file}: {len(starts_of(file))} records", flush=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -15,9 +15,6 @@ from nanoray.errors import DataError
 CHUNK_BYTES = 1 << 24  # a multiple of every token's size
 
 
-PROGRESS = ".progress.json"  # in a folder that `nanoray data tokenize` has not finished
-
-
 @dataclass(frozen=True)
 class TokenFile:
     """A file of a split: its tokens begin after its header."""

@@ -1,10 +1,8 @@
-"""Read documents from files one after the other, from any place on, in bounded memory.
+"""Read documents from files one after the other, in bounded memory.
 
-    a text file    one document, in pieces; its end is for validation
-    JSON lines     a document in each line: the text of a field
-    parquet        a document in each row: the text of a column; needs pyarrow
-
-The place after a batch is plain JSON, and reading from there yields what would have followed.
+a text file    one document, in pieces; its end is for validation
+JSON lines     a document in each line: the text of a field
+parquet        a document in each row: the text of a column; needs pyarrow
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from nanoray.data.line_index import require_no_nul
 from nanoray.errors import DataError
 
 FORMATS = {
@@ -28,18 +25,8 @@ FORMATS = {
     ".ndjson.gz": "jsonl",
     ".parquet": "parquet",
 }
-BATCH = 1 << 20  # characters of a batch, about
+PIECE = 1 << 20  # bytes of a piece of a text file, about
 _SPACES = " \n\t\r"
-Place = dict[str, Any]
-
-
-def import_parquet() -> Any:
-    """Return pyarrow's module for parquet. Raises DataError where it is not installed."""
-    try:
-        from pyarrow import parquet  # optional, and slow to import
-    except ImportError:
-        raise DataError("parquet files need pyarrow; pip install 'nanoray[parquet]'") from None
-    return parquet
 
 
 class DocumentPiece(NamedTuple):
@@ -51,37 +38,25 @@ class DocumentPiece(NamedTuple):
     is_file: bool = False  # the document is a whole file, and separated from others by nothing
 
 
-class DocumentBatch(NamedTuple):
-    """Some pieces, in their order, and where reading goes on after them."""
-
-    pieces: list[DocumentPiece]
-    place: Place
-
-
 class DocumentSource(Protocol):
     """Where documents come from."""
 
-    def settings(self) -> dict[str, Any]:
-        """Return what the documents depend on, as JSON types."""
-
-    def batches(self, place: Place | None) -> Iterator[DocumentBatch]:
-        """Yield the documents from a place on; None: from the first one."""
-
-    def share(self, place: Place) -> float | None:
-        """Return how much lies before a place, 0 to 1; None where it is not known."""
+    def pieces(self) -> Iterator[DocumentPiece]:
+        """Yield the documents from the first one on."""
 
 
-class Choice:
-    """Chooses documents for validation: the first of every `every`; 0: none."""
+class Splits:
+    """Puts documents into splits: the first of every 1 / val_fraction is for validation."""
 
     def __init__(self, val_fraction: float) -> None:
-        self.every = round(1 / val_fraction) if val_fraction else 0
+        self._every = round(1 / val_fraction) if val_fraction else 0
+        self._count = 0
 
-    def split_of(self, number: int) -> str:
-        """Return the split of a document, by its number through all files."""
-        if self.every and number % self.every == 0:
-            return "val"
-        return "train"
+    def piece(self, text: str) -> DocumentPiece:
+        """Return the next document."""
+        is_val = self._every and self._count % self._every == 0
+        self._count += 1
+        return DocumentPiece(text, "val" if is_val else "train", ends=True)
 
 
 class Files:
@@ -92,100 +67,57 @@ class Files:
         self._paths = list(paths)
         self._field = field
         self._val_fraction = val_fraction
-        self._choice = Choice(val_fraction)
         self._formats = [format_of(path) for path in paths]
         for path, kind in zip(paths, self._formats, strict=True):
             if kind == "parquet":
                 require_column(path, field)
-        self._sizes = [path.stat().st_size for path in paths]
 
-    def settings(self) -> dict[str, Any]:
-        files = []
-        for path, size in zip(self._paths, self._sizes, strict=True):
-            files.append({"path": str(path), "size": size, "mtime_ns": path.stat().st_mtime_ns})
-        return {"files": files, "field": self._field, "val_fraction": self._val_fraction}
+    def pieces(self) -> Iterator[DocumentPiece]:
+        splits = Splits(self._val_fraction)
+        for path, kind in zip(self._paths, self._formats, strict=True):
+            if kind == "text":
+                yield from self._read_text(path)
+                continue
+            texts = self._read_lines(path) if kind == "jsonl" else self._read_rows(path)
+            for text in texts:
+                if text:
+                    yield splits.piece(text)
 
-    def batches(self, place: Place | None) -> Iterator[DocumentBatch]:
-        now = place or {"file": 0, "at": 0, "documents": 0}
-        readers = {"text": self._read_text, "jsonl": self._read_lines, "parquet": self._read_rows}
-        while now["file"] < len(self._paths):
-            number = now["file"]
-            read = readers[self._formats[number]]
-            yield from _in_batches(read(self._paths[number], now), now)
-            now = {"file": number + 1, "at": 0, "documents": now["documents"]}
-
-    def share(self, place: Place) -> float | None:
-        before = sum(self._sizes[: place["file"]])
-        # A row is no byte of the file, and neither is a byte of what was compressed.
-        if place["file"] < len(self._paths):
-            in_bytes = self._formats[place["file"]] != "parquet"
-            if in_bytes and self._paths[place["file"]].suffix != ".gz":
-                before += place["at"]
-        return before / max(1, sum(self._sizes))
-
-    # Each of these yields pieces, and moves `now` behind the newest one.
-
-    def _read_text(self, path: Path, now: Place) -> Iterator[DocumentPiece]:
+    def _read_text(self, path: Path) -> Iterator[DocumentPiece]:
         size = path.stat().st_size
         border = size
         if self._val_fraction:
             border = _line_start(path, int(size * (1 - self._val_fraction)))
+        at = 0
         for split, end in (("train", border), ("val", size)):
-            while now["at"] < end:
-                text, after = read_piece(path, now["at"], end)
-                now["at"] = after
-                yield DocumentPiece(text, split, ends=after == end, is_file=True)
-        now["documents"] += 1
+            while at < end:
+                text, at = read_piece(path, at, end)
+                yield DocumentPiece(text, split, ends=at == end, is_file=True)
 
-    def _read_lines(self, path: Path, now: Place) -> Iterator[DocumentPiece]:
+    def _read_lines(self, path: Path) -> Iterator[str]:
         with _open(path) as stream:
-            stream.seek(now["at"])
-            for line in stream:
-                start = now["at"]
-                now["at"] += len(line)
+            for number, line in enumerate(stream, 1):
                 if line.strip():
-                    text = _text_of_line(line, self._field, path, start)
-                    if text:
-                        now["documents"] += 1
-                        yield DocumentPiece(
-                            text, self._choice.split_of(now["documents"] - 1), ends=True
-                        )
+                    yield _text_of_line(line, self._field, f"line {number} of {path}")
 
-    def _read_rows(self, path: Path, now: Place) -> Iterator[DocumentPiece]:
-        file = import_parquet().ParquetFile(path)
-        first = 0
-        for group in range(file.metadata.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
-            if first + rows > now["at"]:
-                column = file.read_row_group(group, columns=[self._field]).column(0)
-                for row in range(now["at"] - first, rows):
-                    text = column[row].as_py()
-                    now["at"] += 1
-                    if text:
-                        now["documents"] += 1
-                        yield DocumentPiece(
-                            text, self._choice.split_of(now["documents"] - 1), ends=True
-                        )
-            first += rows
+    def _read_rows(self, path: Path) -> Iterator[str | None]:
+        for batch in import_parquet().ParquetFile(path).iter_batches(columns=[self._field]):
+            yield from batch.column(0).to_pylist()
 
 
-def _in_batches(pieces: Iterator[DocumentPiece], now: Place) -> Iterator[DocumentBatch]:
-    """Group pieces; the reader has moved `now` behind the last one of a batch."""
-    batch: list[DocumentPiece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= BATCH:
-            yield DocumentBatch(batch, dict(now))
-            batch = []
-            size = 0
-    # Also without a piece: the place after the file.
-    yield DocumentBatch(batch, {"file": now["file"] + 1, "at": 0, "documents": now["documents"]})
+def import_parquet() -> Any:
+    """Return pyarrow's module for parquet. Raises DataError where it is not installed."""
+    try:
+        from pyarrow import parquet  # optional, and slow to import
+    except ImportError:
+        raise DataError("parquet files need pyarrow; pip install 'nanoray[parquet]'") from None
+    return parquet
 
 
 def format_of(path: Path) -> str:
     """Return the format of a file by its ending. Raises DataError for another one."""
+    if not path.is_file():
+        raise DataError(f"no file {path}; check the path")
     for ending, kind in FORMATS.items():
         if path.name.endswith(ending):
             return kind
@@ -213,12 +145,12 @@ def require_column(path: Path, column: str) -> None:
 
 
 def read_piece(path: Path, start: int, end: int) -> tuple[str, int]:
-    """Return the text from a byte on, about BATCH bytes of it, and the byte after it.
+    """Return the text from a byte on, about PIECE bytes of it, and the byte after it.
 
     It ends before white space that follows something else. No token of GPT-2's goes across such a
     place, so the tokens of the pieces are those of the whole text.
     """
-    size = BATCH
+    size = PIECE
     while True:
         with path.open("rb") as file:
             file.seek(start)
@@ -249,7 +181,12 @@ def _last_break(text: str) -> int:
 
 def _decode(data: bytes, path: Path, start: int, is_last: bool) -> str:
     """Return the text of bytes; the last character of a piece may be cut off."""
-    require_no_nul(data, path, start)
+    nul = data.find(b"\0")
+    if nul >= 0:  # UTF-16 and binary files have them
+        raise DataError(
+            f"{path} is not UTF-8 text (NUL byte at offset {start + nul}); convert it, e.g. iconv -f "
+            "utf-16 -t utf-8"
+        )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -276,28 +213,14 @@ def _open(path: Path) -> Any:
     return path.open("rb")
 
 
-def _text_of_line(line: bytes, field: str, path: Path, start: int) -> str:
+def _text_of_line(line: bytes, field: str, where: str) -> str:
     """Return the text of a line of JSON. Raises DataError where it has none."""
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{path} at byte {start} is no JSON: {error}; mend the file") from None
-    if not isinstance(record, dict):
+        raise DataError(f"{where} is no JSON: {error}; mend the file") from None
+    if not isinstance(record, dict) or not isinstance(record.get(field, 0), (str, type(None))):
         raise DataError(
-            f"{path} at byte {start} is a {type(record).__name__} and no object with a field "
-            f"{field}; mend the file"
+            f"{where} has no text under {field}; it must be an object with one: choose with --field"
         )
-    if field not in record:
-        raise DataError(
-            f"{path} at byte {start} has no field {field}; it has {', '.join(record)}: choose with "
-            "--field"
-        )
-    text = record[field]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise DataError(
-            f"{path} at byte {start} has a {type(text).__name__} in {field}, and no text; mend the "
-            "file"
-        )
-    return text
+    return record[field] or ""

@@ -5,13 +5,11 @@ Each array becomes a file in llm.c's format, with the same tokens.
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import numpy as np
 
-from nanoray.base.atomic import write_json
+from nanoray.base.atomic import new_folder, write_json
 from nanoray.data.dataset import CHUNK_BYTES
 from nanoray.data.headers import llmc_header
 from nanoray.data.splits import find_splits
@@ -30,18 +28,12 @@ def import_arrays(folder: Path, out: Path) -> str:
     if not arrays:
         raise DataError(f"{folder} has no .npy files; name a folder that has them")
 
-    # The folder gets its name when all is in it.
-    hidden = out.with_name(f".{out.name}.tmp-{os.getpid()}")
-    hidden.mkdir()
-    try:
-        tokens = 0
+    tokens = 0
+    with new_folder(out) as folder:
         for path in arrays:
-            tokens += _import_array(path, hidden / f"{path.stem}.bin", tokenizer)
-        find_splits(hidden)
-        write_json(hidden / "meta.json", {"tokenizer": tokenizer.to_json()})
-        hidden.rename(out)
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
+            tokens += _import_array(path, folder / f"{path.stem}.bin", tokenizer)
+        find_splits(folder)
+        write_json(folder / "meta.json", {"tokenizer": tokenizer.to_json()})
     return f"{out}: {len(arrays)} files, {tokens} tokens ({tokenizer.kind}, {tokenizer.dtype})"
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from nanoray.base.atomic import json_mapping
 from nanoray.config import Config
 from nanoray.config.data import is_pattern
-from nanoray.data.dataset import PROGRESS, DatasetInfo, TokenFile, read_tokens
+from nanoray.data.dataset import DatasetInfo, TokenFile, read_tokens
 from nanoray.data.headers import DTYPES, Header, read_header
 from nanoray.data.splits import Splits, find_splits, match_splits
 from nanoray.data.tokenizer import Tokenizer, tokenizer_from_json
@@ -57,7 +57,6 @@ def inspect_folder(path: Path, config: Config) -> TokenFolder:
         raise DataError(
             f"val_fraction would be ignored: {path} is split already; drop val_fraction"
         )
-    _require_finished(path.parent if is_pattern(str(path)) else path)
     if is_pattern(str(path)):
         folder, splits = match_splits(str(path))
     else:
@@ -127,29 +126,10 @@ def open_folder(path: Path, config: Config) -> DatasetInfo:
 # What is said beside the files.
 
 
-def read_dtype(folder: Path) -> str | None:
-    """Return the dtype that meta.json states for bare numbers in a folder. Raises DataError."""
-    _require_finished(folder)
-    dtype: str | None = _read_meta(folder).get("dtype")
-    return dtype
-
-
 def tokenizer_of(folder: Path) -> Tokenizer | None:
     """Return the tokenizer that meta.json of a folder states. Raises DataError."""
     meta = _read_meta(folder)
     return tokenizer_from_json(meta["tokenizer"]) if "tokenizer" in meta else None
-
-
-def _require_finished(folder: Path) -> None:
-    """Raise DataError for a folder that `nanoray data` has begun to prepare.
-
-    Its shards have a header already, but not all are there, and nothing says whose tokens they are.
-    """
-    if (folder / PROGRESS).exists():
-        raise DataError(
-            f"{folder} is not finished; run the command of `nanoray data` that prepares it again: it "
-            "goes on"
-        )
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:

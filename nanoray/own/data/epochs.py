@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanoray.data.order import EpochOrder, mix
-from nanoray.data.stream import ShardStream
 from nanoray.errors import DataError
 
 Order = Callable[[int], Any]  # epoch -> the dataset's items in their order, which a slice reads
@@ -74,6 +73,4 @@ def order_of(dataset: Any, seed: int, shuffled: bool) -> Order:
     if not shuffled:
         in_order = range(len(dataset))
         return lambda epoch: in_order
-    if isinstance(dataset, ShardStream):
-        return dataset.order(seed).epoch
     return EpochOrder(len(dataset), mix(np.array([seed], np.uint64))).order

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from nanoray.data.seeding import generators_kept, seed_generators_for
-from nanoray.data.stream import ShardStream
 from nanoray.own.data.epochs import Sample
 
 Collate = Callable[[list[Any]], Any]
@@ -26,10 +25,8 @@ class Reader:
         self.dataset = dataset
         self._collate = collate
         self._seed = seed
-        # Data that lie in memory draw no random numbers, nor do records as they are in their files.
+        # Data that lie in memory draw no random numbers.
         plain = isinstance(dataset, (TensorDataset, list, tuple, np.ndarray, Tensor))
-        if isinstance(dataset, ShardStream):
-            plain = dataset.transform is None
         self._draws = not (plain and collate is default_collate)
 
     def __getitem__(self, samples: Sequence[Sample]) -> Any:

@@ -1,7 +1,7 @@
 """Read the data of a script in an order that can be resumed. There are three kinds.
 
 dataset       len() and []: sample k is number k mod N of a permutation that follows from
-              (seed, k // N), so one integer resumes it (epochs.py); a ShardStream has its own order
+              (seed, k // N), so one integer resumes it (epochs.py)
 DataLoader    torch's own around such a dataset, in order or shuffled: its batch_size, drop_last,
               collate_fn and worker processes are used, and the order is as above (reader.py)
 stream        everything else that yields batches: every rank reads it, and the batches are dealt to
@@ -27,7 +27,6 @@ from torch.utils.data import (
 
 from nanoray.config import Batch
 from nanoray.data.fallible import DataFailure, FallibleSamples
-from nanoray.data.stream import ShardStream
 from nanoray.data.tokens import evenly_spaced
 from nanoray.errors import DataError
 from nanoray.own.data.batch import (
@@ -237,11 +236,6 @@ class OwnData(FallibleSamples):
                 "all batches of a stream, and trains on its share of them; do not cut it by rank "
                 "(DistributedSampler, split_dataset_by_node, islice), and seed what it draws"
             )
-        if isinstance(self._train.reader.dataset, ShardStream):
-            raise DataError(
-                "the files of the train data's stream differ between the ranks; give every node "
-                "the same files, under the same names"
-            )
         raise DataError(
             "the train data have another length on some rank, so samples would be repeated and "
             "others left out; give every rank the same dataset"
@@ -271,10 +265,7 @@ class OwnData(FallibleSamples):
         """What the order of samples depends on beside the seed."""
         if isinstance(self._train, Stream):
             return {"kind": "stream"}
-        dataset = self._train.reader.dataset
-        if isinstance(dataset, ShardStream):
-            return dataset.identity()
-        return {"kind": "dataset", "samples": len(dataset)}
+        return {"kind": "dataset", "samples": len(self._train.reader.dataset)}
 
     def require_same_order(self, saved: Tensor) -> None:
         """Raise DataError where a checkpoint was saved with data whose order was another one."""
@@ -320,8 +311,6 @@ class Items:
         if not len(dataset):
             raise DataError(f"the {split} data are empty; give at least one sample")
         self.description = f"a dataset of {len(dataset)} samples"
-        if isinstance(dataset, ShardStream):
-            self.description = dataset.describe()
 
         # Validation data stay in their order: which samples are evaluated does not depend on the seed.
         shuffled = split == "train"
@@ -402,8 +391,6 @@ def source_of(data: Any, split: str, seed: int = 0) -> Items | Stream:
 
 def is_dataset(data: Any) -> bool:
     """Whether data have samples by number. torch's IterableDataset has [], which raises."""
-    if isinstance(data, ShardStream):
-        return True
     if isinstance(data, (DataLoader, IterableDataset)):
         return False
     return hasattr(data, "__getitem__") and hasattr(data, "__len__")
@@ -414,8 +401,6 @@ def is_plain_loader(data: Any) -> bool:
     # Without a batch_size the script gives the batches, by a batch_sampler or by the dataset.
     if type(data) is not DataLoader or data.batch_size is None:
         return False
-    if isinstance(data.dataset, ShardStream):
-        return True
     if not is_dataset(data.dataset):
         return False
     sampler: Any = data.sampler
