@@ -4,7 +4,6 @@ backward.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -299,49 +298,6 @@ def test_a_rotary_model_has_no_position_embedding_and_knows_positions() -> None:
     assert ModelShape(**shape.to_dict()) == shape  # type: ignore[arg-type]
 
 
-def test_cudnn_takes_no_other_kernel_but_with_a_cache() -> None:
-    """On a CPU there is none of cuDNN: training fails, and a sample is drawn as without."""
-    with pytest.raises(RuntimeError, match="No viable backend"):
-        learned(made(Kernels("cudnn")))
-    samples = [
-        generate(made(kernels), tokens(), 20, temperature=0)
-        for kernels in (Kernels("cudnn"), Kernels())
-    ]
-    assert torch.equal(*samples)
-
-
-def test_graphs_reuse_memory_when_nobody_needs_the_gradients_any_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Not between the micro batches of a step: there the gradients of the first wait in the memory
-    of its graphs.
-    """
-    begun, modes = list[int](), list[Any]()
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, **settings: modes.append(settings["mode"])
-    )
-    # The loss is no layer. Compiled, it would need a folder without a space.
-    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)
-    model = made()
-    compile_layers(model, make_config({"global_batch_size": 12, "compile": "cuda_graphs"}))
-    assert modes == ["reduce-overhead"] * 2
-    for step in range(2):
-        for micro in range(3):
-            model(tokens(), tokens(seed=micro)).backward()
-        assert len(begun) == step + 1
-        for p in model.parameters():
-            p.grad = None
-    with torch.no_grad():
-        for batch in range(2):
-            model(tokens(), tokens(seed=batch))
-    assert len(begun) == 4
-    compile_layers(other := made(), make_config({"global_batch_size": 12, "compile": True}))
-    other(tokens(), tokens())
-    assert modes[2:] == [None] * 2
-    assert len(begun) == 4
-
-
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
@@ -406,93 +362,6 @@ def test_options_reach_the_model() -> None:
     other = load_config(preset="tiny", overrides={"attention": "flash"})
     assert recipe_of(other) == recipe_of(load_config(preset="tiny")), "the same experiment"
     assert recipe_of(config) != recipe_of(other), "other positions make another one"
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"loss_chunk": 8, "tp": 2}, "loss_chunk = 8 would be ignored: tp = 2 cuts the logits"),
-        (
-            {"loss_chunk": 8, "precision": "fp16"},
-            "loss_chunk = 8 with precision = fp16: its gradients are computed",
-        ),
-        (
-            {"loss_chunk": 8, "precision": "bf16_pure"},
-            "loss_chunk = 8 with precision = bf16_pure: its gradients",
-        ),
-        (
-            {"attention": "cudnn", "device": "cpu"},
-            "attention = cudnn with device = cpu: cuDNN's kernel needs a GPU",
-        ),
-        (
-            {"attention": "cudnn", "precision": "tf32"},
-            "cudnn with precision = tf32: cuDNN's kernel computes in 16 bits",
-        ),
-        (
-            {"compile": "cuda_graphs", "device": "cpu"},
-            "compile = cuda_graphs with device = cpu: a CPU has no kernels",
-        ),
-        (
-            {"compile": "cuda_graphs", "dp_mode": "zero1"},
-            "compile = cuda_graphs with dp_mode = zero1: it keeps",
-        ),
-        (
-            {"compile": "cuda_graphs", "tp": 2},
-            "compile = cuda_graphs with tp = 2: its ranks exchange activations",
-        ),
-        (
-            {"compile": "cuda_graphs", "pp": 2},
-            "compile = cuda_graphs with pp = 2: several micro batches",
-        ),
-        (
-            {"compile": "cuda_graphs", "experts": 4},
-            "compile = cuda_graphs with experts = 4: how many tokens",
-        ),
-        (
-            {"compile": "cuda_graphs", "model": "resnet", "sync_batchnorm": True},
-            "compile = cuda_graphs with sync_batchnorm = True: its ranks exchange statistics",
-        ),
-        (
-            {"compile": "cuda_graphs", "audit_every": 5},
-            "compile = cuda_graphs with audit_every = 5: gradients of",
-        ),
-        ({"muon_lr": 0.1}, "muon_lr = 0.1 would be ignored: optimizer = adamw; use optimizer muon"),
-        ({"optimizer": "muon", "tp": 2}, "optimizer = muon with tp = 2: it needs whole matrices"),
-        ({"optimizer": "muon", "pp": 2}, "optimizer = muon with pp = 2: it needs whole matrices"),
-        (
-            {"optimizer": "muon", "dp_mode": "zero1"},
-            "with dp_mode = zero1: it needs whole matrices; use dp_mode ddp or",
-        ),
-        ({"optimizer": "muon", "dp_mode": "fsdp"}, "with dp_mode = fsdp: it needs whole matrices"),
-        (
-            {"optimizer": "muon", "experts": 4},
-            "optimizer = muon with experts = 4: it is for models without experts",
-        ),
-        (
-            {"optimizer": "muon", "model": "resnet"},
-            "optimizer = muon with model = resnet: it is for the matrices of a gpt",
-        ),
-        (
-            {"model": "resnet", "attention": "plain"},
-            "attention = plain would be ignored: model = resnet",
-        ),
-        (
-            {"model": "resnet", "positions": "rotary"},
-            "positions = rotary would be ignored: model = resnet",
-        ),
-        ({"model": "resnet", "loss_chunk": 9}, "loss_chunk = 9 would be ignored: model = resnet"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        make_config({"global_batch_size": 12} | values)
-
-
-def test_a_head_of_odd_size_does_not_turn() -> None:
-    with pytest.raises(
-        ConfigError, match=re.escape("a head has n_embd/n_head = 12/4 = 3; use another n_head")
-    ):
-        ModelShape(1, 4, 12, 8, False, 65, rotary=True)
 
 
 @pytest.mark.parametrize("kernels", [PLAIN, Kernels(loss_chunk=64)], ids=["plain", "chunked"])

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoray.checkpoint.find import check_shape
-from nanoray.checkpoint.run import recovers_in_place
-from nanoray.config import load_config, make_config, resolve_batch
+from nanoray.config import make_config, resolve_batch
 from nanoray.data.prepare import prepare
-from nanoray.errors import CheckpointError, ConfigError
+from nanoray.errors import CheckpointError
 from nanoray.forecast.dry_run import dry_run_lines, talk_lines
 from nanoray.forecast.memory import Sizes, model_memory
 from nanoray.mesh.axis import Axis
@@ -236,16 +235,6 @@ def test_sampling_with_cached_keys_reads_as_without() -> None:
     assert generate(model, idx[:, :2], 12).shape == (3, 14)
 
 
-def test_a_dense_model_is_as_it_was() -> None:
-    assert "experts" not in ModelShape(2, 4, 20, 8, True, 65).to_dict()
-    assert ModelShape(**SHAPE.to_dict()) == SHAPE  # type: ignore[arg-type]
-    assert not [
-        name
-        for name, _ in GPT(ModelShape(2, 4, 20, 8, True, 65)).named_parameters()
-        if "router" in name
-    ]
-
-
 def test_a_checkpoint_of_another_mixture_is_refused() -> None:
     def state(shape: ModelShape) -> StateDict:
         return StateDict(
@@ -423,66 +412,6 @@ def test_memory_and_dry_run(text: Path, tmp_path: Path) -> None:
     (model,) = [line for line in lines if line.startswith("model ")]
     assert f" {total:,} parameters, {active:,} active: 2 of 4 experts a token, " in model
     assert f"parameters {4 * (rest + experts // 2) / 2**20:.1f}" in "".join(lines)
-
-
-def test_what_cannot_be_is_refused() -> None:
-    def refused(match: str, **values: Any) -> None:
-        with pytest.raises(ConfigError, match=match):
-            make_config({"micro_batch_size": 1, **values})
-
-    by_hand = {"dp_mode": "zero1"}
-    refused(r"ep = 2 would be ignored: experts = 0", ep=2)
-    refused(r"z_loss = 0.5 would be ignored: experts = 0", z_loss=0.5)
-    refused(r"experts_per_token = 5 is above experts = 4", experts=4, experts_per_token=5)
-    refused(r"ep = 3 does not divide experts = 4; use an ep of 1, 2, 4", experts=4, ep=3, **by_hand)
-    refused(
-        r"ep = 2 with dp_mode = ddp: .* use dp_mode ddp_by_hand, zero1 or zero2",
-        experts=4,
-        ep=2,
-    )
-    refused(r"ep = 2 with dp_mode = fsdp", experts=4, ep=2, dp_mode="fsdp")
-    refused(
-        r"tp = 4 must divide n_head = 4, .*, but it does not divide expert_hidden = 6; use a tp of "
-        r"1, 2",
-        **{"experts": 4, "tp": 4, "n_head": 4, "n_embd": 64, "expert_hidden": 6},
-    )
-    refused(r"dp_mode = fsdp with pp = 2", experts=4, pp=2, dp_mode="fsdp", n_layer=4)
-    refused(
-        r"scaling = nanochat with experts = 4: its rules are for models without experts",
-        experts=4,
-        scaling="nanochat",
-    )
-    refused(r"experts = 4 would be ignored: model = resnet", experts=4, model="resnet")
-    config = make_config({"micro_batch_size": 1, "experts": 4, "ep": 2, **by_hand})
-    with pytest.raises(
-        ConfigError, match=r"ep = 2 does not divide dp = 3; choose a divisor of dp for ep"
-    ):
-        Layout.of(config, 3)
-    config = make_config(
-        {"micro_batch_size": 1, "experts": 4, "ep": 2, "tp": 2, "pp": 2, "n_layer": 4, **by_hand}
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"ep = 2 does not divide dp = 3 of dp\*tp\*pp = 3\*2\*2 = 12 ranks; choose",
-    ):
-        Layout.of(config, 12)
-    with pytest.raises(
-        ConfigError, match=r"ranks = dp\*tp\*pp, but tp\*pp = 2\*2 = 4 does not divide 6 rank"
-    ):
-        Layout.of(config, 6)
-    axis = Axis("ep", (0, 1, 2), 0, None, Mesh(0, 3, 0, torch.device("cpu"), "none", "test"))
-    with pytest.raises(ConfigError, match="ep = 3 does not divide experts = 4"):
-        ep.cut(gpt(), axis)
-    with pytest.raises(ConfigError, match="ep = 3 cuts experts, but the model has none"):
-        ep.cut(nn.Linear(2, 2), axis)
-    assert not recovers_in_place(config, "gloo", 4), "a lost rank's experts may be nowhere else"
-
-
-def test_the_preset_takes_the_flops_of_the_dense_one() -> None:
-    shape, dense = (
-        ModelShape.of(load_config(preset=name), 65) for name in ("moe-tiny", "shakespeare-cpu")
-    )
-    assert flops_per_token(shape) == pytest.approx(flops_per_token(dense), rel=0.01)
 
 
 # Metrics and the picture.

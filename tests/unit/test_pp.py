@@ -269,14 +269,6 @@ def test_activations_in_flight_are_bounded() -> None:
                 )
 
 
-def test_a_timetable_is_drawn() -> None:
-    assert drawing(timetable("1f1b", 2, 3)) == [
-        "F0 F1  · B0 F2 B1  · B2",
-        " · F0 B0 F1 B1 F2 B2  ·",
-    ]
-    assert "F1'" in drawing(timetable("interleaved", 2, 2, 2))[0]
-
-
 def test_without_a_pipeline_forward_and_backward_take_turns() -> None:
     mesh = Mesh(0, 1, 0, torch.device("cpu"), "none", "test")
     model = torch.nn.Linear(3, 1, bias=False)
@@ -302,17 +294,6 @@ def test_without_a_pipeline_forward_and_backward_take_turns() -> None:
     mean = (batches[0][0].mean(0) + batches[1][0].mean(0)) / 2
     assert model.weight.grad is not None
     torch.testing.assert_close(model.weight.grad[0], mean)
-
-
-def test_what_has_no_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 micro batches are no groups of 2"):
-        turns("interleaved", 2, 0, 3, 2)
-    with pytest.raises(ValueError, match="no schedule 1f1b with 2 chunks"):
-        turns("1f1b", 2, 0, 3, 2)
-    with pytest.raises(ValueError, match="no schedule zero_bubble with 2 chunks"):
-        turns("zero_bubble", 2, 0, 4, 2)
-    with pytest.raises(ValueError, match="no schedule zigzag"):
-        turns("zigzag", 2, 0, 3)
 
 
 def stages(pp: int, chunks: int = 1, shape: ModelShape = SHAPE) -> list[Stage]:
@@ -529,58 +510,7 @@ def test_what_is_really_kept_for_backward_is_what_the_formula_says() -> None:
             )
 
 
-def test_what_cannot_be_a_pipeline_is_refused(text: Path, tmp_path: Path) -> None:
-    def refused(match: str, **values: Any) -> None:
-        with pytest.raises(ConfigError, match=match):
-            make_config({"micro_batch_size": 1, **values})
-
-    refused(r"pp = 3 does not divide n_layer = 4; use n_layer 3, or another pp", pp=3)
-    refused(
-        r"pp \* chunks = 2\*3 = 6 does not divide n_layer = 4; use n_layer 6",
-        pp=2,
-        pp_schedule="interleaved",
-        pp_chunks=3,
-    )
-    refused(r"pp = 2 with model = resnet: .* drop pp", pp=2, model="resnet")
-    refused(r"pp = 2 with model = own: it splits", pp=2, model="own")
-    refused(r"allreduce = ring with pp = 2: it sums over all ranks", pp=2, allreduce="ring")
-    refused(r"dp_mode = fsdp with pp = 2: each turn", pp=2, dp_mode="fsdp")
-    halves = {"pp": 2, "pp_schedule": "zero_bubble"}
-    refused(
-        r"pp_schedule = zero_bubble with compile = True: a compiled block .* use pp_schedule 1f1b",
-        compile=True,
-        **halves,
-    )
-    refused(
-        r"zero_bubble with activation_checkpointing = block: each half",
-        activation_checkpointing="block",
-        **halves,
-    )
-    refused(
-        r"zero_bubble with dp_mode = zero2: it sums after each backward", dp_mode="zero2", **halves
-    )
-    refused(r"pp_schedule = gpipe would be ignored: pp = 1", pp_schedule="gpipe")
-    refused(r"pp_chunks = 2 would be ignored: pp_schedule = 1f1b", pp=2, pp_chunks=2)
-    refused(
-        r"pp_chunks = 1 with pp_schedule = interleaved: .* the schedule 1f1b",
-        pp=2,
-        pp_schedule="interleaved",
-        pp_chunks=1,
-    )
-    groups = r"groups of pp = 2, but a step has 3; set grad_accum_steps 4, or use pp_schedule 1f1b"
-    refused(groups, pp=2, pp_schedule="interleaved", grad_accum_steps=3)
-    config = make_config(
-        {
-            "global_batch_size": 6,
-            "micro_batch_size": 2,
-            "pp": 2,
-            "pp_schedule": "interleaved",
-            "dataset": str(text),
-        }
-    )
-    config = config.model_copy(update={"data_dir": str(tmp_path)})
-    with pytest.raises(ConfigError, match=groups):
-        plan(Loaded(config, frozenset(), False), 2, prepare(config))
+def test_ranks_that_the_axes_do_not_divide_are_refused() -> None:
     for ranks in (1, 3):
         with pytest.raises(
             ConfigError, match=rf"ranks = dp\*pp, but pp = 2 does not divide {ranks} rank"
@@ -592,14 +522,7 @@ def test_what_cannot_be_a_pipeline_is_refused(text: Path, tmp_path: Path) -> Non
         match=r"ranks = dp\*tp\*pp, but tp\*pp = 2\*2 = 4 does not divide 6 rank\(s\); use 8",
     ):
         Layout.of(both, 6)
-    with pytest.raises(
-        ConfigError,
-        match=r"dp_mode = ddp with pp = 2 and dp = 2: torch's DDP expects the backward of",
-    ):
-        Layout.of(make_config({"micro_batch_size": 1, "pp": 2}), 4)
     assert Layout.of(both, 4) == Layout(dp=1, tp=2, pp=2)
-    with pytest.raises(ConfigError, match=r"pp = 2 splits a gpt, but the model is a Linear"):
-        split(torch.nn.Linear(2, 2), 0, 2)
 
 
 def test_a_lost_rank_of_a_pipeline_means_a_restart() -> None:
