@@ -22,10 +22,6 @@ def connect(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
 
 
-def test_without_a_connection_there_is_no_address() -> None:
-    assert caller_address(load_config(preset="tiny")) == ""
-
-
 def test_ray_client_and_local_mode_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(preset="tiny")
     connect(monkeypatch, "127.0.0.1:6379")

@@ -16,7 +16,7 @@ from nanoray.forecast import scale
 from nanoray.forecast.dry_run import dry_run_lines
 from nanoray.forecast.memory import RankSizes
 from nanoray.forecast.owners import rank_model
-from nanoray.forecast.rank_memory import MOST_STAGES, rank_sizes
+from nanoray.forecast.rank_memory import rank_sizes
 from nanoray.forecast.scale import known_dataset
 from nanoray.mesh.layout import Coords, Layout
 from nanoray.models.gpt import ModelShape
@@ -159,21 +159,3 @@ def test_both_say_what_groups_of_replicas_send() -> None:
     assert "MiB per rank, zero1 in 2 groups at fp32" in "\n".join(workers)
     alone, _ = both_ways(dp_mode="zero1")
     assert not [line for line in alone if line.startswith("links ")]
-
-
-def test_devices_that_are_not_named_are_those_of_this_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for gpus, precision in ([], "fp32"), ([object()], "bf16"):
-        monkeypatch.setattr("nanoray.forecast.rank_memory.discover_gpus", lambda gpus=gpus: gpus)
-        workers, world_size = both_ways(device="auto", dp_mode="zero1")
-        assert workers == world_size
-        assert f"zero1 at {precision} (auto" in workers[-1]
-
-
-def test_of_many_stages_both_show_the_one_that_needs_most() -> None:
-    stages = 2 * MOST_STAGES
-    workers, world_size = both_ways(stages, n_layer=stages, pp=stages, global_batch_size=128)
-    assert workers == world_size
-    (memory,) = [line for line in workers if line.startswith("memory ")]
-    assert f"stage 0 of {stages}, which needs most: " in memory

@@ -94,39 +94,6 @@ def test_the_stub_of_a_function_has_the_signature_of_its_package(name: str) -> N
     assert ast.get_docstring(stub) == inspect.getdoc(type(package).__call__)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'nanoray' has no attribute 'RuntimeEngin'"):
-        nanoray.RuntimeEngin  # type: ignore[attr-defined]  # noqa: B018
-    assert not hasattr(nanoray, "torch")
-
-
-def public_members(name: str) -> set[str]:
-    """The members of a class that a user sees: its own methods, properties and attributes."""
-    kind = getattr(nanoray, name)
-    found: set[str] = set()
-    for base in kind.__mro__:
-        if base.__module__.startswith("nanoray.") and base.__name__ not in ("Keys", "Group"):
-            found |= {*vars(base), *inspect.get_annotations(base)}
-    if name == "Config":  # the keys have texts of their own
-        found = {"to_json"}
-    return {member for member in found if not member.startswith("_")}
-
-
-@pytest.mark.parametrize("name", sorted(API.PUBLIC))
-def test_every_public_member_has_a_docstring_and_a_place(name: str) -> None:
-    kind = getattr(nanoray, name)
-    listed = {*API.PUBLIC[name], *API.INTERNAL.get(name, ())} - {"__init__"}
-    inherited = set()
-    if issubclass(kind, nanoray.Callback) and name != "Callback":
-        inherited = set(API.PUBLIC["Callback"])
-    assert public_members(name) - inherited == listed
-    documented = API.attribute_docs(kind)
-    for member in (*listed, *(["__init__"] if "__init__" in API.PUBLIC[name] else [])):
-        value = inspect.getattr_static(kind, member, None)
-        text = documented.get(member, ("", getattr(value, "__doc__", "")))[1]
-        assert text, f"{name}.{member} has no docstring"
-
-
 def test_the_page_is_up_to_date() -> None:
     written = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     assert written == API.render() + "\n", "run: make docs"
@@ -199,13 +166,6 @@ def test_a_checker_accepts_the_examples_and_finds_the_mistakes_of_a_script(tmp_p
     assert found == expected, done.stdout + done.stderr
 
 
-def test_the_configuration_checks_the_examples_as_strictly_as_the_script() -> None:
-    """A new example is in the list of pyproject.toml, or its mistakes are overlooked."""
-    strict = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("mypy --strict")[2]
-    with_types = {path.stem for path in EXAMPLES if "import nanoray\n" in path.read_text("utf-8")}
-    assert with_types <= set(re.findall(r'"(\w+)"', strict.splitlines()[2]))
-
-
 # What the library says, and who receives it.
 
 
@@ -233,48 +193,6 @@ def test_what_a_run_says_goes_through_say() -> None:
         if prints:
             found[path.relative_to(package).as_posix()] = len(prints)
     assert found == PRINTS
-
-
-ROUTES = """
-import logging
-
-from nanoray.base.output import say
-
-
-class Kept(logging.Handler):
-    def emit(self, record):
-        print(f"{record.levelname} {record.getMessage()}")
-
-
-INFO, ERROR, ANY = logging.INFO, logging.ERROR, logging.NOTSET
-for name, level, least in (
-    ("nanoray", INFO, ANY),
-    ("nanoray", ANY, ANY),  # the root's level counts, which is WARNING
-    ("nanoray", INFO, ERROR),
-    ("nanoray.steps", INFO, ANY),
-    ("", INFO, ANY),
-):
-    handler = Kept(least)
-    logging.getLogger(name).addHandler(handler)
-    before = logging.getLogger(name).level
-    logging.getLogger(name).setLevel(level)
-    print(f"- {name}")
-    say("\\nnote  a")
-    say("warning  b")
-    say("step 1", "nanoray.steps", {"step": 1})
-    logging.getLogger(name).removeHandler(handler)
-    logging.getLogger(name).setLevel(before)
-"""
-
-
-def test_a_line_goes_to_the_program_s_handlers_if_they_take_it_else_to_the_console() -> None:
-    assert run_python(ROUTES).splitlines() == [
-        *("- nanoray", "INFO note  a", "WARNING warning  b", "INFO step 1"),
-        *("- nanoray", "", "note  a", "WARNING warning  b", "step 1"),
-        *("- nanoray", "", "note  a", "warning  b", "step 1"),
-        *("- nanoray.steps", "", "note  a", "warning  b", "INFO step 1"),
-        *("- ", "INFO note  a", "WARNING warning  b", "INFO step 1"),
-    ]
 
 
 PROGRAM = """

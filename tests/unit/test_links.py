@@ -92,14 +92,6 @@ def test_a_bad_link_between_good_hosts_is_named_as_that(kind: str) -> None:
     assert said == [f"straggler  {name}: {how}; seen in 6 of the last 6 records"]
 
 
-def test_one_direction_is_enough_for_loss() -> None:
-    window = table(3)
-    for other in (0, 1):
-        window[other, 2] = GOOD._replace(resent=10)
-    (line,) = lines(THREE, [window] * 8)
-    assert line.startswith("straggler  the link of gamma (rank 2): 5.0 % of its packets")
-
-
 def test_two_hosts_have_one_link_whose_loss_alone_is_named() -> None:
     two = THREE[:2]
     assert lines(two, [table(2, _01=SLOW["far"][0])] * 20) == []
@@ -122,24 +114,3 @@ def test_a_thousand_windows_of_noise_name_nothing() -> None:
 
     windows = [{pair: noisy() for pair in table(3)} for _ in range(1000)]
     assert lines(THREE, windows) == []
-
-
-def test_a_few_bad_windows_are_no_slow_link() -> None:
-    slow = table(3, _02=SLOW["far"][0], _12=SLOW["far"][0])
-    assert lines(THREE, ([slow] * 5 + [table(3)] * 5) * 5) == []
-
-
-def test_windows_in_which_little_was_sent_say_nothing() -> None:
-    few = Segments(rtt_us=500, bytes_per_s=1e3, resent=5, sent=10)
-    watch = LinkWatch(THREE)
-    for _ in range(10):
-        metrics, messages = watch.add(table(3, _02=few, _12=few))
-        assert messages == []
-    assert metrics == {"link/rtt_ms": 0.5, "link/resent": 0.0, "link/rate_gbps": 0.1}
-    assert watch.add({}) == ({}, [])
-
-
-def test_the_metrics_are_those_of_the_worst_link() -> None:
-    window = table(3, _01=Segments(3000, 50e6, 2, 200), _02=Segments(500, 100e6, 8, 200))
-    metrics, _ = LinkWatch(THREE).add(window)
-    assert metrics == {"link/rtt_ms": 3.0, "link/resent": 4.0, "link/rate_gbps": 0.05}

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from nanoray.checkpoint.run import new_folder, require_short_names
 from nanoray.config import load_config, make_config
 from nanoray.config.run import LONGEST_NAME, name_of_file
 from nanoray.errors import ConfigError
-from nanoray.launch.own import launch_own
 from nanoray.own.settings import DEFAULTS
-
-
-def test_the_longest_name_makes_a_folder_also_in_a_busy_second(tmp_path: Path) -> None:
-    config = make_config({**DEFAULTS, "name": "n" * LONGEST_NAME, "out_dir": str(tmp_path)})
-    require_short_names(config)
-    names = [new_folder(tmp_path, config.name).name for _ in range(3)]
-    assert len(set(names)) == 3
-    assert max(len(name) for name in names) <= LONGEST_NAME + len("2026-11-21_101500__999")
-    with pytest.raises(ConfigError, match=f"should have at most {LONGEST_NAME} characters"):
-        make_config({**DEFAULTS, "name": "n" * (LONGEST_NAME + 1)})
 
 
 @pytest.mark.parametrize(
@@ -50,38 +37,3 @@ def test_a_run_gets_a_name_from_any_name_of_a_file(tmp_path: Path, file: str, na
     (tmp_path / file).write_text("max_steps: 7\n")
     config = load_config(str(tmp_path / file), "tiny")
     assert (config.name, config.max_steps) == (name, 7)
-
-
-def test_a_file_system_with_shorter_names_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Encrypted ones take 143 bytes. The folder need not be there yet."""
-    limits = {"PC_NAME_MAX": 143, "PC_PATH_MAX": 4096}
-    monkeypatch.setattr(os, "pathconf", lambda path, name: limits[name])
-    out_dir = tmp_path / "a" / "b"
-    fits = {**DEFAULTS, "name": "n" * 121, "out_dir": str(out_dir)}
-    require_short_names(make_config(fits))
-    with pytest.raises(ConfigError, match=r"a name of 144 bytes.*takes 143; shorten --name by 1,"):
-        require_short_names(make_config({**fits, "name": "n" * 122}))
-    # Bytes, not characters
-    umlauts = {**fits, "out_dir": str(tmp_path / ("ü" * 72))}
-    with pytest.raises(ConfigError, match=r"has 144 bytes, and the file system of .* takes 143"):
-        require_short_names(make_config(umlauts))
-    limits["PC_PATH_MAX"] = 300
-    with pytest.raises(ConfigError, match="the system takes 300; give a shorter --out_dir or"):
-        require_short_names(make_config(fits))
-    limits["PC_PATH_MAX"] = limits["PC_NAME_MAX"] = -1  # without a limit
-    require_short_names(make_config({**fits, "name": "n" * 200}))
-
-
-def test_a_command_asks_before_it_makes_anything(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also a dry run."""
-    out_dir = tmp_path / "runs" / ("ü" * 200)
-    for settings in ({}, {"dry_run": True}):
-        values = {"workers": 1, "out_dir": str(out_dir), **settings}
-        assert launch_own(lambda run: None, values, ray=False) == 2
-        assert launch_own(lambda run: None, values) == 2
-        assert capsys.readouterr().err.count("has 400 bytes") == 2
-    assert not (tmp_path / "runs").exists()

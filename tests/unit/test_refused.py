@@ -17,19 +17,6 @@ from nanoray.checkpoint.folder import discard_refused
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config import make_config
 from nanoray.data.dataset import own_data
-from nanoray.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DataFailed,
-    NanorayError,
-    PlacementError,
-    RankDiffers,
-    RendezvousError,
-    StateLost,
-    TrainingDiverged,
-    WorkerFailed,
-)
 from nanoray.faults.progress import ProgressFile
 from nanoray.launch.own import launch_own
 from nanoray.own.settings import DEFAULTS
@@ -109,15 +96,6 @@ def test_a_folder_of_an_earlier_command_stays(tmp_path: Path) -> None:
     assert spec.folder.is_dir()
 
 
-def test_which_errors_are_refusals() -> None:
-    """Of the others, the logs of the ranks have more than the message."""
-    for kind in (ConfigError, DataError, CheckpointError, PlacementError, RankDiffers):
-        assert kind.refuses, kind
-    for other in (NanorayError, RendezvousError, TrainingDiverged, DataFailed, StateLost):
-        assert not other.refuses, other
-    assert not WorkerFailed.refuses
-
-
 # ---- scripts -------------------------------------------------------------------------------------
 
 
@@ -138,11 +116,6 @@ def few_samples(run: nanoray.Run) -> None:
     engine(run, nn.Linear(3, 1)).fit(samples(0))
 
 
-def refused_by_the_trial(run: nanoray.Run) -> None:
-    """Its model takes other samples; what watches the run has opened its files by then."""
-    engine(run, nn.Linear(5, 1)).fit(samples())
-
-
 def refused_with_a_file(run: nanoray.Run) -> None:
     (run.folder / "mine.json").write_text("{}")
     few_samples(run)
@@ -158,22 +131,12 @@ def runs_after(tmp_path: Path, main: Callable[[Any], None], **settings: Any) -> 
     return list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.parametrize("main", [untrained, few_samples, refused_by_the_trial])
+@pytest.mark.parametrize("main", [untrained, few_samples])
 def test_a_script_that_is_refused_leaves_no_folder(
     tmp_path: Path, main: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert runs_after(tmp_path, main) == []
     assert capsys.readouterr().err.startswith("error: ")
-
-
-def test_nor_does_one_that_its_upload_follows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The end does not wait for what is not sent, and says nothing about it."""
-    url = f"file://{tmp_path}/there"
-    assert runs_after(tmp_path, few_samples, upload=url) == []
-    said = capsys.readouterr()
-    assert "upload" not in said.out + said.err
 
 
 def test_a_file_of_the_script_and_a_defect_of_it_stay(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import nanoray
 from nanoray.data.headers import llmc_header
-from nanoray.data.line_index import FOLDER, find_starts, starts_of
+from nanoray.data.line_index import FOLDER, starts_of
 from nanoray.data.stream import ShardOrder, ShardStream
 from nanoray.errors import DataError
 from nanoray.own.data.source import OwnData
@@ -55,16 +54,6 @@ def test_an_epoch_has_each_sample_once_and_any_part_of_it_is_the_same(
     ends = np.cumsum(counts).tolist()
     jumps = [a for a, b in itertools.pairwise(in_sequence) if b != a + 1]
     assert {record + 1 for record in jumps} <= set(ends), "a shard is read to its end"
-
-
-def test_epochs_and_seeds_have_other_orders() -> None:
-    orders = set()
-    for seed in range(3):
-        for epoch in range(3):
-            orders.add(tuple(ShardOrder([5] * 6, seed, 8).epoch(epoch)[0:30]))
-    assert len(orders) == 9
-    firsts = {ShardOrder([1] * 50, seed, 1).epoch(0)[0:1].item() for seed in range(200)}
-    assert len(firsts) > 40, "each shard comes first for some seed"
 
 
 # Kinds of files: (write records 0 ... n - 1, read the number of a record).
@@ -135,37 +124,6 @@ def test_tokens_are_pairs_without_a_transform(tmp_path: Path) -> None:
 # The index of lines.
 
 
-def test_a_record_is_a_line_that_is_not_blank(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    texts = {
-        b"": [],
-        b"\n\n": [],
-        b"a": ["a"],
-        b"a\n": ["a"],
-        b"\xef\xbb\xbfa\r\nb\r\n": ["a", "b"],
-        b"\n \t \n  a\n\n\r\nb c\n  ": ["  a", "b c"],
-        "é\u2028ü\n\x0b\nx".encode(): ["é\u2028ü", "x"],
-    }
-    for text, records in texts.items():
-        path.write_bytes(text)
-        os.utime(path, ns=(len(text), len(text)))
-        assert list(ShardStream(path)) == records, text
-
-
-def test_lines_across_the_chunks_of_the_index_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "a.txt"
-    text = "".join("x" * (i % 7) + "\n" for i in range(40)) + "   \nend"
-    path.write_text(text)
-    whole = find_starts(path)
-    for chunk in (1, 2, 5, 16):
-        monkeypatch.setattr("nanoray.data.line_index._CHUNK", chunk)
-        assert find_starts(path).tolist() == whole.tolist()
-    lines = text.split("\n")
-    assert len(whole) == sum(1 for line in lines if line.strip())
-
-
 def test_an_index_is_written_once_and_made_anew_for_another_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,22 +151,6 @@ def test_an_index_is_written_once_and_made_anew_for_another_file(
     assert len(starts_of(path)) == 2
 
 
-def test_an_index_that_cannot_stand_beside_the_file_is_in_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    write_jsonl(data / "a.jsonl", [1, 2, 3])
-    (data / FOLDER).write_text("no folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert len(ShardStream(data / "a.jsonl")) == 3
-    assert len(list((tmp_path / "cache").rglob("a.jsonl.npy"))) == 1
-    # Nowhere at all: in memory.
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert len(ShardStream(data / "a.jsonl")) == 3
-
-
 # What is refused.
 
 
@@ -230,26 +172,12 @@ def make_wrong_files(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "no file": ("x.jsonl", {}, "no file .*x.jsonl; check the path"),
-    "no match": ("x*.jsonl", {}, r"no file .*x\*.jsonl; check the path"),
     "an empty folder": ("empty", {}, "the folder .*empty has no file that ends in .jsonl"),
-    "two splits": (
-        "splits",
-        {"block_size": 4},
-        r"has train_000000.bin and val_000000.bin, .*; name one of them by a pattern, such as .*train",
-    ),
-    "no files": ([], {}, "no files are named; name files"),
     "twice": (["a.jsonl", "*a.jsonl"], {}, "a.jsonl is named twice, so its samples"),
     "two kinds": (["a.jsonl", "a.txt"], {}, "files of one kind, but .* is jsonl and .* is text"),
-    "compressed": ("a.jsonl.gz", {}, "a.jsonl.gz is compressed, .*; unpack it, or prepare"),
     "unknown": ("a.csv", {}, "a.csv has no known ending .*; say what it is with kind="),
-    "wrong kind": ("a.txt", {"kind": "csv"}, "kind = 'csv' is none of auto, jsonl"),
     "utf-16": ("utf16.txt", {}, r"utf16.txt is not UTF-8 text \(NUL byte at offset 3\)"),
     "cut tokens": ("cut.bin", {"block_size": 4}, "cut.bin has 1040 bytes, but its header"),
-    "no block_size": ("a.bin", {}, "files of tokens need block_size, the tokens of a sample"),
-    "block_size of text": ("a.txt", {"block_size": 4}, "block_size = 4 would be ignored: the"),
-    "window 0": ("a.txt", {"window": 0}, "window = 0 is no number above 0"),
-    "an idle window": ("a.txt", {"window": 9, "shuffle": False}, "window = 9 would be ignored"),
 }
 
 

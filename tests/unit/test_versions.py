@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 
-from nanoray.launch import ray_compat
 from tests.harness.parsing import parse
-from tests.harness.versions import MINORS, PAIRS, load, pinned, pins
+from tests.harness.versions import MINORS, PAIRS, load, pinned
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPATIBILITY = {"nanoray/base/compat.py", "nanoray/launch/ray_compat.py"}
@@ -78,21 +76,6 @@ def test_private_names_of_torch_and_ray_stand_in_two_files() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import torch._dynamo",
-        "from torch.utils._pytree import tree_map",
-        "from torch.distributed.distributed_c10d import _world",
-        "torch._foreach_mul_(grads, 2)",
-        "storage._cdata",
-        "ray._private.worker",
-    ],
-)
-def test_a_private_name_is_found(line: str) -> None:
-    assert list(private_names_of_others(parse(line)))
-
-
 def declared() -> dict[str, Requirement]:
     """The dependencies of pyproject.toml, by name."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -113,17 +96,3 @@ def test_the_pythons_that_are_claimed_are_those_that_can_be_tested() -> None:
     ((lowest, above),) = re.findall(r'^requires-python = ">=3\.(\d+),<3\.(\d+)"', text, re.M)
     assert [*MINORS] == [*range(int(lowest), int(above))]
     assert {int(record["python"].split(".")[1]) for record in load()} == {*MINORS}
-
-
-@pytest.mark.parametrize(
-    ("version", "has"), [("2.50.0", False), ("2.51.2", False), ("2.52.0", True), ("3.0.0rc1", True)]
-)
-def test_rays_that_can_ask_for_a_token(version: str, has: bool) -> None:
-    assert ray_compat.has_tokens(version) == has
-
-
-@pytest.mark.parametrize("name", ["torch", "ray"])
-def test_a_range_of_versions_is_declared_and_one_of_them_is_pinned(name: str) -> None:
-    specifier = declared()[name].specifier
-    assert {part.operator for part in specifier} == {">=", "<"}, "no exact version"
-    assert pins()[name] in specifier
