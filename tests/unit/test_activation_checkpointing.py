@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanoray.models.costs import activation_memory
 from nanoray.models.dropout import seed_generators
 from nanoray.models.gpt import GPT, MLP, ModelShape
 
@@ -121,37 +120,3 @@ class Living(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
-
-
-def test_memory_is_what_the_formula_says() -> None:
-    """The peak of a step above weights and gradients: what lives between operations, against the
-    sum of the parts.
-    """
-    found = {}
-    for how in HOW:
-        gpt, (x, y) = GPT(SHAPE, 0.0, how), batch(16)
-        with Living(gpt) as living:
-            loss = gpt(x, y)
-            kept = living.now
-            loss.backward()
-        estimate = activation_memory(SHAPE, 16, "fp32", how)
-        again = activation_memory(SHAPE, 16, "fp32", "none")
-        found[how] = kept
-        # After the forward nothing is computed again yet, and of the logits the log-softmax is
-        # left.
-        tokens, C = 16 * SHAPE.block_size, SHAPE.n_embd
-        rest = {
-            "none": 0,
-            "selective": tokens * (28 * C + 16),
-            "block": tokens * (60 * C + 16 + 16),
-        }[how]
-        assert kept == pytest.approx(
-            estimate["activations"] - rest + estimate["logits"] / 2, rel=0.01
-        ), how
-        # Gradients of activations come to it while backward runs.
-        assert living.peak == pytest.approx(
-            estimate["activations"] + 2 * estimate["logits"], rel=0.35
-        ), how
-        assert estimate["logits"] == again["logits"]
-    assert found["block"] < 0.45 * found["none"]
-    assert found["block"] < found["selective"] < 0.85 * found["none"]

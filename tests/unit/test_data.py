@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 import http.server
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -159,11 +157,6 @@ def test_large_alphabets_need_uint32() -> None:
     assert CharTokenizer(made.chars[1:]).encode("").dtype == np.uint16
 
 
-def test_gpt2_without_tiktoken(monkeypatch: pytest.MonkeyPatch, sample_file: Path) -> None:
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    assert "pip install tiktoken" in refused(lambda: prepare(config(sample_file, tokenizer="gpt2")))
-
-
 def test_gpt2_speaks_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real tiktoken with a toy vocabulary: bytes and one merge. The real one needs a download."""
     tiktoken = pytest.importorskip("tiktoken")
@@ -252,9 +245,6 @@ def test_any_bytes_prepare_or_raise_dataerror(tmp_path: Path, content: bytes, ki
     )
 
 
-# ---- the token cache ------------------------------------------------------------------------------------------------
-
-
 def stamps(info: DatasetInfo) -> list[int]:
     return [p.stat().st_ino for p in sorted(info.path.iterdir())]
 
@@ -270,6 +260,9 @@ def test_cache_is_reused_and_keyed(sample_file: Path) -> None:
     ]
     sample_file.write_bytes(TEXT + b"!")
     assert len({i.path for i in (info, *others, prepare(config(sample_file)))}) == 4
+
+
+# ---- the token cache ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("victim", ["train.bin", "val.bin", "meta.json"])
@@ -311,21 +304,6 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(
 
 
 # ---- Shakespeare, from near and far ---------------------------------------------------------------------------------
-
-
-def test_download(play: bytes) -> None:
-    with serve((200, play)) as (url, asked):
-        info = prepare(config("shakespeare", data_url=url))
-        again = prepare(config("shakespeare", data_url=url))
-    assert asked == ["/input.txt"]  # the second time came from the cache
-    assert (info.name, info.tokenizer["kind"], info.vocab_size) == (
-        "shakespeare",
-        "char",
-        len(set(play)),
-    )
-    assert url in info.note
-    assert again.note.endswith("cached")
-    assert files(cache_dir(config()))[0] == "shakespeare.txt"
 
 
 REMEDY = (
@@ -536,12 +514,6 @@ def test_one_integer_resumes(tmp_path: Path) -> None:
     assert not np.array_equal(first.offsets(0, 50), tokens(tmp_path, seed=1338).offsets(0, 50))
 
 
-def test_the_smallest_dataset_has_one_window(tmp_path: Path) -> None:
-    x, y = tokens(tmp_path, n=9, n_val=9).train_batch(0, 3)
-    assert x.tolist() == [list(range(8))] * 3
-    assert y.tolist() == [list(range(1, 9))] * 3
-
-
 def test_batches(tmp_path: Path) -> None:
     source = tokens(tmp_path)
     x, y = source.train_batch(7, 4)
@@ -592,17 +564,6 @@ def test_dataset_changed(tmp_path: Path) -> None:
     text = refused(lambda: TokenData(info, 8, 0))
     assert f"dataset changed: cannot open {info.path}/val.bin: No such file or directory" in text
     assert "--data_dir on shared storage" in text
-
-
-def test_prepare_needs_no_torch(sample_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def guarded(name: str, *args: Any) -> Any:
-        assert name.split(".")[0] != "torch"
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", guarded)
-    assert prepare(config(sample_file)).name == "beer"
 
 
 # What is on disk is verified.

@@ -21,7 +21,7 @@ from nanoray.errors import ConfigError, PlacementError
 from nanoray.host import host, peaks
 from nanoray.host.choose import choose_precision, require_compiler
 from nanoray.host.device import Device
-from nanoray.host.gpus import discover_gpus, gpu_loads, take_own_slice
+from nanoray.host.gpus import discover_gpus, take_own_slice
 from nanoray.host.mig import mig_profile
 from nanoray.host.slots import Slots, cpu_share, local_slots
 
@@ -81,20 +81,6 @@ class FakeNvml:
             total=self._ask(handle, "mib") << 20, used=handle.get("used_mib", 0) << 20
         )
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> dict[str, Any]:
-        every = [gpu for gpu in self.gpus if not gpu.get("lost")]
-        every += [part for gpu in every for part in gpu["slices"] if part]
-        return next(handle for handle in every if handle["uuid"] == uuid)
-
-    def nvmlDeviceGetUtilizationRates(self, handle: dict[str, Any]) -> Any:
-        return SimpleNamespace(gpu=self._ask(handle, "busy"), memory=0)
-
-    def nvmlDeviceGetPowerUsage(self, handle: dict[str, Any]) -> int:
-        return self._ask(handle, "milliwatts")
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: dict[str, Any]) -> list[Any]:
-        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in self._ask(handle, "pids")]
-
     def nvmlDeviceGetCudaComputeCapability(self, handle: dict[str, Any]) -> tuple[int, int]:
         return self._ask(handle, "capability")
 
@@ -148,27 +134,6 @@ def gpus(*made: dict[str, Any]) -> list[Device]:
 
 
 # --- what they do now ---
-
-
-def test_loads_of_a_whole_gpu_and_of_slices() -> None:
-    """A slice has memory and processes of its own; its kernels and its power NVML does not tell."""
-    cut = h200("b", "3g.71gb", "3g.71gb") | {"milliwatts": 310_500}
-    cut["slices"][1] |= {"used_mib": 2048, "pids": [7, 8]}
-    nvml = FakeNvml(
-        h200("a") | {"busy": 87, "used_mib": 1024, "milliwatts": 612_000, "pids": []}, cut
-    )
-    found = [
-        (load.device.uuid[:6], load.busy, load.used_bytes, load.watts, load.pids)
-        for load in gpu_loads(nvml)
-    ]
-    assert found == [
-        ("GPU-a0", 87, 1 << 30, 612.0, ()),
-        ("GPU-b0", None, 0, 310.5, None),
-        ("MIG-b0", None, 0, None, None),
-        ("MIG-b1", None, 2 << 30, None, (7, 8)),
-    ]
-    assert nvml.open == 0, "closed again"
-    assert gpu_loads(FakeNvml(driver=False)) == []
 
 
 # --- discovery ---
@@ -226,18 +191,6 @@ def test_every_h200_profile_from_the_name_or_from_the_attributes(profile: str, n
         assert (d.compute_fraction, d.bandwidth_fraction) == (compute / 7, memory / 8)
         assert d.bf16
         assert not d.mig_mode
-
-
-def test_two_gpus_one_in_mig_mode_with_mixed_profiles_and_an_empty_place() -> None:
-    found = gpus(h200("a"), h200("b", "3g.71gb", None, "2g.35gb", "1g.18gb"))
-    assert [(d.kind, d.index, d.profile) for d in found] == [
-        ("cuda", 0, ""),
-        ("cuda", 1, ""),
-        ("mig", 0, "3g.71gb"),
-        ("mig", 2, "2g.35gb"),
-        ("mig", 3, "1g.18gb"),
-    ]
-    assert [d.mig_mode for d in found] == [False, True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -310,18 +263,6 @@ def test_an_unknown_mig_profile_is_refused(name: str) -> None:
 )
 def test_peak_flops(name: str, dtype: str, tflops: float | None) -> None:
     assert peaks.peak_flops(name, dtype) == (tflops and pytest.approx(tflops * 1e12))
-
-
-def test_peaks_scale_with_the_slice() -> None:
-    whole, *_ = gpus(h200("a"))
-    assert peaks.peak_bandwidth(whole) == 4.8e12
-    assert peaks.peak_bandwidth("NVIDIA A100") is None  # 40 and 80 GB boards differ
-    assert peaks.peak_bandwidth("nothing known") is None
-    for profile, (compute, memory, *_) in H200_SLICES.items():
-        part = gpus(h200("a", profile))[1]
-        for device in (part, f"NVIDIA H200 MIG {profile}"):
-            assert peaks.peak_flops(device, "bf16") == pytest.approx(989.4e12 * compute / 7)
-            assert peaks.peak_bandwidth(device) == pytest.approx(4.8e12 * memory / 8)
 
 
 # --- CPU and memory ---
@@ -572,9 +513,6 @@ def test_local_slots(
     assert isinstance(slots, Slots)
     assert (slots.kind, slots.workers, slots.reason) == (kind, count, reason)
     assert [d.uuid[: len(u)] for d, u in zip(slots.devices, uuids, strict=True)] == uuids
-
-
-RUN_1G = "run: sudo nvidia-smi mig -i 0 -cgi " + ",".join(["1g.18gb"] * 7) + " -C"
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoray.config import load_config, make_config, recipe_of
-from nanoray.errors import ConfigError
-from nanoray.host.choose import choose_attention
+from nanoray.config import load_config, recipe_of
 from nanoray.models.build import gpt_of, kernels_of
-from nanoray.models.costs import activation_memory, count_parameters, flops_per_token, with_kernels
+from nanoray.models.costs import count_parameters, flops_per_token
 from nanoray.models.gpt import GPT, KVCache, ModelShape
 from nanoray.models.kernels import (
     Kernels,
     chunked_cross_entropy,
-    padded_logits,
     plain_attention,
     rotate,
 )
@@ -115,18 +112,6 @@ def test_padded_columns_of_a_chunked_loss_have_no_part_in_it(chunk: int) -> None
     assert not found[1][2][60:].any()
 
 
-def test_a_gpu_multiplies_whole_rows() -> None:
-    """65 characters are padded there, because its tensor cores need rows of 16 bytes."""
-    head: Any = made().lm_head
-    rows = head.weight.shape[0]
-    assert head.columns_on(torch.device("cpu")) == 65
-    assert head.columns_on(torch.device("cuda", 0)) == rows == 128
-    x = torch.randn(3, 32, dtype=torch.float64)
-    padded = padded_logits(x, head.weight, 65, rows)
-    assert torch.equal(padded[:, :65].softmax(-1), head(x).softmax(-1))
-    assert not padded.softmax(-1)[:, 65:].any()
-
-
 @pytest.mark.parametrize("kernels", [PLAIN, CHUNKED], ids=["plain", "chunked"])
 @pytest.mark.parametrize("vocab_size", [65, 60])
 def test_a_model_learns_the_same(kernels: Kernels, vocab_size: int) -> None:
@@ -187,36 +172,6 @@ def test_the_chunked_loss_in_16_bits_and_under_a_loss_scale(kind: torch.dtype) -
         assert ours.dtype == torch.float32
 
 
-def test_no_logits_of_all_tokens_exist() -> None:
-    """No tensor that a forward and backward makes has as many elements as all logits."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = 0
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            largest = max(
-                [
-                    largest,
-                    *(
-                        t.numel()
-                        for t in torch.utils._pytree.tree_leaves(out)
-                        if isinstance(t, Tensor)
-                    ),
-                ]
-            )
-            return out
-
-    x, w = torch.randn(640, 8, requires_grad=True), torch.randn(512, 8, requires_grad=True)
-    with Sizes():
-        chunked_cross_entropy(x, w, torch.zeros(640, dtype=torch.long), 512, 64).backward()
-    assert largest == 64 * 512
-
-
 def test_plain_attention_drops_weights_while_training_only() -> None:
     model, sober = made(PLAIN, dropout=0.5), made(PLAIN)
     idx, targets = tokens(), tokens(seed=2)
@@ -272,16 +227,6 @@ def test_only_distances_count() -> None:
     assert (here - q @ k.mT).abs().max() > 1
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("kernels", [Kernels(), PLAIN], ids=["flash", "plain"])
-def test_a_token_s_query_and_key_turn_alike(kernels: Kernels) -> None:
-    attn = made(kernels, rotary=True).blocks[0].attn
-    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    q, k, v = (y.view(2, 8, 4, 8).transpose(1, 2) for y in attn.qkv(x).chunk(3, -1))
-    expected = plain_attention(rotate(q), rotate(k), v).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(attn.heads(x), expected, rtol=1e-9, atol=1e-9)
-
-
 def test_a_rotary_model_has_no_position_embedding_and_knows_positions() -> None:
     model = made(rotary=True)
     shape = model.shape
@@ -301,53 +246,6 @@ def test_a_rotary_model_has_no_position_embedding_and_knows_positions() -> None:
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_auto_is_plain_only_where_it_was_measured_to_win() -> None:
-    units = frozenset({"amx_bf16"})
-
-    def chosen(kind: str, precision: str, features: frozenset[str], **settings: Any) -> str:
-        return choose_attention(
-            make_config({"micro_batch_size": 1, "block_size": 64} | settings),
-            kind,
-            precision,
-            features,
-        )
-
-    assert chosen("cpu", "bf16", units, block_size=256) == "plain"
-    assert chosen("cpu", "bf16", frozenset({"avx512_bf16", "avx2"})) == "plain"
-    assert chosen("cpu", "fp32", frozenset(), dropout=0.1) == "plain", (
-        "torch has no fused attention with dropout there"
-    )
-    for kind, precision, features, settings in (
-        ("cpu", "bf16", frozenset({"avx512f"}), {}),
-        ("cpu", "fp32", units, {}),
-        ("cpu", "bf16", units, {"block_size": 1024}),
-        ("cuda", "bf16", units, {"dropout": 0.1}),
-    ):
-        assert chosen(kind, precision, features, **settings) == "flash"
-        assert chosen(kind, precision, features, attention="plain", **settings) == "plain"
-    assert chosen("cpu", "bf16", units, attention="flash") == "flash"
-    assert chosen("cuda", "bf16", units, attention="cudnn") == "cudnn"
-    audits = {"audit_every": 5, "global_batch_size": 12, "micro_batch_size": 0}
-    assert chosen("cuda", "bf16", units, **audits) == "plain", (
-        "its gradients have the same bits each time"
-    )
-    assert chosen("cpu", "fp32", units, attention="flash", **audits) == "flash"
-    repeats = "attention = flash: on a GPU the last bits of its gradients differ each time"
-    with pytest.raises(ConfigError, match=repeats):
-        chosen("cuda", "bf16", units, attention="flash", **audits)
-    with pytest.raises(ConfigError, match=repeats):
-        make_config({"device": "cuda", "attention": "flash", "workers": 2, **audits})
-    assert (
-        kernels_of(make_config({"device": "cuda", "workers": 2, **audits})).attention == "plain"
-    ), "for a dry run"
-    for kind, precision in (("cpu", "bf16"), ("cuda", "fp32")):
-        with pytest.raises(
-            ConfigError,
-            match=r"attention = cudnn with (device = cpu|precision = fp32|precision = tf32): cuDNN's kernel",
-        ):
-            chosen(kind, precision, units, attention="cudnn")
-
-
 def test_options_reach_the_model() -> None:
     config = load_config(
         preset="tiny", overrides={"attention": "plain", "loss_chunk": 5, "positions": "rotary"}
@@ -362,37 +260,3 @@ def test_options_reach_the_model() -> None:
     other = load_config(preset="tiny", overrides={"attention": "flash"})
     assert recipe_of(other) == recipe_of(load_config(preset="tiny")), "the same experiment"
     assert recipe_of(config) != recipe_of(other), "other positions make another one"
-
-
-@pytest.mark.parametrize("kernels", [PLAIN, Kernels(loss_chunk=64)], ids=["plain", "chunked"])
-def test_the_formula_of_memory_is_what_a_forward_keeps(kernels: Kernels) -> None:
-    """Tensors that wait for backward, against the formula; what is there for a moment only is left
-    out of both.
-    """
-    shape, micro = ModelShape(3, 4, 64, 32, False, 512), 8
-    kept: dict[int, int] = {}
-
-    def keep(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        held.append(t)
-        return t
-
-    held: list[Tensor] = []
-    model = GPT(shape, 0.0, "none", RouterTraining(), kernels)
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    idx = torch.randint(512, (micro, 32))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        loss = model(idx, idx)
-    found = sum(size for at, size in kept.items() if at not in own)
-    parts = activation_memory(shape, micro, "fp32")
-    formula = with_kernels(parts, shape, micro, "fp32", kernels, "none")
-    if kernels.attention == "plain":
-        fleeting = 2 * micro * 32 * 4 * 32 * 4
-        # Log-softmax waits, the logits do not
-        expected = formula["activations"] - fleeting + parts["logits"] // 2
-    else:
-        expected = formula["activations"] + 4 * 512 * 64  # the gradient of lm_head
-        assert formula["logits"] == 4 * 64 * 512 + 2 * 4 * 512 * 64
-    assert loss.requires_grad
-    assert found == pytest.approx(expected, rel=0.002)

@@ -68,36 +68,6 @@ def test_the_job_holds_the_very_cluster(name: str) -> None:
     assert not [thing for thing in job if thing["kind"] == "RayCluster"]
 
 
-def test_what_each_overlay_asks_for() -> None:
-    asked = {}
-    for name in OVERLAYS:
-        objects = build(KUBE_DIR / "overlays" / name / "cluster")
-        (group,) = of_kind(objects, "RayCluster")["spec"]["workerGroupSpecs"]
-        limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
-        devices = {k.rpartition("/")[2]: v for k, v in limits.items() if k not in ("cpu", "memory")}
-        for request in gpu_requests(group["template"]["spec"], objects):
-            exactly = request["exactly"]
-            devices[exactly["deviceClassName"]] = exactly["count"]
-        asked[name] = (
-            group["replicas"],
-            devices,
-            group["template"]["spec"]["containers"][0]["image"].rpartition("-")[2],
-        )
-    assert asked == {
-        "cpu": (2, {}, "cpu"),
-        "gcs-ft": (2, {}, "cpu"),
-        "kueue": (2, {}, "cpu"),
-        "laptop": (1, {}, "cpu"),
-        "single-pod": (1, {"gpu": "4"}, "cuda"),
-        "gpu-dra": (4, {"gpu.nvidia.com": 1}, "cuda"),
-        "mig-dra": (7, {"mig.nvidia.com": 1}, "cuda"),
-        "multi-pod": (4, {"gpu": "1"}, "cuda"),
-        "mig-single": (7, {"gpu": "1"}, "cuda"),
-        "mig-mixed": (7, {"mig-1g.18gb": "1"}, "cuda"),
-        "rdma": (2, {"gpu": "8", "rdma_shared_device_a": "1"}, "cuda"),
-    }
-
-
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_a_pod_that_ends_leaves_its_ranks_the_time_to_save(name: str) -> None:
     """Ray ends them when its drain is over, which by default is after 30 s, long before the grace
@@ -314,16 +284,6 @@ def test_only_a_run_on_shakespeare_has_the_job_that_downloads_it(
     assert ("Job" in kinds) is downloads
 
 
-@pytest.mark.parametrize(("asked", "waits"), [(None, "300"), (20.0, "300"), (1800.0, "1800")])
-def test_a_job_waits_for_nodes_as_long_as_it_is_told_but_long_enough_for_a_new_pod(
-    asked: Any, waits: str
-) -> None:
-    """The entrypoint's flag wins over the file, so it must not be shorter than what the file says."""
-    config = kube_config(**({"placement_timeout_s": asked} if asked else {}))
-    words = of_kind(render(config, 0.0), "RayJob")["spec"]["entrypoint"].split()
-    assert words[words.index("--placement_timeout_s") + 1 :] == [waits]
-
-
 def test_each_job_has_a_disruption_budget_of_its_own() -> None:
     """Two jobs of a namespace with different numbers of pods: neither budget counts the other's
     pods.
@@ -348,30 +308,6 @@ def test_each_job_has_a_disruption_budget_of_its_own() -> None:
     assert not overlays["spec"]["selector"]["matchLabels"].items() <= labels[0].items(), (
         "nor that of an overlay"
     )
-
-
-def test_render_shapes_pods() -> None:
-    shape = {
-        "ranks_per_pod": 4,
-        "cpus": 32,
-        "memory_gib": 128,
-        "shm_gib": 16,
-        "image": "registry/nanoray:7",
-    }
-    job = of_kind(
-        render(kube_config(device="cuda", workers=8, global_batch_size=16, kube=shape), 0.0),
-        "RayJob",
-    )
-    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 2, 2)
-    store = {"object-store-memory": "268435456"}
-    assert group["rayStartParams"] == {"num-cpus": "32", "num-gpus": "4"} | store
-    limits = {"cpu": "32", "memory": "128Gi", "nvidia.com/gpu": "4"}
-    assert group["template"]["spec"]["containers"][0]["resources"] == {
-        "requests": limits,
-        "limits": limits,
-    }
-    assert {c["image"] for c in containers(job)} == {"registry/nanoray:7"}
 
 
 @pytest.mark.parametrize(
@@ -682,35 +618,3 @@ def test_a_password_in_the_proxy_is_refused(tmp_path: Path) -> None:
 
 
 # The image's recipe.
-
-
-def test_requirements_of_the_image_are_the_pins_with_hashes() -> None:
-    pins = dict(
-        re.findall(r"^([a-z0-9._-]+)==([^ \n]+)", (ROOT / "constraints.txt").read_text(), re.M)
-    )
-    every = {
-        (n, v)
-        for n, v in re.findall(
-            r"^([a-z0-9._-]+)==([^ \n]+)", (ROOT / "constraints.txt").read_text(), re.M
-        )
-    }
-    for device in ("cpu", "cuda"):
-        text = (ROOT / "docker" / f"requirements-{device}.txt").read_text()
-        found = re.findall(
-            r"^([a-z0-9._-]+)(?:\[\w+\])?==([^ \\\n]+)(?: ;[^\\\n]*)? \\\n((?:    "
-            r"--hash=sha256:[0-9a-f]{64}.*\n)+)",
-            text,
-            re.M,
-        )
-        assert len(found) == len(re.findall(r"^[a-z]", text, re.M)), "a line without a hash"
-        assert {n for n, _, _ in found} >= {
-            "torch",
-            "ray",
-            "numpy",
-            "pydantic",
-            "safetensors",
-            "tensorboard",
-        }
-        assert [(n, v) for n, v, _ in found if (n, v.removesuffix("+cpu")) not in every] == []
-        assert any(n.startswith("nvidia-nccl") for n, _, _ in found) == (device == "cuda")
-    assert pins["torch"]

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -281,20 +280,6 @@ def test_status_and_followers_print_why_a_pod_is_pending(
     assert len([line for line in said if line.startswith("pod    words-w ")]) == len(reasons)
 
 
-def test_status_of_a_run_that_has_not_begun(server: ApiServer, capsys: Any) -> None:
-    """Its folder is not there yet, is empty, or has a run without a step: no shell command."""
-    job = rayjob(server, jobDeploymentStatus="Running", jobStatus="PENDING", jobId="words-1")
-    job["spec"]["entrypoint"] = "exec python -m nanoray.launch --out_dir /data/runs/words-1"
-    _tensorboard(server)
-    folder = Path(str(server.volume)) / "runs" / "words-1"
-    for made in (None, folder, folder / "2026-01-01_000000_words"):
-        if made:
-            made.mkdir()
-        assert main(["status", "words"]) == 0
-        out = capsys.readouterr().out
-        assert "run    steps unknown: /data/runs/words-1 has no run with a record yet\n" in out
-
-
 # Attempts.
 
 
@@ -303,65 +288,6 @@ def logs(server: ApiServer) -> Iterator[dict[str, str]]:
     """The log that Ray's jobs API returns, by the job's id."""
     with ray_head(server, "words-abc", "words-def") as found:
         yield found
-
-
-def test_every_attempt_is_shown_with_its_number_and_its_whole_log(
-    server: ApiServer, logs: dict[str, str]
-) -> None:
-    """A retry on another cluster, then a new head of that cluster, where the same job is submitted
-    once more.
-    """
-    running = {"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}
-    job = rayjob(server, **running, rayClusterName="words-abc", jobId="words-1")
-    logs["words-1"] = "start\nstep 1 of the first\nhalf a li"
-    said: list[str] = []
-
-    def say(line: str) -> None:
-        said.append(line)
-        if line == "step 1 of the first":
-            job["status"] |= {
-                "jobDeploymentStatus": "Retrying",
-                "jobStatus": "FAILED",
-                "message": "exit 1",
-                "failed": 1,
-            }
-        elif line.startswith("job    Retrying"):
-            job["status"] = running | {
-                "rayClusterName": "words-def",
-                "jobId": "words-2",
-                "failed": 1,
-            }
-            logs["words-2"] = "start\nstep 1 of the second\nstep 2 of the second\n"
-        elif line == "step 2 of the second":
-            logs["words-2"] = "start\nstep 2 on a new head\n"  # shorter than what was printed
-        elif line == "step 2 on a new head":
-            job["status"] |= {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
-            logs["words-2"] += "the end, without a newline"
-
-    guard = threading.Timer(
-        120, lambda: job.update(status={"jobDeploymentStatus": "Failed", "jobStatus": "stuck"})
-    )
-    guard.start()
-    assert (
-        Follower(Api(), "nanoray", "words", say, poll_s=0.01).run()["jobStatus"] == "SUCCEEDED"
-    ), said
-    guard.cancel()
-    lines = [re.sub(r"after \d+ s", "after 0 s", line) for line in said]
-    assert [line for line in lines if not re.match("job    (Running|Complete)", line)] == [
-        "try    1: Ray job words-1 on RayCluster words-abc",
-        "start",
-        "step 1 of the first",
-        "job    Retrying/FAILED after 0 s: exit 1",
-        "end    of try 1: not known: the job's entrypoint names no --out_dir",
-        "try    2: Ray job words-2 on RayCluster words-def",
-        "start",
-        "step 1 of the second",
-        "step 2 of the second",
-        "try    3: Ray job words-2 on RayCluster words-def",
-        "start",
-        "step 2 on a new head",
-        "the end, without a newline",
-    ]
 
 
 def test_the_end_of_an_attempt_whose_cluster_is_gone_is_read_from_the_volume(
@@ -409,31 +335,6 @@ def test_the_end_of_an_attempt_whose_cluster_is_gone_is_read_from_the_volume(
         "step 9",
         "end    of try 2: not known: its run in /data/runs/words-1 has no summary",
     ]
-
-
-def test_status_prints_step_loss_and_eta_of_the_run_on_the_volume(
-    server: ApiServer, tmp_path: Path, capsys: Any
-) -> None:
-    job = rayjob(server, jobId="words-1", jobDeploymentStatus="Running", jobStatus="RUNNING")
-    assert main(["status", "words"]) == 0
-    assert (
-        "run    steps unknown: the job's entrypoint names no --out_dir" in capsys.readouterr().out
-    )
-    job["spec"]["entrypoint"] = (
-        "exec python -m nanoray.launch --out_dir /data/runs/words-1 --resume auto"
-    )
-    assert main(["status", "words"]) == 0
-    assert "run    steps unknown: no TensorBoard pod runs" in capsys.readouterr().out
-    _tensorboard(server)
-    for name, step in (("2026-01-01_000000_words", 3), ("2026-01-02_000000_words", 20)):
-        run = tmp_path / "volume" / "runs" / "words-1" / name
-        run.mkdir(parents=True)
-        record = {"step": step, "train/loss": 2.5, "val/loss": 2.75, "time/step_ms": 3000.0}
-        (run / "metrics.jsonl").write_text('{"step": 1}\n' + json.dumps(record) + "\n")
-        (run / "config.json").write_text('{\n  "max_steps": 40\n}\n')
-    assert main(["status", "words"]) == 0
-    line = "folder /data/runs/words-1/2026-01-02_000000_words · step 20/40 · loss 2.5000 · val_loss 2.7500 · eta 1:00"
-    assert f"run    {line}\n" in capsys.readouterr().out
 
 
 # fetch.

@@ -14,14 +14,12 @@ import pytest
 from nanoray.errors import ConfigError, RankDiffers, RendezvousError
 from nanoray.mesh.mesh import break_meeting, join, refuse_meeting
 from nanoray.mesh.rendezvous import (
-    BackendChoice,
     RankDevice,
     Rendezvous,
     choose_backend,
     connect_store,
     open_store,
     public_name,
-    rendezvous_of,
 )
 
 TORCHRUN = {
@@ -260,15 +258,3 @@ def test_the_variables_of_an_address_that_fails_are_named(
     )
     assert text in said
     assert "\n" not in said
-
-
-def test_records_of_ranks_count_within_their_nodes() -> None:
-    ranks = rendezvous_of(
-        ["b", "a", "b"], BackendChoice("gloo", "asked for", {"KEY": "1"}), "secret"
-    )
-    found = [(r.rank, r.world_size, r.local_rank, r.local_world_size, r.node_rank) for r in ranks]
-    assert found == [(0, 3, 0, 2, 0), (1, 3, 0, 1, 1), (2, 3, 1, 2, 0)]
-    assert all(
-        (r.backend, r.backend_reason, r.secret) == ("gloo", "asked for", "secret") for r in ranks
-    )
-    assert all(dict(r.env)["KEY"] == "1" for r in ranks)

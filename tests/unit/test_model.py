@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanoray.errors import ConfigError
 from nanoray.models.costs import (
     activation_memory,
     count_parameters,
@@ -22,7 +21,7 @@ from nanoray.models.costs import (
     scaling_parameters,
 )
 from nanoray.models.fp8 import use_fp8
-from nanoray.models.gpt import GPT, KVCache, ModelShape
+from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import weight_type
 from nanoray.models.sampling import _sample, generate
 
@@ -166,14 +165,6 @@ def test_the_padded_vocabulary_has_no_probability_and_is_never_sampled(vocab_siz
     assert generate(model, idx, 10, temperature=0).max() < vocab_size
 
 
-@VOCABULARIES
-def test_an_untrained_model_knows_nothing(vocab_size: int) -> None:
-    torch.manual_seed(0)
-    model = GPT(ModelShape(4, 4, 128, 64, False, vocab_size))
-    loss = model(tokens_of(model.shape, B=12), tokens_of(model.shape, B=12, seed=2))
-    assert loss.item() == pytest.approx(math.log(vocab_size), abs=0.15)
-
-
 def test_the_loss_is_float32_under_bf16_autocast() -> None:
     torch.manual_seed(0)
     model = GPT(shape_of())
@@ -246,17 +237,6 @@ def test_dropout_works_in_training_and_only_there(monkeypatch: pytest.MonkeyPatc
 
 
 @torch.no_grad()
-def test_a_cache_may_be_filled_in_pieces_of_any_length() -> None:
-    model = rough(shape_of())
-    idx = tokens_of(model.shape)
-    cache = [KVCache(8) for _ in model.blocks]
-    for start, end in [(0, 1), (1, 4), (4, 5), (5, 8)]:
-        logits = model(idx[:, start:end], kv_cache=cache)
-        torch.testing.assert_close(logits, model(idx[:, :end]), rtol=1e-10, atol=1e-10)
-    assert cache[0].length == 8
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("temperature", [0.0, 5.0])
 @pytest.mark.parametrize("block_size", [1, 2, 5, 8])
 @pytest.mark.parametrize("prompt", [1, 5, 8, 20])
@@ -297,50 +277,6 @@ def test_sampling_follows_the_softmax_at_its_temperature() -> None:
     )
     assert torch.equal(generate(model, idx, 5, 1e-300), generate(model, idx, 5, temperature=0))
     assert generate(model, idx, 2, 1.0, top_k=1000).shape == (1, 6)
-
-
-def test_sampling_is_a_function_of_its_generator_and_leaves_the_model_as_it_was() -> None:
-    model = rough(shape_of(), dropout=0.5)
-    idx = tokens_of(model.shape)
-
-    def draw(seed: int) -> Tensor:
-        return generate(
-            model, idx, 20, temperature=30.0, generator=torch.Generator().manual_seed(seed)
-        )
-
-    state = torch.get_rng_state()
-    first = draw(1)
-    assert torch.equal(first, draw(1))
-    assert not torch.equal(first, draw(2))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(first[:, :8], idx)
-    assert not first.requires_grad
-    assert model.training
-    assert model.blocks[0].training
-    model.eval()
-    draw(1)
-    assert not model.training
-    assert torch.equal(generate(model, idx, 0), idx)
-
-
-def test_compiled_blocks_are_not_compiled_again_for_each_length() -> None:
-    compilations = []
-
-    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> object:
-        compilations.append(graph)
-        return graph.forward
-
-    model, plain = rough(shape_of()), rough(shape_of())
-    for block in model.blocks:
-        block.compile(backend=backend)
-    idx = tokens_of(model.shape)
-    model(idx, idx)
-    trained = len(compilations)
-    assert trained > 0
-    assert torch.equal(
-        generate(model, idx, 12, temperature=0), generate(plain, idx, 12, temperature=0)
-    )
-    assert len(compilations) == trained
 
 
 # --- what it costs ----------------------------------------------------------------------------------------------------
@@ -412,25 +348,3 @@ def test_activations_are_what_torch_keeps_for_backward(precision: str, vocab_siz
 
 
 # --- shapes and refusals ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("request_", "parts"),
-    [
-        ({"idx": torch.zeros(1, 0)}, ("shape (1, 0)", "(sequences, tokens)", "at least one token")),
-        ({"idx": torch.tensor([[3, 65]])}, ("tokens 3..65", "outside 0..64", "tokenizer")),
-        ({"max_new_tokens": -1}, ("max_new_tokens = -1", "use 0 or more")),
-        ({"temperature": -0.5}, ("temperature = -0.5", "use 0 (the likeliest token)")),
-    ],
-)
-def test_an_impossible_request_is_refused(
-    request_: dict[str, object], parts: tuple[str, ...]
-) -> None:
-    model = GPT(shape_of())
-    request: dict[str, object] = {
-        "idx": torch.zeros(1, 1, dtype=torch.long),
-        "max_new_tokens": 1,
-    } | request_
-    with pytest.raises(ConfigError) as error:
-        generate(model, **request)  # type: ignore[arg-type]
-    assert all(part in str(error.value) for part in parts), error.value

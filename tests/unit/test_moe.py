@@ -4,9 +4,7 @@ cuts, refusals.
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoray.checkpoint.find import check_shape
-from nanoray.config import make_config, resolve_batch
-from nanoray.data.prepare import prepare
+from nanoray.config import make_config
 from nanoray.errors import CheckpointError
-from nanoray.forecast.dry_run import dry_run_lines, talk_lines
-from nanoray.forecast.memory import Sizes, model_memory
+from nanoray.forecast.dry_run import talk_lines
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
@@ -35,8 +31,6 @@ from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, MoE, RouterTrain
 from nanoray.models.sampling import generate
 from nanoray.parallel import ep, tp
 from nanoray.state.state_dict import StateDict
-from nanoray.trace import experts as picture
-from nanoray.train.watch import routing
 from tests.unit.test_activation_checkpointing import Living
 
 SHAPE = ModelShape(
@@ -366,81 +360,4 @@ def test_each_element_has_one_owner_and_is_put_together_again(
         assert torch.equal(fill(piece, saved[name]).view(piece.shape), whole[name]), name
 
 
-def test_holders_are_the_ranks_with_the_same_piece() -> None:
-    for mode in ("ddp_by_hand", "zero1"):
-        every = [shard for rank in range(4) for shard in owned(rank, 2, 4, mode)]
-        places = [shard.piece.place for shard in every]
-        assert all(shard.holders == places.count(shard.piece.place) for shard in every), mode
-
-
-def test_memory_and_dry_run(text: Path, tmp_path: Path) -> None:
-    small = {
-        "experts": 4,
-        "expert_hidden": 64,
-        "n_embd": 32,
-        "n_layer": 2,
-        "precision": "fp32",
-        "device": "cpu",
-    }
-    values = small | {
-        "micro_batch_size": 2,
-        "dataset": str(text),
-        "data_dir": str(tmp_path),
-        "bucket_mb": 0.001,
-    }
-    config = make_config(values | {"ep": 2, "dp_mode": "zero1"})
-    dataset = prepare(config)
-    model = GPT(ModelShape.of(config, dataset.vocab_size))
-    experts = sum(
-        p.numel() for name, p in model.named_parameters() if name in ep.names_of_experts(model)
-    )
-    rest = Sizes.of(model).params - experts
-    ep.cut(model, Axis("ep", (0, 1), 0, None, Mesh(0, 2, 0, torch.device("cpu"), "none", "test")))
-    found = model_memory(config, model, 4, 1, 0.001)
-    assert found["parameters"] == 4 * (rest + experts // 2)
-    assert found["optimizer"] == pytest.approx(8 * (rest / 4 + experts / 2 / 2), abs=16)
-    mirror = {n: model_memory(config, model, n, 1, 0.001, mirrored=True)["mirror"] for n in (4, 2)}
-    assert mirror[4] == pytest.approx(12 * (rest / 4 + experts / 2 / 2), abs=24)
-    assert mirror[2] == pytest.approx(12 * rest / 2 + 16 * experts / 2, abs=24), (
-        "the weights of the other experts, too"
-    )
-    lines = dry_run_lines(config, [], resolve_batch(config, 4), dataset, "here")
-    assert lines[0] == "mesh       4 rank(s) = dp 4 (ep 2)"
-    total, active = (
-        f(ModelShape.of(config, dataset.vocab_size)) for f in (count_parameters, active_parameters)
-    )
-    (model,) = [line for line in lines if line.startswith("model ")]
-    assert f" {total:,} parameters, {active:,} active: 2 of 4 experts a token, " in model
-    assert f"parameters {4 * (rest + experts // 2) / 2**20:.1f}" in "".join(lines)
-
-
 # Metrics and the picture.
-
-
-def test_metrics_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, mesh = gpt(), Mesh(0, 1, 0, torch.device("cpu"), "none", "test")
-    routing.begin(model)
-    assert routing.means(model, mesh) is None
-    model(*batch())
-    once = routing.measured(routing.means(model, mesh))
-    model(*batch())
-    model.eval()(*batch())
-    record = routing.measured(routing.means(model, mesh))
-    for key in once.keys() - {routing.LOADS}:
-        assert record[key] == pytest.approx(once[key]), "a mean over passes, of those that train"
-    assert record[routing.LOADS] == once[routing.LOADS]
-    assert [len(layer) for layer in record["expert_load"]] == [4, 4]
-    assert all(sum(layer) == pytest.approx(4, abs=1e-3) for layer in record["expert_load"])
-    assert record["moe/load_max"] == max(map(max, record["expert_load"]))
-    assert routing.measured(None) == {}
-    assert routing.means(nn.Linear(1, 1), mesh) is None
-    assert picture.main([str(tmp_path)]) == 2
-    assert "has no record of experts" in capsys.readouterr().err
-    lines = [json.dumps({"step": step, **record}) for step in (1, 10, 20)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 30, "tor']))
-    assert picture.main([str(tmp_path), "--figure", str(tmp_path / "metrics.jsonl" / "x.svg")]) == 2
-    assert "x.svg (Not a directory); give another --figure" in capsys.readouterr().err
-    assert picture.main([str(tmp_path), "--figure", str(tmp_path / "e.png")]) == 0
-    assert (tmp_path / "e.png").read_bytes()[:4] == b"\x89PNG"
-    assert "at step 20 the largest load is" in capsys.readouterr().out
-    assert picture.LOADS == routing.LOADS

@@ -30,6 +30,8 @@ def test_a_script_that_is_imported_by_a_process_it_spawned_starts_no_run(tmp_pat
     command = [sys.executable, str(script), str(tmp_path / "runs")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout == "2\n"
-    words = "a process that multiprocessing has spawned imports this script, and came upon a run there"
+    words = (
+        "a process that multiprocessing has spawned imports this script, and came upon a run there"
+    )
     assert done.stderr.startswith(f"error: {words}; put what trains below `if __name__ == ")
     assert not (tmp_path / "runs").exists()

@@ -158,25 +158,3 @@ def test_scaling_rules_at_their_reference_point_change_nothing() -> None:
     assert derived.global_batch_size * derived.block_size == 2**19
     assert (derived.lr, derived.weight_decay) == pytest.approx((c.lr, c.weight_decay))
     assert derived.max_steps == round(12 * params / 2**19)
-
-
-def test_scaling_rules_move_as_they_say() -> None:
-    c = load_config(preset="gpt2-124m", overrides={"micro_batch_size": "1"})
-    params = scaling_parameters(ModelShape.of(c, 32768))
-    scaled = apply_scaling(Settings(c), params // 16, dp=2)
-    small, derived = scaled.config, scaled.origins
-    batch = 2 ** round(math.log2(2**19 * (1 / 16) ** 0.383))
-    assert small.global_batch_size * 1024 == batch
-    ratio = batch / 2**19
-    assert small.lr == pytest.approx(c.lr * math.sqrt(ratio))
-    assert small.weight_decay == pytest.approx(c.weight_decay * math.sqrt(ratio) * 16, rel=1e-3)
-    reasons = {key: by for key, by in derived.items() if by != "scaling nanochat"}
-    assert reasons.keys() == {
-        "global_batch_size",
-        "max_steps",
-        "lr",
-        "min_lr",
-        "weight_decay",
-    }
-    assert all(reasons.values())
-    assert all(f": {reasons[note.split()[1]]}" in note for note in scaled.notes)

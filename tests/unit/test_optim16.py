@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.bench.held import held_bytes
 from nanoray.config import make_config
 from nanoray.errors import CheckpointError
-from nanoray.forecast.memory import Sizes, state_memory
 from nanoray.mesh.pieces import whole_shards
-from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import LossScaler, weight_type
 from nanoray.state.optimizer_part import load_optimizer_tensors, optimizer_tensors
 from nanoray.train.optim.groups import make_optimizer
@@ -211,30 +208,3 @@ def test_state_of_another_precision_is_refused_or_converted() -> None:
         match=r"but Optim16 needs .*'master'.*in its precision",
     ):
         load_optimizer_tensors(other, whole_shards(masters), saved)
-
-
-@pytest.mark.parametrize(
-    ("settings", "each"),
-    [
-        ({"precision": "bf16_pure"}, (2, 2, 4)),
-        ({"precision": "fp16_pure"}, (2, 2, 4)),
-        ({"precision": "bf16_pure", "master_weights": "fp32"}, (2, 2, 12)),
-        ({"precision": "bf16_pure", "optimizer": "sgd"}, (2, 2, 0)),
-        ({"precision": "fp16_pure", "optimizer": "sgd", "master_weights": "fp32"}, (2, 2, 4)),
-    ],
-)
-def test_the_memory_formula_is_what_is_held(
-    settings: dict[str, Any], each: tuple[int, ...]
-) -> None:
-    config = make_config(BASE | settings)
-    model = GPT(ModelShape(2, 2, 32, 16, False, 64)).to(weight_type(config.precision))
-    optimizer = make_optimizer(model, config)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    found = state_memory(config, Sizes.of(model), 1, 1, 1.0)
-    sizes = [found[part] for part in ("parameters", "gradients", "optimizer")]
-    assert sizes == [size * sum(p.numel() for p in model.parameters()) for size in each]
-    held = held_bytes(model, [], optimizer)
-    counters = 4 * len(list(model.parameters()))
-    assert held == dict(zip(held, [sizes[0], sizes[1], sizes[2] + counters], strict=True))

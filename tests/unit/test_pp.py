@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,17 +20,13 @@ from torch.distributed.pipelining.schedules import (
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanoray.checkpoint.run import recovers_in_place
-from nanoray.cli import Loaded
-from nanoray.config import make_config, resolve_batch
-from nanoray.data.prepare import prepare
+from nanoray.config import make_config
 from nanoray.errors import ConfigError
 from nanoray.faults.hang import Position, behind
-from nanoray.forecast.dry_run import dry_run_lines
-from nanoray.forecast.memory import Sizes
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
-from nanoray.mesh.pieces import Piece, Shard, fill, whole_pieces, whole_shards
+from nanoray.mesh.pieces import Shard, whole_pieces, whole_shards
 from nanoray.models.costs import Cut, activation_memory
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.precision import LossScaler
@@ -45,8 +40,6 @@ from nanoray.parallel.schedules import (
     SCHEDULES,
     Turn,
     bubble,
-    drawing,
-    in_flight,
     last_half,
     messages,
     needed,
@@ -55,7 +48,6 @@ from nanoray.parallel.schedules import (
     waited,
 )
 from nanoray.parallel.zero_bubble import WeightGradients
-from nanoray.start.plan import plan
 
 SHAPE = ModelShape(n_layer=8, n_head=4, n_embd=24, block_size=8, bias=True, vocab_size=65)
 SHAPES = [
@@ -253,22 +245,6 @@ def test_between_its_halves_a_backward_keeps_inputs_and_gradients_only(rows: int
     assert torch.equal(layer.weight.grad, dy.T @ x)  # type: ignore[arg-type]
 
 
-def test_activations_in_flight_are_bounded() -> None:
-    for kind, pp, micro, chunks in SHAPES:
-        for stage in range(pp):
-            kept = in_flight(kind, pp, stage, micro, chunks)
-            if kind == "gpipe":
-                assert kept == (micro,)
-            elif kind == "1f1b":
-                assert kept == (min(micro, pp - stage),)
-            elif kind == "zero_bubble":
-                assert kept == (min(micro, pp),)
-            else:
-                assert sum(kept) <= min(
-                    micro * chunks, 2 * (pp - 1 - stage) + (chunks - 1) * pp + 1
-                )
-
-
 def test_without_a_pipeline_forward_and_backward_take_turns() -> None:
     mesh = Mesh(0, 1, 0, torch.device("cpu"), "none", "test")
     model = torch.nn.Linear(3, 1, bias=False)
@@ -371,36 +347,11 @@ def owned(rank: int, layout: Layout, chunks: int = 1) -> list[Shard]:
     return with_tie(shards, place.pp) if layout.pp > 1 else shards
 
 
-def saved_by(layout: Layout, chunks: int = 1) -> dict[str, list[tuple[Piece, torch.Tensor]]]:
-    saved: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
-    for rank in range(layout.world_size):
-        for shard in owned(rank, layout, chunks):
-            if shard.owner:
-                saved.setdefault(shard.piece.name, []).append(
-                    (shard.piece, shard.param.detach().clone())
-                )
-    return saved
-
-
 def pairs() -> Iterator[Any]:
     """Each mesh, and the next one and the third after it; in `make test-all` each with each."""
     for i, j in itertools.permutations(range(len(MESHES)), 2):
         near = (j - i) % len(MESHES) in (1, 3)
         yield pytest.param(MESHES[i], MESHES[j], marks=() if near else pytest.mark.full)
-
-
-@pytest.mark.parametrize(("before", "after"), pairs(), ids=str)
-def test_any_mesh_fills_its_pieces_from_those_of_any_other(before: Layout, after: Layout) -> None:
-    """Each element is owned once, and what a rank puts together has the bits that it has itself."""
-    chunks = 2 if before.pp > 1 else 1  # interleaved saves, 1f1b loads
-    saved = saved_by(before, chunks)
-    for name, piece in whole_pieces(GPT(SHAPE)).items():
-        assert sum(other.numel for other, _ in saved[name]) == piece.numel, name
-    for rank in range(after.world_size):
-        for shard in owned(rank, after):
-            assert torch.equal(fill(shard.piece, saved[shard.piece.name]), shard.param), (
-                shard.piece.place
-            )
 
 
 def test_both_holders_of_the_tied_embedding_have_the_same_slices() -> None:
@@ -416,58 +367,6 @@ def test_both_holders_of_the_tied_embedding_have_the_same_slices() -> None:
     places = [shard.piece.place for shard in every]
     assert len(set(places)) == 3
     assert all(shard.holders == places.count(shard.piece.place) == 2 for shard in every)
-
-
-def test_dry_run_tells_bubble_and_memory_of_each_stage(text: Path, tmp_path: Path) -> None:
-    values = {"dataset": str(text), "data_dir": str(tmp_path), "device": "cpu", "precision": "fp32"}
-    config = make_config(
-        {"micro_batch_size": 4, "grad_accum_steps": 4, "pp": 2, "dp_mode": "zero1", **values}
-    )
-    dataset = prepare(config)
-    planned = plan(Loaded(config, frozenset(), True), 4, dataset)
-    batch = resolve_batch(config, 2)
-    lines = dry_run_lines(planned.config, planned.notes, batch, dataset, "here")
-    assert lines[0] == "mesh       4 rank(s) = dp 2 × pp 2"
-    assert (
-        lines[1]
-        == "talk       pp: ranks 0 2 | 1 3: the residual stream of each micro batch, and its gradient back"
-    )
-    assert lines[2] == "talk       dp: ranks 0 1 | 2 3: gradients, once per step"
-    found = [line for line in lines if line.startswith(("pipeline", "  "))]
-    assert found[0] == (
-        "pipeline   1f1b, 2 stages, 4 micro batches: a stage waits 20 % of the time; forwards "
-        "kept, by stage: 2 1"
-    )
-    assert found[1:] == ["           " + line for line in drawing(timetable("1f1b", 2, 4))]
-    one, two = [line for line in lines if line.startswith("memory")]
-    shape = ModelShape.of(config, dataset.vocab_size)
-    torch.manual_seed(1)
-    for n, line in enumerate((one, two)):
-        params = Sizes.of(split(GPT(shape), n, 2)).params
-        assert f"stage {n}: " in line
-        assert f"parameters {4 * params / 2**20:.1f}" in line
-    assert "logits" in two
-    assert "logits" not in one
-
-
-@pytest.mark.parametrize("kept", ["none", "selective", "block"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_stages_keep_what_the_whole_model_keeps(kept: str, precision: str) -> None:
-    """With one micro batch in flight, stage by stage; what is computed again counts once per stage."""
-    whole = activation_memory(SHAPE, 4, precision, kept)
-    half = ModelShape(4, 4, 24, 8, True, 65)
-    parts = [
-        activation_memory(half, 4, precision, kept, ends=(first, not first))
-        for first in (True, False)
-    ]
-    assert sum(part["logits"] for part in parts) == whole["logits"]
-    assert sum(part["copies"] for part in parts) == whole["copies"]
-    total = sum(part["activations"] for part in parts)
-    assert total == whole["activations"] if kept == "none" else total > whole["activations"]
-    twice = activation_memory(half, 4, precision, kept, batches=2, ends=(True, False))[
-        "activations"
-    ]
-    assert parts[0]["activations"] < twice <= 2 * parts[0]["activations"]
 
 
 def test_what_is_really_kept_for_backward_is_what_the_formula_says() -> None:

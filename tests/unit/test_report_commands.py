@@ -89,17 +89,6 @@ def test_a_report_shows_no_value_of_a_variable(given: list[str]) -> None:
     assert row.values == ['{"TOKEN": "..."}', '{"TOKEN": "..."}']
 
 
-@pytest.mark.parametrize("argv", [[], ["-c"], [""], ["/usr/lib/ipykernel_launcher.py", "-f", "x"]])
-def test_a_text_that_was_run_leaves_no_command(argv: list[str]) -> None:
-    assert first_command({"command": argv}) is None
-
-
-def test_a_run_of_an_earlier_version_recorded_no_launcher() -> None:
-    command = first_command({"command": TRAIN})
-    assert command
-    assert command.line == f"python -m nanoray.train {FLAGS}"
-
-
 def commands_of(folder: Path, ranks: int = 2, **keys: Any) -> dict[str, str]:
     config = Config(name="again", micro_batch_size=2, **keys).model_dump()
     write_json(folder / "config.json", config)

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanoray.checkpoint.find import edited_by_hand
-from nanoray.checkpoint.run import RunSpec
 from nanoray.cli import parse_args
 from nanoray.config import Settings, load_settings, make_config
 from nanoray.config.settings import FLAG, lines_of
@@ -28,7 +27,6 @@ from nanoray.start.folder import open_run
 from nanoray.start.opening import Opening, with_precision
 from nanoray.tools.check import main as check
 from nanoray.train.__main__ import main as train
-from nanoray.train.agree import decided_otherwise
 from tests.harness.ranks import TINY, run_ranks
 
 STEPS = st.lists(
@@ -111,34 +109,6 @@ def flags_of(text: Path, tmp_path: Path, *more: str) -> list[str]:
 
 def dry_launch(argv: list[str]) -> int:
     return launch(parse_args(argv, "launch", "x"), time.time())
-
-
-@pytest.mark.parametrize(
-    ("command", "workers"), [(train, None), (dry_launch, "workers 2 (2 CPUs)")]
-)
-def test_a_dry_run_says_where_each_value_comes_from(
-    command: Callable[[list[str]], int],
-    workers: str | None,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("nanoray.launch.__main__.available_cpus", lambda: 2.0)
-    monkeypatch.setattr("nanoray.start.opening.cpu_features", frozenset)
-    argv = flags_of(text, tmp_path, "--num_epochs", "2", "--dry_run")
-    assert command(argv) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("mesh ")
-    assert lines[-1] == "dry run: nothing was started"
-    found = [line[11:] for line in lines if line.startswith("setting ")]
-    assert found[0] == "name tiny (preset tiny)"
-    assert "block_size 32 (preset tiny)" in found
-    assert "precision fp32 (this CPU has neither amx_bf16 nor avx512_bf16)" in found
-    epochs = next(line for line in found if line.startswith("max_steps"))
-    assert "2 epoch(s) × " in epochs
-    assert [line for line in found if line.startswith("workers")] == ([workers] if workers else [])
 
 
 # ---- resumes ---------------------------------------------------------------------------------------
@@ -239,14 +209,3 @@ def test_a_resume_and_an_edited_config_name_variables_alone(trained: Path, tmp_p
     notes = notes_of(argv)
     assert "env in TOKEN (flag)" in notes
     assert SECRET not in notes
-
-
-def test_ranks_say_what_their_device_decides_otherwise(trained: Path) -> None:
-    step = next((trained / "checkpoints").glob("step_*"))
-    config = RunSpec.from_dict(json.loads((trained / "run.json").read_text())).config
-    decided = config.model_copy(update={"precision": "bf16", "attention": "flash"})
-    notes = decided_otherwise(str(step), config, decided, "every GPU multiplies bf16")
-    assert notes == ["resume  precision is fp32 there and bf16 here (every GPU multiplies bf16)"]
-    # It was asked for: the driver has said so
-    assert not decided_otherwise(str(step), decided, decided, "asked for")
-    assert decided_otherwise("", config, decided, "") == []

@@ -13,8 +13,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanoray.bench.compute import plain_loop
-from nanoray.bench.peers.nanogpt import NanoGPT
 from nanoray.config import make_config
 from nanoray.data.__main__ import main
 from nanoray.data.dataset import DatasetInfo
@@ -152,16 +150,6 @@ def cut_off(write: Callable[..., None]) -> Callable[..., None]:
 
 def llmc_of(**others: int) -> Callable[..., None]:
     return lambda path, ids: write_llmc(path, ids, **others)
-
-
-def llmc_before(dtype: str) -> Callable[..., None]:
-    """Return a writer of llm.c's header before tokens of another type."""
-
-    def write(path: Path, ids: Any) -> None:
-        write_llmc(path, ids)
-        path.write_bytes(path.read_bytes()[:1024] + np.asarray(ids, dtype).tobytes())
-
-    return write
 
 
 REFUSED: dict[str, tuple[Write, str]] = {
@@ -421,34 +409,6 @@ def test_files_of_different_kinds_are_refused(tmp_path: Path, name: str) -> None
     assert message in refused(lambda: prepare(config(folder)))
 
 
-def test_programs_that_nanoray_is_measured_against_read_the_same_tokens(tmp_path: Path) -> None:
-    """A benchmark that gave them the header, too, would compare two trainings."""
-    both(write_llmc, "{}.bin")(tmp_path)
-    keys = {"n_layer": 1, "n_head": 1, "n_embd": 8}
-    info = prepare(config(tmp_path, **keys))
-    NanoGPT(tmp_path, config(tmp_path, **keys), info, tmp_path / "peer")
-    copied = tmp_path / "peer" / "nanogpt" / "data" / "bench"
-    assert np.fromfile(copied / "train.bin", "uint16").tolist() == IDS[:500].tolist()
-    assert np.fromfile(copied / "val.bin", "uint16").tolist() == IDS[500:].tolist()
-
-    many = prepare(config(shards(tmp_path / "many", *KINDS["llm.c"]), **keys))
-    NanoGPT(tmp_path, config(tmp_path, **keys), many, tmp_path / "peer of many")
-    copied = tmp_path / "peer of many" / "nanogpt" / "data" / "bench"
-    assert np.fromfile(copied / "train.bin", "uint16").tolist() == IDS[:500].tolist()
-    assert "has several train files, and the plain loop reads one" in refused(
-        lambda: next(plain_loop(config(tmp_path, **keys), many, 1))
-    )
-
-    # uint16 is all that nanoGPT reads, so larger ids would be cut.
-    llama = tmp_path / "llama"
-    llama.mkdir()
-    both(write_llmc, "{}.bin", "uint32")(llama)
-    wide = prepare(config(llama, **keys))
-    assert "nanoGPT reads uint16" in refused(
-        lambda: NanoGPT(tmp_path, config(llama, **keys), wide, tmp_path / "no peer")
-    )
-
-
 # ---- imported -------------------------------------------------------------------------------------------------------
 
 
@@ -478,10 +438,6 @@ def floats(path: Path, ids: Any) -> None:
 
 def table(path: Path, ids: Any) -> None:
     np.save(path, np.asarray(ids, "uint16").reshape(-1, 4))
-
-
-def objects(path: Path, ids: Any) -> None:
-    np.save(path, np.array([1, "a", None], dtype=object), allow_pickle=True)
 
 
 NOT_IMPORTED: dict[str, tuple[Write, str]] = {

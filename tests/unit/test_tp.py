@@ -4,36 +4,21 @@ refused.
 
 from __future__ import annotations
 
-import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nanoray.checkpoint import parts
-from nanoray.checkpoint.files import Draft, load, save_shared
-from nanoray.cli import Loaded
-from nanoray.config import Batch, make_config, resolve_batch
-from nanoray.data.prepare import prepare
 from nanoray.errors import ConfigError
-from nanoray.forecast.dry_run import dry_run_lines, talk_lines
-from nanoray.forecast.memory import Sizes
 from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard, fill, whole_pieces, whole_shards
 from nanoray.models.costs import Cut, activation_memory
 from nanoray.models.gpt import GPT, ModelShape
-from nanoray.models.precision import LossScaler
 from nanoray.parallel import tp
 from nanoray.parallel.buckets import Buckets
-from nanoray.start.plan import plan
-from nanoray.state.rank_state import Holding, Share
-from nanoray.state.state_dict import missing_from
-from nanoray.state.train_state import TrainState
-from nanoray.train.guard.guards import Guards
 
 SHAPE = ModelShape(n_layer=2, n_head=4, n_embd=24, block_size=8, bias=True, vocab_size=65)
 MESHES = [(1, 1), (1, 3), (2, 1), (2, 2), (4, 1), (4, 3)]  # tp, dp
@@ -104,33 +89,6 @@ def test_each_element_has_one_owner_and_is_put_together_again(
         assert torch.equal(fill(piece, saved[name]).view(piece.shape), whole[name]), name
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [*itertools.permutations([(1, 3), (2, 1), (2, 2), (4, 1)], 2)]
-)
-def test_any_mesh_fills_its_pieces_from_those_of_any_other(
-    before: tuple[int, int], after: tuple[int, int]
-) -> None:
-    saved: dict[str, list[Any]] = {}
-    for rank in range(before[0] * before[1]):
-        for shard in owned(rank, *before, "zero1"):
-            if shard.owner:
-                saved.setdefault(shard.piece.name, []).append(
-                    (shard.piece, shard.param.detach().clone())
-                )
-    for rank in range(after[0] * after[1]):
-        for shard in owned(rank, *after, "zero1"):
-            assert torch.equal(fill(shard.piece, saved[shard.piece.name]), shard.param), (
-                shard.piece.place
-            )
-
-
-def test_holders_are_the_ranks_with_the_same_piece() -> None:
-    for mode in ("ddp", "zero1"):
-        every = [shard for rank in range(4) for shard in owned(rank, 2, 2, mode)]
-        places = [shard.piece.place for shard in every]
-        assert all(shard.holders == places.count(shard.piece.place) for shard in every), mode
-
-
 @pytest.mark.parametrize("kept", ["none", "selective", "block"])
 def test_activations_of_a_rank(kept: str) -> None:
     shape = ModelShape(4, 4, 64, 32, False, 128)
@@ -153,34 +111,6 @@ def test_activations_of_a_rank(kept: str) -> None:
     }
     assert two["activations"] - cut_twice["activations"] == tokens * less[kept]
     assert cut_twice["logits"] == two["logits"]
-
-
-def test_dry_run_tells_memory_and_who_talks_to_whom(text: Path, tmp_path: Path) -> None:
-    values = {"dataset": str(text), "data_dir": str(tmp_path), "device": "cpu", "precision": "fp32"}
-    config = make_config({"micro_batch_size": 4, "tp": 2, "dp_mode": "zero1", **values})
-    loaded = Loaded(config, frozenset(), True)
-    dataset = prepare(config)
-    planned = plan(loaded, 4, dataset)
-    lines = dry_run_lines(planned.config, planned.notes, resolve_batch(config, 2), dataset, "here")
-    assert lines[0] == "mesh       4 rank(s) = dp 2 × tp 2"
-    assert (
-        lines[1]
-        == "talk       tp: ranks 0 1 | 2 3: 2 sums of activations per block, forward and backward each"
-    )
-    assert lines[2] == "talk       dp: ranks 0 2 | 1 3: gradients, once per step"
-    (memory,) = [line for line in lines if line.startswith("memory")]
-    model, _, _ = cut(0, 2, 1, ModelShape.of(config, dataset.vocab_size))
-    assert f"parameters {4 * Sizes.of(model).params / 2**20:.1f}" in memory
-    assert talk_lines(config, Layout(dp=4)) == []
-    rows = config.model_copy(update={"sequence_parallel": True})
-    assert (
-        "tp: ranks 0 1: 2 all-gathers and 2 reduce-scatters of activations per block"
-        in talk_lines(rows, Layout(tp=2))[0]
-    )
-    assert (
-        "0..7 | 8..15 | 16..23 | 24..31 | and 4 more groups"
-        in talk_lines(config, Layout(dp=8, tp=8))[0]
-    )
 
 
 def test_a_sequence_that_ranks_do_not_divide_is_refused() -> None:
@@ -213,41 +143,3 @@ def test_the_loss_by_parts_is_cross_entropy() -> None:
         (2 * value).backward()
         found.append((value.detach(), leaf.grad))
     torch.testing.assert_close(found[0], found[1])
-
-
-def test_a_rank_saves_and_loads_its_pieces_and_no_whole_weights(tmp_path: Path) -> None:
-    """What a checkpoint has for a rank of tp are flat pieces, not tensors of its model."""
-    states = []
-    for rank in range(2):
-        model, _, _ = cut(rank, 2, 1)
-        shards = owned(rank, 2, 1, "ddp")
-        for shard, own in zip(shards, whole_shards(model), strict=True):
-            shard.param = own.param
-        optimizer = torch.optim.SGD([shard.param for shard in shards], lr=0.1)
-        config = make_config({"micro_batch_size": 2})
-        scaler = LossScaler(torch.device("cpu"), False)
-        guards = Guards(config, Batch(2, 1, 1), torch.device("cpu"), None)
-        torch.manual_seed(1)
-        state = TrainState(GPT(SHAPE), optimizer, scaler, guards)
-        state.model = model
-        state.hold(Share(Holding(shards, optimizer), weights=shards))
-        states.append(state)
-        assert state.pack().model == {}
-
-    draft = Draft(tmp_path, 0, "0", None)
-    draft.begin(1000)
-    parts.write(draft.temp, 1, states[1].pack_own(first=False))
-    first = states[0].pack_own(first=True)
-    save_shared(draft, first, 2, 1, lambda: None)
-    assert missing_from(load(draft.final)) == []
-
-    for state in states:
-        before = {name: p.detach().clone() for name, p in state.model.named_parameters()}
-        saved = load(draft.final, state.pieces, state.weight_pieces)
-        with torch.no_grad():
-            for p in state.model.parameters():
-                p.zero_()
-        saved.has_optimizer = False
-        state.load(saved)
-        for name, p in state.model.named_parameters():
-            assert torch.equal(p, before[name]), name
