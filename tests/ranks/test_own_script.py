@@ -9,13 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,7 +23,6 @@ from nanoray.checkpoint.find import newest_valid
 from nanoray.errors import ConfigError
 from nanoray.own.data.source import OwnData
 from nanoray.own.engine import RuntimeEngine
-from nanoray.own.settings import steps_of
 from tests.harness.commands import run, torchrun
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -119,13 +115,6 @@ print("after", os.environ.get("MINE"), os.environ["OMP_NUM_THREADS"], before == 
 """
 
 
-def test_what_it_sets_while_it_trains_is_put_back(tmp_path: Path) -> None:
-    done = run(written(tmp_path, LOOKS), env=ONE_THREAD, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "during set 2 2\n" in done.stdout
-    assert done.stdout.endswith("after None 1 True\n")
-
-
 ENDS = "[('finished', 3), ('finished', 2), ('stopped_by_script', 6)]"
 
 
@@ -195,26 +184,6 @@ def test_a_default_type_of_16_bits_rounds_no_loss_and_no_weight(
     assert found
     for name, p in model.state_dict().items():
         assert torch.allclose(found.state.model[name], p, atol=1e-6), name
-
-
-@pytest.mark.parametrize("steps", [np.int64(3), np.uint8(3), torch.tensor(3)])
-def test_steps_are_whole_numbers_of_any_library(steps: Any) -> None:
-    assert steps_of(steps) == 3
-    assert type(steps_of(steps)) is int
-
-
-@pytest.mark.parametrize(
-    ("steps", "why"),
-    [
-        ("3", "steps = '3' of fit is a str; give a whole number"),
-        (3.0, "steps = 3.0 of fit is a float; give a whole number"),
-        (0, "steps = 0 of fit; at least one"),
-        (np.int64(-1), "steps = -1 of fit; at least one"),
-    ],
-)
-def test_other_steps_are_refused(steps: Any, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{why}$"):
-        steps_of(steps)
 
 
 CUT = """
@@ -341,13 +310,6 @@ def test_modules_in_the_order_of_a_set_are_refused_in_one_line(tmp_path: Path) -
     )
 
 
-def test_it_leaves_signal_handlers_as_they_were(tmp_path: Path) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    engine, data = an_engine(tmp_path)
-    assert engine.fit(data, steps=2)["exit_reason"] == "finished"
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 class Interrupts(nanoray.Callback):
     """It sends this process a signal, as Ctrl-C does."""
 
@@ -374,61 +336,10 @@ def test_a_signal_ends_it_as_python_would_with_a_checkpoint(
     assert len(list((folder / "checkpoints").iterdir())) == 1
 
 
-class Closes(nanoray.Callback):
-    """It closes this process's terminal, in whose place there is a pipe."""
-
-    def __init__(self, reader: int) -> None:
-        self.reader = reader
-
-    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
-        if step == 3:
-            os.close(self.reader)
-            os.kill(os.getpid(), signal.SIGHUP)
-        print("the script prints", step)
-
-
-def test_a_terminal_that_closes_costs_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader, writer = os.pipe()
-    stdout = os.fdopen(writer, "w")
-    monkeypatch.setattr(sys, "stdout", stdout)
-    engine, data = an_engine(tmp_path, callbacks=[Closes(reader)])
-    with pytest.raises(SystemExit) as ended:
-        engine.fit(data, steps=50)
-    assert ended.value.code == 128 + signal.SIGHUP
-    assert sys.stdout is stdout, "as it was"
-    (folder,) = tmp_path.iterdir()
-    assert len(list((folder / "checkpoints").iterdir())) == 1
-    stdout.close()
-
-
-class Waits(nanoray.Callback):
-    """It gives another thread the time to stop the run."""
-
-    def on_run_start(self, run: nanoray.Run) -> None:
-        threading.Thread(target=run.stop).start()
-
-    def on_step_end(self, step: int, record: Mapping[str, Any]) -> None:
-        time.sleep(0.05)
-
-
-def test_it_trains_in_a_thread_and_another_one_stops_it(tmp_path: Path) -> None:
-    engine, data = an_engine(tmp_path, callbacks=[Waits()])
-    found = []
-    thread = threading.Thread(target=lambda: found.append(engine.fit(data, steps=1000)))
-    thread.start()
-    thread.join(60)
-    assert found
-    assert found[0]["exit_reason"] == "stopped_by_script"
-    assert found[0]["step"] < 1000
-
-
 @pytest.mark.parametrize(
     ("config", "text"),
     [
         ({"model": "gpt"}, "model = gpt, but the script brings its own; drop the key"),
-        ({"dp_mode": "zero9"}, "dp_mode = 'zero9': Input should be"),
         (3, "the configuration is a int; give a dict or a nanoray.Config"),
     ],
 )

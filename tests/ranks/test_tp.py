@@ -191,19 +191,3 @@ def test_a_flipped_bit_is_found_among_the_ranks_that_hold_the_piece(runs: Runs) 
 def test_a_step_that_is_not_finite_is_named(runs: Runs) -> None:
     _, message = runs.failed(2, "TrainingDiverged", tp=2, faults="nan@rank=1,step=4")
     assert "at step 4 the loss is nan" in message
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("precision", "far"), [pytest.param("bf16", 2e-2, marks=pytest.mark.full), ("fp16", 5e-3)]
-)
-def test_low_precision_stays_near_one_process(runs: Runs, precision: str, far: float) -> None:
-    settings = {"precision": precision, "max_steps": 5}
-    alone = runs.trained("alone", 1, **settings)
-    cut = runs.trained("cut", 2, tp=2, **settings)
-    assert series(cut) == pytest.approx(series(alone), abs=far)
-
-
-def test_ranks_that_tp_does_not_divide_are_refused(runs: Runs) -> None:
-    _, message = runs.failed(3, "ConfigError", tp=2)
-    assert "ranks = dp*tp, but tp = 2 does not divide 3 rank(s); use 4 workers" in message
