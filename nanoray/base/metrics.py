@@ -208,7 +208,7 @@ METRICS: dict[str, Metric] = {
             "1",
             "mixture of experts: choices that fell on the most loaded expert, over the mean of "
             "the experts, in this step's global batch and before any is dropped; of the layer "
-            "where that is largest. `nanoray experts RUN` draws all of them",
+            "where that is largest; `expert_load` has all of them",
             "1 is even; below 2 after the first hundreds of steps; the number of experts / top k: "
             "one gets everything",
         ),

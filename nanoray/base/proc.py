@@ -32,8 +32,3 @@ def start_time(pid: int) -> str:
 def cpu_seconds(fields: Sequence[str]) -> float:
     """Return the CPU seconds that a process with these fields has used."""
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime + stime
-
-
-def resident_bytes(fields: Sequence[str]) -> int:
-    """Return the memory that a process with these fields has resident."""
-    return int(fields[21]) * os.sysconf("SC_PAGE_SIZE")

@@ -6,7 +6,6 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
                      and who has set each key of config.json
     metrics.jsonl    one record per logged step
     statistics.jsonl  with statistics_every: what each layer is like
-    memory/          with memory_at: the memory of a step on each rank;  `nanoray report` draws it
     profile/         with profile: the operations of some steps on each rank;  `nanoray timeline RUN --profile`
     hashes.jsonl     the hashes of its states, and its groups of ranks;  `nanoray replay` and `bisect` compare them
     summary.json     how it ended
@@ -15,7 +14,6 @@ runs/2026-11-21_101500_shakespeare-cpu/    (UTC)
     comm/            with --comm_trace: every collective, and the timeline
     faults.jsonl     failures and recoveries;  `nanoray faults` explains them
     logs/rank0.log   each rank's log;  rank0.progress: its last step and phase;  rank0.exit.json: how it ended
-    logs/rank0.outcome.json    its outcome, if it has saved and ended because its driver was silent
     logs/rank0.*.ledger    the seconds of each of its processes, by account;  `nanoray ledger` adds them up
     attempt          the attempt that may write checkpoints, and when its command started
     lock             held by the process that uses the run; contains its pid and host
@@ -149,10 +147,6 @@ class RunSpec:
     def exit_record(self, rank: int) -> Path:
         """Return the path of the record of how a rank's process ended."""
         return self.folder / "logs" / f"rank{rank}.exit.json"
-
-    def last_word(self, rank: int) -> Path:
-        """Return the path of what a rank has to report that ended without its driver."""
-        return self.folder / "logs" / f"rank{rank}.outcome.json"
 
     def ledger(self, rank: int) -> Path:
         """Return the path of this process' ledger, as the process of a rank in this attempt."""

@@ -20,5 +20,4 @@ from nanoray.cli.parsers import tool_parser as tool_parser
 from nanoray.cli.signals import NO_SIGNALS as NO_SIGNALS
 from nanoray.cli.signals import STOP_SIGNALS as STOP_SIGNALS
 from nanoray.cli.signals import in_main_thread as in_main_thread
-from nanoray.cli.signals import set_handlers_again as set_handlers_again
 from nanoray.cli.signals import stop_signals as stop_signals

@@ -37,7 +37,7 @@ COMMANDS = {
     ),
     "inspect": (
         "nanoray.tools.inspect.__main__",
-        "dump a model: tree, owners, FLOPs, memory; --verify runs one batch",
+        "show a model: tree, owners, FLOPs; --verify runs one batch",
     ),
     "replay": (
         "nanoray.tools.replay.__main__",
@@ -47,7 +47,6 @@ COMMANDS = {
         "nanoray.tools.replay.bisect",
         "find the first step, rank and tensor in which two runs differ",
     ),
-    "experts": ("nanoray.trace.experts", "draw the load of a run's experts over its steps"),
     "checkpoint": ("nanoray.checkpoint.__main__", "list, verify, show or export checkpoints"),
     "weights": (
         "nanoray.checkpoint.import_weights",

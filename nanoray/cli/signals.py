@@ -18,16 +18,6 @@ NO_SIGNALS = (
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed
 
 
-def set_handlers_again() -> None:
-    """Set the handlers of the stop signals as Python has them: a library in C may have removed them."""
-    if not in_main_thread():
-        return
-    for signum in STOP_SIGNALS:
-        handler = signal.getsignal(signum)
-        if handler is not None:
-            signal.signal(signum, handler)
-
-
 @contextmanager
 def stop_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Handle the stop signals while a run lasts, and restore the program's own handlers then.

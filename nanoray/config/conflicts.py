@@ -312,10 +312,6 @@ TABLE: tuple[Row, ...] = tuple(chain(
     refused("statistics_every above 0", "cp above 1",
             "rank 0 has a part of each sequence, and attention needs all of it",
             "use cp 1, or drop statistics_every"),
-    rule("memory_at max_steps num_epochs stop_at",
-         "memory_at: the run must reach that step", sizes.memory_is_reached),
-    refused("memory_at above 0", _COMPILED,
-            "allocations of compiled layers cannot be seen", "drop one of the two"),
     rule("profile max_steps num_epochs stop_at",
          "profile A:B: the run must reach step B - 1", sizes.profile_is_reached),
 

@@ -41,13 +41,8 @@ class LogKeys(Group):
     activations, attention, dead units (0 = never); rank 0 measures them, and no bit of the training
     changes"""
 
-    memory_at: Natural = field(0, "log")
-    """step whose memory each rank records in the run's memory/: bytes of weights, gradients,
-    optimizer, activations, buckets and the rest after each operation, beside the formula (0 =
-    none); that step takes longer, and no bit of the training changes"""
-
     profile: str = field("", "log")
-    """steps A:B, from A up to B but without B, whose operations torch.profiler records on each rank;
+    """steps A:B, from A up to B but without B, whose operations and memory torch.profiler records;
     nanoray timeline RUN --profile puts them on one clock; these steps take longer, no bit of
     the training changes"""
 

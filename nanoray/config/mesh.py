@@ -147,9 +147,8 @@ class MeshKeys(Group):
     """seconds within which all ranks must have joined"""
 
     head_timeout_s: float = field(15.0, "dist", gt=0)
-    """seconds without the cluster's head after which the ranks save and the run ends, and half as long
-    again while a new head is on its way; raise it only where the head's state outlives it (GCS fault
-    tolerance) and the driver is on another node"""
+    """seconds without the cluster's head after which the ranks save and the run ends; raise it only
+    where the head's state outlives it (GCS fault tolerance) and the driver is on another node"""
 
     ray_address: str = field("auto", "dist", min_length=1)
     """auto (RAY_ADDRESS, else a new local Ray) | local | HOST:PORT"""

@@ -211,15 +211,6 @@ def trace_is_reached(config: Keys) -> str | None:
     )
 
 
-def memory_is_reached(config: Keys) -> str | None:
-    if config.memory_at <= config.last_step:
-        return None
-    return (
-        f"memory_at = {config.memory_at} would record nothing: the run ends at step "
-        f"{config.last_step}; use a step up to it"
-    )
-
-
 def profile_is_reached(config: Keys) -> str | None:
     if not config.profile or config.profiled[-1] <= config.last_step:
         return None

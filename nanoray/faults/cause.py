@@ -41,7 +41,6 @@ NOT_CHARGED = ("drained", "driver_silent", "no_memory")
 # How long to wait for the root of a consequence: a busy Ray reports a death later than its peers do
 ROOT_S = 10.0
 PROGRESS_STEPS = 10  # completed steps after which a failure is counted anew
-FAILURES_PER_HOUR = 60  # with more, the run stops, even if it recovers from each
 # Lines that a report keeps: thousands of ranks fail with the same message
 MAX_CONSEQUENCES = 8
 
@@ -183,11 +182,7 @@ def read_reports(folder: Path) -> list[dict[str, Any]]:
 
     They are reports (`fault`) and planned faults (`injected`).
     """
-    events = read_json_lines(folder / "faults.jsonl")
-    for event in events:
-        if "echo" in event:  # the name of the field in older runs
-            event["consequences"] = event.pop("echo")
-    return events
+    return read_json_lines(folder / "faults.jsonl")
 
 
 class FailureCollector:
@@ -321,14 +316,6 @@ def reason_to_give_up(cause: Failure, history: list[Failure], max_failures: int)
             "without a failure"
         )
 
-    # Too many failures for the time between them, even with progress.
-    if max_failures:
-        within_an_hour = sum(cause.at - earlier.at < 3600 for earlier in history)
-        if within_an_hour > FAILURES_PER_HOUR:
-            return (
-                f"more than {FAILURES_PER_HOUR} failures within an hour, although the run went on "
-                "after each"
-            )
     return None
 
 
@@ -343,19 +330,6 @@ def without_progress(history: list[Failure]) -> int:
             break
         count += 1
     return count
-
-
-def back_off_s(history: list[Failure]) -> float:
-    """Return the seconds before the next restart: 0 after progress, else 1, 2, 4, ... 30."""
-    history = _charged(history)
-    stuck = 0  # failures in a row without a completed step before them
-    for earlier, later in reversed(list(pairwise(history))):
-        if later.completed > earlier.completed:
-            break
-        stuck += 1
-    if not stuck:
-        return 0.0
-    return min(30.0, 2.0 ** (stuck - 1))
 
 
 def _charged(history: list[Failure]) -> list[Failure]:

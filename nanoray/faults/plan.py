@@ -31,20 +31,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("nanoray.rank")
-KINDS = (
-    "kill",
-    "stop",
-    "exit",
-    "raise",
-    "hang",
-    "slow",
-    "oom",
-    "no-memory",
-    "disk-full",
-    "nan",
-    "bitflip",
-    "gradflip",
-)
 DRIVER = -1  # its "rank"
 _SPARE_BYTES = 64 << 10  # logs and metrics may still grow by this while the disk is "full"
 
@@ -90,34 +76,7 @@ class Fault:
         """Record that this fault fires, and inject it. `started`: Unix s of the command."""
         # First the record: the process may not survive the next line.
         append_event(record_in, "injected", asdict(self) | {"command": started})
-        if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.kind == "stop":
-            # To this thread, which then stops here. A signal to the process may be delivered to
-            # another thread, a moment later.
-            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
-        elif self.kind == "exit":
-            os._exit(3)
-        elif self.kind == "hang":
-            time.sleep(3600.0)
-        elif self.kind == "slow":
-            time.sleep(self.seconds)
-        elif self.kind == "oom":
-            _fill_memory(self.mib)
-        elif self.kind == "no-memory":
-            _raise_out_of_memory(self)
-        elif self.kind == "disk-full":
-            _fill_disk(record_in.parent, self.seconds)
-        elif self.kind == "nan":
-            _spoil(gpt, self.times, lambda output: output * float("nan"))
-        elif self.kind == "bitflip":
-            _flip_bit(gpt, self.bit)
-        elif self.kind == "gradflip":
-            _spoil(gpt, self.times, partial(_spoil_gradient, bit=self.bit))
-        else:
-            raise InjectedFault(
-                f"fault plan: raise on rank {self.rank} at step {self.step} in {self.phase}"
-            )
+        _ACTIONS[self.kind](self, record_in.parent, gpt)
 
 
 def append_event(path: Path, event: str, values: dict[str, object]) -> None:
@@ -225,6 +184,34 @@ def _flip(element: Tensor, bit: int) -> None:
     )
 
 
+def _raise(fault: Fault) -> None:
+    raise InjectedFault(
+        f"fault plan: raise on rank {fault.rank} at step {fault.step} in {fault.phase}"
+    )
+
+
+# What each kind of fault does: to the fault itself, the run's folder, and the model.
+_ACTIONS: dict[str, Callable[[Fault, Path, Any], None]] = {
+    "kill": lambda fault, run, gpt: os.kill(os.getpid(), signal.SIGKILL),
+    # To this thread, which then stops here. A signal to the process may be delivered to another
+    # thread, a moment later.
+    "stop": lambda fault, run, gpt: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP),
+    "exit": lambda fault, run, gpt: os._exit(3),
+    "raise": lambda fault, run, gpt: _raise(fault),
+    "hang": lambda fault, run, gpt: time.sleep(3600.0),
+    "slow": lambda fault, run, gpt: time.sleep(fault.seconds),
+    "oom": lambda fault, run, gpt: _fill_memory(fault.mib),
+    "no-memory": lambda fault, run, gpt: _raise_out_of_memory(fault),
+    "disk-full": lambda fault, run, gpt: _fill_disk(run, fault.seconds),
+    "nan": lambda fault, run, gpt: _spoil(gpt, fault.times, lambda output: output * float("nan")),
+    "bitflip": lambda fault, run, gpt: _flip_bit(gpt, fault.bit),
+    "gradflip": lambda fault, run, gpt: _spoil(
+        gpt, fault.times, partial(_spoil_gradient, bit=fault.bit)
+    ),
+}
+KINDS = tuple(_ACTIONS)
+
+
 def parse_plan(text: str) -> tuple[Fault, ...]:
     """Parse `KIND@key=value,...;...`. Raises ConfigError with the part that is invalid."""
     parts = [part.strip() for part in text.split(";")]
@@ -234,36 +221,32 @@ def parse_plan(text: str) -> tuple[Fault, ...]:
 def _parse_fault(part: str) -> Fault:
     kind, _, rest = part.partition("@")
     try:
-        values = dict(item.strip().split("=", 1) for item in rest.split(",") if item.strip())
-        rank = values.pop("rank")
-        attempt = values.pop("attempt", None)
-        fault = Fault(
-            kind=kind.strip(),
-            rank=DRIVER if rank == "driver" else int(rank),
-            step=int(values.pop("step")),
-            phase=values.pop("phase", "forward"),
-            attempt=None if attempt is None else int(attempt),
-            seconds=float(values.pop("seconds", 1.0)),
-            mib=int(values.pop("mib", 0)),
-            times=int(values.pop("times", 1)),
-            micro=int(values.pop("micro", 0)),
-            bit=int(values.pop("bit", 20)),
-        )
+        texts = dict(item.strip().split("=", 1) for item in rest.split(",") if item.strip())
+        values: dict[str, Any] = {"kind": kind.strip(), "phase": texts.pop("phase", "forward")}
+        rank = texts.pop("rank")
+        values["rank"] = DRIVER if rank == "driver" else int(rank)
+        values["step"] = int(texts.pop("step"))
+        for key in ("attempt", "mib", "times", "micro", "bit"):
+            if key in texts:
+                values[key] = int(texts.pop(key))
+        if "seconds" in texts:
+            values["seconds"] = float(texts.pop("seconds"))
+        fault = Fault(**values)
     except (KeyError, ValueError) as error:
         raise ConfigError(
             f"faults = {part!r} is not KIND@rank=R,step=S[,phase=P][,attempt=A][,seconds=T]"
             f"[,mib=M][,times=N][,micro=M][,bit=B] ({error})"
         ) from None
 
-    # What remains in `values` is unknown.
+    # What remains in `texts` is unknown.
     places = [phase for phase in PHASES if phase not in LEFT] + list(POINTS)
-    if fault.kind not in KINDS or fault.phase not in places or values:
+    if fault.kind not in KINDS or fault.phase not in places or texts:
         message = (
             f"faults = {part!r}: KIND is one of {', '.join(KINDS)}, phase one of "
             f"{', '.join(places)}"
         )
-        if values:
-            message += f", and there is no key {', '.join(values)}"
+        if texts:
+            message += f", and there is no key {', '.join(texts)}"
         raise ConfigError(message)
 
     # A point has no model to spoil, and the driver has points only.

@@ -50,15 +50,6 @@ class ProgressFile:
     phase = set  # the name by which the loop calls it (train/watch/instruments.py)
 
     @classmethod
-    def read(cls, path: Path) -> tuple[int, str] | None:
-        """Return (step, phase) as last written; None if the file is missing or damaged."""
-        values = cls.read_all(path)
-        if values is None:
-            return None
-        step, phase, _, _ = values
-        return step, phase
-
-    @classmethod
     def read_all(cls, path: Path) -> tuple[int, str, int, float] | None:
         """Return (step, phase, base, the writer's monotonic seconds); None without a valid file."""
         try:

@@ -66,7 +66,6 @@ class TrialPass:
         state = dict(named) if state is None else state
         self.seen = {name: Seen() for name, _ in model.named_modules()}
         self.loss_reads: list[str] = []
-        self.unused: list[str] = []  # modules whose results the loss does not depend on
         self._names = {id(tensor): name for name, tensor in state.items()}
         self._weights = {storage_key(tensor.untyped_storage()) for tensor in state.values()}
         # By storage; the tensors stay alive, so that no number is used twice
@@ -102,7 +101,6 @@ class TrialPass:
             for hook in hooks:
                 hook.remove()
         self.loss_reads = self._sources("loss", loss)
-        self._find_unused(loss)
         return loss
 
     def backward(self, loss: Tensor) -> None:
@@ -175,26 +173,6 @@ class TrialPass:
                     sources.append(self._names.get(id(node.variable), "?"))
                 todo += [following for following, _ in node.next_functions]
         return list(dict.fromkeys(reversed(sources)))
-
-    def _find_unused(self, loss: Tensor) -> None:
-        """Record the modules with results in autograd's graph of which none leads to the loss."""
-        todo = [loss.grad_fn]
-        used: set[Any] = set()
-        while todo:
-            node = todo.pop()
-            if node is not None and node not in used:
-                used.add(node)
-                todo += [following for following, _ in node.next_functions]
-
-        with_results: set[str] = set()
-        with_use: set[str] = set()
-        for node, names in self._made.items():
-            if isinstance(node, int):
-                continue  # a result without a node, such as an index
-            with_results.update(names)
-            if node in used:
-                with_use.update(names)
-        self.unused = [name for name in self.seen if name in with_results - with_use]
 
     def _count_forward(self, flops: int) -> None:
         self.seen[self._now].forward_flops += flops

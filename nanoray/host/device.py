@@ -28,18 +28,3 @@ class Device:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Device:
         return cls(**values)
-
-
-@dataclass(frozen=True)
-class Load:
-    """The current load of a GPU or slice.
-
-    None: NVML does not report it. Of a slice it reports neither kernels nor power.
-    """
-
-    device: Device
-    busy: int | None  # percent of the last sample, up to a second long, in which some kernel ran
-    used_bytes: int | None
-    watts: float | None
-    # Of processes that compute on it; in a container perhaps the host's ids
-    pids: tuple[int, ...] | None

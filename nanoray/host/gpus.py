@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from nanoray.host.device import Device, Load
+from nanoray.host.device import Device
 from nanoray.host.mig import fractions_of, profile_of
 
 T = TypeVar("T")
@@ -29,31 +29,6 @@ def discover_gpus(nvml: Any = None) -> list[Device]:
     devices: list[Device] = _ask(_read_gpus, [], nvml)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return devices if visible is None else _visible(devices, visible)
-
-
-def gpu_loads(nvml: Any = None) -> list[Load]:
-    """Return the current load of each GPU and slice of `discover_gpus`, in its order."""
-    devices = discover_gpus(nvml)
-    return _ask(lambda nvml: [_read_load(nvml, device) for device in devices], [], nvml)
-
-
-def _read_load(nvml: Any, device: Device) -> Load:
-    def query(read: Callable[[Any], Any]) -> Any:
-        # Not supported by a slice, or not permitted in a container
-        with contextlib.suppress(nvml.NVMLError):
-            return read(nvml.nvmlDeviceGetHandleByUUID(device.uuid))
-        return None
-
-    def process_ids(handle: Any) -> tuple[int, ...]:
-        return tuple(int(p.pid) for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle))
-
-    return Load(
-        device,
-        busy=query(lambda handle: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)),
-        used_bytes=query(lambda handle: int(nvml.nvmlDeviceGetMemoryInfo(handle).used)),
-        watts=query(lambda handle: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3),
-        pids=query(process_ids),
-    )
 
 
 def driver_version() -> str:

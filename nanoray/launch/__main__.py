@@ -30,7 +30,6 @@ from nanoray.launch.auto import with_micro_batch
 from nanoray.launch.caller import caller_address
 from nanoray.launch.connection import bounded, connected, using
 from nanoray.launch.driver import Driver
-from nanoray.launch.job_report import JobReport
 from nanoray.launch.placement import Placement
 from nanoray.launch.script import PackedScript
 from nanoray.launch.signals import catch_signals
@@ -117,8 +116,9 @@ def launch(
             opening.fetch()
 
         # Take devices, train, and give everything back, whatever happens.
-        session = using(attached) if attached else None
-        with catch_signals() as stop, session or connected(address, slots, stop, last):
+        session = using(attached) if attached else connected(address, slots, last)
+        # Ray takes the handlers of signals as it starts, so ours come afterwards.
+        with session, catch_signals() as stop:
             place = Placement.make(opening.config, stop.check)
             try:
                 with environment(variables):
@@ -129,7 +129,6 @@ def launch(
                 with (
                     discarding_refused(spec),
                     summary_on_failure(spec),
-                    JobReport(spec) as report,
                     closing(console),
                 ):
                     Injector(spec.folder / "faults.jsonl").plan(config.faults, DRIVER, 0, started)
@@ -145,9 +144,7 @@ def launch(
                             variables=variables,
                         )
                         driver.console = console
-                        report.count_steps = lambda: console.max_steps
                         outcome = driver.run()
-                    report.state = outcome["exit_reason"]
             finally:
                 bounded(lambda: remove_placement_group(place.group))
 
@@ -186,13 +183,7 @@ def lasting_out_dir(config: Config) -> str:
     """Return out_dir, moved out of a Ray job's working directory: Ray deletes that copy later."""
     if "runtime_resources" not in Path.cwd().parts or Path(config.out_dir).is_absolute():
         return config.out_dir
-    home = os.path.expanduser("~")
-    if home == "~":
-        raise ConfigError(
-            f"out_dir = {config.out_dir} would be in the job's working directory, a copy that Ray "
-            "deletes, and this user has no home folder; give --out_dir an absolute path"
-        )
-    lasting = Path(home) / "nanoray" / config.out_dir
+    lasting = Path.home() / "nanoray" / config.out_dir
     say(
         f"out    {lasting}: the job's working directory is a copy that Ray deletes (--out_dir "
         "chooses)"

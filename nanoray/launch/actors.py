@@ -5,7 +5,6 @@ new actor takes its slot.
 
     create ─► slot 0, slot 1, ... ─► fill: end the actor in a slot, put a spare or a new one there
               spares                 vacate: end the actor in a slot, leave the slot empty
-                                     prepare, swap: start another actor for a slot, and put it there
 """
 
 from __future__ import annotations
@@ -109,11 +108,6 @@ class ActorPool:
         self._failed_spares: Counter[str] = Counter()
         self.promoted: set[int] = set()  # slots that a spare took since the last fault
 
-        # Slots whose actor may be on another node than the slot's bundle; and further actors for
-        # them, in their bundles, each with its pending `ready`.
-        self.displaced: set[int] = set()
-        self.prepared: dict[int, tuple[Any, Any]] = {}
-
         # Two runs of one name on a cluster must not see each other's actors, nor those of a program
         # whose connection they share.
         self._namespace = f"nanoray-{secrets.token_hex(4)}"
@@ -181,91 +175,22 @@ class ActorPool:
             return
 
         replaces = bool(self.facts)
-        if slot in self.prepared:
-            actor, ready = self.prepared.pop(slot)
-        else:
-            actor = self._take_spare(slot)
-            if actor is None:
+        actor = self._take_spare(slot)
+        if actor is None:
+            actor = self.new_actor(
+                slot,
                 # With shrink the others train meanwhile, so a new actor has the time to rehearse a
                 # step; otherwise they wait for it.
-                rehearse = replaces and self.spec.config.recovery == "shrink"
-                where = self._strategy(slot)
-                if isinstance(where, NodeLabelSchedulingStrategy):
-                    self.displaced.add(slot)
-                actor = self._actor_for(slot, where, rehearse)
-            # `ready` returns after the imports: an actor that dies in them costs another try, but
-            # no rendezvous. At the start of a run all ranks import at once, and `describe` is
-            # enough.
-            ready = actor.ready.remote() if replaces else actor.describe.remote()
+                rehearse=replaces and self.spec.config.recovery == "shrink",
+                num_cpus=self.place.bundle["CPU"],
+                num_gpus=self.place.bundle.get("GPU", 0),
+                scheduling_strategy=self._strategy(slot),
+            )
         self.actors[slot] = actor
-        self.starting[slot] = ready
+        # `ready` returns after the imports: an actor that dies in them costs another try, but no
+        # rendezvous. At the start of a run all ranks import at once, and `describe` is enough.
+        self.starting[slot] = actor.ready.remote() if replaces else actor.describe.remote()
         self._requested[slot] = (self.clock.monotonic(), PENDING_S)
-
-    def _actor_for(self, slot: int, where: Any, rehearse: bool) -> Any:
-        """Create a new actor for a slot, with the slot's resources."""
-        return self.new_actor(
-            slot,
-            rehearse=rehearse,
-            num_cpus=self.place.bundle["CPU"],
-            num_gpus=self.place.bundle.get("GPU", 0),
-            scheduling_strategy=where,
-        )
-
-    # Actors that go back to their slots: see drain.py.
-
-    def homes(self) -> dict[int, str]:
-        """Return the node of each slot's bundle, where a new actor can start now.
-
-        Without those on which a rank could not work, that are drained, or that have no node.
-        """
-        if not self.head_answers():
-            return {}
-        nodes = self.place.reserved_on(self.api)
-        homes = {}
-        for slot, bundle in enumerate(self.place.order):
-            node = nodes.get(bundle)
-            if node and node not in self.drained_nodes and node not in self.unfit.get(slot, ()):
-                homes[slot] = node
-        return homes
-
-    def prepare(self, slot: int) -> None:
-        """Start a further actor for a slot, in its bundle, beside the one that trains elsewhere."""
-        bundle = strategy(self.place.group, self.place.order[slot])
-        actor = self._actor_for(slot, bundle, rehearse=True)
-        self.prepared[slot] = (actor, actor.ready.remote())
-
-    def prepared_and_ready(self) -> set[int]:
-        """Return the slots whose further actor has started, on a node that is not drained."""
-        slots = set()
-        for slot, (_, ready) in self.prepared.items():
-            done, _ = self.api.wait([ready], timeout=0)
-            with suppress(RayError):  # see drop_dead_prepared
-                if done and self.api.get(ready)["node"] not in self.drained_nodes:
-                    slots.add(slot)
-        return slots
-
-    def drop_dead_prepared(self) -> list[int]:
-        """Forget further actors that died, and return their slots; end those on drained nodes."""
-        dead = []
-        for slot, (actor, ready) in list(self.prepared.items()):
-            done, _ = self.api.wait([ready], timeout=0)
-            try:
-                if done and self.api.get(ready)["node"] in self.drained_nodes:
-                    # The node's pod is replaced once nothing runs there.
-                    self.kill(actor)
-                    del self.prepared[slot]
-            except RayError:
-                del self.prepared[slot]
-                dead.append(slot)
-        return dead
-
-    def swap(self, slot: int) -> None:
-        """End the actor in a slot, and put the one there that was prepared for it."""
-        actor, ready = self.prepared.pop(slot)
-        self.vacate(slot)
-        self.actors[slot] = actor
-        self.facts[slot] = self.api.get(ready)
-        self.displaced.discard(slot)
 
     def request_again(self) -> None:
         """Create the actors again for which Ray starts no process, and print a line for each.
@@ -352,9 +277,8 @@ class ActorPool:
         """End every actor. Their outcomes are on disk or in the driver already."""
 
         def kill_all() -> None:
-            waiting = [spare.actor for spare in self.spares]
-            waiting += [actor for actor, _ in self.prepared.values()]
-            for actor in list(self.actors.values()) + self._former + waiting:
+            spares = [spare.actor for spare in self.spares]
+            for actor in [*self.actors.values(), *self._former, *spares]:
                 self.api.kill(actor)
 
         bounded(kill_all)
@@ -495,7 +419,6 @@ class ActorPool:
                 self._remove_spare(spare)
                 spare.actor.take_slot.remote(slot, lost["devices"])
                 self.promoted.add(slot)
-                self.displaced.add(slot)
                 return spare.actor
             except RayError:  # it died in its imports; the next look forgets it
                 continue

@@ -14,7 +14,6 @@ import ray
 
 from nanoray.config import Config
 from nanoray.errors import ConfigError
-from nanoray.launch.ray_compat import in_local_mode
 
 
 def caller_address(config: Config) -> str:
@@ -30,12 +29,6 @@ def caller_address(config: Config) -> str:
         )
     if not ray.is_initialized():
         return ""
-
-    if in_local_mode():
-        raise ConfigError(
-            "ray.init(local_mode=True) runs actors one after the other in this process, and ranks "
-            "must run at the same time; leave local_mode out, or call nanoray.launch(..., ray=False)"
-        )
 
     address = ray.get_runtime_context().gcs_address
     asked = config.ray_address

@@ -16,16 +16,13 @@ from typing import Any
 
 import ray
 
-from nanoray.launch.connection import addresses_of, dial
+from nanoray.launch.connection import dial
 from nanoray.launch.placement import Placement, nodes_of, room_on
 from nanoray.launch.ray_compat import draining_nodes, request_session_name
 
 HEAD_ANSWER_S = 2.0  # a head answers in milliseconds
 # After 60 s without a head Ray ends the driver, without an error; with GCS fault tolerance 600 s.
 HEAD_TIMEOUT_S = 15.0
-# While a head is on its way the time is longer by this factor: on a busy node it starts several
-# times. With 300 s this is 450 s, which leaves time for a checkpoint before Ray's 600 s.
-HEAD_COMING = 1.5
 # Ranks that cannot be replaced elsewhere yet leave when a notice has this much left: enough for a
 # step and a new group, or for a checkpoint of all ranks.
 LEAVE_S = 10.0
@@ -54,9 +51,6 @@ class ClusterWatch:
         self._requested = 0
         self._answered = 0
         self.replaced = False  # a head answers that was started anew, without the old one's memory
-        # Of its name when it did not listen any more; None while it does.
-        self._former_addresses: set[str] | None = None
-        self._coming = False  # signs of a new head, which does not answer yet
 
         # Drained nodes, each with the Unix ms at which it will be gone; 0 without such a time.
         self.draining: Mapping[str, int] = {}
@@ -83,14 +77,9 @@ class ClusterWatch:
 
     @property
     def head_lost(self) -> bool:
-        """Return whether the head has not answered for `patience_s`, or is another one."""
+        """Return whether the head has not answered for `head_timeout_s`, or is another one."""
         silent_s = self._clock.monotonic() - self._answered_at
-        return self.replaced or silent_s > self.patience_s
-
-    @property
-    def patience_s(self) -> float:
-        """Return for how long the head may be silent: longer while a new one is on its way."""
-        return self.head_timeout_s * (HEAD_COMING if self._coming else 1.0)
+        return self.replaced or silent_s > self.head_timeout_s
 
     def head_answers(self, within_s: float = HEAD_ANSWER_S) -> bool:
         """Return whether the head answers a request that is sent now.
@@ -117,8 +106,7 @@ class ClusterWatch:
         if self.replaced:
             return ANOTHER_HEAD
         if self.head_lost:
-            late = ", although a new one is on its way" if self._coming else ""
-            return f"the cluster's head has not answered for {self.patience_s:g} s{late}"
+            return f"the cluster's head has not answered for {self.head_timeout_s:g} s"
         if self._driver_node in self.draining:
             notice = self.notice(self._driver_node)
             return f"the driver's node {self._driver_node[:8]} is being drained{notice}"
@@ -177,15 +165,13 @@ class ClusterWatch:
         request = self._requested
         requested_at = self._clock.monotonic()
         with suppress(Exception):  # any error means that the head did not answer
-            self._dial()
+            dial(self._address)
             self.replaced = self.replaced or self._is_another_head()
             if self.replaced:
                 return
             draining = draining_nodes(self._api)  # a frozen head blocks this thread
             self._answered = request
             self._answered_at = requested_at
-            self._former_addresses = None
-            self._coming = False
 
             lost_bundles: dict[int, str] = {}
             room = 0
@@ -195,22 +181,6 @@ class ClusterWatch:
             self._lost_bundles = lost_bundles
             self._room = room
             self.draining = draining
-
-    def _dial(self) -> None:
-        """Note whether a new head is on its way. Raises OSError if nothing listens at its address.
-
-        Signs: the head's name has another address, as that of a new pod; or something listens again,
-        which a frozen head has done all the time.
-        """
-        try:
-            dial(self._address)
-        except OSError:
-            addresses = addresses_of(self._address)
-            if self._former_addresses is None:
-                self._former_addresses = addresses
-            self._coming |= not addresses <= self._former_addresses
-            raise
-        self._coming |= self._former_addresses is not None
 
     def _is_another_head(self) -> bool:
         """Return whether the head has another cluster id than the one at the start."""

@@ -24,14 +24,13 @@ from nanoray.base.points import reached
 from nanoray.checkpoint.run import RunSpec
 from nanoray.config.mesh import AXES
 from nanoray.errors import ConfigError, PlacementError
-from nanoray.faults.cause import Failure, FailureCollector, back_off_s
+from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.launch.actors import ActorPool, start_timeout_s
 from nanoray.launch.cluster_watch import ClusterWatch
-from nanoray.launch.drain import Moves
 from nanoray.launch.fault_log import FaultLog
 from nanoray.launch.placement import Placement
 from nanoray.launch.rank_end import read_start
-from nanoray.launch.recover import Recoverer
+from nanoray.launch.recover import Recoverer, say_after_training
 from nanoray.launch.run_state import RunState
 from nanoray.launch.script import PackedScript
 from nanoray.launch.signals import Stop, StopRequested
@@ -89,8 +88,7 @@ class Driver:
         self.cluster = ClusterWatch(place, api, cluster_clock, config.head_timeout_s)
         self.faults = FaultLog(spec.folder, config.max_failures, clock)
         self.recoverer = Recoverer(stop, self.cluster, self.faults, clock)
-        self._moves = Moves(clock)
-        self.watcher = Watcher(stop, self.cluster, self.faults, self.recoverer, self._moves, clock)
+        self.watcher = Watcher(stop, self.cluster, self.faults, self.recoverer, clock)
         self.console = Console(config.max_steps)
         self.at = RunState(spec)
 
@@ -190,7 +188,7 @@ class Driver:
             case WatchRanks():
                 return self._watch()
             case Grow():
-                self._grow()
+                self.recoverer.grow(self.at)
                 return GroupStage.RUNNING
             case NameCause(group_broke):
                 assert self.at.collector
@@ -282,12 +280,6 @@ class Driver:
 
     # Recover.
 
-    def _grow(self) -> None:
-        """Take in actors that are ready, and those that were prepared for ranks' own slots."""
-        moving = self._moves.ready(self.at.ranks)
-        if self.recoverer.grow(self.at, moving):
-            self._moves.announce_moved(self.at.ranks, moving)
-
     def _save(self, reason: str | None, no_replacement: bool) -> bool:
         """Let the ranks that are left save what they hold; return whether their group formed."""
         # Of new actors that died, the line on the last of them says so.
@@ -307,12 +299,7 @@ class Driver:
         reached("restarting")
 
         self.faults.set_recovery("restart")
-        seconds = back_off_s(self.faults.causes)
-        pause = ""
-        if seconds:
-            pause = f", in {seconds:.0f} s: no step was completed since the last failure"
-        say(f"restart  {self.faults.budget} from the newest checkpoint{pause}\n")
-        self.stop.wait(seconds, self._clock)
+        say(f"restart  {self.faults.budget} from the newest checkpoint\n")
         return GroupStage.NO_RANKS
 
     # The end.
@@ -324,25 +311,19 @@ class Driver:
         if self.faults.recovery:  # the run ended before it completed another step
             self.faults.close_as_recovered()
 
-        # What a script does after its training may fail on a rank: that changes no outcome.
         assert self.at.collector
-        for failure in [*self.at.collector.failures, *self.at.failed_later]:
+        for failure in self.at.collector.failures:
             if failure.cause in ("exception", "refused"):
-                say(
-                    f"\nwarning  {failure.title}. The training had ended, and its outcome stands; the "
-                    f"traceback is in {self.at.spec.log(failure.rank)}"
-                )
+                say_after_training(self.at.spec, failure)
         if outcome["exit_reason"] != "stopped":
             return outcome | {"exit_code": 0, "why": ""}
         if self.stop.requested:
             return outcome | {"exit_code": self.stop.exit_code, "why": self.stop.reason}
 
         # Ranks also stop by themselves, when their driver is silent for too long.
-        silent_s = outcome.get("silent_s", DRIVER_SILENT_S)
         why = (
-            f"no call of this driver reached the ranks for {silent_s:.0f} s: it was frozen (Ctrl-Z, "
-            f"a sleeping or paused machine) or cut off. They saved at step {outcome['step']} and ended; "
-            f"no failure is counted. --resume {self.at.spec.folder} continues"
+            f"no call of this driver reached the ranks for {DRIVER_SILENT_S:.0f} s. They saved at step "
+            f"{outcome['step']} and ended; --resume {self.at.spec.folder} continues"
         )
         say(f"\nstop     {why}")
         return outcome | {"exit_code": 128 + signal.SIGTERM, "why": why}

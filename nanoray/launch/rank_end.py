@@ -15,18 +15,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from nanoray.base.atomic import read_json
 from nanoray.base.proc import start_time
-from nanoray.checkpoint.run import RunSpec
 from nanoray.faults import exit_record
 from nanoray.faults.cause import Failure, FailureCollector
 from nanoray.faults.hang import Position, Watchdog, behind
@@ -34,12 +30,17 @@ from nanoray.faults.progress import LEFT
 from nanoray.launch.actors import ANSWER_S, first_line
 from nanoray.launch.connection import bounded
 from nanoray.launch.fault_log import end_of_log
+from nanoray.launch.worker import DRIVER_SILENT_S, ORPHAN_CODE
 from nanoray.launch.worker_group import WorkerGroup
 
 # An exit record is written within milliseconds of the death, but a busy machine may take seconds.
 EXIT_RECORD_S = 5.0
 BY_MONITOR = "ended by Ray's memory monitor"
 BY_KERNEL = "killed by the kernel, which was out of memory"
+BY_SILENCE = (
+    f"no call of this driver reached it for {DRIVER_SILENT_S:.0f} s, because the driver was frozen "
+    "(Ctrl-Z, a sleeping machine) or cut off"
+)
 MAX_NAMED = 3  # other ranks in the title of a hang: all of thousands would be quadratic
 
 
@@ -50,32 +51,24 @@ def read_result(
     group: WorkerGroup, ref: Any, slot: int
 ) -> tuple[dict[str, Any] | None, Failure | None]:
     """Return the outcome of a rank whose `run` has ended, or how it failed; the other is None."""
-    rank_end = _rank_end(group, slot)
     try:
         result = group.pool.api.get(ref)
     except RayError as error:
-        # A rank that this driver has not called for long saves, leaves its result on disk, and ends.
-        word = rank_end.last_word()
-        if word:
-            if word["result"]:
-                return {**word["result"], "silent_s": word["silent_s"]}, None
-            return None, rank_end.by_our_silence(word["silent_s"])
         # One deadline for all ranks that died together: thousands may, and where nodes share no
         # folder none of them leaves a record here.
-        failure = rank_end.by_death(error, record_by=group.event_at + EXIT_RECORD_S)
+        failure = _death(group, slot, error, record_by=group.event_at + EXIT_RECORD_S)
         failure.heard_at = group.heard_at.get(slot)
         return None, failure
     if result["ok"]:
         return result, None
-    return None, rank_end.by_error(result)
+    return None, _error(group, slot, result)
 
 
 def read_start(group: WorkerGroup, error: RayError) -> Failure | None:
     """Return how the rank died that an error of a start is about; None if it is about none."""
     for slot, facts in group.facts.items():
         if isinstance(error, ActorDiedError) and error.actor_id == facts["actor"]:
-            record_by = group.pool.clock.monotonic() + EXIT_RECORD_S
-            return _rank_end(group, slot).by_death(error, record_by)
+            return _death(group, slot, error, group.pool.clock.monotonic() + EXIT_RECORD_S)
     return None
 
 
@@ -88,6 +81,104 @@ def how_newcomer_died(group: WorkerGroup, slot: int, error: RayError) -> str:
     if record.get("oom") and record["pid"] != group.facts[slot]["pid"]:
         return BY_KERNEL
     return first_line(error)
+
+
+def _error(group: WorkerGroup, slot: int, result: dict[str, Any]) -> Failure:
+    """Return the failure of a rank whose `run` returned an error."""
+    error = f"{result['error']}: {result['message']}"
+    refused = result["kind"] == "refused"
+    return Failure(
+        slot,
+        result["kind"],
+        f"{_name(group, slot)} failed in {result['phase']} of step {result['step']}: {error}",
+        result["step"],
+        result["phase"],
+        detail="" if refused else result["traceback"],
+        retry=not refused,
+        exit_code=result["exit_code"],
+        signature=error,
+        facts=group.facts[slot],
+    )
+
+
+def _death(group: WorkerGroup, slot: int, error: RayError, record_by: float) -> Failure:
+    """Return the failure of a rank that did not return from `run`.
+
+    record_by: monotonic seconds until which its exit record is awaited.
+    """
+    step, phase = _position(group, slot)
+    record: dict[str, Any] = {}
+    if isinstance(error, ActorDiedError):
+        # A record of a process on a node that is gone will not come any more.
+        is_late = bool(_node_end(str(error)))
+        record = _exit_record(group, slot, group.pool.clock.monotonic() if is_late else record_by)
+    cause, what, how = _name_death(error, record)
+    failure = Failure(
+        slot,
+        cause,
+        f"{_name(group, slot)} {what} in {phase} of step {step}: {how}",
+        step,
+        phase,
+        detail=str(error) if how == BY_MONITOR else end_of_log(group.spec.log(slot)),
+        facts=group.facts[slot],
+        exit_record=record,
+    )
+    # A lost node, and a rank that waited for another attempt, say nothing about the program: if
+    # they repeat, that is no deterministic failure.
+    if cause != "node_lost" and phase not in LEFT:
+        failure.signature = how
+    return failure
+
+
+def _name_death(error: RayError, record: dict[str, Any]) -> tuple[str, str, str]:
+    """Return cause, verb and reason of a death, from Ray's error and the exit record; {}: none."""
+    if isinstance(error, OutOfMemoryError):
+        return "out_of_memory", "died", BY_MONITOR
+    if not isinstance(error, RayActorError):
+        return "exception", "failed", str(error)
+    if not isinstance(error, ActorDiedError):
+        return "node_lost", "is out of reach", "its node is lost or busy"
+
+    # Ray says no more than that the process is dead. The record says how it ended.
+    if record.get("oom"):
+        return "out_of_memory", "died", BY_KERNEL
+    if record.get("signal"):
+        return "killed", "died", f"killed by {record['signal']}"
+    if record.get("exit_code") == ORPHAN_CODE:
+        return "driver_silent", "ended", BY_SILENCE
+    if "exit_code" in record:
+        how = f"exited with code {record['exit_code']} and without a Python exception"
+        return "killed", "died", how
+    node_end = _node_end(str(error))
+    if node_end:
+        return "node_lost", "is lost", f"Ray has lost its node: {node_end}"
+    return "killed", "died", "killed, or crashed without a Python exception"
+
+
+def _node_end(error: str) -> str:
+    """Return how Ray says that an actor's node ended; "" if it says nothing of a node.
+
+    Ray 2.50 to 2.60 have no other sign of it than this text.
+    """
+    if "its node has died" not in error:
+        return ""
+    reasons = [line for line in error.splitlines() if "the actor's node was" in line]
+    if not reasons:
+        return "no reason given"
+    return " ".join(reasons[0].partition("the actor's node was ")[2].split())
+
+
+def _exit_record(group: WorkerGroup, slot: int, record_by: float) -> dict[str, Any]:
+    """Return how the process ended, waiting for its record; empty if none is written."""
+    clock = group.pool.clock
+    while True:
+        record = exit_record.read(group.spec.exit_record(slot))
+        # A record with another pid is of an earlier process in this slot.
+        if record.get("pid") == group.facts[slot]["pid"]:
+            return record
+        if clock.monotonic() > record_by:
+            return {}
+        clock.sleep(0.005)
 
 
 # Ends by the driver.
@@ -124,7 +215,7 @@ def end_hung(group: WorkerGroup, watchdog: Watchdog, collector: FailureCollector
         others = _format_others(slot, places)
         why = "does not answer" if slot in mute else "is behind"
         title = (
-            f"{_rank_end(group, slot).name} made no progress for {watchdog.silent_s:.0f} s "
+            f"{_name(group, slot)} made no progress for {watchdog.silent_s:.0f} s "
             f"{places[slot]} and {why} ({others}); it was ended"
         )
         failure = Failure(
@@ -140,14 +231,12 @@ def end_hung(group: WorkerGroup, watchdog: Watchdog, collector: FailureCollector
         _end_rank(group, slot, failure, collector)
 
 
-def end_silent(group: WorkerGroup, slot: int, collector: FailureCollector) -> None:
-    """End a rank that did not leave its broken group, or never reached the rendezvous."""
-    _end_rank(group, slot, _rank_end(group, slot).by_silence(), collector)
-
-
-def end_frozen(group: WorkerGroup, slot: int, mute_s: float, collector: FailureCollector) -> None:
-    """End a rank that does not answer, and for which the others wait."""
-    _end_rank(group, slot, _rank_end(group, slot).by_no_answer(mute_s), collector)
+def end_silent(group: WorkerGroup, slot: int, what: str, collector: FailureCollector) -> None:
+    """End a rank that does not answer, or did not leave its broken group; `what` says which."""
+    step, phase = _position(group, slot)
+    title = f"{_name(group, slot)} {what}, in {phase} of step {step}; it was ended"
+    failure = Failure(slot, "hung", title, step, phase, end_of_log(group.spec.log(slot)))
+    _end_rank(group, slot, failure, collector)
 
 
 def end_drained(group: WorkerGroup, slot: int, collector: FailureCollector) -> None:
@@ -159,7 +248,13 @@ def drain_of(group: WorkerGroup, slot: int) -> Failure:
     """Return why a rank whose node will be taken away is lost to its group."""
     cluster = group.pool.cluster
     assert cluster
-    return _rank_end(group, slot).by_drain(cluster.notice(group.facts[slot]["node"]))
+    facts = group.facts[slot]
+    step, phase = _position(group, slot)
+    title = (
+        f"{_name(group, slot)} left after step {max(0, step - 1)}: its node is being drained"
+        f"{cluster.notice(facts['node'])}"
+    )
+    return Failure(slot, "drained", title, step, phase, facts=facts)
 
 
 def _end_rank(group: WorkerGroup, slot: int, failure: Failure, collector: FailureCollector) -> None:
@@ -222,153 +317,13 @@ def _format_others(slot: int, places: dict[int, str]) -> str:
     return ", ".join(others[:MAX_NAMED]) + more
 
 
-# Describe an end.
+def _name(group: WorkerGroup, slot: int) -> str:
+    """Return a rank with its process and node, for a title."""
+    facts = group.facts[slot]
+    return f"rank {slot} (pid {facts['pid']}, node {facts['ip']})"
 
 
-@dataclass(frozen=True)
-class RankEnd:
-    """The process in a slot whose end is described."""
-
-    slot: int
-    facts: dict[str, Any]  # pid, node, ip, devices
-    spec: RunSpec
-    position: Position  # the newest that is known
-    clock: Any = time
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.slot} (pid {self.facts['pid']}, node {self.facts['ip']})"
-
-    def by_error(self, result: dict[str, Any]) -> Failure:
-        """Return the failure of a rank whose `run` returned an error."""
-        error = f"{result['error']}: {result['message']}"
-        refused = result["kind"] == "refused"
-        return Failure(
-            self.slot,
-            result["kind"],
-            f"{self.name} failed in {result['phase']} of step {result['step']}: {error}",
-            result["step"],
-            result["phase"],
-            detail="" if refused else result["traceback"],
-            retry=not refused,
-            exit_code=result["exit_code"],
-            signature=error,
-            facts=self.facts,
-        )
-
-    def by_death(self, error: RayError, record_by: float) -> Failure:
-        """Return the failure of a rank that did not return from `run`.
-
-        record_by: monotonic seconds until which its exit record is awaited.
-        """
-        step, phase = self.position
-        log = end_of_log(self.spec.log(self.slot))
-        failure = Failure(self.slot, "killed", "", step, phase, log, facts=self.facts)
-
-        what = "died"
-        how = "killed, or crashed without a Python exception"
-        if isinstance(error, OutOfMemoryError):
-            failure.cause = "out_of_memory"
-            how = BY_MONITOR
-            failure.detail = str(error)
-        elif isinstance(error, ActorDiedError):
-            # A record of a process on a node that is gone will not come any more.
-            node_end = _node_end(str(error))
-            record = self._exit_record(self.clock.monotonic() if node_end else record_by)
-            failure.exit_record = record
-            if record.get("oom"):
-                failure.cause = "out_of_memory"
-                how = BY_KERNEL
-            elif record.get("signal"):
-                how = f"killed by {record['signal']}"
-            elif "exit_code" in record:
-                how = f"exited with code {record['exit_code']} and without a Python exception"
-            elif node_end:
-                failure.cause = "node_lost"
-                what = "is lost"
-                how = f"Ray has lost its node: {node_end}"
-        elif isinstance(error, RayActorError):
-            failure.cause = "node_lost"
-            what = "is out of reach"
-            how = "its node is lost or busy"
-        else:
-            failure.cause = "exception"
-            what = "failed"
-            how = str(error)
-        failure.title = f"{self.name} {what} in {phase} of step {step}: {how}"
-
-        # A lost node, and a rank that waited for another attempt, say nothing about the program: if
-        # they repeat, that is no deterministic failure.
-        if failure.cause != "node_lost" and phase not in LEFT:
-            failure.signature = how
-        return failure
-
-    def by_silence(self) -> Failure:
-        """Return the failure of a rank that did not leave its broken group, or never reached it."""
-        step, phase = self.position
-        title = (
-            f"{self.name} did not leave the group that broke, in {phase} of step {step}; "
-            "it was ended"
-        )
-        return Failure(self.slot, "hung", title, step, phase, end_of_log(self.spec.log(self.slot)))
-
-    def by_no_answer(self, mute_s: float) -> Failure:
-        """Return the failure of a rank that the others wait for, and that does not answer."""
-        step, phase = self.position
-        title = (
-            f"{self.name} did not answer for {mute_s:.0f} s in {phase} of step {step}, and the "
-            "others waited for it to save; it was ended"
-        )
-        return Failure(self.slot, "hung", title, step, phase, end_of_log(self.spec.log(self.slot)))
-
-    def last_word(self) -> dict[str, Any]:
-        """Return what the rank wrote before it ended without its driver: {} if it wrote nothing."""
-        word = read_json(self.spec.last_word(self.slot))
-        # With another pid it is of an earlier process in this slot.
-        return word if word and word["pid"] == self.facts["pid"] else {}
-
-    def by_our_silence(self, silent_s: float) -> Failure:
-        """Return the failure of a rank that ended, and could not save, without its driver."""
-        step, phase = self.position
-        title = (
-            f"{self.name} ended in {phase} of step {step}: no call of this driver had reached it "
-            f"for {silent_s:.0f} s"
-        )
-        return Failure(self.slot, "driver_silent", title, step, phase, facts=self.facts)
-
-    def by_drain(self, notice: str) -> Failure:
-        """Return the failure of a rank that left its group because its node will be taken away."""
-        step, phase = self.position
-        completed = max(0, step - 1)
-        title = f"{self.name} left after step {completed}: its node is being drained{notice}"
-        return Failure(self.slot, "drained", title, step, phase, facts=self.facts)
-
-    def _exit_record(self, record_by: float) -> dict[str, Any]:
-        """Return how the process ended, waiting for its record; empty if none is written."""
-        while True:
-            record = exit_record.read(self.spec.exit_record(self.slot))
-            # A record with another pid is of an earlier process in this slot.
-            if record.get("pid") == self.facts["pid"]:
-                return record
-            if self.clock.monotonic() > record_by:
-                return {}
-            self.clock.sleep(0.005)
-
-
-def _node_end(error: str) -> str:
-    """Return how Ray says that an actor's node ended; "" if it says nothing of a node.
-
-    Ray 2.50 to 2.60 have no other sign of it than this text.
-    """
-    if "its node has died" not in error:
-        return ""
-    reasons = [line for line in error.splitlines() if "the actor's node was" in line]
-    if not reasons:
-        return "no reason given"
-    return " ".join(reasons[0].partition("the actor's node was ")[2].split())
-
-
-def _rank_end(group: WorkerGroup, slot: int) -> RankEnd:
+def _position(group: WorkerGroup, slot: int) -> Position:
+    """Return the newest position of a rank that is known."""
     known = group.position(slot)
-    position = Position(0, "init") if known is None else known[0]
-    return RankEnd(slot, group.facts[slot], group.spec, position, group.pool.clock)
+    return Position(0, "init") if known is None else known[0]

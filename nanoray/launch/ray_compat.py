@@ -9,11 +9,10 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray.experimental.internal_kv import internal_kv_get_gcs_client
 
 TOKENS_SINCE = (2, 52)  # the first Ray that can ask for a token
 HEAD_RESOURCE = "node:__internal_head__"  # a resource that the head's node alone has
@@ -91,86 +90,28 @@ def request_session_name(api: Any, timeout_s: float) -> None:
     client.internal_kv_get(b"session_name", b"session", timeout_s)
 
 
-def in_local_mode() -> bool:
-    """Return whether `ray.init(local_mode=True)` was called; Ray 2.60 has no such mode any more."""
-    worker: Any = ray._private.worker
-    local_mode = getattr(worker, "LOCAL_MODE", None)
-    return local_mode is not None and worker.global_worker.mode == local_mode
+@contextmanager
+def in_own_process_groups() -> Iterator[None]:
+    """Start the processes of a local Ray, as long as this lasts, in process groups of their own.
 
-
-class JobRecord:
-    """The record of a Ray job on the cluster's head, as Ray's job server writes it."""
-
-    def __init__(self, job: str) -> None:
-        """Find where the record of job `job` lies. Ray must be connected."""
-        from ray._private.ray_constants import KV_NAMESPACE_JOB
-        from ray.dashboard.modules.job.common import JobInfoStorageClient
-
-        self._store: Any = internal_kv_get_gcs_client()
-        self._namespace = KV_NAMESPACE_JOB
-        self._key = JobInfoStorageClient.JOB_DATA_KEY.format(job_id=job).encode()
-
-    def read(self, timeout_s: float) -> bytes:
-        """Return the record, as JSON."""
-        content: bytes = self._store.internal_kv_get(
-            self._key, namespace=self._namespace, timeout=timeout_s
-        )
-        return content
-
-    def write(self, content: bytes, timeout_s: float) -> None:
-        """Replace the record."""
-        self._store.internal_kv_put(
-            self._key, content, True, namespace=self._namespace, timeout=timeout_s
-        )
-
-
-def prepared_processes(prepare: Callable[[], None]) -> AbstractContextManager[None]:
-    """Call `prepare` in each process of a local Ray that starts inside, before it is Ray's."""
+    A terminal that closes, `timeout` and batch systems send a signal to the whole process group of
+    a command. In it Ray's head would end at once, and the ranks with it, before they have saved.
+    """
     services: Any = ray._private.services
     popen = services.ConsolePopen
 
     def start(command: list[str], preexec_fn: Callable[[], None], **options: Any) -> Any:
-        def prepare_both() -> None:
-            prepare()
+        def prepare() -> None:
+            os.setpgid(0, 0)
             preexec_fn()
 
-        return popen(command, preexec_fn=prepare_both, **options)
+        return popen(command, preexec_fn=prepare, **options)
 
-    return _replaced(services, "ConsolePopen", start)
-
-
-def keeping_sigterm() -> AbstractContextManager[None]:
-    """Keep this process' handler of SIGTERM: `ray.init` would put one that exits in its place.
-
-    Where Python calls that one in the middle of what ignores exceptions, the signal would be lost.
-    """
-    return _replaced(ray._private.utils, "set_sigterm_handler", lambda handler: None)
-
-
-def errors_of_nodes(show: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Pass errors that nodes report to `show`, where Ray would print them."""
-    printer: Any = ray._private.worker
-    original = printer.print_to_stdstream
-
-    def print_to_stdstream(data: dict[str, Any], *args: Any, **options: Any) -> None:
-        if data["pid"] != "raylet":
-            original(data, *args, **options)
-            return
-        for error in data["lines"]:
-            show(error)
-
-    return _replaced(printer, "print_to_stdstream", print_to_stdstream)
-
-
-@contextmanager
-def _replaced(module: Any, name: str, function: Any) -> Iterator[None]:
-    """Put a function in the place of one of Ray's meanwhile: for what Ray has no setting for."""
-    original = getattr(module, name)
-    setattr(module, name, function)
+    services.ConsolePopen = start
     try:
         yield
     finally:
-        setattr(module, name, original)
+        services.ConsolePopen = popen
 
 
 def is_pending(api: Any, actor: Any) -> bool:

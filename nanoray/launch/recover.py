@@ -13,7 +13,6 @@ happened is noted in the RunState.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from ray.exceptions import RayError
 
 from nanoray.base.output import say
 from nanoray.base.points import reached
-from nanoray.checkpoint.run import write_attempt
+from nanoray.checkpoint.run import RunSpec, write_attempt
 from nanoray.faults.cause import Failure, FailureCollector, reason_to_give_up
 from nanoray.faults.hang import PATIENT
 from nanoray.launch.actors import POLL_S, START_TRIES
@@ -69,12 +68,12 @@ class Recoverer:
     def note_end(self, at: RunState, collector: FailureCollector, slot: int, ref: Any) -> None:
         """Note that a rank finished or failed; start a new actor for one that failed."""
         group = at.ranks
-        result, failure = read_result(group, ref, slot)
+        outcome, failure = read_result(group, ref, slot)
         if slot not in group.members:  # its actor is left over from before the group shrank
             group.pool.fill(slot)
             return
         if failure and self._is_after_training(at, failure):
-            at.failed_later = (*at.failed_later, failure)
+            say_after_training(at.spec, failure)
             collector.ended(slot, None, self.clock.monotonic())
             return
         collector.ended(slot, failure, self.clock.monotonic())
@@ -89,9 +88,8 @@ class Recoverer:
                 group.pool.unfit.setdefault(slot, set()).add(failure.facts["node"])
             self.start_replacements(at, collector, [failure])
             reached("replacing")
-        elif slot == group.members[0] or (result and "silent_s" in result and not at.outcome):
-            # Of ranks that waited for this driver, any one may have saved for all.
-            at.outcome = result
+        elif slot == group.members[0]:
+            at.outcome = outcome
             collector.rank_0_finished(self.clock.monotonic(), self._patience_s(at))
 
     def _is_after_training(self, at: RunState, failure: Failure) -> bool:
@@ -199,7 +197,7 @@ class Recoverer:
             return
         known = len(collector.failures)
         for slot in silent:
-            end_silent(at.ranks, slot, collector)
+            end_silent(at.ranks, slot, "did not leave the group that broke", collector)
         self.start_replacements(at, collector, collector.failures[known:])
 
     def decide(self, at: RunState, collector: FailureCollector) -> str | None:
@@ -296,24 +294,30 @@ class Recoverer:
             forming.no_replica = no_replica(at.spec.config, left)
             return False
 
-        try:
-            store = group.open_store(slots)
-        except RayError as error:
+        obstacle = self._regroup(at, slots, saves)
+        if obstacle:
             # More ranks may be lost: await their replacements, and try again.
-            say(f"replace  {self.faults.budget} failed: {_one_line(error)}")
+            say(f"replace  {self.faults.budget} failed: {obstacle}")
             forming.tries_left -= 1
             forming.awaited = False
             return False
+        self._announce_group(at, forming, left, saves)
+        group.pool.promoted.clear()
+        return True
+
+    def _regroup(self, at: RunState, slots: list[int], saves: bool = False) -> str:
+        """Let these slots meet as a new attempt; return why that failed, if it did."""
+        try:
+            store = at.ranks.open_store(slots)
+        except RayError as error:
+            return " ".join(str(error).split())[:200]
         reached("store")
         # From here on no rank of the older attempt may commit a checkpoint.
         self.begin_attempt(at)
         reached("attempt")
-        group.regroup(at.spec, slots, store, stop=saves)
+        at.ranks.regroup(at.spec, slots, store, stop=saves)
         reached("orders")
-
-        self._announce_group(at, forming, left, saves)
-        group.pool.promoted.clear()
-        return True
+        return ""
 
     def _announce_group(self, at: RunState, forming: Forming, left: list[int], saves: bool) -> None:
         """Print which ranks joined and which are missing, and note the kind of recovery."""
@@ -353,29 +357,22 @@ class Recoverer:
             say(f"shrink   {self.faults.budget} {shrunk}\n")
         self.faults.set_recovery(kind)
 
-    def grow(self, at: RunState, moving: Sequence[int] = ()) -> bool:
-        """Take in the actors that have become ready since the group shrank, if they still live.
-
-        moving: members whose place another actor takes, which was prepared for it. Returns whether
-        the group has formed.
-        """
+    def grow(self, at: RunState) -> None:
+        """Take in the actors that have become ready since the group shrank, if they still live."""
         group = at.ranks
         size_before = len(group.members)
         slots = group.divisible(group.pool.ready)
-        try:
-            store = group.open_store(slots, leaving=moving)
-        except RayError as error:
+        obstacle = self._regroup(at, slots)
+        if obstacle:
             # A rank was lost just now: the next watch over the group reports it.
-            say(f"grow     failed: {_one_line(error)}")
-            return False
-        self.begin_attempt(at)
-        for slot in moving:
-            group.swap(slot)
-        group.regroup(at.spec, slots, store)
-        if len(slots) > size_before:
+            say(f"grow     failed: {obstacle}")
+        elif len(slots) > size_before:
             say(f"grow     {size_before} -> {len(slots)} ranks; no step is repeated\n")
-        return True
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def say_after_training(spec: RunSpec, failure: Failure) -> None:
+    """Print what a script did on a rank after its training: that changes no outcome."""
+    say(
+        f"\nwarning  {failure.title}. The training had ended, and its outcome stands; the traceback is "
+        f"in {spec.log(failure.rank)}"
+    )

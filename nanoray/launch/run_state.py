@@ -14,7 +14,6 @@ Each field is written in one place, but for `outcome`, which a new watch empties
     group         all ranks are created                  Driver._start
     collector     a watch is over, or a start failed     Driver._watched
     outcome       rank 0 returns                         Driver._watch, Recoverer.note_end
-    failed_later  a script fails after its training      Recoverer.note_end
     headless      a rank is lost                         Recoverer.start_replacements
     forming       the cause of a fault is named          Recoverer.name_cause
     saving        the ranks must save                    Recoverer.begin_saving
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoray.checkpoint.run import RunSpec
-from nanoray.faults.cause import Failure, FailureCollector
+from nanoray.faults.cause import FailureCollector
 from nanoray.launch.actors import START_TRIES
 from nanoray.launch.situation import GroupStage
 from nanoray.launch.worker_group import WorkerGroup
@@ -69,8 +68,6 @@ class RunState:
     group: WorkerGroup | None = None
     collector: FailureCollector | None = None
     outcome: dict[str, Any] | None = None  # rank 0's, which it returns after the last checkpoint
-    # Of a script, after its training: this changes no outcome
-    failed_later: tuple[Failure, ...] = ()
 
     # A fault.
     headless: bool = False  # the head did not answer when a rank was lost

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -28,7 +26,6 @@ class Stop:
     def __init__(self) -> None:
         self.signal = 0
         self.reason = ""
-        self._at_once = False  # there is nothing to save: a signal interrupts any wait
 
     def __call__(self, signum: int, frame: Any) -> None:
         if self.signal and signum == signal.SIGINT:
@@ -36,43 +33,12 @@ class Stop:
         if not self.signal:
             self.signal = signum
             with suppress(OSError):  # the terminal may be gone
-                os.write(2, b"\nstopping\n" if self._at_once else AFTER_THIS_STEP)
-        if self._at_once:
-            raise StopRequested
+                os.write(2, AFTER_THIS_STEP)
 
     def request(self, reason: str) -> None:
         """Stop as SIGTERM would, and say why."""
         self.signal, self.reason = signal.SIGTERM, reason
         say(f"\nstop     {reason}: stopping after this step; what is done is saved")
-
-    def wait(self, seconds: float, clock: Any = time) -> None:
-        """Sleep for some seconds, but return as soon as a stop is requested."""
-        until = clock.monotonic() + seconds
-        while not self.signal and clock.monotonic() < until:
-            clock.sleep(0.1)
-
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Let a signal interrupt whatever this process waits for: there is nothing to save yet.
-
-        Python ignores what the handler raises within a finalizer or a callback of fork, and prints
-        it with a traceback. So that is not printed, and this raises at its end.
-        """
-        self.check()
-        show_ignored = sys.unraisablehook
-
-        def show(ignored: Any) -> None:
-            if ignored.exc_type is not StopRequested:
-                show_ignored(ignored)
-
-        self._at_once = True
-        sys.unraisablehook = show
-        try:
-            yield
-        finally:
-            self._at_once = False
-            sys.unraisablehook = show_ignored
-        self.check()
 
     def check(self) -> None:
         """Raise StopRequested if a stop was requested."""

@@ -3,7 +3,7 @@
     events of the group ─► ended      ─► FailureCollector; a lost rank's slot gets a new actor
                            heartbeat  ─► Watchdog (who hangs), the fault that is now overcome
                            started    ─► a new actor is ready, so the group may grow
-    orders to the group ◄─ stop, leave a drained node, go back to a slot, abort
+    orders to the group ◄─ stop, leave a drained node, abort
 
 It is over when all ranks have finished, have failed, or wait. What follows is the driver's decision.
 """
@@ -17,12 +17,12 @@ from ray.exceptions import RayError
 
 from nanoray.base.output import say
 from nanoray.faults.cause import FailureCollector
-from nanoray.faults.hang import PATIENT, Position, Watchdog
+from nanoray.faults.hang import Position, Watchdog
 from nanoray.launch.actors import POLL_S
 from nanoray.launch.cluster_watch import ClusterWatch
-from nanoray.launch.drain import AbortOrders, Drains, Leave, Moves
+from nanoray.launch.drain import AbortOrders, Drains, Leave
 from nanoray.launch.fault_log import FaultLog
-from nanoray.launch.rank_end import end_frozen, end_hung
+from nanoray.launch.rank_end import end_hung, end_silent
 from nanoray.launch.recover import Recoverer
 from nanoray.launch.run_state import RunState
 from nanoray.launch.signals import Stop
@@ -38,42 +38,6 @@ MUTE_S = 5.0  # a living rank answers a heartbeat within a second or two
 FROZEN_S = 10.0
 
 
-class LateRanks:
-    """Says which ranks go on in a script's function when rank 0 has returned from it."""
-
-    def __init__(self, clock: Any) -> None:
-        self._clock = clock
-        self._since: float | None = None  # monotonic seconds
-        self._announced = False
-
-    def announce(self, slots: list[int]) -> None:
-        """Print once which ranks the run waits for, if it has waited for a moment."""
-        now = self._clock.monotonic()
-        if self._since is None:
-            self._since = now
-        if slots and not self._announced and now > self._since + SETTLE_S:
-            self._announced = True
-            say(
-                f"wait     {_name(slots)} has not returned from the script's function, as rank 0 has: "
-                f"for at most {PATIENT:g} * hang_timeout, or {STOP_PATIENCE_S:g} s after Ctrl-C"
-            )
-
-    def announce_end(self, slots: list[int]) -> None:
-        """Print which ranks are ended although they have not returned."""
-        if slots and self._since is not None:
-            waited_s = self._clock.monotonic() - self._since
-            say(
-                f"warning  {_name(slots)} had not returned from the script's function {waited_s:.0f} s "
-                "after rank 0, and was ended; --hang_timeout 0 waits without a limit"
-            )
-
-
-def _name(slots: list[int]) -> str:
-    """Return the first of some ranks, and how many there are besides."""
-    rest = len(slots) - 1
-    return f"rank {slots[0]}" + (f" (and {rest} more)" if rest else "")
-
-
 class Watcher:
     """Watches the ranks until there is something to decide. Each `watch` begins anew."""
 
@@ -83,14 +47,12 @@ class Watcher:
         cluster: ClusterWatch,
         faults: FaultLog,
         recoverer: Recoverer,
-        moves: Moves,
         clock: Any,
     ) -> None:
         self._stop = stop
         self._cluster = cluster
         self._faults = faults
         self._recoverer = recoverer
-        self._moves = moves
         self._drains = Drains(cluster)
         self._aborts = AbortOrders(clock)
         self._clock = clock
@@ -115,7 +77,6 @@ class Watcher:
         for slot in group.members:
             group.request_heartbeat(slot, after=self._faults.target)
 
-        late = LateRanks(self._clock)
         looked_at = self._clock.monotonic()
         while not collector.complete(self._clock.monotonic()):
             now = self._clock.monotonic()
@@ -142,15 +103,17 @@ class Watcher:
                         group.request_heartbeat(slot, value.waiting)
                 elif kind == "started":
                     self._on_start(at, collector, slot, value)
-            if at.outcome and config.model == "own":
-                late.announce(collector.silent)
             # After a failure rank 0 may be lost, and all ranks stand still.
             if not collector.failures:
                 group.print_messages(console)
                 self._check_for_hang(at, collector, watchdog)
 
-        if at.outcome and config.model == "own":
-            late.announce_end(collector.silent)
+        if at.outcome and config.model == "own" and collector.silent:
+            ranks = ", ".join(str(slot) for slot in collector.silent)
+            say(
+                f"warning  rank {ranks} had not returned from the script's function as rank 0 had, and "
+                "was ended; --hang_timeout 0 waits without a limit"
+            )
         # All that rank 0 reported until its end, or until it left its group.
         if not collector.failures:
             group.print_messages(console, wait_s=5.0)
@@ -176,10 +139,6 @@ class Watcher:
         over = self._recoverer.ending(at) or at.outcome is not None
         if not (over or group.pausing or collector.failures):
             self._leave_drained_nodes(at)
-            # A rank goes back to its slot in undisturbed training.
-            undisturbed = not self._faults.recovery and not group.pausing
-            if undisturbed and self._moves.due(group):
-                group.pause()
         if self._recoverer.ending(at):
             group.stop()
             if at.outcome:
@@ -228,7 +187,8 @@ class Watcher:
         others_answer = any(self._mute_s[slot] <= patience_s for slot in living)
         if frozen and others_answer and not group.lost_share(frozen):
             for slot in frozen:
-                end_frozen(group, slot, self._mute_s[slot], collector)
+                what = f"did not answer for {self._mute_s[slot]:.0f} s while the others saved"
+                end_silent(group, slot, what, collector)
 
     # Events.
 

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import ray
 
-from nanoray.base.atomic import write_json
 from nanoray.base.proc import start_time
 from nanoray.base.script_errors import exit_code_after, how_it_ended_itself
 from nanoray.checkpoint.run import RunSpec, can_regroup
@@ -51,6 +50,7 @@ REPLACE_TIMEOUT_S = 600.0  # a survivor that gets no order for this long ends by
 # checkpoint, or, if it waits for orders while the driver is busier, goes on alone to save.
 DRIVER_SILENT_S = 20.0
 ORPHAN_S = 60.0
+ORPHAN_CODE = 75  # the exit code of a rank that ends because its driver is silent
 
 CHECK_S = 0.005  # how often `heartbeat` checks whether the step that it waits for has passed
 _STDERR = 2
@@ -251,7 +251,6 @@ class Worker:
         # Files of an earlier process in this slot must not be read as this one's.
         run.progress(self._rank).unlink(missing_ok=True)
         run.exit_record(self._rank).unlink(missing_ok=True)
-        run.last_word(self._rank).unlink(missing_ok=True)
         if not self._leaves_record:
             exit_record.watch(run.exit_record(self._rank))
 
@@ -280,7 +279,7 @@ class Worker:
             log.exception("rank %d failed", self._rank)
             if self._output:
                 self._output.finish()
-            self._end_if_orphaned(None)
+            self._end_if_orphaned()
             step, phase, _, _ = ProgressFile.read_own(run.progress(self._rank))
             message = str(error)
             if not isinstance(error, Exception):
@@ -297,9 +296,8 @@ class Worker:
             }
         if self._output:
             self._output.finish()
-        result = {"ok": True, **outcome}
-        self._end_if_orphaned(result)
-        return result
+        self._end_if_orphaned()
+        return {"ok": True, **outcome}
 
     def _note_of_node(self, local_rank: int, text: str) -> None:
         """Show a line that is the same for all ranks of a node."""
@@ -375,12 +373,12 @@ class Worker:
             return Order.REGROUP
         return Order.GO_ON
 
-    def _end_if_orphaned(self, result: dict[str, Any] | None) -> None:
+    def _end_if_orphaned(self) -> None:
         """End this process if the driver is silent, before `run` returns.
 
         Ray ends actors only once it has noticed that their driver is dead. The rank whose patience
         ended first stops all of them; the others wait here for the driver's next call. A driver
-        that was only frozen finds the result on disk; None: this rank has failed.
+        that was only frozen finds the exit code in the exit record.
         """
         while True:
             silent_s = self._silence.seconds
@@ -388,19 +386,8 @@ class Worker:
             if silent_s <= patience_s / 2:
                 return
             if self._silence.seconds > patience_s:
-                self._leave_word(result)
-                os._exit(0)
+                os._exit(ORPHAN_CODE)
             time.sleep(CHECK_S)
-
-    def _leave_word(self, result: dict[str, Any] | None) -> None:
-        """Write what `run` would have returned, for a driver that takes up its work again."""
-        assert self._spec
-        assert self._rank is not None
-        path = self._spec.last_word(self._rank)
-        word = {"pid": os.getpid(), "silent_s": self._silence.seconds, "result": result}
-        with suppress(OSError, TypeError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(path, word)
 
     @ray.method(concurrency_group="heartbeat")
     def heartbeat(self, patience_s: float, waiting: bool, after: int | None) -> Heartbeat:

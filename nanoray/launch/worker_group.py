@@ -48,9 +48,8 @@ class WorkerGroup:
         self.runs: dict[int, Any] = {}
         self.heartbeats: dict[int, Any] = {}
         self._poll: Any = None  # of rank 0
-        # The newest answers of the processes that are in the slots now.
-        self._last_heartbeat: dict[int, Heartbeat] = {}
-        self.heard_at: dict[int, float] = {}  # monotonic seconds at which it came
+        # Monotonic seconds of the newest answer of the process that is in a slot now
+        self.heard_at: dict[int, float] = {}
 
         self.meeting = Meeting(pool)
 
@@ -125,17 +124,15 @@ class WorkerGroup:
     def _run(self, slot: int, spec: dict[str, Any], meeting: Rendezvous) -> None:
         """Start a rank in the new process of a slot."""
         # What the slot's former process answered says nothing about this one.
-        self._last_heartbeat.pop(slot, None)
         self.heard_at.pop(slot, None)
         self.runs[slot] = self.pool.actors[slot].run.remote(spec, meeting)
 
-    def open_store(self, slots: Sequence[int], leaving: Collection[int] = ()) -> tuple[str, int]:
+    def open_store(self, slots: Sequence[int]) -> tuple[str, int]:
         """Open a store for a group of these slots in a process that has the run's state.
 
-        Not in one of the slots `leaving`, whose process ends. Returns its address. Raises RayError
-        if no such process answers: they are dead or frozen.
+        Returns its address. Raises RayError if no such process answers: they are dead or frozen.
         """
-        holders = [slot for slot in slots if slot in self.runs and slot not in leaving]
+        holders = [slot for slot in slots if slot in self.runs]
         return self.meeting.open(len(slots), holders)
 
     def regroup(
@@ -185,13 +182,6 @@ class WorkerGroup:
             for slot in self.runs.keys() - set(slots):
                 del self.runs[slot]
                 self.pool.fill(slot)
-
-    def swap(self, slot: int) -> None:
-        """Replace a member that waits by the actor that was prepared for its slot."""
-        # Its end is no failure: nothing that it still owes an answer to is listened to.
-        self.runs.pop(slot, None)
-        self.heartbeats.pop(slot, None)
-        self.pool.swap(slot)
 
     def break_meeting(self, slot: int) -> None:
         """Let members that still wait for a lost one in the store's meeting fail at once."""
@@ -311,8 +301,7 @@ class WorkerGroup:
             else:
                 del self.heartbeats[slot]
                 with suppress(RayError):  # the end of its `run` gives the reason
-                    heartbeat = api.get(ref)
-                    self._last_heartbeat[slot] = heartbeat
+                    heartbeat: Heartbeat = api.get(ref)
                     self.heard_at[slot] = self.event_at
                     yield kind, slot, heartbeat
 
@@ -378,18 +367,12 @@ class WorkerGroup:
         return positions
 
     def position(self, slot: int) -> tuple[Position, float] | None:
-        """Return a rank's position from its progress file, or from its newest heartbeat.
-
-        None if both are missing. The file is newer, but it may have been removed.
-        """
+        """Return a rank's position from its progress file, which survives it; None without one."""
         record = ProgressFile.read_all(self.spec.progress(slot))
-        if record:
-            step, phase, _, written_at = record
-            return Position(step, phase), written_at
-        heartbeat = self._last_heartbeat.get(slot)
-        if heartbeat:
-            return Position(heartbeat.step, heartbeat.phase), heartbeat.written_at
-        return None
+        if record is None:
+            return None
+        step, phase, _, written_at = record
+        return Position(step, phase), written_at
 
     # Orders to all members.
 

@@ -62,7 +62,6 @@ SETTINGS: dict[str, Any] = {key: QUIET[key] for key in QUIET if key != "max_step
     "precision": "fp32",
     "compile": False,
     "grad_compress": "none",
-    "micro_batch_search": False,
     "mirror": "auto",
     "eval_every": 10**9,  # a scheduler that follows the validation loss wants it above 0
     "hash_every": 1,

@@ -61,7 +61,7 @@ class Process:
     steps: int
     closed: bool  # the process ended by itself, with or without an error
     seconds: dict[str, float]
-    first: int  # step; 0 in a file of an older nanoray, which is shorter
+    first: int  # step; 0: it has done none
     newest: int
     repeated: int  # steps that it did more than once
 
@@ -136,9 +136,7 @@ def read_processes(folder: Path) -> list[Process]:
         paths = [path for path in (folder / "logs").iterdir() if path.match("rank*.ledger")]
     for path in paths:
         with suppress(OSError, struct.error, ValueError):
-            # A file of an older nanoray is shorter; it lacks the last numbers.
-            data = path.read_bytes().ljust(FORMAT.size, b"\0")
-            started, created, steps, closed, *rest = FORMAT.unpack(data)
+            started, created, steps, closed, *rest = FORMAT.unpack(path.read_bytes())
             slot = int(path.name.removeprefix("rank").split(".")[0])
             if not started:
                 continue  # the process died while it created the file

@@ -3,7 +3,6 @@
 runs/.../comm/
     steps.jsonl      every traced step: phases and collectives of all ranks, in ms on rank 0's clock
     buckets.json     which parameters travel in which bucket
-    timeline.json, timeline.svg    the newest window of steps, drawn by timeline.py
 """
 
 from __future__ import annotations
@@ -11,30 +10,21 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from nanoray.base.atomic import write_json
 from nanoray.base.metrics import algbw_gbps, busbw_factor
 from nanoray.mesh.layout import Layout
-from nanoray.mesh.mesh import Mesh
 from nanoray.trace.recorder import (
     ClockOffset,
     Collective,
-    CommRecorder,
     StepCost,
     account,
-    clock_domain,
-    copy_gbps,
-    measure_offsets,
     union_length,
-    wait_for,
 )
-from nanoray.trace.timeline import MAX_DRAWN, chrome_trace, draw, newest_window
 
 # Phases of a step
 PAUSES = ("eval", "checkpoint")  # not counted in a step's time
@@ -50,115 +40,12 @@ LATE_OF = 8
 LATE_TIMES = 6
 LATE_SHARE = 0.2  # of the other ranks' own work; less is noise
 
-OFFSETS_EVERY = 500  # steps between two comparisons of several hosts' clocks
 MIN_COMPARED = 3  # comparisons with no_sync before their median is shown
 DETAIL_BYTES = 256 << 20  # of steps.jsonl; later steps are written without collectives
 
 # Figures of a step that are summed over steps, and those of which the mean is a metric
 MEANS = ("step_ms", "busy_ms", "exposed_ms", "hidden_ms", "skew_ms", "late_ms")
 SUMS = ("bytes", "bus_bytes", "transfer_s")
-
-
-class CommTrace:
-    """The loop's interface to tracing: this rank's recorder, and on rank 0 the log of all ranks."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        recorder: CommRecorder,
-        buckets: Callable[[], dict[int, list[str]]],
-        log: CommLog | None,
-    ) -> None:
-        """Keep the parts.
-
-        `buckets` returns the names of the parameters in each bucket; `log` is None except on rank 0.
-        """
-        self._mesh = mesh
-        self._recorder = recorder
-        self._buckets = buckets
-        self._log = log
-        self._offsets: list[ClockOffset] = []
-        self._hosts = 1
-        self._next_offsets = 0  # step of the next comparison of clocks
-
-    def phase(self, step: int, name: str) -> None:
-        """Note that this rank enters a phase, if the step is traced."""
-        self._recorder.phase(name)
-
-    def prepare(self) -> None:
-        """Compare clocks and measure memory, before step 1. (all ranks)"""
-        self._recorder.prepare()
-        self._offsets = measure_offsets(self._mesh)
-
-        # Rank 0 alone receives the measurements and counts the hosts.
-        measured = self._mesh.gather((copy_gbps(self._mesh.device), clock_domain()))
-        hosts = len({host for _, host in measured}) if measured else 0
-        self._hosts = self._mesh.broadcast(hosts)
-
-        # On CPUs a collective copies through memory, so the slowest rank's copy bounds it.
-        if self._log and measured and self._mesh.device.type == "cpu":
-            what = "the memory copy bandwidth, measured on all ranks at once"
-            if self._hosts > 1:
-                what += "; the network between the hosts is slower"
-            self._log.limit = (min(gbps for gbps, _ in measured), what)
-
-    def begin(self, step: int) -> bool:
-        """Return whether this step is traced."""
-        # Collectives outside of traced steps cost one test of `listener`.
-        traced = self._recorder.begin(step)
-        self._mesh.listener = self._recorder if traced else None
-        return traced
-
-    def end(self, unsynced: Callable[[AbstractContextManager[None]], None] | None) -> float:
-        """Close the step's notes, sometimes time `unsynced`, return its seconds. (all ranks)
-
-        `unsynced` does the step's forward and backward without communication; None: this run
-        cannot compute without communication.
-        """
-        self._mesh.listener = None
-        self._recorder.end()
-        if unsynced is None or not self._recorder.no_sync_due():
-            return 0.0
-        # Wait before and after: the step's own work must not count, and all of this pass must.
-        wait_for(self._mesh.device)
-        start = time.perf_counter()
-        unsynced(self._recorder.no_sync_pass())
-        wait_for(self._mesh.device)
-        return time.perf_counter() - start
-
-    def read(self, note: Callable[[str], None]) -> dict[str, float]:
-        """Return the metrics of the steps traced since the last call.
-
-        (all ranks; after a value was fetched) `note` prints a line for the user.
-        """
-        # The collectives of this function are not part of a step.
-        listener = self._mesh.listener
-        self._mesh.listener = None
-
-        self._recorder.clock.anchor()
-        own_notes = self._recorder.read()
-        metrics: dict[str, float] = {}
-        if own_notes:
-            # Clocks of different hosts drift apart.
-            newest_step = own_notes[-1]["step"]
-            if self._hosts > 1 and newest_step >= self._next_offsets:
-                self._offsets = measure_offsets(self._mesh)
-                self._next_offsets = newest_step + OFFSETS_EVERY
-
-            notes = self._mesh.gather(own_notes)
-            if self._log is not None and notes is not None:
-                metrics, messages = self._log.add(notes, self._offsets, self._buckets())
-                for message in messages:
-                    note(message)
-
-        self._mesh.listener = listener
-        return metrics
-
-    def finish(self, note: Callable[[str], None]) -> dict[str, Any] | None:
-        """Read the remaining notes, draw, and return the summary. (all ranks)"""
-        wait_for(self._mesh.device)
-        self.read(note)
-        return self._log.finish(self._offsets, note) if self._log else None
 
 
 class CommLog:
@@ -180,7 +67,6 @@ class CommLog:
         None: there is no pipeline.
         """
         self.folder = folder
-        self.limit: tuple[float, str] | None = None  # GB/s, and what it measures
         folder.mkdir(exist_ok=True)
         self._group = {"attempt": attempt, "started": started}
         self._sizes = sizes or {}
@@ -189,7 +75,6 @@ class CommLog:
         self._late: deque[tuple[int, str, float]] = deque(maxlen=LATE_OF)
         # The newest straggler; its `until` is None while it is still behind
         self._straggler: dict[str, Any] | None = None
-        self._window: deque[dict[str, Any]] = deque(maxlen=MAX_DRAWN)
         self._total = Totals()
         self._slowest: dict[str, Any] = {}  # the bucket that took longest
         self._failed = ""  # the error of the first failed write
@@ -210,7 +95,6 @@ class CommLog:
         for rank_notes in zip(*notes, strict=True):  # one step, as each rank saw it
             step = merge(rank_notes, offsets, self._sizes) | self._group
             figures = step["figures"]
-            self._window.append(step)
 
             step_buckets = [c for c in step["collectives"] if c["bucket"] is not None]
             # The slowest bucket of the whole run, for the summary.
@@ -239,7 +123,7 @@ class CommLog:
         try:
             self._file.write(json.dumps(step) + "\n")
             self._file.flush()
-            if len(self._window) == 1:  # the first of this group
+            if self._total.steps == 1:  # the first of this group
                 write_json(self.folder / "buckets.json", buckets)
         except OSError as error:
             self._failed = str(error)
@@ -282,31 +166,16 @@ class CommLog:
             f"{len(delays)} of {len(self._late)} traced steps, at step {figures['step']}"
         ]
 
-    def finish(self, offsets: Sequence[ClockOffset], note: Callable[[str], None]) -> dict[str, Any]:
-        """Draw the newest window and return the summary; a failed drawing gives a warning."""
+    def finish(self, offsets: Sequence[ClockOffset]) -> dict[str, Any]:
+        """Close the log, and return the summary."""
         self._file.close()
         total = self._total
         if not total.steps:
             return {"traced_steps": 0}
-        try:
-            drawn = newest_window(list(self._window))
-            write_json(self.folder / "timeline.json", chrome_trace(drawn))
-            draw(drawn, self.folder / "timeline.svg")
-        except Exception as error:  # training is done and saved; a picture is optional
-            note(
-                f"warning  no timeline: {type(error).__name__}: {error}; try python -m "
-                "nanoray.trace"
-            )
-
         mean = total.means()
         summary: dict[str, Any] = {
             key: mean.get(key) for key in (*MEANS[:4], "exposed_share", "busbw_gbps")
         }
-        if self.limit and summary["busbw_gbps"]:
-            limit_gbps, what = self.limit
-            summary["limit_gbps"] = limit_gbps
-            summary["limit"] = what
-            summary["limit_share"] = 100 * summary["busbw_gbps"] / limit_gbps
         if self._slowest:
             keys = ("step", "bucket", "bytes", "time_us", "skew_us")
             summary["slowest"] = {key: self._slowest[key] for key in keys}

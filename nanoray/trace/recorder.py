@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanoray.base.metrics import algbw_gbps
 from nanoray.mesh.axis import Axis, data_axis
 from nanoray.mesh.mesh import Mesh
 from nanoray.parallel.ddp import first_of
@@ -257,25 +256,60 @@ class CommRecorder:
         self._done.append(self._now)
         self._now = None
 
+    def _note(
+        self,
+        notes: _Step,
+        op: str,
+        what: str,
+        group: str,
+        tensor: Tensor | None,
+        ready: Moment,
+        end: Moment,
+        phase: str,
+        bucket: int | None = None,
+        last: bool = False,
+        wait: Moment | None = None,
+    ) -> None:
+        """Add a collective to a step's notes."""
+        size_bytes = 0
+        dtype = "object"
+        if tensor is not None:
+            size_bytes = tensor.numel() * tensor.element_size()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+        # A bucket begins after those before it: _resolve computes when, and how that is known.
+        notes.collectives.append(
+            Collective(
+                op=op,
+                what=what,
+                group=group,
+                phase=phase,
+                dtype=dtype,
+                size_bytes=size_bytes,
+                enqueue=ready,
+                start=ready,
+                end=end,
+                timing="call",
+                bucket=bucket,
+                last=last,
+                wait=wait,
+            )
+        )
+
+    def _end(self) -> Moment:
+        """Return the moment at which a collective beside compute has ended."""
+        return time.perf_counter() if self._host_ends else self.clock.now()
+
     @contextmanager
     def call(self, op: str, what: str, group: str, tensor: Tensor | None = None) -> Iterator[None]:
         """Note a collective that this rank waits in. `tensor`: what it sends, where it is known."""
-        if self._now is None:
+        notes = self._now
+        if notes is None:
             yield
             return
         # On CUDA the device's time: a host's wait beside device work costs nothing.
         start = self.clock.now()
         yield
-        end = self.clock.now()
-        size_bytes = 0
-        dtype = "object"
-        if tensor is not None:
-            size_bytes = tensor.numel() * tensor.element_size()
-            dtype = _name_dtype(tensor)
-        phase = self._now.phase
-        self._now.collectives.append(
-            Collective(op, what, group, phase, dtype, size_bytes, start, start, end, "call")
-        )
+        self._note(notes, op, what, group, tensor, start, self.clock.now(), notes.phase)
 
     def hook(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Average a bucket of gradients as DDP does, and note the times.
@@ -309,29 +343,21 @@ class CommRecorder:
         ready = self.clock.now()
         notes = self._now
         phase = notes.phase if notes else ""
-        size_bytes = tensor.numel() * tensor.element_size()
-        dtype = _name_dtype(tensor)
 
         def ended() -> None:
-            if notes is None:
-                return
-            end = time.perf_counter() if self._host_ends else self.clock.now()
-            notes.collectives.append(
-                Collective(
-                    op=op,
-                    what=what,
-                    group=group,
-                    phase=phase or "backward",
-                    dtype=dtype,
-                    size_bytes=size_bytes,
-                    enqueue=ready,
-                    start=ready,  # _resolve computes when it really began
-                    end=end,
-                    timing="",
+            if notes is not None:
+                self._note(
+                    notes,
+                    op,
+                    what,
+                    group,
+                    tensor,
+                    ready,
+                    self._end(),
+                    phase or "backward",
                     bucket=bucket,
                     last=last,
                 )
-            )
 
         return ended
 
@@ -350,31 +376,14 @@ class CommRecorder:
         phase = notes.phase
         ends: list[Moment] = []
 
-        def ended() -> None:
-            ends.append(time.perf_counter() if self._host_ends else self.clock.now())
-
         @contextmanager
         def waiting() -> Iterator[None]:
             waits_from = self.clock.now()
             yield
             end = ends[0] if ends else self.clock.now()
-            notes.collectives.append(
-                Collective(
-                    op=op,
-                    what=what,
-                    group=group,
-                    phase=phase,
-                    dtype=_name_dtype(tensor),
-                    size_bytes=tensor.numel() * tensor.element_size(),
-                    enqueue=begun,
-                    start=begun,
-                    end=end,
-                    timing="call",
-                    wait=waits_from,
-                )
-            )
+            self._note(notes, op, what, group, tensor, begun, end, phase, wait=waits_from)
 
-        return ended, waiting()
+        return (lambda: ends.append(self._end())), waiting()
 
     def buckets(self, model: nn.Module) -> dict[int, list[str]]:
         """Return the parameters' names in each bucket seen so far. `model`: their DDP wrapper."""
@@ -455,10 +464,6 @@ def _nothing() -> None:
     """Do nothing: the step is not traced."""
 
 
-def _name_dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 # Clock offsets between hosts.
 
 
@@ -531,28 +536,6 @@ def clock_domain() -> str:
         domain = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
         domain.append(os.readlink("/proc/self/ns/time"))
     return "/".join(domain)
-
-
-# Memory bandwidth.
-
-
-def copy_gbps(device: torch.device, size_bytes: int = 64 << 20, rounds: int = 5) -> float:
-    """Return this rank's memory copy bandwidth in 1e9 bytes/s; no collective on one host is faster.
-
-    All ranks of a host should call it at the same time, because they share the memory. Best of
-    `rounds`.
-    """
-    # Larger than the caches, so that memory is measured.
-    source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    best = float("inf")
-    for _ in range(rounds):
-        wait_for(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        wait_for(device)
-        best = min(best, time.perf_counter() - start)
-    return algbw_gbps(size_bytes, best)
 
 
 def wait_for(device: torch.device) -> None:

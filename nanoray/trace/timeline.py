@@ -1,7 +1,6 @@
 """Draw the timeline of traced steps: phases and collectives of all ranks.
 
-As a picture (SVG, PNG), and as JSON for Perfetto. A run with --comm_trace draws its newest steps at
-its end; `nanoray timeline RUN --step S` draws others.
+As a picture (SVG, PNG), and as JSON for Perfetto: `nanoray timeline RUN [--step S]`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ SHOWN = (
 
 def group_of(step: dict[str, Any]) -> tuple[Any, Any]:
     """Return the group of ranks that traced a step: its command's start, and its attempt there."""
-    return step.get("started"), step.get("attempt")
+    return step["started"], step["attempt"]
 
 
 def newest_window(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

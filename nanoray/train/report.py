@@ -146,16 +146,12 @@ def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
             "by the schedule"
         )
 
-    # The limit is a measured bandwidth of this machine; not every run has one.
     if "slowest" in comm:
         slowest = comm["slowest"]
-        limit = ""
-        if "limit" in comm:
-            limit = f", {comm['limit_share']:.0f} % of {comm['limit']}"
         lines.append(
             f"       slowest: bucket {slowest['bucket']} of {slowest['bytes'] / 1e6:.2g} MB at "
             f"step {slowest['step']}, {slowest['time_us'] / 1e3:.1f} ms; busbw "
-            f"{comm['busbw_gbps']:.2f} GB/s{limit}"
+            f"{comm['busbw_gbps']:.2f} GB/s"
         )
 
     straggler = comm["straggler"]
@@ -167,7 +163,7 @@ def comm_lines(comm: dict[str, Any] | None, run: str) -> list[str]:
             f"       straggler: rank {straggler['rank']}, {straggler['behind_ms']:.1f} ms a step "
             f"behind in {straggler['phase']}, from step {straggler['since']} {until}"
         )
-    lines.append(f"       {run}/comm/timeline.svg")
+    lines.append(f"       nanoray timeline {run} draws the traced steps")
     return lines
 
 

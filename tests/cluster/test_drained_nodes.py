@@ -21,14 +21,11 @@ import pytest
 from tests.harness.cluster import (
     TWO_RANKS,
     Cluster,
-    assert_same_losses,
     assert_same_run,
-    assert_same_weights,
     finish,
     in_driver,
     living_nodes,
     losses,
-    nodes_of_actors,
     only_report,
     pid_of,
     processes_of_session,
@@ -114,46 +111,6 @@ def test_a_deleted_worker_pod_costs_only_its_rank(
     assert pid_of(tmp_path, rank) != pids[rank]
     assert_same_run(tmp_path, clean)
     assert summary(tmp_path)["exit_reason"] == "finished"
-
-
-@pytest.mark.full
-def test_a_rank_outside_of_its_slot_goes_back_when_a_new_node_joins(
-    head: Cluster, recipe: Path, tmp_path: Path
-) -> None:
-    """A drained pod's rank is taken over by a spare beside the other rank; then the new pod joins.
-
-    At the end each node has one rank, as after a fresh start, and no step was repeated.
-    """
-    flags = (*FLAGS, "--max_steps", "100000", "--spares", "2")  # one on each node
-    with ray_node(head) as pod:
-        driver = start_training(head, recipe, tmp_path / "run", *flags)
-        # Until then the spares have started: they need a few seconds, and these steps ten or more.
-        wait_for(lambda: "step   1000/" in driver.output, process=driver)
-        assert nodes_of_actors(head, "spare") == sorted(living_nodes(head))
-        assert nodes_of_actors(head, "rank") == sorted(living_nodes(head))
-        pod.send_signal(signal.SIGTERM)
-        wait_for(lambda: "a spare) joins" in driver.output, process=driver)
-        with ray_node(head):
-            wait_for(lambda: "is back in its slot" in driver.output, process=driver)
-            nodes = set(living_nodes(head))
-            driver.send_signal(signal.SIGTERM)
-            code, output = finish(driver)
-    assert code == 128 + signal.SIGTERM, output
-    assert "outside of its slot and shares it with rank" in output
-    report = only_report(tmp_path / "run", output)
-    assert (report["cause"], report["recovery"], report["steps_repeated"]) == (
-        "drained",
-        "spare",
-        0,
-    )
-    (where,) = re.findall(r"is back in its slot, on node (\w{8})", output)
-    assert any(node.startswith(where) for node in nodes)
-
-    steps = str(summary(tmp_path / "run")["steps"])
-    clean = (*FLAGS, "--max_steps", "100000", "--stop_at", steps)
-    undisturbed(recipe, tmp_path / "clean", *clean)
-    assert_same_losses(tmp_path / "run", tmp_path / "clean")
-    assert_same_weights(tmp_path / "run", tmp_path / "clean")
 
 
 SPARES = """

@@ -20,7 +20,6 @@ import pytest
 from nanoray.bench.harness import leaks
 from nanoray.launch.ray_compat import has_tokens
 from tests.harness.cluster import (
-    ENDLESS,
     ROOT,
     TOKEN,
     Cluster,
@@ -198,19 +197,6 @@ def test_a_request_that_never_fits_is_refused_with_a_table(
     assert not list(tmp_path.iterdir()), "nothing was started"
 
 
-@pytest.mark.full
-def test_a_busy_cluster_is_an_error_in_time(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    hold = start_training(cluster, recipe, tmp_path / "a", *ENDLESS)
-    code, output = launch(cluster, recipe, tmp_path / "b", "--placement_timeout_s", "2")
-    hold.send_signal(signal.SIGTERM)
-    assert code == 3
-    assert "asked for 2 × 1 CPU, not free within 2 s" in output
-    assert re.search(
-        r"available per node: [\d.]+ has nothing; wait for other jobs, or raise --placement", output
-    )
-    assert finish(hold)[0] == 143
-
-
 def test_bad_arithmetic_fails_before_ray(recipe: Path, tmp_path: Path) -> None:
     code, output = launch(None, recipe, tmp_path, "--workers", "5")
     assert code == 2
@@ -376,19 +362,6 @@ def test_ray_job_stop_leaves_a_checkpoint_and_metrics_were_exported(
     try:
         wait_for(lambda: trains(tmp_path) and len(losses(tmp_path)) > 2, said=said)
         run = only_run(tmp_path).name
-        wait_for(lambda: "nanoray_step" in job(cluster, submission)["metadata"], said=said)
-        info = job(cluster, submission)
-        assert info["metadata"]["owner"] == "test"
-        assert re.fullmatch(r"\d+/100000", info["metadata"]["nanoray_step"])
-        step = info["metadata"]["nanoray_step"]
-        wait_for(lambda: job(cluster, submission)["metadata"]["nanoray_step"] != step, said=said)
-        status = [sys.executable, "-m", "ray.scripts.scripts", "job", "status", submission]
-        said = subprocess.run(
-            status, env=cluster.env, capture_output=True, text=True, timeout=200
-        ).stdout
-        assert re.search(
-            rf"training · folder \S+{run} · step \d+/100000 · loss \d\.\d+ · eta \d+:", said
-        ), said
         wait_for(lambda: f'run="{run}"' in exported_metrics(cluster), said=said)
         sample = [
             line
@@ -469,30 +442,12 @@ def test_each_actor_sees_exactly_its_own_slice() -> None:
 
 
 @pytest.mark.full
-def test_whole_gpus_are_not_taken_for_slices() -> None:
-    with ray_head("--num-gpus=2", dashboard=False, CUDA_VISIBLE_DEVICES="0,1") as cluster:
-        kind, workers, seen = in_driver(cluster, MIG_DRIVER.replace("DEVICE", "auto"))
-        assert (kind, workers, seen) == ("cuda", 2, [["0"], ["1"]])
-        attempt = """try:
-    Placement.make(config)
-except Exception as error:
-    print(json.dumps(str(error)))
-    raise SystemExit(0)"""
-        code = MIG_DRIVER.replace("DEVICE", "mig").replace(
-            "place = Placement.make(config)", attempt
-        )
-        text = in_driver(cluster, code)
-        assert "device = mig, but Ray handed out ['0000', '0001']" in text
-        assert "start Ray with CUDA_VISIBLE_DEVICES set to the slices' MIG- UUIDs" in text
-
-
-@pytest.mark.full
 def test_a_local_ray_is_closed_to_others_and_leaves_nothing(
     tmp_path: Path, forked_ray: dict[str, str]
 ) -> None:
     """The Ray that nanoray starts: its dashboard listens on loopback, the jobs API wants this run's
     token, and its processes and folders go with it. The next one of the same process has another token.
-    While it ends, and afterwards, this process handles SIGTERM as before, which Ray prevents.
+    While it lasts, SIGTERM is a stop: Ray's core has a handler of its own.
     """
     code = """
 import contextlib, io, os, re, signal, socket, urllib.error, urllib.request
@@ -513,10 +468,9 @@ with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, 
         local, state = line.split()[1], line.split()[3]
         if state == "0A" and int(local.split(":")[1], 16) == port:
             inodes.add(local.split(":")[0])
-with contextlib.redirect_stdout(said), catch_signals() as stop:
-    with connected("local", local_slots("cpu", 1, [], 1.0), stop):
-        assert stop.exit_code == 0
-    os.kill(os.getpid(), signal.SIGTERM)
+with contextlib.redirect_stdout(said), connected("local", local_slots("cpu", 1, [], 1.0)):
+    with catch_signals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
     assert stop.exit_code == 143
 print("cannot ask for a token" in said.getvalue(), code, sorted(inodes))
 """

@@ -640,16 +640,6 @@ def test_divergence_is_not_retried_and_keeps_its_exit_code(
     assert result["exit_reason"].startswith("failed: rank ")
 
 
-@pytest.mark.full
-def test_max_failures_0_gives_up_at_once(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
-    code, output = launch(
-        cluster, recipe, tmp_path, "--max_failures", "0", "--faults", "kill@rank=0,step=3"
-    )
-    assert code == 1
-    assert "max_failures = 0 is exceeded" in output
-    assert no_actors_left(cluster)
-
-
 @pytest.mark.full  # test_driver has it with scripted ranks
 def test_a_rank_that_is_lost_after_the_last_checkpoint_changes_nothing(
     cluster: Cluster, recipe: Path, tmp_path: Path
@@ -685,23 +675,6 @@ def test_ranks_that_cannot_share_the_batch_save_what_they_hold(
     assert code == 0, output
     assert "save     2 rank(s) are left and hold the run's state" in output
     assert reports(tmp_path)[0]["steps_repeated"] == 0
-
-
-@pytest.mark.full  # test_an_exception_is_the_cause_and_twice_is_enough gives up as well
-def test_a_rank_that_dies_at_the_same_place_again_and_again_is_given_up(
-    cluster: Cluster, recipe: Path, tmp_path: Path
-) -> None:
-    plan = ";".join(f"exit@rank=1,step=5,attempt={attempt}" for attempt in range(9))
-    code, output = launch(
-        cluster, recipe, tmp_path, "--max_failures", "20", "--spares", "0", "--faults", plan
-    )
-    assert code == 1, output
-    assert "Gave up: deterministic: it failed 3 times in the same way at the same step" in output
-    *earlier, last = [r["recovery"] for r in reports(tmp_path)]
-    # A busy machine may not see the exit code of a first one
-    assert earlier[-2:] == ["in_place", "in_place"], output
-    assert last == "none"
-    assert no_actors_left(cluster)
 
 
 @pytest.mark.full

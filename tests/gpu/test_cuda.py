@@ -270,7 +270,7 @@ def test_a_trace_measures_nccl_and_changes_no_bit(
     assert all(
         0 <= record["comm/exposed_ms"] <= record["comm/busy_ms"] * 1.01 for record in measured
     )
-    assert (traced / "comm" / "timeline.svg").is_file()
+    assert (traced / "comm" / "steps.jsonl").is_file()
 
 
 def test_a_checkpoint_of_a_gpu_goes_on_on_a_cpu(gpu_recipe: list[str], tmp_path: Path) -> None:

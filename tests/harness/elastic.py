@@ -187,7 +187,7 @@ def _rank_main(
 
     def wanted() -> Order:
         run, small = RunSpec.from_dict(spec), now[-1].world_size < now[-1].slots
-        at = ProgressFile.read(run.progress(rendezvous.slot)) if small and grow_at else None
+        at = ProgressFile.read_all(run.progress(rendezvous.slot)) if small and grow_at else None
         return Order.REGROUP if at and at[0] >= grow_at else Order.GO_ON
 
     try:

@@ -34,6 +34,8 @@ def commands() -> Iterator[str]:
         for word, parsers in find_parsers(name).items():
             whole = f"nanoray {name} {word}".rstrip()
             yield whole
+            if name == "check":
+                continue  # its flags are those of train
             for flag in _flags(parsers[0]):
                 yield f"{whole} {flag}"
 

@@ -15,8 +15,8 @@ from nanoray.cli.catalog import COMMANDS
 from nanoray.cli.parsers import Parser, build_parser
 
 # Commands whose flags are those of a run, and commands that take these besides their own
-RUNS = ("train", "launch")
-TAKE_FLAGS_OF_RUNS = ("check", "inspect", "kube render", "kube submit", "tune")
+RUNS = ("train", "launch", "check")
+TAKE_FLAGS_OF_RUNS = ("inspect", "kube render", "kube submit", "tune")
 
 
 class _Found(BaseException):

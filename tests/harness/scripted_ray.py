@@ -42,7 +42,7 @@ from nanoray.launch.placement import Placement
 from nanoray.launch.rank_end import end_process
 from nanoray.launch.ray_compat import HEAD_RESOURCE
 from nanoray.launch.signals import Stop
-from nanoray.launch.worker import Heartbeat
+from nanoray.launch.worker import ORPHAN_CODE, Heartbeat
 from nanoray.launch.worker_group import WorkerGroup
 from nanoray.mesh.rendezvous import Rendezvous
 
@@ -620,6 +620,7 @@ class ScriptedRay:
     ) -> None:
         """End a rank's process by a signal, by Ray's memory monitor ("memory") or with its node.
 
+        "orphan": by itself, because its driver was silent.
         Of a node Ray first says that it is unreachable ("node"), later that it is dead.
         """
         error = {
@@ -627,9 +628,17 @@ class ScriptedRay:
             "node": ActorUnavailableError("unreachable", None),
             "dead node": NodeDied(),
         }.get(how, ActorDiedError())
-        self._die(self.actors[slot], notice_s, report_s, error)
+        end = {"exit_code": ORPHAN_CODE} if how == "orphan" else {"signal": "SIGKILL"}
+        self._die(self.actors[slot], notice_s, report_s, error, end)
 
-    def _die(self, actor: Actor, notice_s: float | None, report_s: float, error: Exception) -> None:
+    def _die(
+        self,
+        actor: Actor,
+        notice_s: float | None,
+        report_s: float,
+        error: Exception,
+        end: dict[str, Any] | None = None,
+    ) -> None:
         if actor.runs:
             actor.write_progress()
         actor.alive, actor.trains_since = False, None
@@ -640,8 +649,7 @@ class ScriptedRay:
                 "pid": actor.pid,
                 "boot": exit_record.boot_id(),
                 "monotonic": self.time.now,
-                "signal": "SIGKILL",
-            }
+            } | (end or {"signal": "SIGKILL"})
             self.spec.exit_record(actor.slot).write_text(json.dumps(record | {"oom": False}))
         self.time.after(report_s, lambda: actor.fail_pending(error))
         self._peers_notice(actor, notice_s)

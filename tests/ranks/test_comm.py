@@ -25,7 +25,6 @@ from nanoray.trace.recorder import (
     Collective,
     CommRecorder,
     account,
-    copy_gbps,
     measure_offsets,
     queue_starts,
 )
@@ -237,11 +236,10 @@ def test_the_run_ends_with_what_communication_came_to(
     assert comm["traced_steps"] == 8
     assert comm["exposed_ms"] == pytest.approx(sum(f["exposed_ms"] for f in figures) / 8)
     assert comm["exposed_share"] == pytest.approx(100 * comm["exposed_ms"] / comm["step_ms"])
-    assert comm["limit_share"] == pytest.approx(100 * comm["busbw_gbps"] / comm["limit_gbps"])
     gradients = [c for s in traced(spec) for c in s["collectives"] if c["what"] == "gradients"]
     assert comm["slowest"]["time_us"] == max(c["time_us"] for c in gradients)
     assert comm["clock"] == "one host, one clock"
-    assert "% of the memory copy bandwidth" in comm_lines(comm, "runs/x")[1]
+    assert comm_lines(comm, "runs/x")[1].endswith(" GB/s")
     # A record tells of the steps before it
     assert sorted(series(spec, "comm/exposed_ms")) == list(range(2, 9))
 
@@ -317,7 +315,6 @@ def offset_rank(mesh: Mesh, order: dict[str, Any], emit: Any) -> None:
         {
             "offset": found[1].offset,
             "uncertainty": found[1].uncertainty,
-            "copy_gbps": copy_gbps(mesh.device, 1 << 20),
         }
     )
 
@@ -329,4 +326,3 @@ def test_clocks_of_two_hosts_are_compared() -> None:
     assert abs(apart["offset"] - 123.25) <= apart["uncertainty"]
     assert 0 < apart["uncertainty"] < 0.1
     assert (together["offset"], together["uncertainty"]) == (0.0, 0.0)
-    assert together["copy_gbps"] > 0

@@ -303,12 +303,12 @@ def test_a_group_that_forms_only_to_save_is_at_the_step_that_is_done(
     spec = make_spec(text, tmp_path)
     engine = engine_of(spec, lambda: Order.STOP if engine.state.step >= 3 else Order.GO_ON)
     engine.fit()
-    assert ProgressFile.read(spec.progress(0)) == (4, "done")
+    assert (ProgressFile.read_all(spec.progress(0)) or ())[:2] == (4, "done")
     engine.state.session.current = 5
     engine.regrouped = True
     engine.fit()
     assert engine.state.step == 4
-    assert ProgressFile.read(spec.progress(0)) == (4, "done")
+    assert (ProgressFile.read_all(spec.progress(0)) or ())[:2] == (4, "done")
 
 
 def guards_of(spec: RunSpec) -> Guards:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from nanoray.__main__ import main as command
-from nanoray.tools.inspect import __main__ as inspect
 from nanoray.tools.report.__main__ import main
 from nanoray.tools.report.charts import POINTS, running_mean, thinned
 from nanoray.trace.accounts import accounts_of
-from tests.harness.browser import browser, in_chromium
-from tests.harness.commands import ROOT, run, torchrun
+from tests.harness.browser import in_chromium, require_width
+from tests.harness.commands import run, torchrun
 
 HOSTILE = "</pre><script>document.title = 'taken'</script><img src=http://example.org/x.png>"
-LOOKED = ("--statistics_every=2", "--memory_at=3", "--precision=fp16", "--precision_stats=every=2")
 FLAGS = (
     "--preset=tiny",
     "--device=cpu",
@@ -40,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, text: Path) -> dict[str, Path
     flags = (*FLAGS, f"--dataset={text}", f"--data_dir={folder}/data", f"--out_dir={folder}")
     more = ("--max_steps=8", "--comm_trace=always", "--checkpoint_every=4")
     two = torchrun(2, "nanoray.train", *flags, "--name=two", *more)
-    one = run("nanoray.train", *flags, "--name=one", "--max_steps=4", "--lr=0.002", *LOOKED)
+    one = run("nanoray.train", *flags, "--name=one", "--max_steps=4", "--lr=0.002")
     for done in (*two, one):
         assert done.returncode == 0, done.stdout + done.stderr
     return {name: next(folder.glob(f"*_{name}")) for name in ("one", "two")}
@@ -79,20 +74,16 @@ def test_a_run_on_one_page(runs: dict[str, Path], capsys: pytest.CaptureFixture[
         reference.startswith(("#", "data:image/svg+xml;base64,")) for reference in page.references
     )
     assert "script" not in page.tags
-    assert page.tags.count("svg") >= 6
+    assert page.tags.count("img") == 5, "the five charts"
     summary = json.loads((runs["two"] / "summary.json").read_text())
     assert f"{summary['val_loss']:.4f}" in page.text
     for told in (
         "8 of 8",
         "2 x cpu, gloo",
-        "Where the time went",
         "exposed communication",
         "comm_trace",
     ):
         assert told in page.text
-    assert "Timeline of the newest traced steps" in page.html
-    assert "var(--rule)" in page.html
-    assert "#01020" not in page.html, "the page's own colours"
 
 
 @pytest.mark.full
@@ -117,51 +108,8 @@ def test_runs_beside_each_other(runs: dict[str, Path], tmp_path: Path) -> None:
     assert command(["compare", *map(str, runs.values()), "--output", str(path)]) == 0
     page = Page(path)
     differing = re.findall(r'<tr class="look"><th scope="row">(\w+)</th>', page.html)
-    looked = {"statistics_every", "memory_at", "precision", "precision_stats"}
-    assert set(differing) == {"name", "max_steps", "lr", "comm_trace", "checkpoint_every"} | looked
+    assert set(differing) == {"name", "max_steps", "lr", "comm_trace", "checkpoint_every"}
     assert all(folder.name in page.text for folder in runs.values())
-
-
-@pytest.mark.full
-def test_layers_and_memory_of_a_run_that_looked(
-    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Statistics over steps with what they warned of, and where each rank's memory went."""
-    folder = tmp_path / "run"
-    shutil.copytree(runs["one"], folder)
-    assert main([str(folder)]) == 0
-    page = Page(folder / "report.html")
-    assert "Nothing was exploding, vanishing or dead." in page.text
-    assert "attention's largest logit" in page.text
-    assert "Number formats" in page.text
-    for title in (
-        "loss scale of fp16",
-        "steps that fp16 skipped",
-        "steps since fp16's scale last changed",
-    ):
-        assert f'aria-label="{title}"' in page.html
-    for title in ("gradients that are subnormal (%)", "weights that an update did not change (%)"):
-        assert f'aria-label="{title}"' in page.html
-    assert "memory of step 3, rank 0 on cpu: " in page.text
-    assert 'aria-label="memory of rank 0 over step 3"' in page.html
-    assert page.html.count("formula's peak") == 2, "the chart for a screen and that for a phone"
-    monkeypatch.chdir(tmp_path)
-    assert inspect.main([str(folder), "--html"]) == 0
-    model = Page(tmp_path / "inspect.html")
-    assert "memory of step 3, rank 0 on cpu: " in model.text
-    assert model.html.count('aria-label="memory of rank 0 over step 3"') == 1, (
-        "drawn on the model's page, too"
-    )
-    records = [json.loads(line) for line in (folder / "statistics.jsonl").read_text().splitlines()]
-    records[1]["layers"]["blocks.1"] |= {"dead": 70.0, "grad_rms": None}
-    (folder / "statistics.jsonl").write_text(
-        "".join(json.dumps(record) + "\n" for record in records)
-    )
-    assert main([str(folder)]) == 0
-    page = Page(folder / "report.html")
-    assert "exploding at step 4: the gradient of blocks.1 is not finite" in page.text
-    assert "dead at step 4: 70 % of the hidden units of blocks.1" in page.text
-    assert len(page.html) < 1 << 20
 
 
 def test_a_killed_run_and_a_hostile_one_have_a_page(runs: dict[str, Path], tmp_path: Path) -> None:
@@ -236,66 +184,10 @@ def test_a_running_mean_begins_and_ends_on_the_data() -> None:
 
 
 @pytest.mark.full
-def test_the_checkpoints_write_with_their_losses_beside(
-    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A checkpoint that is damaged costs its own sample alone."""
-    folder = tmp_path / "run"
-    shutil.copytree(runs["two"], folder)
-    steps = sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step_*"))
-    assert len(steps) > 1
-    (folder / "checkpoints" / f"step_{steps[0]:08}" / "model.safetensors").write_bytes(b"torn")
-    assert main([str(folder)]) == 0
-    printed = capsys.readouterr()
-    assert f"warning: no sample of step_{steps[0]:08}: " in printed.err
-
-    page = Page(folder / "report.html")
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    losses = {record["step"]: record["train/loss"] for record in records}
-    shown = re.findall(r"step (\d+) · training loss (\S+)(?: · validation loss (\S+))?", page.text)
-    assert [(int(step), loss) for step, loss, _ in shown] == [
-        (step, f"{losses[step]:.4f}") for step in steps[1:]
-    ]
-    assert all(val for _, _, val in shown)
-
-    assert main([str(folder), "--samples=0"]) == 0
-    assert "· training loss" not in Page(folder / "report.html").text
-    assert main([str(folder), "--samples=-1"]) == 2
-    assert "samples = -1; give a number of tokens, or 0 for none" in capsys.readouterr().err
-
-
-@pytest.mark.full  # tests/unit/test_report_commands.py reads each launcher's command
-@pytest.mark.parametrize("name", ["one", "two"], ids=["plain", "torchrun"])
-def test_the_printed_command_trains_again(runs: dict[str, Path], name: str, tmp_path: Path) -> None:
-    """As it stands on the page, pasted into a shell: the losses are the same, to the bit."""
-    assert main([str(runs[name]), "--output", str(tmp_path / "page.html"), "--samples=0"]) == 0
-    lines = Page(tmp_path / "page.html").text.splitlines()
-    command = next(line for line in lines if "-m nanoray.train" in line)
-    assert command.startswith("torchrun --nproc-per-node 2 " if name == "two" else "python ")
-
-    # In another folder of runs, and with this environment's programs.
-    command = command.replace(f"--out_dir={runs[name].parent}", f"--out_dir={tmp_path}/again")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    packages = os.pathsep.join([str(ROOT), *sys.path])
-    env = dict(os.environ) | {"PATH": path, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, shell=True, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (again,) = (tmp_path / "again").iterdir()
-    assert losses_of(again) == losses_of(runs[name])
-
-
-def losses_of(folder: Path) -> list[float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["train/loss"] for line in lines]
-
-
-@pytest.mark.full
 def test_a_comparison_marks_each_cell_that_differs(runs: dict[str, Path], tmp_path: Path) -> None:
     path = tmp_path / "compare.html"
     two, one = str(runs["two"]), str(runs["one"])
-    assert main([two, one, two, "--output", str(path), "--samples=0"]) == 0
+    assert main([two, one, two, "--output", str(path)]) == 0
     html = path.read_text(encoding="utf-8")
     row = re.search(r'<th scope="row">lr</th>(.*?)</tr>', html)
     assert row
@@ -308,26 +200,10 @@ def test_a_comparison_marks_each_cell_that_differs(runs: dict[str, Path], tmp_pa
 
 @pytest.mark.full
 @in_chromium
-def test_a_browser_shows_it_without_overflow(runs: dict[str, Path], tmp_path: Path) -> None:
-    """On a phone, too, with the newest points of each chart and each account of the ledger."""
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_shows_it_without_overflow(
+    runs: dict[str, Path], tmp_path: Path, width: int
+) -> None:
     page = tmp_path / "page.html"
-    with browser(tmp_path) as tab:
-        for name in ("one", "two"):
-            assert main([str(runs[name]), "--output", str(page), "--samples=20"]) == 0
-            for width in (1280, 400):
-                tab.open(page.as_uri(), width=width)
-                tab.wait_for("document.readyState == 'complete' && location.protocol == 'file:'")
-                assert tab.evaluate(TOO_WIDE) == [], f"{name} at {width}"
-                assert tab.evaluate(f"[...document.querySelectorAll('svg')].filter({SHOWN}).length")
-
-
-SHOWN = "element => element.getBoundingClientRect().width > 0"
-# The page, and what of it could hide a part: boxes that scroll, and charts that leave the window.
-# The timeline of two steps may scroll: it has a scale of its own, and no end that is the newest.
-TOO_WIDE = f"""(() => {{
-  const boxes = [document.documentElement, ...document.querySelectorAll(".scroll, .card")];
-  const wide = boxes.filter(box => !box.matches(".timeline") && box.scrollWidth > box.clientWidth + 1);
-  const cut = [...document.querySelectorAll("svg")].filter({SHOWN})
-    .filter(chart => chart.getBoundingClientRect().right > document.documentElement.clientWidth);
-  return [...wide, ...cut].map(element => element.outerHTML.slice(0, 200));
-}})()"""
+    assert main([str(runs["two"]), "--output", str(page)]) == 0
+    require_width(page, width)

@@ -38,7 +38,6 @@ OPTIONS = [
     "train/reading.py",
     "train/record.py",
     "train/saving.py",
-    "train/watch/memory_timeline.py",
     "train/watch/precision_stats.py",
     "train/watch/profile.py",
     "train/watch/routing.py",

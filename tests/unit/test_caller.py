@@ -22,23 +22,10 @@ def connect(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
 
 
-def test_ray_client_and_local_mode_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(preset="tiny")
-    connect(monkeypatch, "127.0.0.1:6379")
-    monkeypatch.setattr(ray._private.worker, "LOCAL_MODE", None, raising=False)
-    assert caller_address(config) == "127.0.0.1:6379"
-
-    mode = ray._private.worker.global_worker.mode
-    monkeypatch.setattr(ray._private.worker, "LOCAL_MODE", mode if mode is not None else 2)
-    monkeypatch.setattr(
-        ray._private.worker, "global_worker", SimpleNamespace(mode=ray._private.worker.LOCAL_MODE)
-    )
-    with pytest.raises(ConfigError, match=r"local_mode=True.*leave local_mode out"):
-        caller_address(config)
-
+def test_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray.util.client.ray, "is_connected", lambda: True)
     with pytest.raises(ConfigError, match=r"Ray Client .*ray job submit"):
-        caller_address(config)
+        caller_address(load_config(preset="tiny"))
 
 
 @pytest.mark.parametrize("asked", ["auto", "127.0.0.1:6379", "localhost:6379"])

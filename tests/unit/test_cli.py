@@ -283,7 +283,6 @@ def test_a_lost_stream_ends_no_command(
             "checkpoint show RUN",
             "replay RUN --step 3",
             "bisect RUN",
-            "experts RUN",
         ),
         *("train --resume RUN --out_dir OUT", "train --data_dir RUN --out_dir OUT --dataset TEXT"),
     ],

@@ -120,7 +120,6 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         {"pp": 2, "pp_schedule": "interleaved", "grad_accum_steps": 3},
         "takes micro batches in groups of pp = 2",
     ),
-    "memory_is_reached": ({"memory_at": 2001}, "memory_at = 2001 would record nothing"),
     "upload_is_elsewhere": (
         {"upload": f"file://{Path.cwd()}/runs", "out_dir": "runs/../runs"},
         "is out_dir, where the run itself is written",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +146,22 @@ class Looks(nn.Module):
         return self.layer(x) if x.sum().item() > 0 else x
 
 
+class Sized(torch.optim.SGD):
+    """It works for parameters of the sizes that it was made for, and no others."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1)
+        self.sizes = {p.shape for p in self.param_groups[0]["params"]}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert self.sizes >= {p.shape for p in self.param_groups[0]["params"]}
+        super().step()
+
+
 def test_what_cannot_be_tried_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def main(run: Run) -> None:
         model, x = Looks(), torch.randn(8, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = Sized(model.parameters())
         RuntimeEngine(model, optimizer, run, nn.functional.mse_loss).fit(TensorDataset(x, x))
 
     config = {"micro_batch_size": 2, "device": "cpu", "dry_run": True}
@@ -158,7 +171,8 @@ def test_what_cannot_be_tried_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
         "memory     without activations: a forward on fake tensors failed "
         "(DataDependentOutputException" in out
     )
-    assert {"parameters", "gradients"} <= parts(out).keys()
+    assert "memory     without the state of Sized, which is not one of torch's own" in out
+    assert parts(out).keys() == {"parameters", "gradients"}
 
 
 def test_bf16_keeps_smaller_activations_and_nothing_is_changed() -> None:

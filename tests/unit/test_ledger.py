@@ -157,9 +157,6 @@ def test_steps_of_a_killed_command_that_the_next_one_does_again(tmp_path: Path) 
     require(tmp_path, start=8, data=4, compute=24, repeated=14)
     fault(tmp_path, recovery="restart", steps_repeated=2)
     require(tmp_path, start=8, data=4, compute=24, repeated=14)  # counted once
-    for path in (tmp_path / "logs").glob("*.ledger"):
-        path.write_bytes(path.read_bytes()[:-24])  # as an older nanoray wrote it: without steps
-    require(tmp_path, start=8, data=4, compute=24, repeated=14)
 
 
 def test_an_update_that_broke_off_is_not_done_twice(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, MoE, RouterTrain
 from nanoray.models.sampling import generate
 from nanoray.parallel import ep, tp
 from nanoray.state.state_dict import StateDict
+from nanoray.train.watch import routing
 from tests.unit.test_activation_checkpointing import Living
 
 SHAPE = ModelShape(
@@ -360,4 +361,23 @@ def test_each_element_has_one_owner_and_is_put_together_again(
         assert torch.equal(fill(piece, saved[name]).view(piece.shape), whole[name]), name
 
 
-# Metrics and the picture.
+# Metrics.
+
+
+def test_metrics() -> None:
+    model, mesh = gpt(), Mesh(0, 1, 0, torch.device("cpu"), "none", "test")
+    routing.begin(model)
+    assert routing.means(model, mesh) is None
+    model(*batch())
+    once = routing.measured(routing.means(model, mesh))
+    model(*batch())
+    model.eval()(*batch())
+    record = routing.measured(routing.means(model, mesh))
+    for key in once.keys() - {routing.LOADS}:
+        assert record[key] == pytest.approx(once[key]), "a mean over passes, of those that train"
+    assert record[routing.LOADS] == once[routing.LOADS]
+    assert [len(layer) for layer in record["expert_load"]] == [4, 4]
+    assert all(sum(layer) == pytest.approx(4, abs=1e-3) for layer in record["expert_load"])
+    assert record["moe/load_max"] == max(map(max, record["expert_load"]))
+    assert routing.measured(None) == {}
+    assert routing.means(nn.Linear(1, 1), mesh) is None

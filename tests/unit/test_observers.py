@@ -104,7 +104,7 @@ def test_tensorboard_gets_no_value_of_a_variable(text: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("more", [0, 100, 300])
 def test_records_wait_while_the_disk_is_full(text: Path, tmp_path: Path, more: int) -> None:
-    """Every record is in metrics.jsonl and in TensorBoard afterwards, and it was said once when it
+    """Every record is in metrics.jsonl afterwards, and TensorBoard goes on; it was said once when it
     began and ended.
     """
     spec, told = make_spec(text, tmp_path, tensorboard=True), Told()
@@ -130,13 +130,11 @@ def test_records_wait_while_the_disk_is_full(text: Path, tmp_path: Path, more: i
         began, ended = [note for note in told.notes if file in note]
         # A limit that is reached, or met in the middle of a line
         full = "(File too large|No space left on device)"
-        assert re.fullmatch(
-            rf"warning  {file} cannot be written \({full}\); its records wait in memory", began
-        )
-        assert ended == f"warning  {file} is written again, and complete"
+        assert re.fullmatch(rf"warning  {file} cannot be written \({full}\)", began)
+        assert ended == f"warning  {file} is written again"
     events = EventAccumulator(str(spec.folder / "tb"))
     events.Reload()
-    assert {e.step for e in events.Scalars("train/loss")} == {*range(1, 70)}
+    assert {e.step for e in events.Scalars("train/loss")} >= {*range(1, 6), *range(46, 70)}
 
 
 def test_a_full_disk_does_not_end_a_rewind(text: Path, tmp_path: Path) -> None:

@@ -72,7 +72,6 @@ def test_what_a_start_writes_goes(tmp_path: Path, write: Callable[[RunSpec], Non
     "write",
     [
         wrote("metrics.jsonl"),
-        wrote("hashes.jsonl"),
         wrote("checkpoints/step_00000001/state.json"),
         wrote("notes.txt"),
         wrote("logs/my.log"),
@@ -116,6 +115,11 @@ def few_samples(run: nanoray.Run) -> None:
     engine(run, nn.Linear(3, 1)).fit(samples(0))
 
 
+def refused_in_the_warm_up(run: nanoray.Run) -> None:
+    """Its model takes other samples; what watches the run has opened its files by then."""
+    engine(run, nn.Linear(5, 1)).fit(samples())
+
+
 def refused_with_a_file(run: nanoray.Run) -> None:
     (run.folder / "mine.json").write_text("{}")
     few_samples(run)
@@ -131,7 +135,7 @@ def runs_after(tmp_path: Path, main: Callable[[Any], None], **settings: Any) -> 
     return list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.parametrize("main", [untrained, few_samples])
+@pytest.mark.parametrize("main", [untrained, few_samples, refused_in_the_warm_up])
 def test_a_script_that_is_refused_leaves_no_folder(
     tmp_path: Path, main: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -353,19 +353,6 @@ def test_a_spare_that_could_not_start_is_started_anew_without_a_lost_rank(tmp_pa
     assert run.ray.orders.count("start spare") == 2
 
 
-def test_an_actor_that_was_prepared_on_a_node_that_is_drained_now_is_ended(tmp_path: Path) -> None:
-    run, group = started(tmp_path)
-    cluster = SimpleNamespace(draining={}, head_answers=lambda: True)
-    group.pool.cluster = cluster  # type: ignore[assignment]
-    group.pool.prepare(1)
-    run.ray.time.sleep(5.0)
-    assert group.pool.drop_dead_prepared() == []
-    assert group.pool.prepared_and_ready() == {1}
-    cluster.draining[node_id(1)] = 0
-    assert group.pool.drop_dead_prepared() == [], "that is no failure"
-    assert (run.ray.orders[-1], group.pool.prepared) == ("kill 1", {})
-
-
 def test_the_nodes_of_spares_are_not_looked_at_with_each_heartbeat(tmp_path: Path) -> None:
     run, group = started(tmp_path, spares=1)
     asked: list[float] = []

@@ -1,1 +1,1 @@
-"""The dump of a model: its tree, costs and owners, checked by one batch: `nanoray inspect RUN|CHECKPOINT|CONFIG`."""
+"""A model as a table: its tree, costs and owners, and one batch of it: `nanoray inspect TARGET`."""

@@ -4,12 +4,11 @@ its own model.
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import sys
-import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from nanoray.base.atomic import read_json
 from nanoray.checkpoint.find import find_run
-from nanoray.cli import Parser, parse_args
+from nanoray.cli import parse_args
 from nanoray.config import Batch, Config, did_you_mean, preset_names, resolve_batch
 from nanoray.config.load import run_folder_of
 from nanoray.data.dataset import DatasetInfo, own_data
@@ -41,6 +40,16 @@ from nanoray.own.task import OwnTask
 from nanoray.state.state_dict import StateDict
 
 PROG = "nanoray inspect"
+# Flags of a run that name another configuration than TARGET does, or belong to a dry run.
+NO_EFFECT = (
+    "--config",
+    "--preset",
+    "--resume",
+    "--dry_run",
+    "--quiet",
+    "--topology",
+    "--memory_gb",
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +68,7 @@ class Subject:
     batch: Batch
     model: nn.Module
     shape: ModelShape | ResNetShape | OwnShape
-    example: tuple[Any, Any] | None  # None: nothing is known of its inputs
+    example: tuple[Any, Any]
     loss: Loss = lambda model, x, y: model(x, y)
     optimizer: torch.optim.Optimizer | None = None  # of a script
     state: StateDict | None = None
@@ -76,8 +85,7 @@ class Subject:
         shares it.
         """
         if isinstance(self.shape, OwnShape):
-            named = dict(self.model.named_parameters())
-            return outline(named, {name for name, p in named.items() if p.requires_grad})
+            return deepcopy(self.model).to("meta")
         return rank_model(
             self.config, self.dataset.vocab_size, weight_type(self.config.precision), place
         )
@@ -93,7 +101,7 @@ def find_subject(
     """
     path = Path(target).expanduser()
     script = path.suffix == ".py" and path.is_file()
-    _refuse_ignored(target, flags, script)
+    _refuse_ignored(flags)
     if script:
         return _of_script(path, flags, world_size, function)
     what = "Dump a model"
@@ -124,36 +132,27 @@ def find_subject(
     )
 
 
-def _refuse_ignored(target: str, flags: list[str], script: bool) -> None:
-    """Raise ConfigError for flags that name another configuration than `target`, or that belong to
-    a dry run.
-    """
-    parser = Parser(PROG, allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
-    for key in ("dry_run", "quiet"):
-        parser.add_argument(f"--{key}", action="store_const", const="")
-    for key in ("config", "preset", "resume", "topology", "memory_gb", "model"):
-        parser.add_argument(f"--{key}")
-    for key, value in vars(parser.parse_known_args(flags)[0]).items():
-        if key == "model":
-            if not script or value == "own":
-                continue
-            why = f"{target} brings its own"
-        elif key in ("config", "preset", "resume"):
-            why = (
-                "a script's configuration is flags"
-                if script
-                else f"{target} names the configuration"
+def _refuse_ignored(flags: list[str]) -> None:
+    """Raise ConfigError for a flag of a run that would have no effect here."""
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if name in NO_EFFECT:
+            raise ConfigError(
+                f"{name} would be ignored: TARGET names the configuration, and inspect starts "
+                "nothing; drop it"
             )
-        else:
-            why = "inspect starts nothing and predicts no step"
-        raise ConfigError(f"{key}{value and f' = {value}'} would be ignored: {why}; drop --{key}")
 
 
 def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
     """Return a run with its newest valid checkpoint, or a checkpoint; without any, the run's
     configuration.
     """
-    found, notes = None, []
+    if config.model == "own":
+        raise ConfigError(
+            f"the model of {path} is a script's own; give that: nanoray inspect SCRIPT.py"
+        )
+    found = None
+    notes = []
     try:
         found = find_run(path, str(path), {})
     except CheckpointError as error:
@@ -176,39 +175,10 @@ def _of_run(path: Path, config: Config, world_size: int | None) -> Subject:
         dataset = DatasetInfo.from_dict(saved["dataset"])
     else:
         dataset = _dataset_of_run(path) or known_dataset(config)
-    title = path.resolve().name
-    state, at = (found.state, found.path) if found else (None, None)
-    if config.model != "own":
-        made = _described(title, config, dataset, world_size)
-        return replace(made, state=state, checkpoint=at, notes=[*notes, *made.notes])
-    if state is None:
-        raise ConfigError(
-            f"{path} has no valid checkpoint, and its model is a script's own; give that: nanoray "
-            "inspect SCRIPT.py"
-        )
-    ranks = world_size or 1
-    notes.append(
-        "the model is a script's own, of which the checkpoint has the weights; the rest: nanoray "
-        "inspect SCRIPT.py"
-    )
-    batch = resolve_batch(config, Layout.of(config, ranks).dp)
-    # Some optimizers have tensors besides those of parameters.
-    updated = {name.partition(".")[2] for name in state.optimizer} - {""} or state.model.keys()
-    layout, model = Layout.of(config, ranks), outline(state.model, updated)
-    return Subject(
-        title,
-        config,
-        "of the run",
-        dataset,
-        layout,
-        batch,
-        model,
-        OwnShape(),
-        None,
-        state=state,
-        checkpoint=at,
-        notes=notes,
-    )
+    made = _described(path.resolve().name, config, dataset, world_size)
+    state = found.state if found else None
+    checkpoint = found.path if found else None
+    return replace(made, state=state, checkpoint=checkpoint, notes=[*notes, *made.notes])
 
 
 def _dataset_of_run(path: Path) -> DatasetInfo | None:
@@ -263,7 +233,12 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
     batch.
     """
     loaded = parse_args(flags, PROG, "Dump a model", base=dict(DEFAULTS))
-    config, found = loaded.config, list[Subject]()
+    config = loaded.config
+    found: list[Subject] = []
+    if config.model != "own":
+        raise ConfigError(
+            f"model = {config.model} would be ignored: {path} brings its own; drop --model"
+        )
     # A given global batch decides the micro batch, so the default one must not contradict it.
     if "global_batch_size" in loaded.given and "micro_batch_size" not in loaded.given:
         config = config.model_copy(update={"micro_batch_size": 0})
@@ -292,7 +267,8 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
         )
 
     with _as_script(path):
-        main: Callable[..., Any] | None = _imported(path).get(function)
+        # Any name but __main__ skips the part of the script that starts a run.
+        main = runpy.run_path(str(path), run_name="inspected").get(function)
         if not callable(main):
             raise ConfigError(
                 f"{path} has no function {function}, which nanoray.launch would call; name it with "
@@ -305,7 +281,8 @@ def _of_script(path: Path, flags: list[str], world_size: int | None, function: s
 @contextmanager
 def _as_script(path: Path) -> Iterator[None]:
     """Let a script see the modules and the arguments that it has as `python SCRIPT.py`."""
-    argv, folders = sys.argv, [*sys.path]
+    argv = sys.argv
+    folders = [*sys.path]
     sys.argv = [str(path)]
     # Python puts the folder of a script first, so its own modules win over installed ones.
     sys.path.insert(0, str(path.resolve().parent))
@@ -313,56 +290,5 @@ def _as_script(path: Path) -> Iterator[None]:
         yield
     finally:
         # The list is restored in place, because other modules may hold a reference to it.
-        sys.argv, sys.path[:] = argv, folders
-
-
-def _imported(path: Path) -> dict[str, Any]:
-    """Run a script as a module that is imported, and return its names. Raises ConfigError with the
-    line that failed.
-    """
-    try:
-        # Any name but __main__ skips the part of the script that starts a run.
-        return runpy.run_path(str(path), run_name="inspected")
-    except (Exception, SystemExit) as error:
-        places = [
-            (frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
-        ]
-        if isinstance(error, SyntaxError):
-            places.append((error.filename or "", error.lineno))
-        # The innermost frame beside the script names the line that its author can change.
-        files = [(Path(name), line) for name, line in places]
-        beside = [
-            f"{f}:{n}"
-            for f, n in files
-            if f.is_file() and f.resolve().parent == path.resolve().parent
-        ]
-        where, said = beside[-1] if beside else path, " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"{where}: {type(error).__name__}: {said}; inspect imports the script "
-            'without arguments: mend it, or move what fails below if __name__ == "__main__":'
-        ) from error
-
-
-def outline(tensors: Mapping[str, Tensor], trained: Collection[str]) -> nn.Module:
-    """Return modules with these tensors, on the meta device, as their names nest them; those not
-    trained as buffers.
-    """
-    root = Unknown()
-    for name, tensor in tensors.items():
-        *path, last = name.split(".")
-        module: nn.Module = root
-        for part in path:
-            if part not in dict(module.named_children()):
-                module.add_module(part, Unknown())
-            module = module.get_submodule(part)
-        # On the meta device: a checkpoint of many gigabytes needs no second copy in memory.
-        like = torch.empty_like(tensor, device="meta", requires_grad=False)
-        if name in trained and tensor.is_floating_point():
-            module.register_parameter(last, nn.Parameter(like))
-        else:
-            module.register_buffer(last, like)
-    return root
-
-
-class Unknown(nn.Module):
-    """A module of which only its weights' names are known."""
+        sys.argv = argv
+        sys.path[:] = folders

@@ -1,4 +1,4 @@
-"""The dump as text: tree, layers, owners, checks."""
+"""The dump as text: tree, owners, one batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 from nanoray.base.text import aligned, short
 from nanoray.tools.inspect.tree import format_ranks
-from nanoray.tools.report.memory import format_timeline
 from nanoray.train.watch.dangers import COLUMNS, table
 
 UNKNOWN = "?"
@@ -90,19 +89,8 @@ TREE = (
     "backward",
     "kept",
 )
-LAYERS = (
-    "layer",
-    "parameters",
-    "forward",
-    "backward",
-    "activations",
-    "weights",
-    "gradients",
-    "optimizer",
-)
 OWNERS = ("tensor", "shape", "dtype", "owner", "held by ranks", "updated by ranks")
-MEASURED = ("layer", "activations", "measured", "ratio", "optimizer", "measured", "ratio")
-AGAINST = ("tensor", "shape", "RMS", "RMS of difference", "relative", "")
+BATCH = ("module", "type", "returns", "mean", "RMS", "weights RMS", "gradients RMS")
 
 
 def lines(description: dict[str, Any]) -> list[str]:
@@ -111,7 +99,6 @@ def lines(description: dict[str, Any]) -> list[str]:
     found += [f"{label:<10} {text}" for label, text in figures_of(description).items()]
     found += [f"{'note':<10} {note}" for note in description["notes"]]
     found += ["", *aligned([TREE, *_tree(description)])]
-    found += ["", "layers, for one rank", *aligned([LAYERS, *layers(description)])]
     found += ["", "owners", *aligned([OWNERS, *owners(description)])]
 
     record = description["statistics"]
@@ -121,23 +108,9 @@ def lines(description: dict[str, Any]) -> list[str]:
             f"statistics of step {record['step']}, which took rank 0 {record['cost_ms']:.3g} ms",
             *aligned([("layer", *COLUMNS), *table(record)]),
         ]
-    for timeline in description["memory_timeline"]:
-        found += ["", *format_timeline(timeline)]
     if description["verify"]:
-        found += ["", *_verified(description["verify"])]
-    if description["against"]:
-        found += ["", *_apart(description["against"])]
+        found += ["", *_batch(description["verify"])]
     return found
-
-
-def layers(description: dict[str, Any]) -> list[list[str]]:
-    """Return for each layer its parameters, FLOPs and bytes."""
-    rows = []
-    for row in description["layers"]:
-        costs = [flops(row["forward_flops"]), flops(row["backward_flops"])]
-        costs += [size(row[key]) for key in ("kept", "weights", "gradients", "optimizer")]
-        rows.append([row["name"], f"{row['parameters']:,}", *costs])
-    return rows
 
 
 def alike(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
@@ -149,7 +122,7 @@ def alike(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     # Only layers of lists, whose names end in a number.
     content: dict[str, list[Any]] = {}
     for row in rows:
-        if row["layer"][-1:].isdigit():
+        if row["layer"]:
             inner = row["name"].removeprefix(row["layer"])
             keys = ("type", "weights", "outputs", "calls", "kept", "forward_flops")
             cells = [row[key] for key in keys]
@@ -207,53 +180,18 @@ def owners(description: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def measured(verified: dict[str, Any]) -> list[list[str]]:
-    """Return for each layer activations and optimizer state as predicted and as measured."""
+def _batch(batch: dict[str, Any]) -> list[str]:
+    """Return the loss, a row for each module, and the problems."""
     rows = []
-    for row in verified["layers"]:
-        pairs = [(row["kept"], row["kept_measured"]), (row["optimizer"], row["optimizer_measured"])]
-        cells = []
-        for predicted, found in pairs:
-            ratio = f"{found / predicted:.3f}" if predicted and found is not None else ""
-            cells += [size(predicted), size(found), ratio]
-        rows.append([row["name"], *cells])
-    return rows
-
-
-def _verified(verified: dict[str, Any]) -> list[str]:
-    """Return the checks, and the measurements beside the predictions."""
-    checks = [[c["check"], "ok" if c["ok"] else "WRONG", c["found"]] for c in verified["checks"]]
-    found = [
-        "verified: one batch, forward and backward, in one process on this CPU",
-        *aligned(checks),
-    ]
-    zero = verified["gradients_of_zero"]
-    if zero:
-        found.append(f"gradients that are zero everywhere: {', '.join(zero)}")
-    return [*found, "", *aligned([MEASURED, *measured(verified)])]
-
-
-def apart(compared: dict[str, Any]) -> list[list[str]]:
-    """Return for each tensor how far it is from the other checkpoint's."""
-    rows = []
-    for row in compared["tensors"]:
-        verdict = ""
-        if row["equal"]:
-            verdict = "equal"
-        elif row["difference"] is None:
-            verdict = "not there, or of another shape"
-        cells = [row["name"], dims(row["shape"])]
-        for key in ("rms", "difference", "relative"):
+    for row in batch["modules"]:
+        cells = [row["name"] or "(model)", row["type"], shapes(row["outputs"])]
+        if not row["calls"]:
+            cells[2] = "is not called"
+        for key in ("output_mean", "output_rms", "weight_rms", "grad_rms"):
             cells.append("" if row[key] is None else f"{row[key]:.3g}")
-        rows.append([*cells, verdict])
-    return rows
-
-
-def _apart(compared: dict[str, Any]) -> list[str]:
-    lines = [
-        f"against {compared['path']}, step {compared['step']}",
-        *aligned([AGAINST, *apart(compared)]),
+        rows.append(cells)
+    return [
+        f"one batch, forward and backward, in one process on this CPU: loss {batch['loss']:.4f}",
+        *aligned([BATCH, *rows]),
+        *[f"problem: {problem}" for problem in batch["problems"]],
     ]
-    if compared["only_there"]:
-        lines.append(f"only there: {', '.join(compared['only_there'])}")
-    return lines

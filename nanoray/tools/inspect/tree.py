@@ -1,4 +1,4 @@
-"""The dump of a model as plain data: modules, tensors with their owners, layers with their costs."""
+"""The dump of a model as plain data: modules, and tensors with their owners."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from nanoray.models import costs, resnet_costs
 from nanoray.models.gpt import ModelShape
 from nanoray.models.resnet import ResNetShape
 from nanoray.state.optimizers import name_of
-from nanoray.tools.inspect.layers import layer_of, layers_of, totals
 from nanoray.tools.inspect.subject import Subject
-
-SHAPELESS = "tree without shapes, connections and counts"
 
 
 def dump(subject: Subject) -> dict[str, Any]:
@@ -37,28 +34,18 @@ def dump(subject: Subject) -> dict[str, Any]:
 
     # Shapes, connections and counts come from a trial on fake tensors, where one is possible.
     trial = None
-    if subject.example is None:
-        notes.append(f"{SHAPELESS}: the inputs of the model are not known")
-    else:
-        try:
-            trial = trial_on_fakes(
-                subject.model, subject.loss, *subject.example, config.precision, backward=True
-            )
-        except Exception as error:
-            # Any exception: a model that reads values, such as `.item()`, fails on fake tensors.
-            # It may still run on real ones, so the dump goes on without what the trial gives.
-            notes.append(
-                f"{SHAPELESS}: a trial on fake tensors failed ({one_line(error)}); --verify has "
-                "them"
-            )
-
-    modules = modules_of(subject, trial)
-    layers = layers_of(subject, modules)
-    if subject.shape.to_dict() == {}:
-        how = "counted in a trial on fake tensors" if trial else "unknown"
-        notes.append(
-            f"a script's own model has no formula: FLOPs and activations of its layers are {how}"
+    try:
+        trial = trial_on_fakes(
+            subject.model, subject.loss, *subject.example, config.precision, backward=True
         )
+    except Exception as error:
+        # Any exception: a model that reads values, such as `.item()`, fails on fake tensors.
+        # It may still run on real ones, so the dump goes on without what the trial gives.
+        notes.append(
+            "tree without shapes, connections and counts: a trial on fake tensors failed "
+            f"({one_line(error)}); --verify has them"
+        )
+
     unit, units_per_sample = _unit(subject)
 
     # A script brings its optimizer as an object; any other model's is a name.
@@ -71,11 +58,7 @@ def dump(subject: Subject) -> dict[str, Any]:
     step = None
     if subject.state:
         step = subject.state.meta["step"]
-    loss_reads = None
-    unused = None
-    if trial:
-        loss_reads = trial.loss_reads
-        unused = trial.unused
+    loss_reads = trial.loss_reads if trial else None
     dp_mode: str = config.dp_mode
     if layout.size_of("dp_cp") == 1:
         dp_mode = "one data rank"
@@ -99,18 +82,13 @@ def dump(subject: Subject) -> dict[str, Any]:
         "batch": {**batch._asdict(), "unit": unit, "units": batch.micro * units_per_sample},
         "flops_by_formula": _flops(subject),
         "memory": _memory(subject),
-        "modules": modules,
+        "modules": modules_of(subject, trial),
         "loss_reads": loss_reads,
-        "unused": unused,
         "tensors": tensors_of(subject, notes),
-        "layers": [asdict(layer) for layer in layers],
-        "totals": totals(layers),
         "notes": notes,
         # Sections that a flag asks for, or that only a run has.
         "verify": None,
         "statistics": None,
-        "memory_timeline": [],
-        "against": None,
     }
 
 
@@ -160,7 +138,7 @@ def modules_of(subject: Subject, trial: TrialPass | None) -> list[dict[str, Any]
             "name": name,
             "type": type(module).__name__,
             "depth": depth,
-            "layer": layer_of(name, subject.model, subject.shape),
+            "layer": layer_of(name),
             "parameters": sum(p.numel() for p in own.values()),
             "weights": {key: [*p.shape] for key, p in own.items()},
         }
@@ -168,6 +146,13 @@ def modules_of(subject: Subject, trial: TrialPass | None) -> list[dict[str, Any]
         seen = trial.seen[name] if trial else Seen()
         rows.append(row | asdict(seen))
     return rows
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a list that a module belongs to, such as blocks.3; "" for any other."""
+    first, _, rest = name.partition(".")
+    number = rest.partition(".")[0]
+    return f"{first}.{number}" if number.isdigit() else ""
 
 
 # Tensors and their owners.

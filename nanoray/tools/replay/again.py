@@ -29,14 +29,14 @@ from nanoray.tools.replay.player import OneProcess, Witness
 from nanoray.train.agree import code_hash
 from nanoray.train.elastic import TrainingGroup
 from nanoray.train.hardware import cpu_kernels, hardware
+from nanoray.train.model import use_products
 from nanoray.train.out_of_memory import Shortage
-from nanoray.train.recipe import use_products
 
 # What a re-enactment does otherwise than its run: it records every step, and leaves out what
 # changes no weight.
 QUIETLY: dict[str, Any] = {
     "log_every": 1, "hash_every": 1, "eval_every": 0, "target_loss": 0.0, "checkpoint_every": 0, "comm_trace": "off",
-    "precision_stats": "off", "statistics_every": 0, "profile": "", "memory_at": 0, "audit_every": 0,
+    "precision_stats": "off", "statistics_every": 0, "profile": "", "audit_every": 0,
     "faults": "", "tensorboard": False, "sample_tokens": 0, "checkpoint_mode": "sync", "resume": "none",
 }  # fmt: skip
 
@@ -217,9 +217,7 @@ def _in_one_process(
     try:
         recipe.build(players).fit()
     finally:
-        recipe.writer.close()
-        recipe.observers.close()
-        recipe.ledger.close()
+        recipe.close()
     return folder
 
 
@@ -240,7 +238,6 @@ def _by_processes(
     batch = batch_for(config, full, dp, group.get("limit", 0)) or resolve_batch(config, dp)
     shared: dict[str, Any] = {
         "micro_batch_size": batch.micro,
-        "micro_batch_search": False,
         "grad_accum_steps": batch.accum,
         "global_batch_size": batch.global_size,
         "workers": ranks,

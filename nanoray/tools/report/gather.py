@@ -19,10 +19,7 @@ from nanoray.config.settings import public
 from nanoray.errors import ConfigError
 from nanoray.faults.__main__ import story
 from nanoray.faults.cause import read_reports
-from nanoray.tools.report.memory import read_memory
-from nanoray.trace.__main__ import read_steps
 from nanoray.trace.accounts import Accounts, accounts_of
-from nanoray.train.watch.dangers import FILE, PRECISION, dangers
 
 NONE = "–"
 
@@ -39,9 +36,6 @@ class RunFiles:
     faults: list[dict[str, Any]]
     story: list[str]  # the faults, as `nanoray faults` prints them
     accounts: Accounts | None  # the ledger; None where it has no entries
-    traced: list[dict[str, Any]]  # steps with their collectives
-    layers: list[dict[str, Any]]  # statistics of each layer, by step
-    memory: list[dict[str, Any]]  # of one step, by rank
 
     @property
     def name(self) -> str:
@@ -58,28 +52,10 @@ class RunFiles:
                 values.append(record[metric])
         return steps, values
 
-    @property
-    def precision(self) -> list[dict[str, Any]]:
-        """The elements that the number formats lost in each layer, in the form of `layers`."""
-        by_step = []
-        for record in self.records:
-            if PRECISION in record:
-                by_step.append({"step": record["step"], "layers": record[PRECISION]})
-        return by_step
-
     def last(self, metric: str) -> float | None:
         """Return the newest value of a metric, None if it was never recorded."""
         _, values = self.series(metric)
         return values[-1] if values else None
-
-    @property
-    def warnings(self) -> list[str]:
-        """The warnings of the layers' statistics, each kind at its first step."""
-        first: dict[str, str] = {}
-        for record in self.layers:
-            for kind, description in dangers(record["layers"]).items():
-                first.setdefault(kind, f"{kind} at step {record['step']}: {description}")
-        return list(first.values())
 
     @property
     def state(self) -> str:
@@ -100,10 +76,7 @@ def read_run(folder: Path) -> RunFiles:
             f"{folder} is not the folder of a run (no run.json); give one such as runs/2026-..."
         )
 
-    # A run without traced steps, or without a ledger, has a page without that section.
-    traced: list[dict[str, Any]] = []
-    with suppress(ConfigError):
-        traced = read_steps(folder)
+    # A run without a ledger has a page without that chart.
     accounts = None
     with suppress(ConfigError):
         accounts = accounts_of(folder)
@@ -122,9 +95,6 @@ def read_run(folder: Path) -> RunFiles:
         faults=faults,
         story=fault_lines,
         accounts=accounts,
-        traced=traced,
-        layers=read_json_lines(folder / FILE),
-        memory=read_memory(folder),
     )
 
 
@@ -262,7 +232,6 @@ def settings(runs: list[RunFiles]) -> list[Setting]:
     that differs from the default.
     """
     defaults = Config.model_construct().model_dump(mode="json")
-    # Runs of other versions may lack a key, or have one that this version does not know.
     keys = dict.fromkeys(key for run in runs for key in run.config)
     rows = []
     for key in keys:

@@ -1,7 +1,7 @@
 """Instruments: objects that observe the loop and change nothing that a step computes.
 
     fit ─► instruments.begin_step        tracing, routing
-        ─► instruments.phase             progress, ledger, statistics, memory, profile, planned faults
+        ─► instruments.phase             progress, ledger, statistics, profile, planned faults
         ─► instruments.gradients_ready   routing, precision counts
         ─► instruments.measured          throughput, and those above that have metrics
         ─► instruments.end_step          tracing

@@ -171,14 +171,11 @@ class Observers:
         except (OSError, ValueError) as error:
             if name not in self._failing:
                 self._failing.add(name)
-                self.note(
-                    f"warning  {name} cannot be written ({_reason(error)}); its records wait "
-                    "in memory"
-                )
+                self.note(f"warning  {name} cannot be written ({_reason(error)})")
         else:
             if name in self._failing:
                 self._failing.discard(name)
-                self.note(f"warning  {name} is written again, and complete")
+                self.note(f"warning  {name} is written again")
 
     def _complete_newest(self) -> None:
         """Add to the newest record what was added after it."""

@@ -1,6 +1,6 @@
 """The cost of each operation of some steps: `--profile 5:8` writes profile/rank0.json.gz.
 
-torch.profiler records operations, kernels and collectives. The loop's phases are spans above them.
+torch.profiler records operations, what they allocate, kernels and collectives. The loop's phases are spans above them.
 `nanoray timeline RUN --profile` puts the files of all ranks on one clock: see
 trace/profiles.py.
 """
@@ -80,7 +80,9 @@ class Profile:
         activities = [ProfilerActivity.CPU]
         if self._mesh.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._profiler = torch.profiler.profile(
+            activities=activities, record_shapes=True, profile_memory=True
+        )
         self._profiler.start()
         self._about["steps"] = [step, step]
 

@@ -7,8 +7,6 @@ import json
 import os
 import platform
 import time
-from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,74 +15,22 @@ from nanoray.base.atomic import replace_bytes, write_whole
 from nanoray.base.metrics import values_of
 from nanoray.train.track.observer import Observer
 
-MOST_WAITING = 100_000  # records that wait for room on the disk
-CLOSED = -1  # in the place of a descriptor
-
-
-class AppendedFile:
-    """A file of records that stays complete on a full disk: records wait in memory meanwhile."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.waiting: deque[tuple[int, bytes]] = deque(maxlen=MOST_WAITING)  # step, bytes
-        self._fd = CLOSED
-
-    def open(self) -> None:
-        """Open the file, and create it where it is missing. Raises OSError."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-
-    def append(self, step: int, data: bytes) -> None:
-        """Append the record of a step.
-
-        Raises OSError if it cannot be written; it waits then, and the next call tries again.
-        """
-        self.waiting.append((step, data))
-        self.write()
-
-    def write(self) -> None:
-        """Write what waits, in order. Raises OSError."""
-        if not self.waiting:
-            return
-        if self._fd == CLOSED:
-            self.open()
-        # A record leaves the queue only when it is written.
-        while self.waiting:
-            write_whole(self._fd, self.waiting[0][1])
-            self.waiting.popleft()
-
-    def forget(self, step: int) -> None:
-        """Drop the records after `step` that wait."""
-        kept = [item for item in self.waiting if item[0] <= step]
-        self.waiting = deque(kept, maxlen=MOST_WAITING)
-
-    def release(self) -> None:
-        """Close the file, without what waits."""
-        if self._fd != CLOSED:
-            os.close(self._fd)
-        self._fd = CLOSED
-
-    def close(self) -> None:
-        """Write what waits, and close the file. Raises OSError."""
-        try:
-            self.write()
-        finally:
-            self.release()
-
 
 class JsonlWriter(Observer):
     """metrics.jsonl: one line per logged step, written before the step's checkpoint.
 
     Opening it at `resume_step` drops the records after that step, which the resumed run writes
-    again.
+    again. While the disk is full, records wait in memory.
     """
 
     def __init__(self, path: Path, resume_step: int) -> None:
-        self._file = AppendedFile(path)
+        self._path = path
+        self._waiting: list[dict[str, Any]] = []
+        self._closed = False
         self._open(resume_step)
 
     def _open(self, step: int) -> None:
-        path = self._file.path
+        path = self._path
         path.touch(mode=0o600)
         lines = path.read_bytes().splitlines(keepends=True)
         kept = 0
@@ -101,7 +47,7 @@ class JsonlWriter(Observer):
         self.newest: dict[str, Any] = {}  # record
         if kept:
             self.newest = json.loads(lines[kept - 1])
-        self._file.open()
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND)
 
     @property
     def last_step(self) -> int:
@@ -110,20 +56,28 @@ class JsonlWriter(Observer):
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`. Raises OSError."""
-        self._file.release()
+        before = self._fd
         self._open(step)
-        self._file.forget(step)
-        if self._file.waiting:
-            self.newest = json.loads(self._file.waiting[-1][1])
+        os.close(before)
+        self._waiting = [record for record in self._waiting if record["step"] <= step]
+        if self._waiting:
+            self.newest = self._waiting[-1]
 
     def on_record(self, record: dict[str, Any]) -> None:
         """Append one line; json writes floats so that they read back to the same bits.
 
         Raises OSError if it cannot be written; the next call tries again.
         """
-        line = json.dumps(record, allow_nan=False) + "\n"
         self.newest = record
-        self._file.append(record["step"], line.encode())
+        self._waiting.append(record)
+        self._write()
+
+    def _write(self) -> None:
+        # A record leaves the queue only when it is written.
+        while self._waiting:
+            line = json.dumps(self._waiting[0], allow_nan=False) + "\n"
+            write_whole(self._fd, line.encode())
+            self._waiting.pop(0)
 
     def on_late(self, record: dict[str, Any]) -> None:
         """Write the line of the newest record anew, with the values that come late. Raises OSError."""
@@ -133,7 +87,13 @@ class JsonlWriter(Observer):
 
     def close(self) -> None:
         """Write what waits, and close the file. Raises OSError."""
-        self._file.close()
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._write()
+        finally:
+            os.close(self._fd)
 
 
 def _step_of(line: bytes) -> float:
@@ -146,8 +106,8 @@ def _step_of(line: bytes) -> float:
 class TensorBoardWriter(Observer):
     """TensorBoard events under tb/: the configuration as text, each metric as a scalar.
 
-    torch's SummaryWriter has a thread that ends at the first error, with a traceback on the console
-    and without what it had in memory. These are the same bytes, written by this thread.
+    torch's SummaryWriter has a thread that ends at the first error, with a traceback on the console.
+    What cannot be written here, on a full disk, is in metrics.jsonl alone.
     """
 
     def __init__(self, folder: Path, config_json: str, resume_step: int) -> None:
@@ -165,55 +125,51 @@ class TensorBoardWriter(Observer):
         self._folder = folder
         self._config_json = config_json
         self._count = 0  # files of this process
-        self._file = self._new_file(resume_step + 1)
+        self._fd: int | None = None
+        self._first_step = resume_step + 1  # scalars from it on in older files are void
         with suppress(OSError):  # a full disk: the first record tries again
-            self._file.write()
+            self._begin()
 
-    def _new_file(self, first_step: int) -> AppendedFile:
-        """Return a file that begins; TensorBoard drops scalars from `first_step` on in older ones."""
+    def _begin(self) -> None:
+        """Begin a file. Raises OSError."""
+        self._folder.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads files in the order of their names, and several may be of one second.
         name = f"{int(time.time()):010d}.{platform.node()}.{os.getpid()}.{self._count:04d}"
         self._count += 1
-        file = AppendedFile(self._folder / f"events.out.tfevents.{name}")
+        path = self._folder / f"events.out.tfevents.{name}"
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         now = time.time()
-        config = self._text("config", "```json\n" + self._config_json + "\n```")
         begin = self._session_log(status=self._session_log.START)
-        head = self._framed(
-            [
+        config = self._text("config", "```json\n" + self._config_json + "\n```")
+        try:
+            self._append(
                 self._event(wall_time=now, file_version="brain.Event:2"),
-                self._event(wall_time=now, step=first_step, session_log=begin),
+                self._event(wall_time=now, step=self._first_step, session_log=begin),
                 self._event(wall_time=now, step=0, summary=config),
-            ]
-        )
-        file.waiting.append((0, head))
-        return file
+            )
+        except OSError:
+            self.close()  # a file without these events is of no use
+            raise
 
-    def _framed(self, events: Iterable[Any]) -> bytes:
-        """Return events as the file contains them: each with its length and checksums."""
+    def _append(self, *events: Any) -> None:
+        """Write events, each with its length and checksums: all of them, or none. Raises OSError."""
         stream = io.BytesIO()
         writer = self._record_writer(stream)
         for event in events:
             writer.write(event.SerializeToString())
-        return stream.getvalue()
+        assert self._fd is not None
+        write_whole(self._fd, stream.getvalue())
 
     def rewind(self, step: int) -> None:
         """Drop the scalars after `step` from TensorBoard. Raises OSError."""
-        self._file.forget(step)
-        before = self._file
-        self._file = self._new_file(step + 1)
-        try:
-            before.close()
-        except OSError:
-            # What could not be written yet goes into the new file.
-            self._file.waiting.extend(item for item in before.waiting if item[0] > 0)
-        self._file.write()
+        self.close()
+        self._first_step = step + 1
+        self._begin()
 
     def on_record(self, record: dict[str, Any]) -> None:
-        """Add each metric as a scalar, and each text as a text.
-
-        Raises OSError if they cannot be written; the next call tries again.
-        """
-        step = record["step"]
+        """Add each metric as a scalar, and each text as a text. Raises OSError."""
+        if self._fd is None:
+            self._begin()
         events = []
         for name, value in values_of(record).items():
             if isinstance(value, str):
@@ -221,11 +177,15 @@ class TensorBoardWriter(Observer):
             else:
                 scalar = self._summary.Value(tag=name, simple_value=value)
                 summary = self._summary(value=[scalar])
-            events.append(self._event(wall_time=record["time"], step=step, summary=summary))
-        self._file.append(step, self._framed(events))
+            events.append(
+                self._event(wall_time=record["time"], step=record["step"], summary=summary)
+            )
+        self._append(*events)
 
     on_late = on_record
 
     def close(self) -> None:
-        """Write what waits, and close the event file. Raises OSError."""
-        self._file.close()
+        """Close the event file."""
+        if self._fd is not None:
+            os.close(self._fd)
+        self._fd = None
