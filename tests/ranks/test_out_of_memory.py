@@ -317,10 +317,6 @@ class Hungry(Dataset[Any]):
         return torch.full((6,), index / 64), torch.zeros(1)
 
 
-def collated(items: list[Any], error: Exception) -> Any:
-    raise error
-
-
 def hungry_stream(error: Exception) -> Iterator[Any]:
     yield torch.ones(8, 6), torch.zeros(8, 1)
     raise error

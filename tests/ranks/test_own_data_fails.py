@@ -95,14 +95,6 @@ class Cut(IterableDataset[Any]):
             yield DATA[3 * k : 3 * k + 3]
 
 
-class CutSamples(Cut):
-    """Samples that are cut by rank, for a DataLoader."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for k in range(self.rank, 48, 2):
-            yield DATA[k]
-
-
 class Once(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -119,7 +111,6 @@ class Case(NamedTuple):
 
 
 three = partial(DataLoader, batch_size=3)
-worker = {"num_workers": 1, "multiprocessing_context": "fork"}  # the fastest to start
 STARTED = {
     "an item": Case(
         lambda: three(Broken("raises")),

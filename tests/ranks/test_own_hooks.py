@@ -169,8 +169,6 @@ def fit_hooked(run: Run, how: str) -> None:
     ("how", "mode", "words"),
     [
         ("before", "zero1", "without the hooks of its step"),
-        ("after", "fsdp", "without the hooks of its step"),
-        ("replaced", "zero2", "without the hooks of its step"),
         ("state_dict", "zero1", "has a state_dict() of its own"),
     ],
 )

@@ -96,25 +96,6 @@ def test_the_example_of_a_plain_script_runs(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1].endswith("quadrants [3, 0]")
 
 
-LOOKS = """
-import os, signal
-
-class Looks(nanoray.Callback):
-    def on_run_start(self, run):
-        print("during", os.environ["MINE"], os.environ["OMP_NUM_THREADS"], torch.get_num_threads())
-
-config |= {"env": {"MINE": "set", "OMP_NUM_THREADS": "2"}}
-def of_the_process():
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    return *handlers, torch.get_num_threads(), torch.get_float32_matmul_precision()
-
-before = of_the_process()
-nanoray.RuntimeEngine(model, optimizer, config, nn.functional.mse_loss, [Looks()]).fit(data, steps=1)
-after = of_the_process()
-print("after", os.environ.get("MINE"), os.environ["OMP_NUM_THREADS"], before == after)
-"""
-
-
 ENDS = "[('finished', 3), ('finished', 2), ('stopped_by_script', 6)]"
 
 

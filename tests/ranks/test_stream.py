@@ -7,8 +7,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -31,10 +29,9 @@ from nanoray.own.engine import RuntimeEngine
 from nanoray.own.program import Program
 from nanoray.own.run import Run
 from tests.harness import elastic
-from tests.harness.commands import Command, run, torchrun
 from tests.harness.in_turn import Turn, run_in_turn
 from tests.harness.ranks import series
-from tests.ranks.test_own import EXAMPLES, ONE_THREAD, network, open_own, points
+from tests.ranks.test_own import network, open_own, points
 
 SEED = 1337
 COUNTS = [9, 0, 11, 5]  # records of the files
@@ -281,40 +278,3 @@ def test_a_lost_rank_is_replaced_and_its_stream_goes_on(tmp_path: Path) -> None:
     assert [of.get("exit_reason") for of in outcome.ranks.values()] == ["finished"] * 2, outcome
     assert len(outcome.left) == 1, "one recovery"
     assert series(spec) == pytest.approx(right_losses(TABLE["jsonl, augmented"]), abs=1e-5)
-
-
-@pytest.mark.full
-def test_the_example_goes_on_under_another_launcher_after_a_kill(tmp_path: Path) -> None:
-    """One process is killed, and two ranks of torchrun finish what it began."""
-    folder = shutil.copytree(EXAMPLES, tmp_path / "examples")
-    script = str(folder / "own_stream.py")
-    whole = run(script, env=ONE_THREAD, cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
-    assert (
-        "a stream of 20000 samples in 10 jsonl files, shuffled in windows of 1000" in whole.stdout
-    )
-
-    shutil.move(tmp_path / "runs", tmp_path / "whole")
-    with Command(script, env=ONE_THREAD, cwd=tmp_path) as killed:
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("runs/*/checkpoints/step_00000100")):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        killed.kill()
-    rest = torchrun(2, script, "auto", env=ONE_THREAD, cwd=tmp_path)
-    assert [rank.returncode for rank in rest] == [0, 0], rest
-    assert "resume  " in rest[0].stdout
-    (ours,) = tmp_path.glob("runs/*/metrics.jsonl")
-    (theirs,) = tmp_path.glob("whole/*/metrics.jsonl")
-    right = losses_in(theirs)
-    found = losses_in(ours)
-    # A command also logs its own first steps.
-    shared = found.keys() & right.keys()
-    assert {1, 20, 100, 120, 200} <= shared
-    for step in shared:
-        assert found[step] == pytest.approx(right[step], abs=1e-4), step
-
-
-def losses_in(file: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in file.read_text().splitlines()]
-    return {record["step"]: record["train/loss"] for record in records if "train/loss" in record}

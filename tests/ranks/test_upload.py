@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import shlex
 import shutil
 import signal
 import time
@@ -17,7 +15,6 @@ import pytest
 from nanoray.base.storage.store import Store
 from nanoray.checkpoint.files import load, peek
 from nanoray.checkpoint.manifest import MANIFEST
-from nanoray.checkpoint.upload.__main__ import main as upload_by_hand
 from nanoray.checkpoint.upload.process import Upload
 from nanoray.errors import ConfigError
 from tests.harness.commands import Command, run
@@ -216,47 +213,6 @@ def test_auto_finds_the_run_there_but_takes_what_is_newer_here(
 
 
 @pytest.mark.full
-def test_a_server_that_is_gone_for_good_costs_a_warning_and_the_command_sends_the_rest(
-    recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"s3://{BUCKET}/gone-{os.getpid()}"
-    with s3_server() as server, proxy_before(server) as proxy:
-        flags = ["--checkpoint_every", "4", "--upload", url, "--upload_timeout", "15"]
-        command = start(
-            recipe,
-            tmp_path / "a",
-            *(*flags, "--stop_at", "20", "--faults", WAITS.format(6)),
-            endpoint=proxy.url,
-        )
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        there = Store(url)
-        wait_until(lambda: any("step_00000012/manifest" in name for name in there.sizes("")))
-        proxy.cut()
-        code = command.wait(120)
-        output = command.output
-        assert code == 0, output
-        (folder,) = (tmp_path / "a").iterdir()
-        assert losses(folder) == losses(undisturbed)
-        (line,) = [line for line in output.splitlines() if "sends the rest" in line]
-        assert f"warning  upload: not all is at {url}/{folder.name} yet; " in line
-        assert "it is tried again" in output
-        assert uploaders(url) == set()
-
-        # What the line says.
-        written = re.search(r"; nanoray (upload .*) sends the rest", line)
-        assert written
-        _, *words = shlex.split(written[1])
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        assert upload_by_hand(words) == 0
-        assert whole_there(there, folder.name)[-1] == "step_00000020"
-        assert "summary.json" in Store(f"{url}/{folder.name}").sizes("")
-
-        # By hand to a server that is gone, without a URL, and for what is no run.
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        assert upload_by_hand([str(folder)]) == 1
-
-
-@pytest.mark.full
 def test_a_server_lost_in_the_middle_of_a_checkpoint_has_it_whole_afterwards(
     recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,33 +241,6 @@ def test_a_server_lost_in_the_middle_of_a_checkpoint_has_it_whole_afterwards(
             files = there.sizes(f"{folder.name}/checkpoints/{step}")
             here = folder / "checkpoints" / step
             assert files == {path.name: path.stat().st_size for path in here.iterdir()}
-
-
-@pytest.mark.full
-def test_a_slow_server_slows_no_step(
-    recipe: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With keep_checkpoints 1 a checkpoint is removed while it is sent, and named."""
-    url = f"s3://{BUCKET}/slow"
-    with s3_server() as server, proxy_before(server) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
-        there = Store(url)
-        proxy.bytes_per_s = 60e3
-        flags = ["--checkpoint_every", "4", "--keep_checkpoints", "1", "--eval_every", "0"]
-        flags += ["--upload", url, "--stop_at", "20"]
-        faults = "slow@rank=0,step=5,seconds=6"
-        command = start(recipe, tmp_path / "a", *flags, "--faults", faults, endpoint=proxy.url)
-        wait_until(lambda: any("step_00000004/" in name for name in there.sizes("")))
-        (folder,) = (tmp_path / "a").iterdir()
-        assert not whole_there(there, folder.name), "the server was not slow"
-        # All further steps are done while the first checkpoint is on its way.
-        wait_until(lambda: len(records_of(folder)) == 20)
-        assert not whole_there(there, folder.name), "steps waited for the server"
-        proxy.bytes_per_s = float("inf")
-        assert command.wait(120) == 0, command.output
-        assert losses(folder) == losses(undisturbed)
-        assert "step_00000004 was removed or replaced here before it was sent" in command.output
-        assert whole_there(there, folder.name) == ["step_00000020"]
 
 
 @pytest.mark.full

@@ -180,13 +180,8 @@ def test_an_update_waits_for_a_copy_that_is_late(text: Path, tmp_path: Path, mod
     assert all(r["time/checkpoint_s"] > 0.4 > r["time/step_ms"] / 1e3 for r in paused), paused
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "a flipped bit",
-        *(pytest.param(how, marks=pytest.mark.full) for how in ("no manifest", "a lost tail")),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["a flipped bit", "no manifest"])
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
     text: Path, tmp_path: Path, how: str
 ) -> None:
@@ -200,9 +195,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
         (six / "manifest.json").unlink()
     else:
         data[-1] ^= 16
-        (six / "optimizer.safetensors").write_bytes(
-            data if how == "a flipped bit" else data[:-4096]
-        )
+        (six / "optimizer.safetensors").write_bytes(data)
     rest = make_spec(text, tmp_path / "parts", resume="auto")
     (outcome,) = run_ranks(rest, 1)
     assert outcome["resumed_from"].endswith("step_00000003")

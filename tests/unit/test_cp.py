@@ -24,7 +24,6 @@ from nanoray.mesh.mesh import Mesh
 from nanoray.models.dropout import draw_factors, dropout
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel import cp, cp_blocks, tp
-from nanoray.trace.recorder import Collective, account
 
 RANKS = (2, 3, 4, 5)
 SHAPE = ModelShape(n_layer=1, n_head=2, n_embd=8, block_size=24, bias=True, vocab_size=65)
@@ -299,16 +298,3 @@ def test_a_share_is_lost_only_with_all_parts_of_the_sequences(
 
 
 # The trace.
-
-
-def test_a_message_beside_compute_is_hidden_until_the_rank_waits_for_it() -> None:
-    def message(start: float, wait: float | None, end: float) -> Collective:
-        return Collective(
-            "send_recv", "keys_values", "cp", "forward", "float32", 8, start, start, end, "call",
-            wait=wait,
-        )  # fmt: skip
-
-    cost = account([message(0.0, 3.0, 4.0), message(5.0, 7.0, 6.0), message(8.0, None, 10.0)])
-    assert cost.busy == pytest.approx(4.0 + 1.0 + 2.0)
-    assert cost.exposed == pytest.approx(1.0 + 0.0 + 2.0)
-    assert cost.hidden == pytest.approx(4.0)

@@ -117,39 +117,6 @@ def test_both_ways_give_the_same_figures(mode: str, tp: int, pp: int) -> None:
         assert float(total[1]) == pytest.approx(sum(parts.values()), abs=0.05 * (len(parts) + 1))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"precision": "bf16"},
-        {"device": "cuda"},
-        {"device": "cuda", "precision": "tf32", "dp_mode": "zero2"},
-        {"activation_checkpointing": "block", "precision": "bf16", "pp": 2, "dp_mode": "zero1"},
-        {"activation_checkpointing": "selective", "tp": 2, "sequence_parallel": True},
-        {"pp": 2, "pp_schedule": "gpipe", "dp_mode": "zero1"},
-        {"pp": 2, "pp_schedule": "zero_bubble", "dp_mode": "ddp_by_hand"},
-        {"pp": 2, "pp_schedule": "interleaved", "dp_mode": "zero1"},
-        {"cp": 2},
-        {"cp": 8, "dp_mode": "zero1"},
-        {"cp": 2, "tp": 2, "pp": 2, "dp_mode": "zero2"},
-        {"cp": 4, "activation_checkpointing": "block", "dp_mode": "fsdp", "precision": "bf16"},
-        {"experts": 4, "dp_mode": "zero1", "bucket_mb": 0.05},
-        {"experts": 4, "ep": 2, "dp_mode": "zero1"},
-        {"experts": 4, "ep": 2, "tp": 2, "pp": 2, "dp_mode": "zero2"},
-        {"optimizer": "sgd"},
-        {"optimizer": "muon"},
-        {"bias": True, "positions": "rotary"},
-        {"bucket_mb": 0.05, "dp_mode": "zero1", "mirror": "off"},
-        {"bucket_mb": 0.05, "dp_mode": "zero1", "replicas": 2},
-        {"dp_mode": "zero2", "replicas": 2, "tp": 2},
-        {"dp_mode": "fsdp", "replicas": 4},
-    ],
-    ids=str,
-)
-def test_so_do_the_other_settings_of_a_rank(settings: dict[str, Any]) -> None:
-    workers, world_size = both_ways(**settings)
-    assert workers == world_size
-
-
 def test_both_say_what_groups_of_replicas_send() -> None:
     settings: dict[str, Any] = {"dp_mode": "zero1", "replicas": 2, "bucket_mb": 0.05}
     workers, world_size = both_ways(**settings)

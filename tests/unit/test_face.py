@@ -15,7 +15,6 @@ from types import ModuleType
 import pytest
 
 import nanoray
-from tests.harness.commands import run
 from tests.harness.parsing import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +132,7 @@ except nanoray.NanorayError as error:
 """
 
 
+@pytest.mark.full
 def test_a_checker_accepts_the_examples_and_finds_the_mistakes_of_a_script(tmp_path: Path) -> None:
     """As strict as `mypy --strict`; with the cache of `make lint`, which has torch in it."""
     script = tmp_path / "user_script.py"
@@ -167,63 +167,3 @@ def test_a_checker_accepts_the_examples_and_finds_the_mistakes_of_a_script(tmp_p
 
 
 # What the library says, and who receives it.
-
-
-# What a run prints without `say`: the answer to a dry run, the stream that a console was given, a
-# script's own output, the bar of a terminal, and the last line of a script that ends by an error.
-PRINTS = {
-    "start/opening.py": 3,
-    "own/engine.py": 1,
-    "own/program.py": 1,
-    "train/watch/observers.py": 2,
-}
-
-
-def test_what_a_run_says_goes_through_say() -> None:
-    package = ROOT / "nanoray"
-    found = {}
-    for path in sorted(
-        path
-        for room in ("launch", "own", "start", "train")
-        for path in (package / room).rglob("*.py")
-    ):
-        tree = parse(path.read_text(encoding="utf-8"))
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        prints = [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
-        if prints:
-            found[path.relative_to(package).as_posix()] = len(prints)
-    assert found == PRINTS
-
-
-PROGRAM = """
-import logging, sys
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-import nanoray
-
-CONFIGURE
-
-x = torch.randn(40, 2)
-model = nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-config = {"micro_batch_size": 4, "log_every": 2, "out_dir": sys.argv[1], "tensorboard": False}
-engine = nanoray.RuntimeEngine(model, optimizer, config, nn.functional.mse_loss)
-engine.fit(TensorDataset(x, x.sum(1, keepdim=True)), steps=4)
-print("root", len(logging.getLogger().handlers), logging.getLogger("nanoray").propagate)
-print("the file", (engine.run.folder / "logs/rank0.log").read_text().count("warmed up"))
-"""
-BASIC = "logging.basicConfig(level=logging.INFO, format='%(name)s|%(levelname)s|%(message)s')"
-
-
-def test_a_program_routes_all_lines_of_a_run(tmp_path: Path) -> None:
-    """The rank's log file is the same, and nothing is said twice; test_own_script prints them."""
-    script = tmp_path / "program.py"
-    script.write_text(PROGRAM.replace("CONFIGURE", BASIC))
-    done = run(str(script), str(tmp_path), cwd=tmp_path, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["root 1 True", "the file 1"]
-    steps = re.findall(r"^(.*)step (\d)/4 \|", done.stderr, re.M)
-    assert steps == [("nanoray.steps|INFO|", "1"), *[("nanoray.steps|INFO|", n) for n in "24"]]
-    assert "nanoray|INFO|nanoray 0." in done.stderr
-    assert "nanoray|INFO|finished 4 steps" in done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +12,8 @@ import torch
 
 from nanoray.config import Batch, Config, make_config
 from nanoray.data import cifar10
-from nanoray.data.cifar10 import CLASSES, RECORD, generate, prepare, read_archive
+from nanoray.data.cifar10 import RECORD, generate, prepare, read_archive
 from nanoray.data.images import MEAN, PAD, STD, ImageData
-from nanoray.data.prepare import prepare as prepare_any
 from nanoray.data.tokens import MicroBatches
 from nanoray.errors import DataError
 from tests.harness.images import TRAIN, VAL, small_dataset
@@ -78,33 +76,6 @@ def test_the_archive_gives_the_records_of_its_six_batches_in_order() -> None:
 def test_a_strange_archive_is_refused(broken: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_archive(broken)
-
-
-def test_cifar10_comes_from_a_url_and_then_from_the_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, small = tmp_path / "cifar-10-binary.tar.gz", archive()
-    path.write_bytes(small)
-    monkeypatch.setattr(cifar10, "SHA256", hashlib.sha256(small).hexdigest())
-    first = prepare_any(config(data_url=path.as_uri()))
-    assert (first.name, first.kind, first.train_tokens, first.val_tokens) == (
-        "cifar10",
-        "images",
-        100,
-        20,
-    )
-    assert first.vocab_size == len(CLASSES)
-    path.unlink()
-    again = prepare_any(config("auto", data_url=path.as_uri()))
-    assert again.note.endswith(", cached")
-    assert again.tokens_sha256 == first.tokens_sha256
-    x, y = ImageData(again, seed=0).val_batch(np.arange(20))
-    raw = np.frombuffer(generate(5 * PER_BATCH, PER_BATCH), np.uint8).reshape(20, RECORD)
-    assert y.tolist() == raw[:, 0].tolist()
-    pixels = x * torch.tensor(STD).view(3, 1, 1) + torch.tensor(MEAN).view(3, 1, 1)
-    assert torch.allclose(
-        pixels.flatten(1), torch.from_numpy(raw[:, 1:].astype(np.float32)), atol=1e-3
-    )
 
 
 # ---- generated images -----------------------------------------------------------------------------------------------

@@ -20,19 +20,11 @@ from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard, fill, whole_pieces, whole_shards
-from nanoray.models.costs import (
-    activation_memory,
-    active_parameters,
-    count_parameters,
-    flops_per_token,
-)
-from nanoray.models.gpt import GPT, KVCache, ModelShape
+from nanoray.models.gpt import GPT, ModelShape
 from nanoray.models.moe import BALANCE, DROPPED, ENTROPY, LOAD, MoE, RouterTraining, Z
-from nanoray.models.sampling import generate
 from nanoray.parallel import ep, tp
 from nanoray.state.state_dict import StateDict
 from nanoray.train.watch import routing
-from tests.unit.test_activation_checkpointing import Living
 
 SHAPE = ModelShape(
     2, 4, 20, 8, True, 65, experts=4, experts_per_token=2, expert_hidden=24, shared_experts=1
@@ -220,16 +212,6 @@ def test_compiled_blocks_compute_the_same() -> None:
         torch.testing.assert_close(a, b)
 
 
-@torch.no_grad()
-def test_sampling_with_cached_keys_reads_as_without() -> None:
-    model = gpt().eval()
-    idx, cache = batch()[0], [KVCache(8) for _ in range(2)]
-    step_by_step = [model(idx[:, t : t + 1], kv_cache=cache) for t in range(8)]
-    for t in range(8):
-        torch.testing.assert_close(step_by_step[t], model(idx[:, : t + 1]))
-    assert generate(model, idx[:, :2], 12).shape == (3, 14)
-
-
 def test_a_checkpoint_of_another_mixture_is_refused() -> None:
     def state(shape: ModelShape) -> StateDict:
         return StateDict(
@@ -246,39 +228,6 @@ def test_a_checkpoint_of_another_mixture_is_refused() -> None:
 
 
 # Costs.
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shared", [0, 2])
-def test_the_number_of_parameters_is_what_torch_counts(bias: bool, shared: int) -> None:
-    shape = ModelShape(2, 4, 20, 8, bias, 65, 4, 2, 24, shared)
-    model = gpt(shape=shape)
-    assert count_parameters(shape) == sum(p.numel() for p in model.parameters())
-    one = sum(
-        p.numel() // 4
-        for name, p in model.named_parameters()
-        if ".mlp.up." in name or ".mlp.down." in name
-    )
-    assert active_parameters(shape) == count_parameters(shape) - 2 * one
-    assert flops_per_token(shape) == 6 * (active_parameters(shape) - 8 * 20) + 12 * 2 * 20 * 8
-
-
-@pytest.mark.parametrize("how", ["none", "selective", "block"])
-@pytest.mark.parametrize("mixture", [(4, 2, 128, 0), (8, 1, 64, 0), (4, 2, 128, 1)])
-def test_memory_is_what_the_formula_says(how: str, mixture: tuple[int, int, int, int]) -> None:
-    shape = ModelShape(4, 4, 64, 32, False, 128, *mixture)
-    model = gpt(how, shape=shape)
-    tokens = torch.randint(0, 128, (16, 32))
-    with Living(model) as living:
-        loss = model(tokens, tokens)
-        kept = living.now
-        loss.backward()
-    estimate = activation_memory(shape, 16, "fp32", how)
-    deeper = activation_memory(ModelShape(5, 4, 64, 32, False, 128, *mixture), 16, "fp32", how)
-    layers = 4 * (deeper["activations"] - estimate["activations"])
-    outside = 16 * 32 * (8 * 64 + 24) + estimate["logits"] / 2
-    assert kept == pytest.approx(layers + outside, rel=0.01)
-    assert living.peak == pytest.approx(estimate["activations"] + 2 * estimate["logits"], rel=0.35)
 
 
 # Cuts.

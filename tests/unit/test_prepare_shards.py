@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -391,20 +390,3 @@ def test_a_folder_of_other_settings_and_one_in_use_are_refused(
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main(command) == 2
     assert "another command prepares" in capsys.readouterr().err
-
-
-def test_a_set_of_the_hub_is_refused_where_it_cannot_be_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("datasets")  # not with Python 3.10
-    pq.write_table(pa.table({"content": ["a"]}), tmp_path / "a.parquet")
-    command = ["openwebtext", "--tokenizer", "byte", "--out", str(tmp_path / "out"), "--source"]
-    assert main([*command, str(tmp_path)]) == 2
-    assert "has no column text; it has content" in capsys.readouterr().err
-    assert main([*command, str(tmp_path / "nothing")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: cannot open the data set ")
-    assert error.endswith("or give a folder with a copy of its files with --source\n")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert main([*command, str(tmp_path)]) == 2
-    assert "need the library datasets; pip install 'nanoray[hub]'" in capsys.readouterr().err

@@ -27,9 +27,8 @@ from nanoray.config import make_config
 from nanoray.data.prepare import prepare
 from nanoray.errors import CheckpointError, ConfigError
 from nanoray.start.folder import open_run
-from tests.harness.commands import Command, run, wait_for
 from tests.harness.messages import find_line
-from tests.harness.ranks import TINY, make_spec, run_ranks
+from tests.harness.ranks import make_spec, run_ranks
 
 HOLD = "import sys, time; from pathlib import Path; from nanoray.checkpoint.run import lock_run\n"
 HOLD += "lock = lock_run(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
@@ -71,25 +70,6 @@ def test_a_run_in_use_is_refused_and_left_alone(text: Path, tmp_path: Path) -> N
     assert again.folder == folder
     assert again.lock
     assert (folder / "lock").read_text() == f"pid {os.getpid()} on {platform.node()}\n"
-
-
-def test_a_second_command_on_a_live_run_is_refused(text: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "words.yaml"
-    values = TINY | {
-        "dataset": str(text),
-        "data_dir": str(tmp_path / "cache"),
-        "checkpoint_every": 5,
-    }
-    recipe.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
-    flags = ("nanoray.train", "--config", str(recipe), "--out_dir", str(tmp_path / "runs"))
-    with Command(*flags, "--max_steps", "100000") as first:
-        wait_for(lambda: list(tmp_path.glob("runs/*/checkpoints/step_*")), process=first)
-        second = run(*flags, "--resume", "auto")
-        assert second.returncode == 2, second.stdout
-        assert f"is in use by pid {first.pid} on {platform.node()}" in second.stderr
-        assert first.poll() is None
-    third = run(*flags, "--resume", "auto", "--stop_at", "1")
-    assert third.returncode == 0, third.stderr
 
 
 def test_a_resume_compares_with_what_the_run_was_trained_with(text: Path, tmp_path: Path) -> None:

@@ -61,11 +61,6 @@ class Extra(nn.Module):
         self.value = state
 
 
-class OneWay(nn.Module):
-    def get_extra_state(self) -> int:
-        return 1
-
-
 class Renamed(nn.Linear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

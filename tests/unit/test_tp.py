@@ -15,7 +15,6 @@ from nanoray.mesh.axis import Axis
 from nanoray.mesh.layout import Layout
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Shard, fill, whole_pieces, whole_shards
-from nanoray.models.costs import Cut, activation_memory
 from nanoray.models.gpt import GPT, ModelShape
 from nanoray.parallel import tp
 from nanoray.parallel.buckets import Buckets
@@ -87,30 +86,6 @@ def test_each_element_has_one_owner_and_is_put_together_again(
     for name, piece in whole_pieces(GPT(SHAPE)).items():
         assert sum(other.numel for other, _ in saved[name]) == piece.numel, name
         assert torch.equal(fill(piece, saved[name]).view(piece.shape), whole[name]), name
-
-
-@pytest.mark.parametrize("kept", ["none", "selective", "block"])
-def test_activations_of_a_rank(kept: str) -> None:
-    shape = ModelShape(4, 4, 64, 32, False, 128)
-    one, two = (activation_memory(shape, 8, "fp32", kept, Cut(split)) for split in (1, 2))
-    assert two["logits"] == one["logits"] // 2
-    tokens, C, L, H = 8 * 32, 64, 4, 4
-    less = {
-        "none": L * (24 * C + 2 * H),
-        "selective": L * (16 * C + 2 * H) + 8 * C,
-        "block": 24 * C + 2 * H,
-    }[kept]
-    assert one["activations"] - two["activations"] == tokens * less
-    cut_twice = activation_memory(shape, 8, "fp32", kept, Cut(2, sequence=True))
-    # Half of a norm's input, mean and deviation; of a block's input
-    norm, stream = 2 * C + 4, 2 * C
-    less = {
-        "none": (2 * L + 1) * norm,
-        "selective": L * stream + norm + 4 + norm,
-        "block": L * stream + norm + 4 + norm,
-    }
-    assert two["activations"] - cut_twice["activations"] == tokens * less[kept]
-    assert cut_twice["logits"] == two["logits"]
 
 
 def test_a_sequence_that_ranks_do_not_divide_is_refused() -> None:
