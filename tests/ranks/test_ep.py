@@ -133,28 +133,3 @@ def runs(text: Path, tmp_path: Path) -> Runs:
 def test_a_run_resumes_to_the_bit(runs: Runs, ep: int, mode: str, world: int) -> None:
     whole, rest = runs.resumed(world, 5, ep=ep, dp_mode=mode, dropout=0.1, expert_capacity=1.0)
     assert series(rest, "moe/load_max") == series(whole, "moe/load_max")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "meshes",
-    [
-        [(2, 2, "ddp_by_hand"), (1, 3, "fsdp"), (2, 4, "zero1")],
-        pytest.param(
-            [
-                (2, 2, "ddp_by_hand"),
-                (1, 1, "ddp"),
-                (4, 4, "zero1"),
-                (2, 4, "zero2"),
-                (1, 3, "fsdp"),
-                (2, 4, "zero1"),
-                (1, 3, "zero2"),
-            ],
-            marks=pytest.mark.full,
-        ),
-    ],
-)
-def test_any_mesh_goes_on_with_what_any_other_saved(
-    runs: Runs, meshes: list[tuple[int, int, str]]
-) -> None:
-    runs.gone_on([(world, {"ep": ep, "dp_mode": mode}) for ep, world, mode in meshes], far=5e-4)

@@ -175,32 +175,6 @@ MESHES = [  # workers, settings
 ]
 
 
-@pytest.mark.full  # unit/test_meshes has it in one process, and test_ep on ranks
-def test_any_mesh_loads_the_bits_that_any_other_saved(runs: Runs) -> None:
-    """Each saves what it has loaded, as a run that ends before its first step would, and nothing
-    changes.
-    """
-    start = runs.trained("start", 1, stop_at=2)
-    saved = final(start)
-    spec = start
-    for n, (world, settings) in enumerate(MESHES):
-        shared = {"lr": 1e-30, "min_lr": 0.0, "weight_decay": 0.0}  # the weights stay, to the bit
-        spec = runs.trained(
-            str(n),
-            world,
-            resume=str(spec.folder),
-            stop_at=3 + n,
-            max_steps=20,
-            **shared,
-            **settings,
-        )
-        mine = final(spec)
-        assert mine.model.keys() == saved.model.keys(), settings
-        for name, tensor in saved.model.items():
-            assert tensor.equal(mine.model[name]), (name, settings)
-        assert mine.optimizer.keys() == saved.optimizer.keys()
-
-
 @pytest.mark.full
 def test_a_run_goes_on_over_many_meshes(runs: Runs) -> None:
     alone = runs.trained("alone", 1, max_steps=8)
@@ -213,21 +187,6 @@ def test_a_run_goes_on_over_many_meshes(runs: Runs) -> None:
     for step, loss in series(spec).items():
         assert loss == pytest.approx(series(alone)[step], abs=2e-5)
     assert {*series(spec)} == {*range(1, len(MESHES) + 1)}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("precision", "far"), [pytest.param("bf16", 2e-2, marks=pytest.mark.full), ("fp16", 5e-3)]
-)
-def test_low_precision_in_a_pipeline_stays_near_one_process(
-    runs: Runs, precision: str, far: float
-) -> None:
-    """With fp16 the loss scale enters at the last stage, and every rank skips the same steps."""
-    alone = runs.trained("alone", 1, precision=precision)
-    piped = runs.trained("piped", 2, pp=2, precision=precision, hash_every=1)
-    assert series(piped) == pytest.approx(series(alone), abs=far)
-    if precision == "fp16":
-        assert series(piped, "train/loss_scale") == series(alone, "train/loss_scale")
 
 
 def test_a_step_that_is_not_finite_is_named_with_its_stage(runs: Runs) -> None:

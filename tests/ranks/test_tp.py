@@ -124,24 +124,6 @@ def test_a_run_resumes_to_the_bit(runs: Runs, tp: int, mode: str, world: int) ->
     runs.resumed(world, 5, tp=tp, dp_mode=mode, dropout=0.1)
 
 
-@pytest.mark.full
-def test_any_mesh_goes_on_with_what_any_other_saved(runs: Runs) -> None:
-    """Weights and optimizer state are cut anew each time: by heads, by slices, by rows, and not at
-    all.
-    """
-    meshes = [
-        (2, 2, "ddp"),
-        (1, 1, "ddp"),
-        (4, 4, "ddp"),
-        (2, 4, "zero1"),
-        (1, 3, "ddp"),
-        (2, 4, "fsdp"),
-        (4, 4, "ddp"),
-        (1, 3, "zero2"),
-    ]
-    runs.gone_on([(world, {"tp": tp, "dp_mode": mode}) for tp, world, mode in meshes], far=2e-4)
-
-
 def test_tracing_comparing_evaluating_and_sampling_work(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,14 +4,12 @@ compiled.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoray.models.dropout import seed_generators
 from nanoray.models.gpt import GPT, MLP, ModelShape
@@ -89,34 +87,3 @@ def test_what_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.clear()
         GPT(SHAPE, 0.0, "block")(*batch(2))
     assert len(calls) == SHAPE.n_layer, "an evaluation has no backward"
-
-
-class Living(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations have made and that are still alive, and their
-    peak.
-    """
-
-    def __init__(self, gpt: GPT) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._seen = {p.untyped_storage()._cdata for p in gpt.parameters()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor):
-                self._see(tensor.untyped_storage())
-        return out
-
-    def _see(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key, size)
-
-    def _gone(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.now -= size
