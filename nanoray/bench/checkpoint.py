@@ -557,12 +557,11 @@ def _flat(model: Record, optimizer: Record) -> Record:
 def _nanoray(cfg: Config, mesh: Any, gpt: Any, optimizer: Any, folder: Path) -> SavingArm:
     """Return the arm that saves as the training loop does."""
     from nanoray.checkpoint.files import load
-    from nanoray.checkpoint.run import RunSpec
+    from nanoray.checkpoint.run import RunSpec, write_attempt
     from nanoray.checkpoint.writer import CheckpointWriter
 
-    spec = RunSpec(
-        cfg, DatasetInfo("none", "", folder, "uint16", 0, 0, 0, "", "", {}), folder, time.time()
-    )
+    spec = RunSpec(cfg, DatasetInfo("none", "", folder, "uint16", 0, 0, 0, "", "", {}), folder, 0.0)
+    write_attempt(spec)
     # Makes room for its copy in the first round, which only warms up
     writer = CheckpointWriter(spec, say)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from torch import nn
 
 from nanoray.config.weights import WeightsFile, find
 from nanoray.errors import ConfigError, NanorayError
@@ -17,11 +18,12 @@ from nanoray.models.gpt import GPT, ModelShape
 _POSITIONS = "pos_emb.weight"
 
 
-def begin_with(model: GPT, path: str, mesh: Mesh) -> None:
+def begin_with(model: nn.Module, path: str, mesh: Mesh) -> None:
     """Give rank 0's model the weights of `path`, which the ranks receive from it later. (all ranks)
 
     Raises ConfigError on all ranks when rank 0 cannot read them: the others would wait for it.
     """
+    assert isinstance(model, GPT), "the table of conflicts refuses others"
     problem = ""
     if mesh.rank == 0:
         try:

@@ -19,7 +19,15 @@ from nanoray.errors import NanorayError
 from nanoray.faults.progress import AFTER_UPDATE, ProgressFile
 
 # What a run writes before its first step. Files of records are empty until then
-_FILES = ("attempt", "config.json", "faults.jsonl", "lock", "run.json", "summary.json")
+_FILES = (
+    "attempt",
+    "config.json",
+    "faults.jsonl",
+    "hashes.jsonl",
+    "lock",
+    "run.json",
+    "summary.json",
+)
 _LOGS = ("rank*.log", "rank*.progress", "rank*.exit.json", "rank*.ledger")
 
 

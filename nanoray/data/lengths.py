@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from nanoray.config import Config
+
+
+def lengths_of(config: Config) -> Callable[[int], int] | None:
+    """Return the function from step to sequence length; None where it is always the same."""
+    return partial(length_at, config=config) if config.seq_warmup_steps else None
 
 
 def length_at(step: int, config: Config) -> int:

@@ -54,9 +54,9 @@ from nanoray.mesh.rendezvous import (
 )
 from nanoray.start.opening import Opening
 from nanoray.train.launcher import watch_launcher
+from nanoray.train.model import settings_put_back
 from nanoray.train.program import Trains
 from nanoray.train.rank import train
-from nanoray.train.recipe import settings_put_back
 from nanoray.train.report import closing_lines
 from nanoray.train.track.observer import Observer
 from nanoray.train.track.tracking import require_tracker

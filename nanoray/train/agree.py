@@ -31,6 +31,7 @@ from nanoray.host.device import Device
 from nanoray.host.host import cpu_features
 from nanoray.mesh.mesh import Mesh
 from nanoray.models.fp8 import EMULATED, in_hardware
+from nanoray.train.guard.certificate import append
 from nanoray.train.hardware import cpu_kernels, hardware
 from nanoray.train.tasks import Task
 
@@ -176,9 +177,12 @@ def agree_on_precision(mesh: Mesh, own: tuple[str, str]) -> tuple[str, str]:
     return mesh.broadcast(choice)
 
 
-def describe_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
-    """Return the line of hashes.jsonl for a group that continues after `step` (certificate.py)."""
-    return {
+def note_group(spec: RunSpec, mesh: Mesh, step: int, limit: int) -> None:
+    """Append the line of a group that continues after `step` to hashes.jsonl (certificate.py).
+
+    limit: the most sequences of a micro batch; 0: as configured.
+    """
+    line = {
         "group": step,
         "attempt": spec.attempt,
         "resume": spec.resume,  # run.json contains that of the newest command
@@ -192,7 +196,9 @@ def describe_group(spec: RunSpec, mesh: Mesh, step: int) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "code": code_hash(),
         "config": spec.config.model_dump(),
+        "limit": limit,
     }
+    append(spec.folder, line)
 
 
 def describe_run(

@@ -34,7 +34,8 @@ from nanoray.mesh.rendezvous import Order
 from nanoray.parallel import cp
 from nanoray.train.agree import agree_on_precision, resolve_precision, resolved
 from nanoray.train.elastic import TrainingGroup
-from nanoray.train.recipe import Recipe, settings_put_back, use_products
+from nanoray.train.model import settings_put_back, use_products
+from nanoray.train.recipe import Recipe
 from nanoray.train.tasks import ConfiguredTask, Task
 
 FOLDER = "arms"  # of what the instruments of arms write, in the run's folder

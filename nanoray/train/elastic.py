@@ -18,6 +18,7 @@ import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any, NoReturn
 
 import torch
@@ -76,6 +77,59 @@ class TrainingGroup:
     memory: Shortage = ENOUGH
 
 
+class Next(Enum):
+    """What a rank does after its group has ended."""
+
+    END = "end"  # with the error
+    AGAIN = "again"  # build anew: one process has all that the next group needs
+    MEET = "meet"  # leave the group, and meet the ranks of the next one
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a group has ended for this rank: all that decides what follows."""
+
+    ordered: bool = False  # the driver ordered a new group
+    is_short: bool = False  # this rank has run out of memory
+    collective: bool = False  # a collective has failed: a peer is lost, or has left
+    ours: bool = False  # an error that nanoray has raised
+    met: bool = False  # the group had met, and its engine was built
+    state_is_gone: bool = False  # the state is lost, or differs, on all ranks
+    whole: bool = True  # this rank holds the state of the run
+    can_wait: bool = False  # a driver replaces lost ranks
+    alone: bool = False  # the group is one process
+
+    @classmethod
+    def of(cls, error: Exception, group: TrainingGroup, state: TrainState, met: bool) -> Ending:
+        """Describe an error. `met`: the group's engine was built."""
+        return cls(
+            ordered=isinstance(error, Regroup),
+            is_short=is_out_of_memory(error),
+            collective=is_collective_error(error),
+            ours=isinstance(error, NanorayError),
+            met=met,
+            state_is_gone=isinstance(error, (StateLost, StateDiverged)),
+            whole=state.whole,
+            alone=group.mesh.world_size == 1,
+        )
+
+
+def what_follows(ending: Ending) -> Next:
+    """Decide what a rank does after its group has ended."""
+    if ending.ordered:
+        return Next.MEET
+    # A failed meeting does not end a rank that holds the state: a newcomer may be the unfit one. A
+    # state that is lost, or differs, is so on all ranks: they end, and start again from the newest
+    # checkpoint.
+    unmet = ending.ours and not ending.met and not ending.state_is_gone
+    can_go_on = ending.collective or unmet or ending.is_short
+    if not ending.whole or not can_go_on:
+        return Next.END
+    if ending.can_wait:
+        return Next.MEET
+    return Next.AGAIN if ending.is_short and ending.alone else Next.END
+
+
 def train_in_groups(
     first: TrainingGroup,
     state: TrainState,
@@ -93,61 +147,64 @@ def train_in_groups(
     own = first.memory  # what this rank says of its memory at the next meeting
     while True:
         engine = None
-        is_short = False
         try:
             if orders:
                 group = meet_again(orders, group.spec, state, meet, own)
                 own = Shortage(group.memory.limit)
             engine = build(group)
             reached("built")
-            if group.memory.ends:
-                save_and_end(engine, group)
-            if group.memory.no_eval:
-                engine.leave_out_evaluation(group.memory.no_eval)
-            outcome = engine.fit()
-            reached("last")
-            group.mesh.barrier()  # (all ranks) no rank leaves while another one needs it
-            engine.par.close()
-            return outcome
-        except Regroup:
-            assert wait is not None
-            lost = "the driver ordered a new group"
+            return train_in_group(engine, group)
         except Exception as error:
-            is_short = is_out_of_memory(error)
-            if is_short:
+            ending = replace(
+                Ending.of(error, group, state, met=engine is not None), can_wait=wait is not None
+            )
+            if ending.is_short:
                 own = require_smaller(error, group, state, engine, wait)
-            # A failed meeting does not end a rank that holds the state: a newcomer may be the unfit
-            # one. A state that is lost, or differs, is so on all ranks: they end, and start again
-            # from the newest checkpoint.
-            state_is_gone = isinstance(error, (StateLost, StateDiverged))
-            met = engine is not None
-            unmet = isinstance(error, NanorayError) and not met and not state_is_gone
-            peer_lost = is_collective_error(error) or unmet
-            alone = is_short and group.mesh.world_size == 1
-            cannot_wait = wait is None and not alone
-            if cannot_wait or not state.whole or not (peer_lost or is_short):
+            follows = what_follows(ending)
+            if follows is Next.END:
                 raise
             lost = f"{type(error).__name__}: {error}"
+            if ending.ordered:
+                lost = "the driver ordered a new group"
 
         # Outside the except block, because the error's frames would keep the broken wrapper alive.
         log.warning("leaving the group after step %d: %s", state.step, lost)
         if engine:
-            engine.writer.finish_copy()
-            if wait:
-                engine.writer.hold()
-            for check in engine.checks:
-                check.forget()
-            engine.par.undo()
+            leave_engine(engine, holds=wait is not None)
         del engine
-        if wait is None:  # one process has all that the next group needs
+        if follows is Next.AGAIN:
             release(state)
             group = replace(group, memory=agree(group.mesh, own))
             own = Shortage(own.limit)
             continue
+        assert wait is not None, "what_follows has seen that there is a driver"
         reached("leave")
         leave(group, state)
         reached("wait")
-        orders = wait(lost, is_short)
+        orders = wait(lost, ending.is_short)
+
+
+def train_in_group(engine: Engine, group: TrainingGroup) -> dict[str, Any]:
+    """Run the loop in one group, and return the outcome of the run. (all ranks)"""
+    if group.memory.ends:
+        save_and_end(engine, group)
+    if group.memory.no_eval:
+        engine.leave_out_evaluation(group.memory.no_eval)
+    outcome = engine.fit()
+    reached("last")
+    group.mesh.barrier()  # (all ranks) no rank leaves while another one needs it
+    engine.par.close()
+    return outcome
+
+
+def leave_engine(engine: Engine, holds: bool) -> None:
+    """End what an engine has begun in a group that is gone. holds: the next group may lack a rank."""
+    engine.writer.finish_copy()
+    if holds:
+        engine.writer.hold()
+    for check in engine.checks:
+        check.forget()
+    engine.par.undo()
 
 
 def require_smaller(

@@ -102,6 +102,7 @@ class Engine:
         self.checks: list[StepCheck] = []
         self.reading: Reading | None = None
         if isinstance(self.batches.data, FallibleSamples):
+            self.batches.data.divide(self.batch, self.batches.rank)
             self.reading = Reading(self.mesh, self.batches.data, self.batch)
             self.checks.append(self.reading)
         every = self.cfg.audit_every
@@ -335,8 +336,7 @@ class Engine:
         self.note(f"warning  {why}. Rolling back to {path} and continuing with the data after it")
         # First what the forwards of this step have changed, then the checkpoint.
         self.par.zero_grad()
-        shape = self.workload.meta["model_shape"]
-        saved = read_checkpoint(path, self.spec, self.mesh, state, shape, self.note)
+        saved = read_checkpoint(path, self.spec, self.mesh, state, self.note)
         self.par.settle()
 
         # Until mirrors have gone back, too, no lost rank's share may be taken from one.

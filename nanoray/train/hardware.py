@@ -10,6 +10,7 @@ from nanoray import __version__
 from nanoray.host.device import Device
 from nanoray.host.gpus import discover_gpus, driver_version
 from nanoray.host.host import cpu_name
+from nanoray.host.peaks import peak_flops
 from nanoray.mesh.mesh import Mesh
 
 # Variables that choose among a CPU's kernels: of torch, of oneDNN under both its names, and of MKL.
@@ -43,6 +44,12 @@ def this_device(mesh: Mesh) -> Device | None:
     if len(models) != 1:
         return None
     return similar[0]
+
+
+def peak_of_all_ranks(device: Device | None, mesh: Mesh, precision: str) -> float | None:
+    """Return the FLOP/s of all ranks together; None for an unknown device. `device`: of this rank."""
+    peak = peak_flops(device, precision) if device else None
+    return peak * mesh.world_size if peak else None
 
 
 def hardware(mesh: Mesh) -> str:

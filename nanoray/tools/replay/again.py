@@ -29,8 +29,8 @@ from nanoray.tools.replay.player import OneProcess, Witness
 from nanoray.train.agree import code_hash
 from nanoray.train.elastic import TrainingGroup
 from nanoray.train.hardware import cpu_kernels, hardware
+from nanoray.train.model import use_products
 from nanoray.train.out_of_memory import Shortage
-from nanoray.train.recipe import use_products
 
 # What a re-enactment does otherwise than its run: it records every step, and leaves out what
 # changes no weight.
@@ -217,9 +217,7 @@ def _in_one_process(
     try:
         recipe.build(players).fit()
     finally:
-        recipe.writer.close()
-        recipe.observers.close()
-        recipe.ledger.close()
+        recipe.close()
     return folder
 
 

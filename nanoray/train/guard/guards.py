@@ -59,7 +59,7 @@ class Guards:
         self.on_nan = config.on_nan
         self._global_size = batch.global_size
         self._scaler = scaler
-        self._reads_flags = device.type == "cpu"  # no device to wait for
+        self.reads_each_step = device.type == "cpu"  # no device to wait for
         # A replay is exact while the weights are those of the bad step
         self._sticky = config.on_nan != "skip"
         self._stuck = torch.zeros((), dtype=torch.float32, device=device)
@@ -158,7 +158,7 @@ class Guards:
 
         # On a CPU the host reads now that the step is good: then the optimizer gets no flag.
         leave_out: Tensor | None = bad
-        if self._reads_flags and not bad:
+        if self.reads_each_step and not bad:
             leave_out = None
         return self.decide(look, explain, samples)._replace(leave_out=leave_out)
 
@@ -175,7 +175,7 @@ class Guards:
         TrainingDiverged with on_nan=stop, and with on_nan=skip after too many updates left out in a
         row.
         """
-        if not self._steps or not (look or self._reads_flags):
+        if not self._steps or not (look or self.reads_each_step):
             return Verdict()
 
         # Read the ring: on a GPU this waits for the device. Count the updates left out in a row.
