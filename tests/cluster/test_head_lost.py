@@ -36,7 +36,8 @@ from tests.harness.ports import free_port
 from tests.harness.ranks import only_run
 
 FLAGS = (*TWO_RANKS, "--resume", "auto")
-LOST = (*FLAGS, "--placement_timeout_s", "170")
+# The other rank waits in a collective as long as the slow step takes.
+LOST = (*FLAGS, "--placement_timeout_s", "170", "--timeout_s", "60", "--hang_timeout", "60")
 
 
 @pytest.mark.full
